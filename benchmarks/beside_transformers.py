@@ -22,7 +22,6 @@ import torch
 
 from actors.channels.handshake import Identity
 from actors.ranks.expert_rank import IDLE_POLL_S
-from actors.ranks.local_group import LocalGroup
 from benchmarks.beside_report import gemm_fraction, report, summary_of
 from benchmarks.machine import core_rates
 from benchmarks.model_work import Pass, Rates, one_pass
@@ -35,6 +34,7 @@ from contracts.config import TandemConfig
 from contracts.loading import load_config
 from contracts.plan import Plan
 from models.spec.model import ModelSpec, read_spec
+from tests.support.local_group import LocalGroup
 
 BUNDLED = Path(__file__).parents[1] / "models" / "bundled"
 RANDOM = {"medium": MEDIUM, "medium-shared": MEDIUM_SHARED}

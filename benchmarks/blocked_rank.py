@@ -22,15 +22,15 @@ spy_on_compiling()  # before torch is imported
 from actors.batching.scheduler import Scheduler  # noqa: E402
 from actors.engine.executor import Chosen, Executor  # noqa: E402
 from actors.engine.micro_batch import MicroBatch  # noqa: E402
-from actors.experts.expert_server import ExpertServer  # noqa: E402
-from actors.experts.merged_call import Call  # noqa: E402
-from actors.experts.remote_plane import RemotePlane  # noqa: E402
-from actors.ranks.process import main  # noqa: E402
+from actors.moe.expert_server import ExpertServer  # noqa: E402
+from actors.moe.merged_call import MergedCall  # noqa: E402
+from actors.moe.remote_backend import RemoteBackend  # noqa: E402
 from actors.ranks.serving_loop import ServingLoop  # noqa: E402
 from actors.ranks.shell import WorkerShell  # noqa: E402
 from contracts.requests import Priority  # noqa: E402
 from kernels.steps import Steps  # noqa: E402
-from planner.findep.expert_queues import QueueHead  # noqa: E402
+from planner.scheduling.expert_queues import QueueHead  # noqa: E402
+from tests.support.rank_process import main  # noqa: E402
 
 LONG_S = 0.006  # a slice, or a wait, of which the parts are kept
 
@@ -88,7 +88,7 @@ def spy() -> None:
     def task(self: Executor, chosen: Chosen) -> None:
         WAITS.around(chosen.task.priority, partial(run_task, self, chosen))
 
-    def call(self: ExpertServer, head: QueueHead, of: Call) -> None:
+    def call(self: ExpertServer, head: QueueHead, of: MergedCall) -> None:
         WAITS.around(head.priority, partial(run_call, self, head, of))
 
     Executor._run = task  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def spy() -> None:
 
 
 def _trace(tracer: Tracer) -> None:
-    start, task_of, made = WorkerShell.start, Executor._task, Call.__init__
+    start, task_of, made = WorkerShell.start, Executor._task, MergedCall.__init__
 
     def starts(self: WorkerShell) -> None:
         tracer.take_log()
@@ -108,14 +108,14 @@ def _trace(tracer: Tracer) -> None:
         name = f"{micro_batch.stage} of layer {micro_batch.layer}, {micro_batch.tokens} tokens"
         return tracer.steps(name, task_of(self, micro_batch))
 
-    def call(self: Call, *args: Any) -> None:
+    def call(self: MergedCall, *args: Any) -> None:
         made(self, *args)
         steps = self.computation.steps
         self.computation.steps = tracer.steps(f"experts, {self.tokens} tokens", steps)  # type: ignore[misc]
 
     WorkerShell.start = starts  # type: ignore[method-assign]
     Executor._task = task  # type: ignore[method-assign]
-    Call.__init__ = call  # type: ignore[method-assign, assignment]
+    MergedCall.__init__ = call  # type: ignore[method-assign, assignment]
     for owner, names in _FUNCTIONS.items():
         for name in names:
             tracer.around(owner, name)
@@ -125,7 +125,7 @@ _FUNCTIONS: dict[type, tuple[str, ...]] = {
     ServingLoop: ("_receive", "_form_batches", "send_answers", "_check_when_idle"),
     Scheduler: ("complete", "next_batch"),
     Executor: ("_ready", "submit", "_pick"),
-    RemotePlane: ("poll",),
+    RemoteBackend: ("poll",),
     ExpertServer: ("_poll", "_call", "_next", "_finish"),
 }
 

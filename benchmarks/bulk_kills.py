@@ -35,8 +35,8 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from benchmarks.bulk_rows import RowsDone, check, write_rows
 from benchmarks.harness import Result, write_result
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
-from cluster.bulk.driver import IN_FLIGHT_ROWS
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
+from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
 
 TEMPLATE = "Review: {text}\\nSentiment:"
 LABELS = "negative,positive"

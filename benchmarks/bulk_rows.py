@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.bulk.output import journal_name
+from cluster.tools.bulk.output import journal_name
 
 _WORDS = ("film", "good", "bad", "long", "short", "great", "boring", "and", "but", "never", "like")
 

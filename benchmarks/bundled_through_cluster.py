@@ -21,13 +21,13 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.harness import Result, write_result
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.front import free_port
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from training.bundled.evaluate import Evaluator, Question, load, questions
-from training.bundled.tasks import TASKS, Task, read_rows
+from training.bundled.tasks import TASKS, LabelTask, read_rows
 
 ROWS_PER_REQUEST = 64
 REQUESTS_AT_ONCE = 4
@@ -72,7 +72,7 @@ def main() -> None:
     print(f"written: {write_result(result, options.output)}")
 
 
-def _ask(url: str, task: Task, data: Path) -> list[list[float]]:
+def _ask(url: str, task: LabelTask, data: Path) -> list[list[float]]:
     """The probabilities of every label, row by row, through POST /v1/classify."""
     asked = list(questions(task, data))
     pieces = [asked[at : at + ROWS_PER_REQUEST] for at in range(0, len(asked), ROWS_PER_REQUEST)]
@@ -91,7 +91,9 @@ def _ask(url: str, task: Task, data: Path) -> list[list[float]]:
             return [probs for piece in threads.map(classify, pieces) for probs in piece]
 
 
-def _compare(evaluator: Evaluator, task: Task, cluster: list[list[float]], data: Path) -> Compared:
+def _compare(
+    evaluator: Evaluator, task: LabelTask, cluster: list[list[float]], data: Path
+) -> Compared:
     rows = read_rows(task, data, "test")
     scores, _ = evaluator.score(task, rows)
     theirs, ours = scores.softmax(-1), torch.tensor(cluster)

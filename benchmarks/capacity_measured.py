@@ -26,18 +26,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.quota_group import Done, Ranks, Shares, directory_of, mean_of, quota_group
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.wiring import pipelines
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.serving.ingress_app import pipelines
 from contracts import metrics
 from contracts.config import BUNDLED, TandemConfig
 from contracts.loading import load_config
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
 from models.spec.model import read_spec
+from tests.support.local_group import LocalGroup
 
 WINDOW_S = 62.0  # of the ranks' own figures, and a little
 SHOWN_S = 16.0  # until a planner has said what was
@@ -185,12 +185,12 @@ async def _asking(
         )
 
     async def row() -> None:
-        await backend.score(submit(None), patient=True)
+        await backend.score(submit(None), wait_for_slot=True)
 
     async def generation() -> None:
         tokens = source.randint(*(load.answer or (1, 1)))
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        async for _ in backend.generate(submit(sampling), patient=True):
+        async for _ in backend.generate(submit(sampling), wait_for_slot=True):
             pass
 
     backend.start()

@@ -59,7 +59,7 @@ class Side:
         """Makes the wire of rank 0, and waits for the other. Raises ChannelError."""
         end = self._endpoint(backend)
         control.send((backend, end.listen()))
-        while not any(isinstance(happening, PeerJoined) for happening in end.poll(POLL_S)):
+        while not any(isinstance(channel_event, PeerJoined) for channel_event in end.poll(POLL_S)):
             continue
         self.wires[backend] = ChannelWire(end, "bench-1", _device(backend, self._rank))
 
@@ -73,7 +73,7 @@ class Side:
             name=f"bench-{self._rank}",
             token=self._token,
             epoch=1,
-            config=ChannelConfig(backend=backend, silence_s=SILENCE_S),  # type: ignore[arg-type]
+            config=ChannelConfig(backend=backend, heartbeat_timeout_s=SILENCE_S),  # type: ignore[arg-type]
             clock=monotonic_s,
             device=_device(backend, self._rank),
         )

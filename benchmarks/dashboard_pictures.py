@@ -24,7 +24,7 @@ import httpx
 
 from benchmarks.prometheus import Points, Prometheus, config_of
 from benchmarks.server import ServerProcess
-from cluster.files.pictures import pyplot
+from cluster.tools.plots import pyplot
 from contracts.metrics import Board
 
 ROOT = Path(__file__).parent.parent

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.experts.dispatch import RankSlice, plan_dispatch
+from actors.moe.dispatch import RankSlice, plan_dispatch
 from benchmarks.harness import Result, write_result
-from planner.findep.split import token_group_bounds
 from planner.placement.slots import LayerSlots
+from planner.schedule.batch_split import token_group_bounds
 
 TOKENS = (16, 256, 2048, 8192)
 TOP_K = (2, 6, 8)

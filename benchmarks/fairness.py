@@ -38,7 +38,7 @@ http: {api_keys: [first-key, second-key]}
 TEXT = "WINNER! Claim your free 1000 pound prize now, call before midnight and quote your code."
 ROWS, LABELS, PROMPTS, CHOICES, TOKENS = 4096, 256, 32, 128, 200
 QUEUED = 64  # sequences: the large request is under way
-DEPTH = "tandem_queue_depth{"
+DEPTH = "tandem_requests_waiting{"
 TIMEOUT_S = 120.0
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "classify": ("/v1/classify", {"input": TEXT, "labels": ["spam", "ham"]}),

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import msgspec
 
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.findep.beyond import solve_beyond
-from planner.findep.replay import replay
-from planner.findep.schedule import schedule_of
-from planner.findep.solver import PlannedBatch, Solution, solve
+from planner.schedule.extended_plans import solve_extended
+from planner.schedule.replay import replay
+from planner.schedule.schedule import schedule_of
+from planner.schedule.solver import PlannedBatch, Solution, solve
 
 # Caption of Figure 7: ms, and ms per multiply-add or per element.
 GEMM = Linear(0.17, 8.59e-11)
@@ -137,7 +137,7 @@ def beyond_cells(model: Model, tokens: int) -> list[str]:
         plan_spec(model, split, tokens, max_samples=1),
         attention_quadratic_fraction=pairs_ms / (pairs_ms + projections_ms),
     )
-    findep, beyond = solve(spec).best, solve_beyond(spec)
+    findep, beyond = solve(spec).best, solve_extended(spec)
     return [f"{beyond.samples_per_s / findep.samples_per_s:.2f}", beyond.plan.label]
 
 

@@ -25,30 +25,30 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from actors.channels.door import Door
+from actors.channels.authenticated_server import AuthenticatedServer
 from actors.channels.handshake import Identity, Remote
-from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.pinned_batches import bench_client
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.errors import TandemError
-from contracts.frames import framed, read_frame
+from contracts.frames import encode_frame, read_frame
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit, Tokens
 from contracts.placement import Placement
-from contracts.planning import (
+from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
-    Outcome,
-    PlacementHeld,
-    PlacementOutcome,
+    CurrentPlacement,
+    MoveOutcome,
     PlacementProposal,
+    PlacementReport,
     ToPlanner,
 )
 from contracts.requests import Sampling
 from models.spec.model import read_spec
-from planner.placement.contiguous import contiguous
+from planner.placement.slots import contiguous
+from tests.support.local_group import LocalGroup
 
 _CALL_S, _MOVE_S, PROMPT_TOKENS = 60.0, 60.0, 32
 STILL, MOVING = "still", "moving"
@@ -62,9 +62,9 @@ class Mover:
         self._turns = base, exchanged(base, experts)
         self._generation = base.generation
         identity = Identity(name="planner-0", token=token, epoch=None)
-        self._door = Door(identity, answer=lambda _: b"", serve=self._serve)
+        self._door = AuthenticatedServer(identity, answer=lambda _: b"", serve=self._serve)
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._ends: asyncio.Queue[PlacementOutcome] = asyncio.Queue()
+        self._ends: asyncio.Queue[PlacementReport] = asyncio.Queue()
         self.loaded_bytes = self.moves = 0
         self.seconds: list[float] = []
 
@@ -88,13 +88,13 @@ class Mover:
         target = self._turns[self.moves % 2 == 0]
         proposal = PlacementProposal(msgspec.structs.replace(target, generation=self._generation))
         for writer in self._writers.values():
-            writer.write(framed(msgspec.msgpack.encode(proposal)))
+            writer.write(encode_frame(msgspec.msgpack.encode(proposal)))
         left = set(self._writers)
         while left:
             end = await asyncio.wait_for(self._ends.get(), _MOVE_S)
-            if end.outcome is Outcome.FAILED:
+            if end.outcome is MoveOutcome.FAILED:
                 raise TandemError(f"{end.rank}: {end.reason}")
-            if end.outcome is Outcome.RETIRED:
+            if end.outcome is MoveOutcome.RETIRED:
                 left.discard(end.rank)
                 self.loaded_bytes += end.loaded_bytes
         self.moves += 1
@@ -107,9 +107,9 @@ class Mover:
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
                 message = msgspec.msgpack.decode(body, type=ToPlanner)
-                if isinstance(message, PlacementHeld):
+                if isinstance(message, CurrentPlacement):
                     self._writers[message.rank] = writer
-                elif isinstance(message, PlacementOutcome):
+                elif isinstance(message, PlacementReport):
                     self._ends.put_nowait(message)
 
 
@@ -135,7 +135,7 @@ async def segment(
     sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 
     async def one(ids: list[int]) -> tuple[list[float], list[int]]:
-        stream = await ask(client, Submit(request_id=0, token_ids=ids, sampling=sampling))
+        stream = await open_stream(client, Submit(request_id=0, token_ids=ids, sampling=sampling))
         times_s, found = list[float](), list[int]()
         async for event in stream:
             if isinstance(event, Failed):
@@ -165,7 +165,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                 "kv.pool_tokens=16384",
                 "kv.prefix_cache=false",
                 "planner.enabled=false",
-                "placement.follow=follow",
+                "placement.rebalance=continuous",
                 f"placement.bytes_per_s={options.bytes_per_s}",
             ],
         )
@@ -177,7 +177,7 @@ async def measure(
     group: LocalGroup, base: Placement, options: argparse.Namespace
 ) -> dict[str, Any]:
     ((name, address),) = group.client_addresses.items()
-    client = await bench_client(name, address, group.token, silence_s=30.0)
+    client = await bench_client(name, address, group.token, heartbeat_timeout_s=30.0)
     mover = Mover(group.token, base, options.experts)
     at = mover.open()
     for process in group.processes.values():

@@ -31,19 +31,19 @@ from benchmarks.harness import record
 from benchmarks.offloaded_decode import Model, texts
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.kv_pool import KvPool
-from models.experts.moe import expert_sums
-from models.experts.router import Routed
-from models.foresight.estimator import Samples, trained
-from models.foresight.routing_collection import LeastSquares
-from models.foresight.routing_profile import RoutingProfile
-from models.foresight.signals import (
+from models.experts.expert_half import expert_sums
+from models.experts.router import RoutedTokens
+from models.prediction.estimator import EstimatorSamples, train_estimator
+from models.prediction.profile_builder import LeastSquares
+from models.prediction.routing_profile import RoutingProfile
+from models.prediction.signals import (
     AFTER,
-    KINDS,
+    PREDICTOR_KINDS,
     TOKEN,
     features,
-    foretold,
-    foretold_after,
     hits_by_rank,
+    predicted_routing,
+    predicted_routing_after,
     quasi_hidden,
 )
 
@@ -52,11 +52,11 @@ COSINE = "cosine of "
 Rows = list[list[int]]
 
 
-class Seen(NamedTuple):
+class LayerActivations(NamedTuple):
     """Of a row at a layer: the residual before and after its experts, and how it was routed."""
 
     hidden_TD: Tensor
-    routed: Routed
+    routed: RoutedTokens
     after_TD: Tensor
 
 
@@ -91,7 +91,7 @@ def add_rows(parser: argparse.ArgumentParser, rows: int) -> None:
     parser.add_argument("--output", type=Path, help="result file (default benchmarks/results/)")
 
 
-def seen(model: Model, ids: Sequence[int]) -> list[Seen]:
+def seen(model: Model, ids: Sequence[int]) -> list[LayerActivations]:
     """By layer."""
     half, last, found = model.half, -(-len(ids) // BLOCK), []
     kv = KvPool(model.spec, last, BLOCK, half.dtype, half.device)
@@ -104,7 +104,7 @@ def seen(model: Model, ids: Sequence[int]) -> list[Seen]:
         sums_TD = expert_sums(attended.routed, model.experts.held(layer), model.identity_E)
         hidden_TD = attended.hidden_TD + sums_TD
         after_TD = hidden_TD.clone()  # the next attention adds to it
-        found.append(Seen(attended.hidden_TD, attended.routed, after_TD))
+        found.append(LayerActivations(attended.hidden_TD, attended.routed, after_TD))
     return found
 
 
@@ -114,7 +114,7 @@ def fitted(model: Model, rows: Rows, distance: int) -> RoutingProfile:
     starts = range(spec.num_layers - distance)
     sizes = (spec.hidden_size + spec.num_experts + 1, spec.hidden_size + 1)
     before, after = ({at: LeastSquares(size, spec.num_experts) for at in starts} for size in sizes)
-    samples = defaultdict[int, list[Samples]](list)
+    samples = defaultdict[int, list[EstimatorSamples]](list)
     for ids in rows:
         layers = seen(model, ids)
         for start in starts:
@@ -126,13 +126,15 @@ def fitted(model: Model, rows: Rows, distance: int) -> RoutingProfile:
             x_TD = half.mlp_input(target, one.after_TD)
             after[start].add(torch.cat([x_TD, torch.ones(len(x_TD), 1)], 1), logits_TE)
             q_TD = quasi_hidden(known.means[start], one.hidden_TD, one.routed)
-            samples[start].append(Samples(half.mlp_input(target, q_TD), logits_TE))
-    joined = {at: Samples(*map(torch.cat, zip(*few, strict=True))) for at, few in samples.items()}
+            samples[start].append(EstimatorSamples(half.mlp_input(target, q_TD), logits_TE))
+    joined = {
+        at: EstimatorSamples(*map(torch.cat, zip(*few, strict=True))) for at, few in samples.items()
+    }
     return dataclasses.replace(
         known,
-        maps={start: each.solved() for start, each in before.items()},
-        after={start: each.solved() for start, each in after.items()},
-        estimator=trained(joined, spec.num_layers, sigmoid=spec.routing.score == "sigmoid"),
+        maps={start: each.solve() for start, each in before.items()},
+        after={start: each.solve() for start, each in after.items()},
+        estimator=train_estimator(joined, spec.num_layers, sigmoid=spec.routing.score == "sigmoid"),
     )
 
 
@@ -156,14 +158,19 @@ class Measured:
                 self._add(profile, distance, start, layers[start], layers[start + distance].routed)
 
     def _add(
-        self, profile: RoutingProfile, distance: int, start: int, one: Seen, truth: Routed
+        self,
+        profile: RoutingProfile,
+        distance: int,
+        start: int,
+        one: LayerActivations,
+        truth: RoutedTokens,
     ) -> None:
         half, target = self._model.half, start + distance
-        found: dict[str, Routed] = {
-            kind: foretold(half, profile, kind, start, target, one.hidden_TD, one.routed)
-            for kind in KINDS
+        found: dict[str, RoutedTokens] = {
+            kind: predicted_routing(half, profile, kind, start, target, one.hidden_TD, one.routed)
+            for kind in PREDICTOR_KINDS
         }
-        found[AFTER] = foretold_after(half, profile, start, target, one.after_TD)
+        found[AFTER] = predicted_routing_after(half, profile, start, target, one.after_TD)
         for kind, routed in found.items():
             hits_TK = hits_by_rank(routed.topk_ids_TK, truth.topk_ids_TK)
             self._hits[f"{kind}, {distance} ahead"][target] += hits_TK.sum(0)

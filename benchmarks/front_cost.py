@@ -28,7 +28,7 @@ import msgspec
 
 from benchmarks.harness import Result, write_result
 from benchmarks.http_line import HttpLine
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 
 SERVER = Path(__file__).with_name("front_server.py")
 ROOT = Path(__file__).parents[1]

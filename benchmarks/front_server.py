@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from cluster.api.app import build_app
-from cluster.serving.front import DirectFront
-from cluster.serving.wiring import served_model
+from cluster.http.app import build_app
+from cluster.http.server import HttpServer
+from cluster.serving.ingress_app import served_model
 from contracts.config import HttpConfig, TandemConfig
 from contracts.messages import Finished, Scored, Submit, Tokens
 from contracts.requests import Usage
@@ -27,7 +27,7 @@ class Backend:
     """Token by token, as fast as it is asked."""
 
     async def generate(
-        self, submit: Submit, *, patient: bool = False
+        self, submit: Submit, *, wait_for_slot: bool = False
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
         assert submit.sampling is not None
         count = submit.sampling.max_tokens
@@ -37,7 +37,7 @@ class Backend:
         usage = Usage(prompt_tokens=len(submit.token_ids), completion_tokens=count)
         yield [Finished(submit.request_id, "length", usage)]
 
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
         raise NotImplementedError
 
     def pool_tokens(self, *, prefill: bool) -> int | None:
@@ -55,7 +55,7 @@ async def serve(port: int, kind: str) -> None:
     model, tokenizer = served_model(TandemConfig())
     app = build_app(Backend(), tokenizer, model, http)
     if kind == "front":
-        await DirectFront(app, http).start()
+        await HttpServer(app, http).start()
         await asyncio.Event().wait()
     settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False}
     server = uvicorn.Server(uvicorn.Config(app, port=port, timeout_keep_alive=75, **settings))

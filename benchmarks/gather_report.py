@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from benchmarks.prefill_pair import Round
 from models.spec.model import ModelSpec
 from planner.routing.request_work import flops_work

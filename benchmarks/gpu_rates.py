@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from kernels.device import finish
+from kernels.device import wait_for_device
 from models.experts.device_lanes import DeviceLane
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
@@ -23,10 +23,10 @@ def copy_bytes_per_s(host: HostSource, layout: ExpertLayout) -> float:
     buffer, device = ExpertBuffer(layout), layout.device
     best_s = float("inf")
     for layer in (layout.spec.moe_layers * _COPIES)[:_COPIES]:
-        finish(device)
+        wait_for_device(device)
         start_s = time.monotonic()
         host.copy(layer, buffer)
-        finish(device)
+        wait_for_device(device)
         best_s = min(best_s, time.monotonic() - start_s)
     return buffer.num_bytes / best_s
 
@@ -39,7 +39,7 @@ def expert_copies(
     slot, experts = ExpertBuffer(layout, 1).part(0, 1), min(_EXPERTS, layout.spec.num_experts)
     layer, best_s = layout.spec.moe_layers[0], float("inf")
     for _ in range(_COPIES):
-        finish(layout.device)
+        wait_for_device(layout.device)
         start_s = time.monotonic()
         for expert in range(experts):
             for stored, into in zip(memory.expert(layer, expert), slot, strict=True):
@@ -59,11 +59,11 @@ def memory_bytes_per_s(device: torch.device) -> float:
     source = torch.zeros(_LARGE_BYTES[device.type], dtype=torch.uint8, device=device)
     target, best_s = torch.empty_like(source), float("inf")
     for _ in range(_COPIES):
-        finish(device)
+        wait_for_device(device)
         start_s = time.monotonic()
         for _ in range(_COPIES):
             target.copy_(source)
-        finish(device)
+        wait_for_device(device)
         best_s = min(best_s, (time.monotonic() - start_s) / _COPIES)
     return 2 * source.nbytes / best_s
 

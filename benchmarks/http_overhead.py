@@ -27,11 +27,11 @@ from rich.table import Table
 from actors.channels.handshake import Identity
 from benchmarks.harness import Result, write_result
 from benchmarks.http_line import HttpLine
-from benchmarks.rank_stream import ask
-from cluster.files.model_folder import resolve_model_folder
+from benchmarks.rank_stream import open_stream
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from cluster.routing.rank_client import RankClient
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
@@ -113,7 +113,7 @@ class Bench:
 
     async def _direct(self, case: Case) -> Timing:
         started_s = time.perf_counter()
-        stream = await ask(self._client, case.submit)
+        stream = await open_stream(self._client, case.submit)
         first_s = 0.0
         while batch := await stream.next_batch():
             last_s = time.perf_counter()
@@ -215,7 +215,7 @@ def _options() -> argparse.Namespace:
 
 
 async def _measure(
-    served: Served, port: int, options: argparse.Namespace
+    served: RunningServer, port: int, options: argparse.Namespace
 ) -> dict[str, dict[str, Timings]]:
     """Timings by loop, case and way."""
     ((name, address),) = served.directory.client_addresses.items()

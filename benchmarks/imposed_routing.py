@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels.routing import softmax_weights
 from models.decoder.decoder import AttentionHalf
-from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Found
+from models.experts.router import RoutedTokens
+from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor
 from models.spec.model import ModelSpec
 
 
@@ -27,12 +27,12 @@ class ImposedRouting:
             self.ids_SLK = self.ids_SLK[:1].expand(steps, -1, -1).contiguous()
         self._device_SLK = self.ids_SLK.to(device)
 
-    def routed(self, step: int, layer: int, own: Routed, logits_TE: Tensor) -> Routed:
+    def routed(self, step: int, layer: int, own: RoutedTokens, logits_TE: Tensor) -> RoutedTokens:
         """In the place of what the layer's router has chosen; with the weights that it gives."""
         ids_TK = self._device_SLK[step, self._at[layer]].unsqueeze(0)
-        return Routed(own.x_TD, ids_TK, softmax_weights(logits_TE, ids_TK, normalize=True))
+        return RoutedTokens(own.x_TD, ids_TK, softmax_weights(logits_TE, ids_TK, normalize=True))
 
-    def foretold(self, precision: float, device: torch.device) -> Tensor:
+    def predicted_routing(self, precision: float, device: torch.device) -> Tensor:
         """[S, L, K]: each right one with that probability, else one that is not wanted."""
         wrong_SLK = (self.ids_SLK + self._drawn(1)[0, 0, 0] + 1) % self._spec.num_experts
         hits_SLKK = wrong_SLK.unsqueeze(3) == self.ids_SLK.unsqueeze(2)
@@ -50,7 +50,7 @@ class ImposedRouting:
         return torch.rand(shape, generator=self._generator).topk(top_k, dim=-1).indices
 
 
-class ImposedForesight(Foresight):
+class ImposedForesight(ExpertPredictor):
     """Foretells what it was told, and is as sure of it as that is right. The next router runs all
     the same: a guess takes its time."""
 
@@ -58,7 +58,7 @@ class ImposedForesight(Foresight):
         super().__init__(half, None, "router")
         self.precision = precision
         even = [precision] * half.spec.top_k
-        self.before.of.update({layer: list(even) for layer in self.before.of})
+        self.before.by_layer.update({layer: list(even) for layer in self.before.by_layer})
         self._at = {layer: n for n, layer in enumerate(half.spec.moe_layers)}
         self.step, self.ids_SLK = 0, torch.empty(0)
 
@@ -67,13 +67,15 @@ class ImposedForesight(Foresight):
         """So that it is asked always, not where it pays."""
         return True
 
-    def of_tokens(self, token_ids_T: Tensor) -> None:
+    def predict_first(self, token_ids_T: Tensor) -> None:
         """Nothing is known of the first layer."""
 
-    def find(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Found | None:
-        found = super().find(layer, hidden_TD, routed)
+    def predict_on_device(
+        self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> DevicePrediction | None:
+        found = super().predict_on_device(layer, hidden_TD, routed)
         if found is None:
             return None
         ids_TK = self.ids_SLK[self.step, self._at[found.layer]].unsqueeze(0)
-        told = Routed(routed.x_TD, ids_TK, found.routed.topk_weights_TK)
-        return Found(found.layer, told, found.is_whole)
+        told = RoutedTokens(routed.x_TD, ids_TK, found.routed.topk_weights_TK)
+        return DevicePrediction(found.layer, told, found.is_whole)

@@ -21,7 +21,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerJoined, PeerLost
+from actors.channels.base import (
+    Endpoint,
+    Header,
+    Packet,
+    PacketKind,
+    PeerJoined,
+    PeerLost,
+    TensorSpec,
+)
 from actors.channels.factory import make_endpoint
 from benchmarks.harness import record
 from benchmarks.two_nodes import ENVIRONMENT, HEAD, two_namespaces
@@ -91,7 +99,7 @@ def _endpoint(name: str) -> Endpoint:
         name=name,
         token=TOKEN,
         epoch=1,
-        config=ChannelConfig(backend="tcp", silence_s=20.0),
+        config=ChannelConfig(backend="tcp", heartbeat_timeout_s=20.0),
         clock=monotonic_s,
         device=torch.device("cpu"),
     )
@@ -101,17 +109,17 @@ def _receive(end: Endpoint) -> None:
     """Answers every packet with the microseconds that it took, until the sender is gone."""
     print(end.listen(HEAD), flush=True)
     while True:
-        for happening in end.poll(1.0):
-            if isinstance(happening, PeerLost):
+        for channel_event in end.poll(1.0):
+            if isinstance(channel_event, PeerLost):
                 end.close()
                 return
-            if isinstance(happening, PeerJoined):
+            if isinstance(channel_event, PeerJoined):
                 continue
-            taken_us = 1e6 * (happening.arrived_s - happening.sent_s)
-            answer = end.reserve("sender", [Part("int64", (1,))])
+            taken_us = 1e6 * (channel_event.arrived_s - channel_event.sent_s)
+            answer = end.reserve("sender", [TensorSpec("int64", (1,))])
             answer.tensors[0][0] = round(taken_us)
-            happening.release()
-            end.commit(answer, happening.header)
+            channel_event.release()
+            end.commit(answer, channel_event.header)
 
 
 class _Sender:
@@ -143,9 +151,11 @@ class _Sender:
         return ran_s
 
     def _commit(self, batch: int, lane: Priority, num_bytes: int) -> None:
-        reservation = self._end.reserve("receiver", [Part("uint8", (num_bytes,))])
+        reservation = self._end.reserve("receiver", [TensorSpec("uint8", (num_bytes,))])
         self._under_way[batch] += 1
-        self._end.commit(reservation, Header(Kind.A2E, 1, batch, 0, 0, 0, lane, monotonic_s()))
+        self._end.commit(
+            reservation, Header(PacketKind.A2E, 1, batch, 0, 0, 0, lane, monotonic_s())
+        )
 
     def _take(self, timeout_s: float) -> None:
         for packet in self._end.poll(timeout_s):

@@ -3,9 +3,9 @@ each, of which its own are used. Reads and copies are real, their ratio to the c
 
 from __future__ import annotations
 
-from actors.experts.file_tier import FileTier
-from models.experts.expert_file import PART_BYTES, ExpertFile, Place
-from models.experts.expert_form import SlotMemory
+from actors.offload.file_tier import FileTier
+from models.experts.expert_file import PART_BYTES, ExpertFile, FileRange
+from models.experts.expert_format import SlotMemory
 
 
 class LargerTier(FileTier):
@@ -28,16 +28,16 @@ class LargerTier(FileTier):
         entry = super().read(layer, expert, part, urgency)
         self._own_at.pop(entry, None)
         if part == 0:
-            own, read = self._file.place(layer, expert, 0), self._place(layer, expert, 0)
+            own, read = self._file.range_of(layer, expert, 0), self._range_of(layer, expert, 0)
             self._own_at[entry] = own.offset - read.offset
         return entry
 
-    def _place(self, layer: int, expert: int, part: int) -> Place:
+    def _range_of(self, layer: int, expert: int, part: int) -> FileRange:
         """The file's end is read in place of what would lie behind it."""
         first = part * self._part_bytes
         size = min(self._part_bytes, self._record_bytes - first)
-        own = self._file.place(layer, expert, 0)
-        return Place(max(0, min(own.offset + first, self._file.size - size)), size)
+        own = self._file.range_of(layer, expert, 0)
+        return FileRange(max(0, min(own.offset + first, self._file.size - size)), size)
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         read = self._parts[ticket]

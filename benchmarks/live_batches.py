@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import (
-    Formation,
+    GroupSpec,
     Seat,
     contiguous_placements,
     form_group,
@@ -36,12 +35,13 @@ from benchmarks.harness import record
 from benchmarks.live_rank import ENVIRONMENT
 from benchmarks.pinned_batches import CANDIDATES, bench_client
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.requests import Sampling
+from tests.support.rank_process import RankProcess
 
 ROW_TOKENS = 32
 SMALL_BATCH, LARGE_BATCH = 64, 2048  # tokens; the threshold lies between
@@ -71,9 +71,9 @@ class Ranks:
         placements = contiguous_placements(
             str(folder), expert_ranks=groups[1], prefill_ranks=groups[2]
         )
-        formation = Formation(config, str(folder), _TOKEN, 1, "shm", placements=placements)
+        group_spec = GroupSpec(config, str(folder), _TOKEN, 1, "shm", placements=placements)
         seats = [[Seat("cpu", "127.0.0.1", 1)] * size for size in groups]
-        specs = make_specs(formation, seats[0], seats[1], prefill=seats[2])
+        specs = make_specs(group_spec, seats[0], seats[1], prefill=seats[2])
         os.environ[ENVIRONMENT] = ",".join(map(str, variant.live))
         self._processes = [RankProcess(s.name, module="benchmarks.live_rank") for s in specs]
         self._ready = form_group(specs, self._processes, timeout_s=_READY_S)
@@ -81,7 +81,9 @@ class Ranks:
 
     async def join(self) -> None:
         first = self._ready[0]
-        self.client = await bench_client(first.name, first.client_address, _TOKEN, silence_s=30.0)
+        self.client = await bench_client(
+            first.name, first.client_address, _TOKEN, heartbeat_timeout_s=30.0
+        )
 
     def threshold(self) -> float:
         status = self._processes[0].call("status").result(_CALL_S)
@@ -101,7 +103,7 @@ async def served(client: RankClient, rows: list[list[int]], gaps_s: list[float])
     async def one(row: list[int]) -> None:
         began_s = monotonic_s()
         submit = Submit(request_id=0, token_ids=row, sampling=None, candidates=CANDIDATES)
-        async for event in await ask(client, submit):
+        async for event in await open_stream(client, submit):
             if isinstance(event, Failed):
                 raise RuntimeError(event.message)
         latencies_s.append(monotonic_s() - began_s)
@@ -123,7 +125,7 @@ async def decoded(client: RankClient, prompts: list[list[int]]) -> float:
     sampling = Sampling(max_tokens=GENERATED, temperature=0.0, ignore_eos=True)
 
     async def one(ids: list[int]) -> None:
-        async for event in await ask(
+        async for event in await open_stream(
             client, Submit(request_id=0, token_ids=ids, sampling=sampling)
         ):
             if isinstance(event, Failed):

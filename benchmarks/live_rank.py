@@ -10,16 +10,16 @@ from functools import partial
 
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.prefill_rank import prefill_rank
-from actors.ranks.process import main
-from actors.ranks.shell import MAKE
-from contracts.worker import Group
-from planner.policies.batching import joining
+from actors.ranks.shell import RANK_FACTORIES
+from contracts.ranks import Group
+from planner.scheduling.batching import joining
+from tests.support.rank_process import main
 
 ENVIRONMENT = "LIVE_BATCHES"
 
 if __name__ == "__main__":
     most, within_layers = map(int, os.environ[ENVIRONMENT].split(","))
     policy = joining(most=most, within_layers=within_layers)
-    MAKE[Group.ATTENTION] = partial(attention_rank, batching=policy)
-    MAKE[Group.PREFILL] = partial(prefill_rank, batching=policy)
+    RANK_FACTORIES[Group.ATTENTION] = partial(attention_rank, batching=policy)
+    RANK_FACTORIES[Group.PREFILL] = partial(prefill_rank, batching=policy)
     main()

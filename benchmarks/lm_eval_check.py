@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.harness import Result, write_result
 from benchmarks.server import ServerProcess
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from models.text.tokenizer import Tokenizer
 from training.bundled.tasks import raw_rows

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.harness import Result, write_result
 from benchmarks.model_work import Rates
-from kernels.linear import Linear
+from kernels.linear import PackedLinear
 
 GEMM_SIZE = 512  # three float32 matrices of 1 MiB: no larger ones are faster, and calls cost little
 BUFFER_BYTES = 256 << 20  # beyond any cache
@@ -39,7 +39,7 @@ Task = tuple[Callable[[], object], float]  # and the amount of work in one run o
 def _product(dtype: torch.dtype) -> Task:
     """As the ranks take it; work in FLOPs."""
     x, weight = (torch.rand(GEMM_SIZE, GEMM_SIZE).to(dtype) for _ in range(2))
-    linear = Linear(weight)
+    linear = PackedLinear(weight)
     return lambda: linear(x), 2.0 * GEMM_SIZE**3
 
 

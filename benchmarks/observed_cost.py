@@ -37,11 +37,11 @@ from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.timeline import Timeline
 from benchmarks.harness import RESULTS, record
 from benchmarks.http_line import HttpLine
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from contracts.config import BUNDLED
-from contracts.events import Stage, TaskSpan
 from contracts.import_path import module_command
-from contracts.worker import Group, WorkerSpec
+from contracts.ranks import Group, RankSpec
+from contracts.traces import Stage, TaskSpan
 
 Samples = dict[str, dict[str, list[float]]]  # by side, then by what was measured
 
@@ -161,7 +161,7 @@ def idle_fractions(sides: dict[str, Side], seconds: float) -> dict[str, float]:
 
 def span_us() -> dict[str, float]:
     """Of one core, by side: adding a span to a rank's timeline, the best of many rounds."""
-    spec = WorkerSpec(
+    spec = RankSpec(
         group=Group.ATTENTION,
         rank=0,
         attention_ranks=1,

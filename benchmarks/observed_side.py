@@ -17,21 +17,21 @@ from collections.abc import Callable
 
 import uvloop
 
-from actors.ranks import local_group
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.process import RankProcess
 from actors.telemetry.telemetry import merge_expositions
 from benchmarks.switched_rank import follow_switch
 from benchmarks.unobserved_rank import measure_nothing
-from cluster.api.app import build_app
-from cluster.files.model_folder import resolve_model_folder
 from cluster.fleet.codec import Directory
-from cluster.serving.front import DirectFront
-from cluster.serving.wiring import pipelines, served_model
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.app import build_app
+from cluster.http.server import HttpServer
+from cluster.serving.ingress_app import pipelines, served_model
 from contracts.config import BUNDLED, TandemConfig
-from contracts.garbage import spare_what_lives_on
+from contracts.interpreter import freeze_heap
 from contracts.loading import load_config
 from contracts.logs import set_up_logging
+from tests.support import local_group
+from tests.support.local_group import LocalGroup
+from tests.support.rank_process import RankProcess
 
 LOOK_S = 0.02
 SCRAPE_PERIOD_S = 5.0  # as dashboards/prometheus.yml has it
@@ -56,8 +56,8 @@ async def serve(
     backend.start()
     await backend.wait_serving(60.0)
     app = build_app(backend, tokenizer, model, config.http)
-    spare_what_lives_on()
-    await DirectFront(app, config.http).start()
+    freeze_heap()
+    await HttpServer(app, config.http).start()
     seen_s, was_on = 0.0, True
     while True:
         await asyncio.sleep(LOOK_S)
@@ -68,7 +68,7 @@ async def serve(
         if seen_s >= SCRAPE_PERIOD_S:
             seen_s = 0.0
             texts = await asyncio.to_thread(group.metrics)
-            merge_expositions([app.services.telemetry.exposition(), *texts.values()])
+            merge_expositions([app.app_state.telemetry.exposition(), *texts.values()])
 
 
 def _ranks_of(module: str) -> None:

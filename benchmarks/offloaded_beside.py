@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import torch
 
-from actors.experts.cached_plane import CachedPlane
-from actors.experts.plane import TaskKey
+from actors.moe.backend import TaskKey
+from actors.offload.cached_backend import CachedBackend
 from actors.telemetry.timeline import Timeline
 from benchmarks.harness import record
 from benchmarks.larger_experts import LargerTier
@@ -29,16 +29,16 @@ from benchmarks.offloaded_decode import BLOCK, BUNDLED, Model, texts
 from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels.steps import run_through
+from kernels.steps import run_to_end
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.kv_pool import KvPool
 from models.experts import expert_cache
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
-from models.experts.expert_form import AsComputed
-from models.foresight.foresight import Foresight
-from planner.policies.eviction import eviction
-from planner.policies.read_ahead import pays
+from models.experts.expert_format import ComputeFormat
+from models.prediction.expert_predictor import ExpertPredictor
+from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.prefetch_trial import pays
 
 STREAM, PROMPT, ALONE, BOUNDED, UNBOUNDED = 16, 512, "alone", "bounded", "unbounded"
 LS, BE = Priority
@@ -50,11 +50,13 @@ class Worker:
         self.model, self.tier = model, tier
         order = eviction("walk", slots, {})
         self.cache = ExpertCache(
-            tier, AsComputed(model.layout), slots, order, pays, deadline_s=30.0
+            tier, ComputeFormat(model.layout), slots, order, pays, deadline_s=30.0
         )
-        foresight = Foresight(model.half, model.profile) if hints else None
+        predictor = ExpertPredictor(model.half, model.profile) if hints else None
         timeline = Timeline(0)
-        self.plane = CachedPlane("bench", model.half, self.cache, timeline, monotonic_s, foresight)
+        self.backend = CachedBackend(
+            "bench", model.half, self.cache, timeline, monotonic_s, predictor
+        )
         self._batches = 0
 
     def layers(
@@ -66,14 +68,14 @@ class Worker:
         inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
         hidden_TD, batch = half.embed(inputs), self._batches
         decodes = len(ids) == 1
-        self.plane.starts(TaskKey(batch, 0, 0, priority, decodes), inputs.token_ids_T)
+        self.backend.prepare(TaskKey(batch, 0, 0, priority, decodes), inputs.token_ids_T)
         for layer in range(self.model.spec.num_layers):
             attended = half.attend(layer, hidden_TD, inputs, kv)
             hidden_TD = attended.hidden_TD
             assert attended.routed is not None
             key = TaskKey(batch, layer, 0, priority, decodes)
-            pending = self.plane.begin(key, hidden_TD, attended.routed, Plan())
-            run_through(self.plane.steps(hidden_TD, pending, None))
+            pending = self.backend.dispatch(key, hidden_TD, attended.routed, Plan())
+            run_to_end(self.backend.combine(hidden_TD, pending, None))
             yield
 
     def kv(self, tokens: int) -> KvPool:
@@ -83,19 +85,19 @@ class Worker:
     def stream(self, ids: Sequence[int], prompts: Iterator[None]) -> tuple[float, float]:
         """(milliseconds per token, part of its experts that were there)."""
         kv, traffic, spent_s = self.kv(len(ids)), self.cache.traffic, 0.0
-        hits = wanted = 0
+        hits = requested = 0
         for _ in self.layers(ids[:STREAM], 0, kv, LS):
             pass
         for place in range(STREAM, len(ids)):
-            before = sum(traffic.hits.values()), sum(traffic.wanted.values())
+            before = sum(traffic.hits.values()), sum(traffic.requested.values())
             start_s = time.perf_counter()
             for _ in self.layers([ids[place]], place, kv, LS):
                 pass
             spent_s += time.perf_counter() - start_s
             hits += sum(traffic.hits.values()) - before[0]
-            wanted += sum(traffic.wanted.values()) - before[1]
+            requested += sum(traffic.requested.values()) - before[1]
             next(prompts, None)
-        return 1e3 * spent_s / (len(ids) - STREAM), hits / wanted
+        return 1e3 * spent_s / (len(ids) - STREAM), hits / requested
 
     def prompts(self, ids: Sequence[int]) -> Iterator[None]:
         """One after the other, for ever."""
@@ -111,8 +113,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     prompt = texts(model.tokenizer, 1, PROMPT)[0]
     with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
         for kept in options.kept:
-            form, where = AsComputed(model.layout), Path(folder)
-            file = open_expert_file(BUNDLED, form, store=where, deadline_s=60.0, direct=True)
+            slot_format, where = ComputeFormat(model.layout), Path(folder)
+            file = open_expert_file(
+                BUNDLED, slot_format, store=where, deadline_s=60.0, direct_io=True
+            )
             tier = LargerTier(file, options.times)
             slots = round(kept * experts)
             workers = {name: Worker(model, tier, slots, hints=options.hints) for name in OF_BE}

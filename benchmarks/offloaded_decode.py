@@ -35,9 +35,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from actors.experts.cached_plane import CachedPlane
-from actors.experts.file_tier import ENTRIES, FileTier
-from actors.experts.plane import TaskKey
+from actors.moe.backend import TaskKey
+from actors.offload.cached_backend import CachedBackend
+from actors.offload.file_tier import ENTRIES, FileTier
 from actors.telemetry.timeline import Timeline
 from benchmarks.harness import record
 from benchmarks.larger_experts import LargerTier
@@ -45,24 +45,24 @@ from contracts.clock import monotonic_s
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.routing import local_index
-from kernels.steps import run_through
+from kernels.steps import run_to_end
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
+from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
-from models.experts.expert_form import AsComputed, AsStored, ExpertForm
+from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
+from models.experts.expert_half import ExpertHalf, expert_sums
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_wants import Guess
-from models.experts.moe import ExpertHalf, expert_sums
-from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Foretold, Ids, Precision
-from models.foresight.routing_profile import RoutingProfile
-from models.spec.stored_names import ROUTING
+from models.experts.router import RoutedTokens
+from models.prediction.expert_predictor import ExpertPredictor, Ids, Precision, PredictedRouting
+from models.prediction.routing_profile import RoutingProfile
+from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.policies.eviction import Kind, eviction
-from planner.policies.read_ahead import pays
+from planner.scheduling.expert_eviction import Kind, eviction
+from planner.scheduling.prefetch_trial import pays
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
@@ -80,44 +80,51 @@ _NEARLY = 0.99  # as sure as what is nearer: it comes behind it
 class Certain(Precision):
     """Whatever is foretold is as sure as it turned out to be for that layer."""
 
-    def guesses(self, layer: int, foretold: Ids) -> list[Guess]:
-        experts = {expert for ids in foretold for expert in ids}
-        confidence = statistics.mean(self.of[layer])
-        return [Guess(expert, confidence) for expert in sorted(experts)]
+    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
+        experts = {expert for ids in predicted_routing for expert in ids}
+        confidence = statistics.mean(self.by_layer[layer])
+        return [PredictedExpert(expert, confidence) for expert in sorted(experts)]
 
 
-class Oracle(Foresight):
-    """Knows what the text wants: `wanted` by (token, layer). wrong: says what it does not want."""
+class Oracle(ExpertPredictor):
+    """Knows what the text wants: `requested` by (token, layer). wrong: says what it does not
+    want."""
 
     def __init__(
-        self, half: AttentionHalf, wanted: dict[tuple[int, int], Ids], *, wrong: bool = False
+        self, half: AttentionHalf, requested: dict[tuple[int, int], Ids], *, wrong: bool = False
     ) -> None:
         super().__init__(half, None, again=False)
-        self.wanted, self._wrong = wanted, wrong
-        self.deeper: Callable[[int, list[Guess]], None] | None = None  # told of the layer behind
+        self.requested, self._wrong = requested, wrong
+        self.deeper: Callable[[int, list[PredictedExpert]], None] | None = (
+            None  # told of the layer behind
+        )
         layers, even = half.spec.moe_layers, [0.5] * half.spec.top_k
         self.first = self.before = Certain({layer: list(even) for layer in layers})
         self.step = 0
 
-    def of_tokens(self, token_ids_T: Tensor) -> Foretold:
+    def predict_first(self, token_ids_T: Tensor) -> PredictedRouting:
         return self._foretold(self._half.spec.moe_layers[0])
 
-    def before_experts(self, layer: int, hidden_TD: Tensor, routed: Routed) -> Foretold | None:
+    def predict(
+        self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> PredictedRouting | None:
         following = self._next_of.get(layer)
         if following is None:
             return None
         behind = self._next_of.get(following)
         if self.deeper is not None and behind is not None:
-            guesses = self._foretold(behind).guesses
-            self.deeper(behind, [Guess(e, _NEARLY * sure) for e, sure in guesses])
+            predicted_experts = self._foretold(behind).predicted_experts
+            self.deeper(
+                behind, [PredictedExpert(e, _NEARLY * sure) for e, sure in predicted_experts]
+            )
         return self._foretold(following)
 
-    def _foretold(self, layer: int) -> Foretold:
-        ids = self.wanted[self.step, layer]
+    def _foretold(self, layer: int) -> PredictedRouting:
+        ids = self.requested[self.step, layer]
         if self._wrong:
             experts = self._half.spec.num_experts
             ids = [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
-        return Foretold(layer, ids, self.before)
+        return PredictedRouting(layer, ids, self.before)
 
 
 class Model:
@@ -137,7 +144,7 @@ class Model:
     def run(
         self,
         texts: Texts,
-        experts: Callable[[int, int, Tensor, Routed], None],
+        experts: Callable[[int, int, Tensor, RoutedTokens], None],
         starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
     ) -> tuple[float, Tensor]:
         """(mean milliseconds per token behind the prompts, the last logits). experts: adds them;
@@ -167,7 +174,7 @@ class Model:
         assert logits is not None
         return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
 
-    def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+    def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
         hidden_TD.add_(expert_sums(routed, self.experts.held(layer), self.identity_E))
 
 
@@ -175,39 +182,39 @@ class Offloaded:
     """One variant, with a cache of its own that stays from text to text."""
 
     def __init__(
-        self, model: Model, tier: FileTier, form: ExpertForm, slots: int, name: str
+        self, model: Model, tier: FileTier, slot_format: ExpertFormat, slots: int, name: str
     ) -> None:
         when, _, order = name.removesuffix(STORED).removesuffix(TWIN).partition(", ")
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
         evict = eviction(cast("Kind", order), slots, {})
         self.tier = tier
-        self.cache = ExpertCache(tier, form, slots, evict, pays, deadline_s=30.0)
-        self.foresight: Foresight | None = None
+        self.cache = ExpertCache(tier, slot_format, slots, evict, pays, deadline_s=30.0)
+        self.predictor: ExpertPredictor | None = None
         if hints in (ORACLE, DEEP, "wrong"):
-            self.foresight = oracle = Oracle(model.half, {}, wrong=hints == "wrong")
+            self.predictor = oracle = Oracle(model.half, {}, wrong=hints == "wrong")
             if hints == DEEP:
                 oracle.deeper = partial(self.cache.hint, (BATCH, 0))
         elif hints:
             kind: Any = None if hints.startswith("best") else hints
             again = hints.endswith("again")
-            self.foresight = Foresight(model.half, model.profile, kind, again=again)
+            self.predictor = ExpertPredictor(model.half, model.profile, kind, again=again)
         timeline = Timeline(0)
-        self.plane = CachedPlane(
-            "bench", model.half, self.cache, timeline, monotonic_s, self.foresight
+        self.backend = CachedBackend(
+            "bench", model.half, self.cache, timeline, monotonic_s, self.predictor
         )
 
     def run(
-        self, model: Model, texts: Texts, wanted: dict[tuple[int, int], Ids]
+        self, model: Model, texts: Texts, requested: dict[tuple[int, int], Ids]
     ) -> tuple[float, Tensor]:
         def starts(step: int, token_ids_T: Tensor) -> None:
-            if isinstance(self.foresight, Oracle):
-                self.foresight.step, self.foresight.wanted = step, wanted
-            self.plane.starts(TaskKey(BATCH, 0, 0, Priority.LS, step > 0), token_ids_T)
+            if isinstance(self.predictor, Oracle):
+                self.predictor.step, self.predictor.requested = step, requested
+            self.backend.prepare(TaskKey(BATCH, 0, 0, Priority.LS, step > 0), token_ids_T)
 
-        def experts(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+        def experts(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
             key = TaskKey(BATCH, layer, 0, Priority.LS, step > 0)
-            pending = self.plane.begin(key, hidden_TD, routed, Plan())
-            run_through(self.plane.steps(hidden_TD, pending, None))
+            pending = self.backend.dispatch(key, hidden_TD, routed, Plan())
+            run_to_end(self.backend.combine(hidden_TD, pending, None))
 
         found = model.run(texts, experts, starts)
         self.cache.forget_hints((BATCH, 0))
@@ -229,22 +236,24 @@ def variants(
 ) -> Iterator[dict[str, Offloaded]]:
     """By name; kept: the part of all experts that fits, as they are computed with."""
     whole = len(model.spec.moe_layers) * model.spec.num_experts
-    computed = AsComputed(model.layout)
-    stored = AsStored(Checkpoint(BUNDLED), model.spec, torch.float32)
+    computed = ComputeFormat(model.layout)
+    stored = CheckpointFormat(Checkpoint(BUNDLED), model.spec, torch.float32)
     kept_bytes = kept * whole * sum(computed.sizes)
 
-    def opened(form: ExpertForm) -> FileTier:
-        file = open_expert_file(BUNDLED, form, store=folder, deadline_s=60.0, direct=True)
+    def opened(slot_format: ExpertFormat) -> FileTier:
+        file = open_expert_file(BUNDLED, slot_format, store=folder, deadline_s=60.0, direct_io=True)
         return LargerTier(file, times)
 
-    tiers: dict[ExpertForm, FileTier] = {form: opened(form) for form in (computed, stored)}
+    tiers: dict[ExpertFormat, FileTier] = {
+        slot_format: opened(slot_format) for slot_format in (computed, stored)
+    }
 
     def made(name: str) -> Offloaded:
-        form: ExpertForm = stored if name.endswith(STORED) else computed
-        slots = min(whole, max(model.spec.top_k, round(kept_bytes / sum(form.sizes))))
+        slot_format: ExpertFormat = stored if name.endswith(STORED) else computed
+        slots = min(whole, max(model.spec.top_k, round(kept_bytes / sum(slot_format.sizes))))
         if name == NO_CACHE:
             slots = model.spec.top_k
-        return Offloaded(model, tiers[form], form, slots, name)
+        return Offloaded(model, tiers[slot_format], slot_format, slots, name)
 
     names = [NO_CACHE, *(f"on demand, {order}" for order in CACHES), ON_DEMAND + STORED]
     names += [ON_DEMAND + TWIN]
@@ -267,22 +276,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for kept in options.kept:
                 for streams in options.streams:
                     rounds = [every[n : n + streams] for n in range(0, len(every), most)]
-                    of = f", {streams} streams" if streams > 1 else ""
+                    by_layer = f", {streams} streams" if streams > 1 else ""
                     with variants(model, Path(folder), kept, times, options.only) as found:
-                        samples[f"x{times}, {kept:.0%} kept{of}"] = _measure(model, found, rounds)
+                        samples[f"x{times}, {kept:.0%} kept{by_layer}"] = _measure(
+                            model, found, rounds
+                        )
     return samples
 
 
 def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts]) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in (RESIDENT, *found)}
     for number, ids in enumerate(rounds):  # the first one warms up
-        wanted: dict[tuple[int, int], Ids] = {}
+        requested: dict[tuple[int, int], Ids] = {}
 
-        def resident(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
+        def resident(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
             model.resident(step, layer, hidden_TD, routed)
 
-        def noted(step: int, layer: int, hidden_TD: Tensor, routed: Routed) -> None:
-            wanted[step, layer] = routed.topk_ids_TK.tolist()  # noqa: B023  (called at once)
+        def noted(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+            requested[step, layer] = routed.topk_ids_TK.tolist()  # noqa: B023  (called at once)
             model.resident(step, layer, hidden_TD, routed)
 
         _, expected = model.run(ids, noted)
@@ -291,7 +302,7 @@ def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts])
             if name == RESIDENT:
                 spent_ms, logits = model.run(ids, resident)
             else:
-                spent_ms, logits = found[name].run(model, ids, wanted)
+                spent_ms, logits = found[name].run(model, ids, requested)
             if not torch.equal(logits, expected):
                 raise RuntimeError(f"{name}: other logits than with resident experts")
             if number:
@@ -303,12 +314,12 @@ def _traffic(variant: Offloaded | None) -> dict[str, Any]:
     if variant is None:
         return {}
     traffic = variant.cache.traffic
-    wanted = sum(traffic.wanted.values())
+    requested = sum(traffic.requested.values())
     return {
-        "hits": sum(traffic.hits.values()) / wanted,
+        "hits": sum(traffic.hits.values()) / requested,
         "waited_s": traffic.waited_s,
         "copied_s": traffic.copied_s,
-        "guessed_s": 0.0 if variant.plane._ahead is None else variant.plane._ahead.spent_s,
+        "guessed_s": 0.0 if variant.backend._ahead is None else variant.backend._ahead.spent_s,
         "read_ms": 1e3 * variant.cache.read_s,
         **{f"{cause}_bytes": count for cause, count in traffic.read_bytes.items()},
     }

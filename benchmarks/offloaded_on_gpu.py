@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from actors.experts.device_plane import DeviceCache, DevicePlane
-from actors.experts.plane import TaskKey
+from actors.moe.backend import TaskKey
+from actors.offload.device_backend import DeviceBackend, DeviceCache
 from actors.telemetry.timeline import Timeline
 from benchmarks.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
 from benchmarks.harness import record
@@ -39,18 +39,17 @@ from contracts.clock import monotonic_s
 from contracts.machine import available_bytes
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels.device import finish
+from kernels.device import wait_for_device
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.kv_pool import KvPool
 from models.experts.device_lanes import device_lane
-from models.experts.device_slots import DeviceSlots, OnDevice
-from models.experts.device_tier import PART_BYTES, DeviceTier
+from models.experts.device_tier import PART_BYTES, DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
-from planner.policies.eviction import eviction
-from planner.policies.read_ahead import pays
+from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.prefetch_trial import pays
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16
@@ -72,7 +71,7 @@ class Turn(NamedTuple):
     peak_bytes: int
 
 
-class Kept(OnDevice):
+class Kept(DeviceFormat):
     made: DeviceSlots
 
     def slots(self, count: int) -> DeviceSlots:
@@ -83,17 +82,17 @@ class Kept(OnDevice):
 class Variant:
     def __init__(self, bench: Bench, held: DeviceCache, precision: float | None) -> None:
         self.held, half = held, bench.model.attention
-        self.foresight = None if precision is None else ImposedForesight(half, precision)
-        self.plane = DevicePlane(
-            "bench", half, held, Timeline(0), monotonic_s, self.foresight, deadline_s=DEADLINE_S
+        self.predictor = None if precision is None else ImposedForesight(half, precision)
+        self.backend = DeviceBackend(
+            "bench", half, held, Timeline(0), monotonic_s, self.predictor, deadline_s=DEADLINE_S
         )
 
     def add(self, step: int, layer: int, hidden_TD: Tensor, routed: Any, batch: int) -> None:
         key = TaskKey(batch, layer, 0, Priority.LS, True)
-        if self.foresight is not None:
-            self.foresight.step = step
-        pending = self.plane.begin(key, hidden_TD, routed, Plan())
-        for _ in self.plane.steps(hidden_TD, pending, None):
+        if self.predictor is not None:
+            self.predictor.step = step
+        pending = self.backend.dispatch(key, hidden_TD, routed, Plan())
+        for _ in self.backend.combine(hidden_TD, pending, None):
             pass
 
 
@@ -160,32 +159,32 @@ class Bench:
         for layer in spec.moe_layers:
             for first in range(0, spec.num_experts, spec.top_k):
                 experts = range(first, min(first + spec.top_k, spec.num_experts))
-                want = cache.want(layer, experts, Priority.LS)
-                while want.left:
-                    cache.done(want, cache.take_ready(want))
+                request = cache.request(layer, experts, Priority.LS)
+                while request.left:
+                    cache.done(request, cache.acquire_ready(request))
 
     def cache(self, kept: float) -> DeviceCache:
         spec, layout = self.spec, self.model.layout
         slots = max(spec.top_k, round(kept * len(spec.moe_layers) * spec.num_experts))
-        form, tier = Kept(layout), DeviceTier(self.model.memory, layout, self.lane)
+        slot_format, tier = Kept(layout), DeviceTier(self.model.memory, layout, self.lane)
         cache = ExpertCache(
-            tier, form, slots, eviction("walk", slots, {}), pays, deadline_s=DEADLINE_S
+            tier, slot_format, slots, eviction("walk", slots, {}), pays, deadline_s=DEADLINE_S
         )
-        return DeviceCache(cache, form.made, tier, self.lane)
+        return DeviceCache(cache, slot_format.made, tier, self.lane)
 
     def turn(self, variant: Variant, context: int, routing: ImposedRouting) -> tuple[Turn, Tensor]:
         """With the logits of the last token."""
         traffic, lane = variant.held.cache.traffic, self.lane
-        if variant.foresight is not None:
-            precision = variant.foresight.precision
-            variant.foresight.ids_SLK = routing.foretold(precision, self.device)
+        if variant.predictor is not None:
+            precision = variant.predictor.precision
+            variant.predictor.ids_SLK = routing.predicted_routing(precision, self.device)
         missing: list[list[int]] = [[] for _ in self.spec.moe_layers]
         self.batches += 1
         start_s = before = logits = None
         with torch.inference_mode():
             for step in range(self.steps):
                 if step == self.options.warm:
-                    finish(self.device)
+                    wait_for_device(self.device)
                     before = sum(traffic.read_bytes.values()), lane.copied_s, lane.exposed_s
                     start_s, missing = time.monotonic(), [[] for _ in missing]
                 logits = self._pass(variant, step, context, routing, missing)
@@ -228,9 +227,9 @@ class Bench:
             assert own is not None
             assert router is not None
             routed = routing.routed(step, layer, own, router.logits(own.x_TD))
-            there = traffic.wanted[layer] - traffic.hits[layer]
+            there = traffic.requested[layer] - traffic.hits[layer]
             variant.add(step, layer, hidden_TD, routed, self.batches)
-            missing[layer].append(traffic.wanted[layer] - traffic.hits[layer] - there)
+            missing[layer].append(traffic.requested[layer] - traffic.hits[layer] - there)
         logits = half.logits(hidden_TD)
         int(logits.argmax())
         return logits

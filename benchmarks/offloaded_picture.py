@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 from benchmarks.offloaded_decode import BUNDLED, texts
 from benchmarks.offloaded_ranks import PROMPT, Ranks
 from benchmarks.offloading_rank import AHEAD, DEMANDED, HINT, RECORD
-from cluster.files.pictures import pyplot, saved
-from contracts.events import Stage, TaskSpan
+from cluster.tools.plots import pyplot, saving_figure
+from contracts.traces import Stage, TaskSpan
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint
@@ -49,7 +49,7 @@ class Bar(NamedTuple):
 async def measured(spec: ModelSpec, options: argparse.Namespace, folder: str) -> list[Bar]:
     """Of the token whose layers took as long as the median."""
     slots = max(spec.top_k, round(options.kept * len(spec.moe_layers) * spec.num_experts))
-    settings = [f"experts.slots={slots}", "experts.direct=true", f"prefill.host_store={folder}"]
+    settings = [f"experts.slots={slots}", "experts.direct_io=true", f"prefill.host_store={folder}"]
     path = Path(folder) / "record.jsonl"
     os.environ[RECORD] = str(path)
     ranks = Ranks("ahead, best", settings, options.times, options.backend)
@@ -91,7 +91,7 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> None:
     own = [bar for bar in bars if bar.what not in _COLOUR_OF]
     start_s, end_s = min(bar.start_s for bar in own), max(bar.end_s for bar in own)
     figure, axes = plt.subplots(figsize=(11, 3.4))
-    with saved(figure, path, "--picture"):
+    with saving_figure(figure, path, "--picture"):
         reads = 0
         for bar in sorted(bars, key=lambda each: each.start_s):
             lane = None  # two are under way at once: they lie in turns

@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.harness import record
 from benchmarks.offloaded_decode import BUNDLED, gain, texts
 from benchmarks.offloading_rank import ENVIRONMENT
 from benchmarks.pinned_batches import bench_client, pin_to_core
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit, Tokens
@@ -33,16 +32,17 @@ from contracts.requests import Sampling
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint
+from tests.support.rank_process import RankProcess
 
 _TOKEN = b"benchmark token, of no secret"
 _CALL_S, _READY_S = 60.0, 180.0
 PROMPT = 16
 RESIDENT, ON_DEMAND, SPECULATED = "resident", "on demand", "speculated"
 HINTS = {
-    "ahead, router": ["experts.hints=router"],
+    "ahead, router": ["experts.predictor=router"],
     "ahead, best": [],
     "ahead, best, again": ["experts.hint_again=true"],
-    SPECULATED: ["experts.execute=speculated"],
+    SPECULATED: ["experts.speculative=speculated"],
 }
 
 
@@ -54,9 +54,9 @@ class Ranks:
         common = ["model.dtype=float32", "kv.pool_tokens=4096", "kv.prefix_cache=false"]
         config = load_config(None, [*common, "planner.enabled=false", *overrides])
         placements = contiguous_placements(str(BUNDLED), expert_ranks=1)
-        formation = Formation(config, str(BUNDLED), _TOKEN, 1, backend, placements=placements)
+        group_spec = GroupSpec(config, str(BUNDLED), _TOKEN, 1, backend, placements=placements)
         seat = [Seat("cpu", "127.0.0.1", 1)]
-        specs = make_specs(formation, seat, seat)
+        specs = make_specs(group_spec, seat, seat)
         os.environ[ENVIRONMENT] = str(times)
         module = "benchmarks.offloading_rank"
         self.processes = [RankProcess(spec.name, module=module) for spec in specs]
@@ -68,12 +68,16 @@ class Ranks:
 
     async def join(self) -> None:
         first = self._ready[0]
-        self.client = await bench_client(first.name, first.client_address, _TOKEN, silence_s=30.0)
+        self.client = await bench_client(
+            first.name, first.client_address, _TOKEN, heartbeat_timeout_s=30.0
+        )
 
     async def generate(self, ids: list[int], tokens: int) -> tuple[float, list[int]]:
         """(milliseconds per token after the first one, the tokens)."""
         sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        stream = await ask(self.client, Submit(request_id=0, token_ids=ids, sampling=sampling))
+        stream = await open_stream(
+            self.client, Submit(request_id=0, token_ids=ids, sampling=sampling)
+        )
         found: list[int] = []
         first_s = last_s = 0.0
         async for event in stream:
@@ -90,7 +94,7 @@ class Ranks:
         text = self.processes[1].call("metrics").result(_CALL_S)
         found: dict[str, float] = {}
         for line in text.splitlines():
-            for name in ("tandem_expert_read_bytes", "tandem_expert_wait_seconds"):
+            for name in ("tandem_expert_read_bytes_total", "tandem_expert_wait_seconds_total"):
                 if line.startswith(name):
                     cause = line.partition('cause="')[2].partition('"')[0]
                     found[cause or "waited_s"] = float(line.rpartition(" ")[2])
@@ -105,8 +109,8 @@ class Ranks:
 
 def variants(spec: ModelSpec, kept: float, folder: str) -> dict[str, list[str]]:
     slots = max(spec.top_k, round(kept * len(spec.moe_layers) * spec.num_experts))
-    some = [f"experts.slots={slots}", "experts.direct=true", f"prefill.host_store={folder}"]
-    found = {RESIDENT: [], ON_DEMAND: [*some, "experts.hints=none"]}
+    some = [f"experts.slots={slots}", "experts.direct_io=true", f"prefill.host_store={folder}"]
+    found = {RESIDENT: [], ON_DEMAND: [*some, "experts.predictor=none"]}
     return found | {name: [*some, *hints] for name, hints in HINTS.items()}
 
 

@@ -24,15 +24,15 @@ from benchmarks.foretelling import fitted, seen
 from benchmarks.harness import record
 from benchmarks.offloaded_decode import Model, texts
 from contracts.requests import Priority
+from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_form import AsComputed, SlotMemory
-from models.experts.expert_tier import PartRead
-from models.experts.expert_wants import Guess
-from models.experts.router import Routed
-from models.foresight.foresight import Foresight, Precision
-from models.foresight.signals import features
-from planner.policies.eviction import eviction
-from planner.policies.read_ahead import pays
+from models.experts.expert_format import ComputeFormat, SlotMemory
+from models.experts.expert_tier import CompletedRead
+from models.experts.router import RoutedTokens
+from models.prediction.expert_predictor import ExpertPredictor, Precision
+from models.prediction.signals import features
+from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.prefetch_trial import pays
 
 ENTRIES, READERS, ROW_TOKENS = 16, 2, 80
 VARIANTS: Final = {  # (whose guesses, two deep, what a guess costs: of the option)
@@ -62,7 +62,7 @@ class SimulatedTier:
         self._time, self._read_s, self._tickets = time, read_s, 0
         self._asked: dict[int, int] = {}  # ticket -> urgency
         self._active: dict[int, tuple[float, float]] = {}  # ticket -> what is left of it, since
-        self._ended: list[PartRead] = []
+        self._ended: list[CompletedRead] = []
 
     @property
     def room(self) -> int:
@@ -73,7 +73,7 @@ class SimulatedTier:
         self._asked[self._tickets] = urgency
         return self._tickets
 
-    def begin(self) -> None:
+    def submit(self) -> None:
         while self._asked and len(self._active) < READERS:
             ticket = min(self._asked, key=lambda each: (self._asked[each], each))
             del self._asked[ticket]
@@ -101,18 +101,18 @@ class SimulatedTier:
         for ticket, (left_s, since_s) in list(active.items()):
             if left_s <= 1e-12:
                 del active[ticket]
-                self._ended.append(PartRead(ticket, self._time.now_s - since_s))
-        self.begin()
+                self._ended.append(CompletedRead(ticket, self._time.now_s - since_s))
+        self.submit()
 
-    def hurry(self, ticket: int, urgency: int) -> None:
+    def expedite(self, ticket: int, urgency: int) -> None:
         if ticket in self._asked:
             self._asked[ticket] = urgency
 
-    def skip(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         if self._asked.pop(ticket, None) is not None:
-            self._ended.append(PartRead(ticket, 0.0))
+            self._ended.append(CompletedRead(ticket, 0.0))
 
-    def ended(self) -> Iterable[PartRead]:
+    def poll_completed(self) -> Iterable[CompletedRead]:
         found, self._ended = self._ended, []
         return found
 
@@ -122,7 +122,7 @@ class SimulatedTier:
     def free(self, ticket: int) -> None:
         """Nor is it anywhere."""
 
-    wake = close = begin
+    wake = close = submit
 
     def fileno(self) -> int:
         return -1
@@ -132,13 +132,13 @@ class Step(NamedTuple):
     """Of a token at a layer: experts that it wanted, and guesses made there, of later layers."""
 
     wanted: list[int]
-    best: list[Guess]
-    behind: list[Guess]
+    best: list[PredictedExpert]
+    behind: list[PredictedExpert]
 
 
 def traces(model: Model, rounds: int) -> list[list[list[Step]]]:
     """By text, token and layer."""
-    known = Foresight(model.half, model.profile)
+    known = ExpertPredictor(model.half, model.profile)
     rows = texts(model.tokenizer, 4 * rounds, ROW_TOKENS)
     deeper = fitted(model, [row for n, row in enumerate(rows) if n % 4 == 2], 2)
     deep = Precision({layer: [0.75, 0.6] for layer in model.spec.moe_layers})  # learned at once
@@ -146,7 +146,7 @@ def traces(model: Model, rounds: int) -> list[list[list[Step]]]:
 
 
 def _trace(
-    model: Model, known: Foresight, deep: Precision, maps: Any, ids: list[int]
+    model: Model, known: ExpertPredictor, deep: Precision, maps: Any, ids: list[int]
 ) -> list[list[Step]]:
     layers, steps = seen(model, ids), [list[Step]() for _ in ids]
     for layer, one in enumerate(layers):
@@ -155,18 +155,20 @@ def _trace(
         for token in range(len(ids)):
             rows = slice(token, token + 1)
             of = one.routed
-            routed = Routed(of.x_TD[rows], of.topk_ids_TK[rows], of.topk_weights_TK[rows])
-            best = known.before_experts(layer, one.hidden_TD[rows], routed)
-            guesses: list[Guess] = []
+            routed = RoutedTokens(of.x_TD[rows], of.topk_ids_TK[rows], of.topk_weights_TK[rows])
+            best = known.predict(layer, one.hidden_TD[rows], routed)
+            predicted_experts: list[PredictedExpert] = []
             if layer in maps:
                 x_TF = features(routed, model.spec.num_experts)
                 two = router.choose(routed.x_TD, x_TF @ maps[layer]).topk_ids_TK.tolist()
-                guesses = deep.guesses(layer + 2, two)
-                deep.learn(layer + 2, two, layers[layer + 2].routed.topk_ids_TK[rows])
+                predicted_experts = deep.predicted_experts(layer + 2, two)
+                deep.update(layer + 2, two, layers[layer + 2].routed.topk_ids_TK[rows])
             if best is not None:
-                best.learn(layers[layer + 1].routed.topk_ids_TK[rows])
+                best.update(layers[layer + 1].routed.topk_ids_TK[rows])
             wanted = sorted(routed.topk_ids_TK[0].tolist())
-            steps[token].append(Step(wanted, [] if best is None else best.guesses, guesses))
+            steps[token].append(
+                Step(wanted, [] if best is None else best.predicted_experts, predicted_experts)
+            )
     return steps
 
 
@@ -195,7 +197,7 @@ def simulated(model: Model, texts_: list[list[list[Step]]], name: str, setting: 
     time = Time()
     tier, order = SimulatedTier(time, setting.read_s), eviction("walk", setting.slots, {})
     cache = ExpertCache(
-        tier, AsComputed(model.layout), setting.slots, order, pays, deadline_s=1e9, clock=time
+        tier, ComputeFormat(model.layout), setting.slots, order, pays, deadline_s=1e9, clock=time
     )
     tokens, guessed_s = 0, 0.0
     for steps in texts_:
@@ -203,15 +205,15 @@ def simulated(model: Model, texts_: list[list[list[Step]]], name: str, setting: 
             tokens += 1
             for layer, step in enumerate(token):
                 tier.advance(setting.attention_s)
-                want = cache.want(layer, step.wanted, Priority.LS, "me")
+                request = cache.request(layer, step.wanted, Priority.LS, "me")
                 if whose and layer + 1 < len(token):
                     _hint(cache, token, layer, oracle=whose == "oracle", deep=deep)
                     tier.advance(dearness * setting.guess_s)
                     guessed_s += dearness * setting.guess_s
-                while want.left:
-                    taken = cache.take(want, dict.fromkeys(step.wanted, 1), 1)
+                while request.left:
+                    taken = cache.acquire(request, dict.fromkeys(step.wanted, 1), 1)
                     tier.advance(len(taken) * setting.expert_s)
-                    cache.done(want, taken)
+                    cache.done(request, taken)
                     if not taken:
                         cache.wait(1.0)
     traffic, each = cache.traffic, 1.0 / tokens
@@ -225,12 +227,12 @@ def _hint(cache: ExpertCache, token: list[Step], layer: int, *, oracle: bool, de
     """The nearer one goes first: it is a little surer."""
     nearer, behind = token[layer].best, token[layer].behind
     if oracle:
-        nearer = [Guess(expert, 0.99) for expert in token[layer + 1].wanted]
+        nearer = [PredictedExpert(expert, 0.99) for expert in token[layer + 1].wanted]
     if deep and layer + 2 < len(token):
         if oracle:
-            behind = [Guess(expert, 0.98) for expert in token[layer + 2].wanted]
+            behind = [PredictedExpert(expert, 0.98) for expert in token[layer + 2].wanted]
         least = min(guess.confidence for guess in nearer)
-        behind = [Guess(expert, min(sure, 0.99 * least)) for expert, sure in behind]
+        behind = [PredictedExpert(expert, min(sure, 0.99 * least)) for expert, sure in behind]
         cache.hint("me", layer + 2, behind)
     cache.hint("me", layer + 1, nearer)
 

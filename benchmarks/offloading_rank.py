@@ -13,13 +13,14 @@ from functools import partial
 from typing import TextIO
 
 from actors.channels.base import Packet
-from actors.experts import caching, rank_experts
-from actors.ranks.process import main
+from actors.moe import rank_experts
+from actors.offload import cache_factory
 from benchmarks.larger_experts import LargerTier
 from contracts.clock import monotonic_s
 from models.experts.expert_cache import HINT_URGENCY
 from models.experts.expert_file import ExpertFile
-from models.experts.expert_tier import PartRead
+from models.experts.expert_tier import CompletedRead
+from tests.support.rank_process import main
 
 ENVIRONMENT, RECORD = "TIMES", "RECORD"
 DEMANDED, AHEAD, HINT = "read, wanted", "read, hinted", "hint"
@@ -35,8 +36,8 @@ class _RecordedTier(LargerTier):
         self._what[ticket] = AHEAD if urgency == HINT_URGENCY else DEMANDED, layer
         return ticket
 
-    def ended(self) -> Iterable[PartRead]:
-        found, now_s = list(super().ended()), monotonic_s()
+    def poll_completed(self) -> Iterable[CompletedRead]:
+        found, now_s = list(super().poll_completed()), monotonic_s()
         for each in found:
             if each.seconds:
                 row = [*self._what[each.ticket], now_s - each.seconds, now_s]
@@ -45,16 +46,16 @@ class _RecordedTier(LargerTier):
 
 
 def _record(into: TextIO) -> None:
-    hinted = rank_experts.SomeThere.hinted
+    prefetch = rank_experts.CachedExperts.prefetch
 
-    def recorded(self: rank_experts.SomeThere, packet: Packet) -> None:
+    def recorded(self: rank_experts.CachedExperts, packet: Packet) -> None:
         header = packet.header
         row = [HINT, header.layer, header.sent_s, packet.arrived_s]
         print(json.dumps(row), file=into, flush=True)
-        hinted(self, packet)
+        prefetch(self, packet)
 
-    vars(caching)["FileTier"] = partial(_RecordedTier, times=_times(), into=into)
-    rank_experts.SomeThere.hinted = recorded  # type: ignore[method-assign]
+    vars(cache_factory)["FileTier"] = partial(_RecordedTier, times=_times(), into=into)
+    rank_experts.CachedExperts.prefetch = recorded  # type: ignore[method-assign]
 
 
 def _times() -> int:
@@ -62,7 +63,7 @@ def _times() -> int:
 
 
 if __name__ == "__main__":
-    vars(caching)["FileTier"] = partial(LargerTier, times=_times())
+    vars(cache_factory)["FileTier"] = partial(LargerTier, times=_times())
     if path := os.environ.get(RECORD):
         _record(open(path, "a", encoding="utf-8"))  # noqa: SIM115  (until the process ends)
     main()

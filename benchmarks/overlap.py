@@ -19,15 +19,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.ranks.local_group import LocalGroup
 from actors.telemetry.chrome_trace import write_chrome_trace
 from benchmarks.harness import record
 from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
 from contracts.plan import Order, Plan
-from planner.findep.exposure import busy_seconds, exposed_communication
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.exposed_communication import busy_seconds, exposed_communication
+from tests.support.local_group import LocalGroup
 
 PLANS = {
     "naive": Plan(order=Order.NAIVE),
@@ -61,7 +61,7 @@ def main() -> None:
     if options.trace is not None:
         write_chrome_trace(traced, options.trace)
     if options.picture is not None:
-        from cluster.capacity.gantt import draw_gantt
+        from cluster.tools.plots import draw_gantt
 
         title = f"Measured: {TRACED}, layers 2 to 4 of 8, {options.dtype}, one core per rank"
         draw_gantt(traced, range(2, 5), title, options.picture)

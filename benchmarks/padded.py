@@ -16,14 +16,14 @@ from benchmarks.sides import Implementation
 BATCH_TOKENS = 4096
 
 
-class Asked(NamedTuple):
+class ScoredRow(NamedTuple):
     """A row of token ids, and the positions whose logits are wanted."""
 
     token_ids: list[int]
     positions: range
 
     @classmethod
-    def last(cls, token_ids: list[int]) -> Asked:
+    def last(cls, token_ids: list[int]) -> ScoredRow:
         return cls(token_ids, range(len(token_ids) - 1, len(token_ids)))
 
 
@@ -39,7 +39,7 @@ class PaddedModel:
 
     @torch.inference_mode()
     def logits(
-        self, asked: Sequence[Asked], batch_tokens: int = BATCH_TOKENS
+        self, asked: Sequence[ScoredRow], batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[tuple[int, Tensor]]:
         """(index, logits [positions, V] in float32) of every row, in the order of their lengths.
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.channels.handshake import Identity
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
-from contracts.events import Stage, TaskSpan
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
+from contracts.traces import Stage, TaskSpan
 
 _HEAD_START_S = 0.01
 _ATTEMPTS = 5  # a busy rank may see the rows before it has begun with what is ahead of them
@@ -71,9 +71,9 @@ class BatchRunner:
             Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
             for ids in (self._ahead_ids, *rows)
         ]
-        streams = [await ask(self._client, submits[0])]
+        streams = [await open_stream(self._client, submits[0])]
         await asyncio.sleep(_HEAD_START_S)
-        streams += [await ask(self._client, submit) for submit in submits[1:]]
+        streams += [await open_stream(self._client, submit) for submit in submits[1:]]
         logits = []
         for stream in streams:
             async for event in stream:
@@ -84,15 +84,17 @@ class BatchRunner:
 
 
 async def bench_client(
-    name: str, address: str, token: bytes, *, silence_s: float = 2.0
+    name: str, address: str, token: bytes, *, heartbeat_timeout_s: float = 2.0
 ) -> RankClient:
     """A client of the rank, once that is ready and through with its own first batch."""
     me = Identity(name="bench", token=token, epoch=None)
-    client = RankClient(name, address, me, RankClientConfig(silence_s=silence_s))
+    client = RankClient(
+        name, address, me, RankClientConfig(heartbeat_timeout_s=heartbeat_timeout_s)
+    )
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
     submit = Submit(request_id=0, token_ids=[1], sampling=None, candidates=CANDIDATES)
-    async for _ in await ask(client, submit):
+    async for _ in await open_stream(client, submit):
         pass
     return client
 

@@ -32,7 +32,7 @@ from benchmarks.placed_groups import Ran, Running, batches_of, groups, placement
 from benchmarks.placement.traces import BUNDLED, rows_of, traced
 from benchmarks.two_nodes import TwoNodes, nodes_of
 from contracts.placement import Placement
-from models.foresight.routing_counts import RoutingCounts
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec, read_spec
 from planner.placement.routing import LayerRouting, TokenCounts, measure
 from planner.placement.slots import ExpertPlacement

@@ -12,23 +12,23 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.planning.profiled_routing import layer_routing
-from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
+from actors.planning.planner_inputs import layer_routing
+from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client
 from benchmarks.placement.traces import BUNDLED
-from benchmarks.rank_stream import RankStream, ask
+from benchmarks.rank_stream import RankStream, open_stream
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
 from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
-from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
 from contracts.messages import Scored, Submit
 from contracts.placement import Placement
-from contracts.worker import Group, RankStatus
-from models.foresight.routing_counts import RoutingCounts
+from contracts.ranks import Group, RankStatus
+from contracts.traces import Stage, TaskSpan
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec
 from planner.placement.solve import solve_layer
+from tests.support.rank_process import RankProcess
 
 CALL_S, READY_S = 30.0, 120.0
 HOST = "127.0.0.1"
@@ -52,11 +52,11 @@ class Running(NamedTuple):
         return int(moved["sent"]), int(moved["received"])
 
     async def run(self, rows: Sequence[list[int]]) -> None:
-        await _answered([await self.ask(row) for row in rows])
+        await _answered([await self.open_stream(row) for row in rows])
 
-    async def ask(self, row: list[int]) -> RankStream:
+    async def open_stream(self, row: list[int]) -> RankStream:
         submit = Submit(request_id=0, token_ids=row, sampling=None, candidates=CANDIDATES)
-        return await ask(self.client, submit)
+        return await open_stream(self.client, submit)
 
 
 async def _answered(streams: Iterable[RankStream]) -> None:
@@ -125,11 +125,11 @@ async def _group(
 ) -> AsyncIterator[Running]:
     backend, here, there = ("tcp", HEAD, OTHER) if nodes else ("shm", HOST, HOST)
     token = secrets.token_bytes(32)
-    formation = Formation(
+    group_spec = GroupSpec(
         config, str(BUNDLED), token, 1, backend, placements={Group.EXPERT: placement}
     )
     seats = [Seat("cpu", there, 1)] * placement.ranks
-    specs = make_specs(formation, [Seat("cpu", here, 1)], seats)
+    specs = make_specs(group_spec, [Seat("cpu", here, 1)], seats)
     handles = []
     try:
         for spec in specs:
@@ -138,7 +138,9 @@ async def _group(
             handles.append(RankProcess(spec.name, inside=inside))
         ready = form_group(specs, handles, timeout_s=READY_S)
         first = ready[0]
-        client = await bench_client(first.name, first.client_address, token, silence_s=CALL_S)
+        client = await bench_client(
+            first.name, first.client_address, token, heartbeat_timeout_s=CALL_S
+        )
         try:
             yield Running(handles[0], client, handles)
         finally:
@@ -189,9 +191,9 @@ async def ran(group: Running, rows: Sequence[list[int]], tokens: Sequence[int]) 
     batches are formed of them in order. None where these had other numbers of tokens."""
     begin_s, pids = time.monotonic(), [handle.pid for handle in group.ranks]
     begun, waited_before_s = list(map(_cpu_s, pids)), _waited_s(pids[0])
-    streams = [await group.ask([1] * AHEAD_TOKENS)]
+    streams = [await group.open_stream([1] * AHEAD_TOKENS)]
     await asyncio.sleep(HEAD_START_S)
-    await _answered([*streams, *[await group.ask(row) for row in rows]])
+    await _answered([*streams, *[await group.open_stream(row) for row in rows]])
     used = [after - before for before, after in zip(begun, map(_cpu_s, pids), strict=True)]
     waited_s = _waited_s(pids[0]) - waited_before_s
     spans = [

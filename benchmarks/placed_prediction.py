@@ -31,8 +31,7 @@ from typing import Any, NamedTuple
 import msgspec
 from transformers import AutoTokenizer
 
-from actors.planning.model_shape import shape_of
-from actors.planning.profiled_routing import layer_routing
+from actors.planning.planner_inputs import layer_routing, shape_of
 from actors.ranks.attention_rank import ChunkCost
 from actors.ranks.rendezvous import contiguous_placements
 from benchmarks.harness import Result, write_result
@@ -47,13 +46,13 @@ from benchmarks.placed_groups import (
 )
 from benchmarks.placement.traces import BUNDLED, rows_of
 from benchmarks.two_nodes import TwoNodes, nodes_of
-from cluster.capacity.profile import ProfileSettings, profile
-from cluster.files.hardware import load_hardware
+from cluster.fleet.hardware import load_hardware
+from cluster.tools.profile.hardware_profile import ProfileSettings, profile
 from contracts.config import ScheduleConfig
 from contracts.hardware import Hardware
 from contracts.placement import Placement
-from contracts.worker import Group
-from models.foresight.routing_counts import RoutingCounts
+from contracts.ranks import Group
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec, read_spec
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import (
@@ -66,19 +65,19 @@ from planner.costs.cost_model import (
 from planner.costs.model_shape import ModelShape
 from planner.costs.routing_shape import RoutingShape, Spread
 from planner.costs.stages import PlanSpec, StageModels
-from planner.findep.default_plan import default_plan
-from planner.findep.placed_routing import routing_shape
-from planner.findep.schedule import Piece, schedule_of_pieces
-from planner.findep.shared_cores import Sharing, shared_makespan_ms
-from planner.findep.split import balanced_ranges
-from planner.placement.samples import split
 from planner.placement.slots import ExpertPlacement
+from planner.placement.solve import split
+from planner.schedule.batch_split import balanced_ranges
+from planner.schedule.placed_routing import routing_shape
+from planner.schedule.plan_fit import default_plan
+from planner.schedule.schedule import Piece, schedule_of_pieces
+from planner.schedule.shared_cores import Sharing, shared_makespan_ms
 
 CALMEST = 0.25  # of the rounds
 FRAME, IN_FRAME = 1514, 1448  # bytes of a full Ethernet frame, and of a payload in it
 
 
-class Foretold(NamedTuple):
+class PredictedRouting(NamedTuple):
     """Of all batches, one after the other. attention_s, expert_s: work of one rank, the busiest."""
 
     whole_s: float
@@ -93,7 +92,7 @@ def foretold(
     ranks: int,
     batches: Sequence[Chunks],
     backend: str,
-) -> Foretold:
+) -> PredictedRouting:
     """Under the default plan, one attention rank."""
     one = Deployment(attention_ranks=1, expert_ranks=ranks, sequence_tokens=1)
     stages = [stage_models(shape, hardware, one, backend, each) for each in routing.layers]
@@ -114,7 +113,7 @@ def foretold(
             for times in layer.micro_batches:
                 attention_ms += times.attention_ms
                 expert_ms += sum(run.repeats * run.expert_ms for run in times.groups)
-    return Foretold(whole_ms / 1e3, attention_ms / 1e3, expert_ms / 1e3)
+    return PredictedRouting(whole_ms / 1e3, attention_ms / 1e3, expert_ms / 1e3)
 
 
 def _spec(shape: ModelShape, one: Deployment, stages: StageModels) -> PlanSpec:
@@ -231,7 +230,9 @@ def run(options: argparse.Namespace, nodes: TwoNodes | None) -> None:
     print(f"written: {write_result(result, options.output)}")
 
 
-def compared(routing: RoutingShape, said: Foretold, rounds: Sequence[Ran]) -> dict[str, Any]:
+def compared(
+    routing: RoutingShape, said: PredictedRouting, rounds: Sequence[Ran]
+) -> dict[str, Any]:
     whole_s, attention_s, expert_s, *_ = map(statistics.median, zip(*rounds, strict=True))
     calm = sorted(rounds, key=lambda one: one.waited_s / one.whole_s)
     calm = calm[: max(1, round(CALMEST * len(rounds)))]

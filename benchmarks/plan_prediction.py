@@ -19,9 +19,9 @@ from benchmarks.stage_times import (
     StageSample,
     micro_batches,
 )
-from contracts.events import Stage
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost
 from contracts.plan import Plan
+from contracts.traces import Stage
 from planner.costs.cost_model import (
     PAIR_BYTES,
     Deployment,
@@ -33,7 +33,7 @@ from planner.costs.cost_model import (
     tokens_per_expert,
 )
 from planner.costs.model_shape import ModelShape
-from planner.costs.refit import OnlineLinear
+from planner.costs.online_fit import OnlineLinear
 from planner.costs.routing_shape import uniform_spread
 from planner.costs.stage_fit import (
     AttentionSample,
@@ -46,11 +46,11 @@ from planner.costs.stage_fit import (
     fit_shared,
 )
 from planner.costs.stages import Linear, PlanSpec
-from planner.findep.exposure import length, union
-from planner.findep.replay import Replay, replay
-from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
-from planner.findep.split import token_group_bounds
-from planner.findep.split_search import DEFAULT_MAX_R2
+from planner.schedule.batch_split import token_group_bounds
+from planner.schedule.deployment_search import DEFAULT_MAX_R2
+from planner.schedule.exposed_communication import length, union
+from planner.schedule.replay import Replay, replay
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 
 _AS_FITTED = Linear(0.0, 1.0)  # a correction that changes nothing
 _ROUNDS = 4  # of two estimates that need each other

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from actors.telemetry.chrome_trace import write_chrome_trace
 from benchmarks.harness import RESULTS, Result, write_result
 from benchmarks.pinned_batches import BatchRunner, bench_client, pin_to_core
@@ -32,11 +32,11 @@ from benchmarks.planned_points import Pictured, Point, PointRun, PointRunner
 from benchmarks.planned_report import print_report, summary_of
 from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, ray_nodes, two_namespaces
-from cluster.capacity.gantt import draw_gantt
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
 from cluster.routing.rank_client import RankClient
 from cluster.serving.ray_session import ray_session
+from cluster.tools.plots import draw_gantt
 from contracts.loading import load_config
 from models.spec.model import read_spec
 from models.weights.checkpoint import resolve_dtype

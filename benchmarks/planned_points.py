@@ -13,13 +13,13 @@ import torch
 from benchmarks.pinned_batches import BatchRunner
 from benchmarks.plan_prediction import Costs, Predictor, fit_costs, plan_spec, refitted
 from benchmarks.stage_times import Samples, StageSample, makespan_ms, stage_samples
-from contracts.events import TaskSpan
 from contracts.plan import Plan
+from contracts.traces import TaskSpan
 from planner.costs.model_shape import ModelShape
-from planner.findep.beyond import equal_ends, solve_beyond
-from planner.findep.exposure import exposed_communication
-from planner.findep.replay import Replay
-from planner.findep.solver import PlannedBatch, solve
+from planner.schedule.exposed_communication import exposed_communication
+from planner.schedule.extended_plans import equal_ends, solve_extended
+from planner.schedule.replay import Replay
+from planner.schedule.solver import PlannedBatch, solve
 
 REFIT_ROUNDS = 3  # the first ones, that the first refit has seen
 CALIBRATION_ROUNDS = 2
@@ -203,7 +203,7 @@ def _plan(predictor: Predictor, point: Point) -> dict[str, PlanRun]:
         "naive": solution.naive,
         "pppipe": solution.pppipe,
         "findep": solution.best,
-        "beyond": solve_beyond(spec),
+        "beyond": solve_extended(spec),
     }
     if solution.pppipe.plan.r1 == 1:
         del planned["naive"]

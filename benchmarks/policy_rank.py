@@ -1,6 +1,6 @@
 """A rank's process that forms batches by a baseline: see benchmarks/priorities.
 
-BATCHING in the environment: a name of planner/policies/baselines.py; empty: as configured.
+BATCHING in the environment: a name of benchmarks/batching_baselines.py; empty: as configured.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import os
 from functools import partial
 
 from actors.ranks.attention_rank import attention_rank
-from actors.ranks.process import main
-from actors.ranks.shell import MAKE
-from contracts.worker import Group
-from planner.policies import baselines
+from actors.ranks.shell import RANK_FACTORIES
+from benchmarks import batching_baselines
+from contracts.ranks import Group
+from tests.support.rank_process import main
 
 ENVIRONMENT = "BATCHING"
 
 if __name__ == "__main__":
     name = os.environ.get(ENVIRONMENT)
     if name:
-        MAKE[Group.ATTENTION] = partial(attention_rank, batching=getattr(baselines, name))
+        RANK_FACTORIES[Group.ATTENTION] = partial(
+            attention_rank, batching=getattr(batching_baselines, name)
+        )
     main()

@@ -19,19 +19,19 @@ from numpy.typing import NDArray
 
 from benchmarks.offloaded_decode import Model
 from models.experts.expert_store import ResidentStore
-from models.foresight.path_sample import Paths
-from models.foresight.signals import foretold_after
-from models.foresight.text_run import Rows, Seen, TextRun, batches
+from models.prediction.path_sample import RoutingPaths
+from models.prediction.signals import predicted_routing_after
+from models.prediction.text_runner import LayerActivations, Rows, TextRunner, batches
 from training.bundled.tasks import TASKS, prompt_of, raw_rows, read_rows
 
 ROW_TOKENS = 512
 PROFILE, HELD_OUT = "profile", "held out"
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """early_PLK: by A, the likeliest first. texts: how many."""
 
-    tokens: Paths
+    tokens: RoutingPaths
     early_PLK: NDArray[np.int16]
     texts: int
 
@@ -74,14 +74,14 @@ def token_rows(model: Model, parts: Iterable[tuple[list[str], int]], seed: int) 
     return rows
 
 
-def routed(model: Model, rows: Rows) -> Routed:
+def routed(model: Model, rows: Rows) -> RoutedTokens:
     half, layers = model.half, model.spec.moe_layers
     following = dict(itertools.pairwise(layers))
     ids: list[NDArray[np.int32]] = []
     paths: list[list[torch.Tensor]] = []
     early: list[list[torch.Tensor]] = []
 
-    def visit(seen: Seen) -> None:
+    def visit(seen: LayerActivations) -> None:
         if seen.layer == layers[0]:
             ids.append(seen.ids_T2.numpy().astype(np.int32))
             paths.append([])
@@ -89,14 +89,16 @@ def routed(model: Model, rows: Rows) -> Routed:
         paths[-1].append(seen.routed.topk_ids_TK)
         if seen.layer in following:
             after = following[seen.layer]
-            found = foretold_after(half, None, seen.layer, after, seen.after_TD)
+            found = predicted_routing_after(half, None, seen.layer, after, seen.after_TD)
             early[-1].append(found.topk_ids_TK)
 
-    run = TextRun(half, ResidentStore(model.experts))
+    run = TextRunner(half, ResidentStore(model.experts))
     with torch.inference_mode():
         for batch in batches(rows):
             run.run(batch, visit)
-    return Routed(Paths(np.concatenate(ids), _stacked(paths)), _stacked(early), len(rows))
+    return RoutedTokens(
+        RoutingPaths(np.concatenate(ids), _stacked(paths)), _stacked(early), len(rows)
+    )
 
 
 def _by_embedding(model: Model, ids_T: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.asked_server import NEW_TOKENS, Answers, AskedServer, Question
 from benchmarks.harness import record
-from benchmarks.padded import Asked, PaddedModel
+from benchmarks.padded import PaddedModel, ScoredRow
 from benchmarks.task_templates import TASKS, Posed, Row, prompt_of, read_rows
 from cluster.classification.multilabel import ANSWERS, YES
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.front import free_port
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
@@ -88,7 +88,7 @@ class Oracle:
             start = len(self._tokenizer.encode(prompt))
             for label in labels:
                 whole = self._tokenizer.encode(f"{prompt} {label}")
-                asked.append(Asked(whole[:-1], range(start - 1, len(whole) - 1)))
+                asked.append(ScoredRow(whole[:-1], range(start - 1, len(whole) - 1)))
                 targets.append(torch.tensor(whole[start:]))
         totals = torch.empty(len(asked), dtype=torch.float64)
         for index, logits in self._model.logits(asked):

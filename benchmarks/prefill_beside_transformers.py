@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from actors.planning.model_shape import shape_of
-from actors.ranks.local_group import LocalGroup
+from actors.planning.planner_inputs import shape_of
 from benchmarks.harness import record
 from benchmarks.machine import core_rates
 from benchmarks.others import Others, quietest, wait_for_idle
@@ -46,6 +45,7 @@ from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec.model import read_spec
 from planner.routing.request_work import flops_work
+from tests.support.local_group import LocalGroup
 
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")
 BATCH_TOKENS = (1024, 2048, 4096, 8192)

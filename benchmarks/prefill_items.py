@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.harness import Result, write_result
 from benchmarks.http_line import HttpLine
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from cluster.serving.server import serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config

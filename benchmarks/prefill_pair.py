@@ -15,16 +15,16 @@ import psutil
 import torch
 
 from actors.channels.handshake import new_token
-from actors.ranks.process import RankProcess
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.pinned_batches import CANDIDATES, bench_client, pin_to_core
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from benchmarks.two_nodes import HEAD, OTHER, TwoNodes
 from cluster.routing.rank_client import RankClient
-from contracts.events import Stage, TaskSpan
 from contracts.loading import load_config
 from contracts.messages import Scored, Submit
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
+from contracts.traces import Stage, TaskSpan
+from tests.support.rank_process import RankProcess
 
 _HEAD_START_S = 0.05
 _CALL_S = 30.0
@@ -76,17 +76,17 @@ class Pair:
                 "kv.prefix_cache=false",
                 f"kv.pool_tokens={3 * max_batch_tokens}",
                 "groups.prefill_ranks=2",
-                "channel.deadline_s=60",
-                f"channel.silence_s={_SILENCE_S}",
+                "channel.connect_timeout_s=60",
+                f"channel.heartbeat_timeout_s={_SILENCE_S}",
                 "trace.spans=4000",
                 *(f"prefill.{key}={value}" for key, value in settings.items()),
             ],
         )
         token = new_token()
         placements = contiguous_placements(str(folder), prefill_ranks=2)
-        formation = Formation(config, str(folder), token, 1, "tcp", placements=placements)
+        group_spec = GroupSpec(config, str(folder), token, 1, "tcp", placements=placements)
         seats = [Seat("cpu", host, 1) for host in (HEAD, OTHER)]
-        specs = make_specs(formation, [], [], prefill=seats)
+        specs = make_specs(group_spec, [], [], prefill=seats)
         processes = [
             RankProcess(spec.name, inside=nodes.inside(rank)) for rank, spec in enumerate(specs)
         ]
@@ -96,7 +96,7 @@ class Pair:
                     pin_to_core(process.pid, core)
             ready = await asyncio.to_thread(form_group, specs, processes, timeout_s=180.0)
             clients = [
-                await bench_client(w.name, w.client_address, token, silence_s=_SILENCE_S)
+                await bench_client(w.name, w.client_address, token, heartbeat_timeout_s=_SILENCE_S)
                 for w in ready
             ]
         except BaseException:
@@ -125,7 +125,7 @@ class Pair:
     async def score(self, worker: int, ids: list[int]) -> list[float]:
         """One request. Raises RuntimeError if it fails."""
         submit = Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
-        async for event in await ask(self.clients[worker], submit):
+        async for event in await open_stream(self.clients[worker], submit):
             if isinstance(event, Scored) and event.candidate_logits is not None:
                 return list(event.candidate_logits)
             raise RuntimeError(f"the request failed: {event}")

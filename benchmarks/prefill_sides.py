@@ -13,17 +13,16 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from actors.channels.handshake import Identity
-from actors.planning.model_shape import shape_of
-from actors.ranks.local_group import LocalGroup
-from benchmarks.padded import Asked, PaddedModel
+from actors.planning.planner_inputs import shape_of
+from benchmarks.padded import PaddedModel, ScoredRow
 from benchmarks.prefill_rows import Encode, Rows
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from benchmarks.sides import Implementation
-from cluster.files.model_folder import resolve_model_folder
-from cluster.routing.admission import Admission
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig
-from cluster.routing.prefill_backlog import PrefillBacklog
+from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
 from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
@@ -31,6 +30,7 @@ from contracts.requests import Priority
 from models.spec.model import read_spec
 from planner.routing.request_work import work_of
 from planner.routing.saturation import SaturationConfig, reference_prompts
+from tests.support.local_group import LocalGroup
 
 TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
 # A real tokenizer's vocabulary, and no other change.
@@ -66,13 +66,13 @@ class RoutedPrefill:
         spec, prefill = read_spec(folder), config.prefill
         saturation = SaturationConfig(
             fallback_prompts=reference_prompts(prefill.max_batch_tokens, spec.max_context_tokens),
-            margin_fraction=prefill.margin,
+            margin_fraction=prefill.saturation_margin,
             pinned=prefill.saturation,
         )
         clients = _clients(group)
         settings = RoutingConfig(block_tokens=config.kv.block_tokens, max_waiting=1 << 20)
         work = work_of(shape_of(spec, dtype))
-        self._router = Admission(PrefillBacklog(clients, settings, saturation, work))
+        self._router = PipelineBackend(PrefillPlacer(clients, settings, saturation, work))
 
     async def start(self) -> None:
         self._router.start()
@@ -88,7 +88,7 @@ class RoutedPrefill:
         return Answer(logits, [answer.usage.cached_tokens for answer in answers])
 
     async def _score(self, token_ids: list[int], candidates: list[int]) -> Scored:
-        return await self._router.score(_job(token_ids, candidates), patient=True)
+        return await self._router.score(_job(token_ids, candidates), wait_for_slot=True)
 
 
 class DealtPrefill:
@@ -118,7 +118,7 @@ class DealtPrefill:
         return Answer(logits, [answer.usage.cached_tokens for answer in answers])
 
     async def _score(self, client: RankClient, ids: list[int], candidates: list[int]) -> Scored:
-        stream = await ask(client, _job(ids, candidates))
+        stream = await open_stream(client, _job(ids, candidates))
         (answer,) = await stream.next_batch()
         if not isinstance(answer, Scored):
             raise RuntimeError(f"{client.name} answered {answer}")
@@ -163,7 +163,7 @@ class TheirPrefill:
         if self.choice is None:
             raise RuntimeError("choose an implementation first")
         self._model.use(self.choice.implementation)
-        asked = [Asked.last(ids) for ids in rows.token_ids]
+        asked = [ScoredRow.last(ids) for ids in rows.token_ids]
         out = torch.empty(len(asked), len(rows.candidates))
         for index, logits in self._model.logits(asked, self.choice.batch_tokens):
             out[index] = logits[0, rows.candidates]

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import httpx
 import yaml
 
-from cluster.files.targets_file import SUFFIX
-from cluster.serving.front import free_port
+from cluster.fleet.targets_file import SUFFIX
+from cluster.http.server import free_port
 from contracts.errors import LaunchError
-from dashboards.rules import NORMAL, Pace, alerts_file, recording_file
+from dashboards.rules import NORMAL, TimeScale, alerts_file, recording_file
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
@@ -45,7 +45,7 @@ def config_of(
     *,
     listed: Path | None = None,
     scrape_s: float = 1.0,
-    pace: Pace = NORMAL,
+    pace: TimeScale = NORMAL,
 ) -> Path:
     """A configuration, written there, by which the /metrics of each "host:port" is scraped, and
     whom launchers list in a folder; with rules at that pace."""

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.ranks.local_group import LocalGroup
 from cluster.fleet.codec import Directory
 from contracts.config import TandemConfig
-from contracts.events import BUSY
+from contracts.traces import BUSY
+from tests.support.local_group import LocalGroup
 
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 4_000  # as short as may be: a batch that begins with a fresh quota is quicker by that

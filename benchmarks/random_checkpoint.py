@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from models.spec.model import ModelSpec, read_spec
 from models.weights import layout
-from models.weights.layout import Wanted
+from models.weights.layout import WeightSpec
 
 # About 120 M parameters: large enough that GEMMs dominate, small enough for two cores.
 MEDIUM: dict[str, Any] = {
@@ -86,8 +86,8 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int =
     shards = [("outer", list(layout.outer_tensors(spec).values()))]
     shards += [(f"layer{i}", list(_layer(spec, i))) for i in range(spec.num_layers)]
     weight_map = {}
-    for name, wants in shards:
-        tensors = {w.names[0]: _random(w, generator).to(dtype) for w in wants}
+    for name, weight_specs in shards:
+        tensors = {w.names[0]: _random(w, generator).to(dtype) for w in weight_specs}
         file = f"model-{name}.safetensors"
         save_file(tensors, folder / file)
         weight_map.update(dict.fromkeys(tensors, file))
@@ -96,7 +96,7 @@ def write_random_checkpoint(folder: Path, config: dict[str, Any], *, seed: int =
     return folder
 
 
-def _layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
+def _layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     yield from layout.attention_half_layer(spec, layer)
     if not spec.is_moe(layer):
         return
@@ -107,8 +107,8 @@ def _layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
         yield from layout.expert_tensors(spec, layer, expert).values()
 
 
-def _random(wanted: Wanted, generator: torch.Generator) -> torch.Tensor:
-    if len(wanted.shape) == 1:
-        return torch.ones(wanted.shape)
-    scale: float = wanted.shape[-1] ** -0.5
-    return torch.randn(wanted.shape, generator=generator) * scale
+def _random(weight_spec: WeightSpec, generator: torch.Generator) -> torch.Tensor:
+    if len(weight_spec.shape) == 1:
+        return torch.ones(weight_spec.shape)
+    scale: float = weight_spec.shape[-1] ** -0.5
+    return torch.randn(weight_spec.shape, generator=generator) * scale

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from kernels.linear import linears
 from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.host_experts import ExpertMemory, HostSource, pin
-from models.experts.moe import ExpertHalf
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
-from models.weights.layout import Wanted
+from models.weights.layout import WeightSpec
 from models.weights.loading import Loader
 
 _TOLD_EVERY_S = 10.0
@@ -76,10 +76,10 @@ class _RandomTensors:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
 
-    def load(self, wanted: Wanted) -> Tensor:
-        if len(wanted.shape) == 1:
-            return torch.ones(wanted.shape, device=self._device)
-        return _random(torch.empty(wanted.shape, dtype=self._dtype, device=self._device))
+    def load(self, weight_spec: WeightSpec) -> Tensor:
+        if len(weight_spec.shape) == 1:
+            return torch.ones(weight_spec.shape, device=self._device)
+        return _random(torch.empty(weight_spec.shape, dtype=self._dtype, device=self._device))
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -10,7 +10,7 @@ from contracts.errors import ChannelError
 from contracts.messages import Failed, SequenceEvent, Submit, Tokens
 
 
-async def ask(client: RankClient, submit: Submit) -> RankStream:
+async def open_stream(client: RankClient, submit: Submit) -> RankStream:
     """Sends it at once. Raises what `RankClient.post` does."""
     stream = RankStream()
     client.post(submit, stream)
@@ -54,5 +54,5 @@ class RankStream:
         self._events.append(event)
         self._arrived.set()
 
-    def lose(self, error: ChannelError) -> None:
+    def on_rank_lost(self, error: ChannelError) -> None:
         self.put(Failed(0, error.code, str(error), error.status))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent

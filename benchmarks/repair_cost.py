@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from actors.ranks import local_group
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.process import RankProcess
 from benchmarks.harness import RESULTS, record
 from benchmarks.pinned_batches import bench_client
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from benchmarks.repair_parts import parts_us
 from benchmarks.unrepaired_rank import WITH, WITHOUT
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.rank_client import RankClient
 from contracts.config import BUNDLED
 from contracts.loading import config_from
 from contracts.messages import Failed, Submit, Tokens
 from contracts.requests import Sampling
+from tests.support import local_group
+from tests.support.local_group import LocalGroup
+from tests.support.rank_process import RankProcess
 
 SIDES = ("with", "without", "again")
 SEQUENCES, PROMPT_TOKENS, VOCABULARY = 8, 24, 400
@@ -52,7 +52,7 @@ CONFIG = {
     "model": {"dtype": "float32"},
     "groups": {"attention_ranks": 1, "expert_ranks": 2},
     "kv": {"pool_tokens": 16384, "prefix_cache": False},
-    "channel": {"silence_s": 20.0},
+    "channel": {"heartbeat_timeout_s": 20.0},
 }
 
 
@@ -77,7 +77,7 @@ def switched_group(folder: str) -> Iterator[LocalGroup]:
 async def generated(client: RankClient, prompts: list[list[int]], tokens: int) -> list[list[int]]:
     sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     submits = [Submit(request_id=0, token_ids=ids, sampling=sampling) for ids in prompts]
-    streams = [await ask(client, submit) for submit in submits]
+    streams = [await open_stream(client, submit) for submit in submits]
     answers = []
     for stream in streams:
         events = [event async for event in stream]
@@ -90,7 +90,7 @@ async def generated(client: RankClient, prompts: list[list[int]], tokens: int) -
 async def measure(group: LocalGroup, options: argparse.Namespace) -> list[Any]:
     """A row a round: by side, microseconds of each kind for a token."""
     ((rank, address),) = group.client_addresses.items()
-    client = await bench_client(rank, address, group.token, silence_s=SILENCE_S)
+    client = await bench_client(rank, address, group.token, heartbeat_timeout_s=SILENCE_S)
     drawn, rounds = random.Random(options.seed), []
     for number in range(-WARM_UPS, options.rounds):
         prompts = [drawn.choices(range(1, VOCABULARY), k=PROMPT_TOKENS) for _ in range(SEQUENCES)]

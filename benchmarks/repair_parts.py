@@ -12,19 +12,19 @@ from typing import Any, cast
 
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part
-from actors.experts.following import Following
-from actors.experts.generation_packets import Speaker
-from actors.experts.generations import Tell
-from actors.experts.moving import Moving
-from actors.experts.plane import TaskKey
-from actors.experts.remote_plane import RemotePlane
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, TensorSpec
+from actors.moe.backend import TaskKey
+from actors.moe.remote_backend import RemoteBackend
+from actors.rebalance.expert_generations import PlacementMessage
+from actors.rebalance.expert_rebalancer import ExpertRebalancer
+from actors.rebalance.placement_client import PlacementClient
+from actors.rebalance.placement_messages import PlacementSender
 from actors.telemetry.timeline import Timeline
-from benchmarks.unrepaired_rank import UnrepairedFollowing, UnrepairedPlane, experts_look
+from benchmarks.unrepaired_rank import UnrepairedBackend, UnrepairedClient, experts_look
 from contracts.plan import Plan
 from contracts.requests import Priority
-from models.experts.router import Routed
-from planner.placement.contiguous import contiguous
+from models.experts.router import RoutedTokens
+from planner.placement.slots import contiguous
 
 RANKS, EXPERTS, TOP_K, MODEL_DIM, LAYERS = 2, 16, 2, 256, 8
 TOKENS = (1, 8, 64)
@@ -41,12 +41,12 @@ class Answered:
 
     def __init__(self) -> None:
         self._came: list[Packet] = []
-        self._memory: dict[tuple[str, Sequence[Part]], SimpleNamespace] = {}
+        self._memory: dict[tuple[str, Sequence[TensorSpec]], SimpleNamespace] = {}
 
     def peers(self) -> Sequence[str]:
         return NAMES
 
-    def reserve(self, peer: str, parts: Sequence[Part]) -> SimpleNamespace:
+    def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> SimpleNamespace:
         """The same memory for the same parts."""
         key = peer, tuple(parts)
         if key not in self._memory:
@@ -57,7 +57,7 @@ class Answered:
 
     def commit(self, reservation: SimpleNamespace, header: Header) -> None:
         tensors = reservation.tensors
-        if header.kind is Kind.A2E:
+        if header.kind is PacketKind.A2E:
             header, tensors = _answer(header), reservation.answer
         self._came.append(Packet(reservation.peer, header, tensors, time.monotonic(), None))
 
@@ -68,7 +68,7 @@ class Answered:
 
 def _answer(header: Header) -> Header:
     return Header(
-        Kind.E2A,
+        PacketKind.E2A,
         header.epoch,
         header.batch,
         header.layer,
@@ -85,19 +85,19 @@ def parts_us() -> dict[str, dict[str, float]]:
     found = {}
     for tokens in TOKENS:
         sides = {
-            "with": _layers(tokens, RemotePlane, Following),
-            "without": _layers(tokens, UnrepairedPlane, UnrepairedFollowing),
+            "with": _layers(tokens, RemoteBackend, PlacementClient),
+            "without": _layers(tokens, UnrepairedBackend, UnrepairedClient),
         }
         name = f"attention rank: a layer of a micro-batch of {tokens} tokens"
         found[name] = _in_turns(sides, LAYERS_A_ROUND)
     moving = _moving()
-    sides = {"with": _looks(moving.look), "without": _looks(lambda: experts_look(moving))}
+    sides = {"with": _looks(moving.poll), "without": _looks(lambda: experts_look(moving))}
     found["expert rank: a look"] = _in_turns(sides, LOOKS_A_ROUND)
     return found
 
 
 def _layers(
-    tokens: int, plane_of: type[RemotePlane], following_of: type[Following]
+    tokens: int, plane_of: type[RemoteBackend], following_of: type[PlacementClient]
 ) -> Callable[[], None]:
     """A round of layers: dispatched, answered, added up."""
     endpoint = cast(Endpoint, Answered())
@@ -109,45 +109,47 @@ def _layers(
         clock=time.monotonic,
     )
     timeline = Timeline(0, lambda span: None)
-    plane = plane_of(
+    backend = plane_of(
         endpoint, following.slots, NAMES, timeline, time.monotonic, following=following
     )
     for name in NAMES:
         following.joined(name)
-        Speaker(endpoint, time.monotonic).say(Tell(name, Kind.HELD, 0), PLACEMENT)
-    plane.poll(0.0, idle=False)
+        PlacementSender(endpoint, time.monotonic).send(
+            PlacementMessage(name, PacketKind.READY, 0), PLACEMENT
+        )
+    backend.poll(0.0, idle=False)
     assert not following.absent
     random = torch.Generator().manual_seed(1)
     hidden_TD = torch.zeros(tokens, MODEL_DIM)
     ids_TK = torch.rand(tokens, EXPERTS, generator=random).topk(TOP_K).indices
-    routed = Routed(torch.zeros(tokens, MODEL_DIM), ids_TK, torch.full((tokens, TOP_K), 0.5))
+    routed = RoutedTokens(torch.zeros(tokens, MODEL_DIM), ids_TK, torch.full((tokens, TOP_K), 0.5))
     keys = [TaskKey(1, layer, 0, Priority.LS, True) for layer in range(LAYERS)]
 
     def run() -> None:
         for number in range(LAYERS_A_ROUND):
-            pending = plane.begin(keys[number % LAYERS], hidden_TD, routed, Plan())
+            pending = backend.dispatch(keys[number % LAYERS], hidden_TD, routed, Plan())
             while not pending.is_complete:
-                plane.poll(0.0, idle=False)
-            for _ in plane.steps(hidden_TD, pending, None):
+                backend.poll(0.0, idle=False)
+            for _ in backend.combine(hidden_TD, pending, None):
                 pass
 
     return run
 
 
-def _moving() -> Moving[Any]:
+def _moving() -> ExpertRebalancer[Any]:
     """An expert rank's, that nobody wants anything of."""
     store: Any = SimpleNamespace(count=EXPERTS, holds=lambda generation: True)
-    bringer: Any = SimpleNamespace()
+    loader: Any = SimpleNamespace()
     endpoint = cast(Endpoint, Answered())
-    return Moving(
-        endpoint, PLACEMENT, store, bringer, bringer, deadline_s=60.0, clock=time.monotonic
+    return ExpertRebalancer(
+        endpoint, PLACEMENT, store, loader, loader, deadline_s=60.0, clock=time.monotonic
     )
 
 
-def _looks(look: Callable[[], Iterable[int]]) -> Callable[[], None]:
+def _looks(poll: Callable[[], Iterable[int]]) -> Callable[[], None]:
     def run() -> None:
         for _ in range(LOOKS_A_ROUND):
-            look()
+            poll()
 
     return run
 

@@ -33,13 +33,13 @@ import msgspec
 import numpy as np
 
 from actors.channels.handshake import Identity, initiate
-from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import Result, write_result
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from contracts.errors import LaunchError
 from contracts.loading import config_from
 from contracts.messages import Events, Finished, Submit, Tokens
 from contracts.requests import Sampling
+from tests.support.local_group import LocalGroup
 
 KINDS = {
     "stands_in": (2, 2, "expert-1", signal.SIGKILL),

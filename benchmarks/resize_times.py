@@ -26,14 +26,14 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.placing import place_experts
+from actors.ranks.expert_resize import place_experts
 from benchmarks.harness import Result, write_result
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.repair_times import MODEL, TOKENS, Stream, stream
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
 from contracts.loading import config_from
+from tests.support.local_group import LocalGroup
 
 PHASES = ("before", "start", "more", "three", "fewer", "after")
 CALM_S = 5.0

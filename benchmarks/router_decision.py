@@ -21,7 +21,7 @@ from benchmarks.harness import Result, write_result
 from benchmarks.router_simulation import qwen3_235b
 from benchmarks.router_workloads import BLOCK_TOKENS
 from contracts.block_hash import DIGEST_BYTES, chain_hashes
-from contracts.routing import Prompt, RequestKey, WorkerReport
+from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.backlog import Backlog
 from planner.routing.request_work import flops_work
 from planner.routing.router import Router, RouterConfig

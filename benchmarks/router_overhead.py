@@ -22,14 +22,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.others import cpu_seconds
 from benchmarks.prefill_rows import PICKS, Rows, read
 from benchmarks.prefill_sides import MODELS, DealtPrefill, RoutedPrefill, encoder, model_folder
-from contracts.garbage import spare_what_lives_on
+from contracts.interpreter import freeze_heap
 from contracts.loading import load_config
 from models.spec.model import read_spec
+from tests.support.local_group import LocalGroup
 
 SETS = {"rt_polarity": 1000, "ag_news": 400}
 SIDES = ("router", "dealt")
@@ -92,7 +92,7 @@ async def _measure(
 ) -> dict[str, list[dict[str, Run]]]:
     for side in sides.values():
         await side.start()
-    spare_what_lives_on()  # as an ingress does
+    freeze_heap()  # as an ingress does
     found: dict[str, list[dict[str, Run]]] = {}
     used = 0
     for name, rows in works.items():

@@ -4,7 +4,7 @@
 
 Requests are real (rows and traces in DIR), and so is the router. Workers are not: each runs steps
 of max(FLOPs / rate, time to gather all layers' experts), with a prefix cache of the memory that
-would be left, for Qwen3-235B-A22B on the H200 of cluster/files/hardware_files (public figures). All
+would be left, for Qwen3-235B-A22B on the H200 of cluster/fleet/hardware_files (public figures). All
 requests are there from the start. Reports reach the router at once.
 """
 
@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from benchmarks.harness import Result, write_result
 from benchmarks.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.simulated_worker import Machine, SimulatedWorker
-from cluster.files.hardware import load_hardware
-from contracts.routing import Calibration, Prompt
+from cluster.fleet.hardware import load_hardware
+from contracts.routing_messages import Calibration, Prompt
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 from planner.costs.model_shape import ModelShape
 from planner.routing import route_policies
 from planner.routing.backlog import Backlog
-from planner.routing.line import Lane
 from planner.routing.request_work import RequestWork, flops_work, token_work
-from planner.routing.route_policies import Policy
-from planner.routing.router import Decision, Router, RouterConfig
+from planner.routing.route_policies import RoutePolicy
+from planner.routing.router import RouteDecision, Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
+from planner.routing.worker_queue import Lane
 
 QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
@@ -50,7 +50,7 @@ class Variant(NamedTuple):
     """A policy, the unit in which its router keeps account, whether requests get a home ahead of
     their round, and the lane that they wait in there."""
 
-    policy: Policy
+    policy: RoutePolicy
     in_flops: bool
     ahead: bool = False
     lane: Lane = Lane.FIRST
@@ -64,10 +64,10 @@ VARIANTS = {
     "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
     "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
     "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
-    "least finish": Variant(route_policies.least_finish, in_flops=True),
-    "least finish, in tokens": Variant(route_policies.least_finish, in_flops=False),
+    "least finish": Variant(route_policies.earliest_finish, in_flops=True),
+    "least finish, in tokens": Variant(route_policies.earliest_finish, in_flops=False),
     "token load": Variant(route_policies.token_load, in_flops=True),
-    "vLLM-style": Variant(route_policies.weighted_counts, in_flops=True),
+    "vLLM-style": Variant(route_policies.weighted_queue_counts, in_flops=True),
     "round robin": Variant(route_policies.round_robin, in_flops=True),
 }
 
@@ -141,7 +141,7 @@ class Simulation:
         while queue and (chosen := self._router.route(queue[0])) is not None:
             self._send(queue.popleft(), chosen)
 
-    def _send(self, prompt: Prompt, decision: Decision) -> None:
+    def _send(self, prompt: Prompt, decision: RouteDecision) -> None:
         self._router.apply(self._workers[decision.worker].accept(prompt))
 
     def _note_queued(self, waiting: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from contracts.block_hash import DIGEST_BYTES, chain_hashes
-from contracts.routing import Prompt, RequestKey
+from contracts.routing_messages import Prompt, RequestKey
 
 BLOCK_TOKENS = 16
 TRACE_BLOCK_TOKENS = 512  # of Mooncake's hash_ids

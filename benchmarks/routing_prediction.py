@@ -25,23 +25,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.planning.profiled_routing import layer_routing
+from actors.planning.planner_inputs import layer_routing
 from benchmarks.harness import record
 from benchmarks.offloaded_decode import BUNDLED, Model
-from benchmarks.prediction_texts import HELD_OUT, PROFILE, Routed, routed, sources, token_rows
-from models.foresight.count_guesses import TOKEN, LayerGuesses, hit_fraction
-from models.foresight.path_sample import Paths
-from models.foresight.profile_file import digest_of
-from models.foresight.routing_counter import Counted, RoutingCounter
-from models.foresight.routing_counts import LIMITS, Limits, RoutingCounts
-from models.foresight.unseen import Nearest
+from benchmarks.prediction_texts import HELD_OUT, PROFILE, RoutedTokens, routed, sources, token_rows
+from models.prediction.count_predictor import TOKEN, CountPredictor, NearestTokens, hit_fraction
+from models.prediction.path_sample import RoutingPaths
+from models.prediction.profile_file import checkpoint_digest
+from models.prediction.routing_counter import CountedModel, RoutingCounter
+from models.prediction.routing_counts import COUNT_LIMITS, CountLimits, RoutingCounts
 from models.text.tokenizer_files import tokenizer_digest
 from planner.placement.solve import solve_layer
 
 RANKS = (2, 4)
 EARLY = "router before attention"
 SIZES = (300, 1_000, 10_000, 100_000)  # tokens of smaller profiles
-WHOLE = Limits(pairs=1 << 20, paths=1 << 20)  # nothing is left out
+WHOLE = CountLimits(pairs=1 << 20, paths=1 << 20)  # nothing is left out
 Ranks = NDArray[np.int64]
 
 
@@ -58,23 +57,25 @@ class RankGuess(NamedTuple):
         )
 
 
-def counted(model: Model, paths: Paths) -> RoutingCounts:
+def counted(model: Model, paths: RoutingPaths) -> RoutingCounts:
     spec = model.spec
     sizes = spec.moe_layers, spec.num_experts, spec.top_k, spec.vocab_size
-    counter = RoutingCounter(Counted(digest_of(BUNDLED), tokenizer_digest(BUNDLED), *sizes), WHOLE)
+    counter = RoutingCounter(
+        CountedModel(checkpoint_digest(BUNDLED), tokenizer_digest(BUNDLED), *sizes), WHOLE
+    )
     counter.add(*paths)
     return counter.counts()
 
 
 def experts_found(
-    counts: RoutingCounts, nearest: Nearest, texts: Routed
+    counts: RoutingCounts, nearest: NearestTokens, texts: RoutedTokens
 ) -> dict[str, list[float | None]]:
     """Hit rate by layer, by what is known; None where a layer has none of it."""
     found: dict[str, list[float | None]] = {}
     layers = list(counts.layers)
     for position, layer in enumerate(layers):
         experts_TK = texts.tokens.paths_PLK[:, position]
-        guesses = LayerGuesses(counts, layer, nearest).of(texts.tokens)
+        guesses = CountPredictor(counts, layer, nearest).predict(texts.tokens)
         hits = {name: hit_fraction(each, experts_TK) for name, each in guesses.items()}
         early_TK = texts.early_PLK[:, position]
         hits[EARLY] = float((early_TK[:, :, None] == experts_TK[:, None, :]).any(2).mean())
@@ -92,17 +93,21 @@ def own_rank(experts_TK: NDArray[Any], of_expert_E: Ranks, ranks: int) -> Ranks:
     return rank_T
 
 
-def own_ranks(paths: Paths, rank_LE: Ranks, ranks: int) -> Ranks:
+def own_ranks(paths: RoutingPaths, rank_LE: Ranks, ranks: int) -> Ranks:
     """[T, L]"""
     of_layers = enumerate(rank_LE)
     return np.stack([own_rank(paths.paths_PLK[:, n], each, ranks) for n, each in of_layers], 1)
 
 
 def by_token(
-    counts: RoutingCounts, layer: int, nearest: Nearest, tokens: Paths, of_expert_E: Ranks
+    counts: RoutingCounts,
+    layer: int,
+    nearest: NearestTokens,
+    tokens: RoutingPaths,
+    of_expert_E: Ranks,
 ) -> RankGuess:
     """T."""
-    chances_TE = LayerGuesses(counts, layer, nearest).of(tokens)[TOKEN]
+    chances_TE = CountPredictor(counts, layer, nearest).predict(tokens)[TOKEN]
     in_rank_ER = np.eye(of_expert_E.max() + 1)[of_expert_E]
     parts_TR = chances_TE @ in_rank_ER / chances_TE.sum(1, keepdims=True)
     return RankGuess(parts_TR.argmax(1), parts_TR.max(1))
@@ -133,7 +138,7 @@ def in_order(counts: RoutingCounts, ranks: int) -> Ranks:
 def grouped(counts: RoutingCounts, ranks: int) -> Ranks:
     """[L, E] as `tandem place` would."""
     slots = counts.num_experts // ranks
-    known, lines = counts.bounded(LIMITS), []
+    known, lines = counts.truncate(COUNT_LIMITS), []
     for layer in counts.layers:
         placed = solve_layer(layer_routing(known, layer), [slots] * ranks)
         of_expert_E = np.zeros(counts.num_experts, np.int64)
@@ -143,7 +148,11 @@ def grouped(counts: RoutingCounts, ranks: int) -> Ranks:
 
 
 def ranks_found(
-    counts: RoutingCounts, nearest: Nearest, profile: Paths, texts: Routed, rank_LE: Ranks
+    counts: RoutingCounts,
+    nearest: NearestTokens,
+    profile: RoutingPaths,
+    texts: RoutedTokens,
+    rank_LE: Ranks,
 ) -> dict[str, dict[str, list[float]]]:
     """right: how often a token's own rank was foretold; LAR; both by layer."""
     tokens, ranks = texts.tokens, int(rank_LE.max()) + 1
@@ -170,18 +179,18 @@ def ranks_found(
 
 
 def smaller_profiles(
-    model: Model, profile: Paths, held_out: Paths, nearest: Nearest
+    model: Model, profile: RoutingPaths, held_out: RoutingPaths, nearest: NearestTokens
 ) -> dict[str, dict[str, float]]:
     """By tokens of a profile: hit rate by token id, mean over layers, without and with the nearest
     id for one that it lacks, and how many tokens held out these were."""
     order = np.random.default_rng(0).permutation(len(profile.ids_P2))
     found = {}
     for size in (*(each for each in SIZES if each < len(order)), len(order)):
-        counts = counted(model, profile.chosen(order[:size]))
+        counts = counted(model, profile.select(order[:size]))
         known = np.unique(counts.layer(model.spec.moe_layers[0]).counts.ids_N)
         means = {
             name: np.mean([
-                hit_fraction(LayerGuesses(counts, layer, speaks).of(held_out)[TOKEN],
+                hit_fraction(CountPredictor(counts, layer, speaks).predict(held_out)[TOKEN],
                              held_out.paths_PLK[:, position])
                 for position, layer in enumerate(counts.layers)
             ])
@@ -210,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = Model()
-    nearest = Nearest(model.half.embedding)
+    nearest = NearestTokens(model.half.embedding)
     texts = {
         name: routed(model, token_rows(model, parts, seed=0))
         for name, parts in sources(options.data, options.tokens)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import httpx
 
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from contracts.errors import LaunchError
 
 READY_TIMEOUT_S = 120.0

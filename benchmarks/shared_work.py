@@ -25,18 +25,18 @@ from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from actors.ranks.local_group import LocalGroup
 from benchmarks.harness import record
 from benchmarks.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.router_workloads import TOKENIZER
 from cluster.classification.bounded import map_bounded
 from cluster.fleet.codec import Directory
 from cluster.routing.pipelines import Pipelines
-from cluster.serving.wiring import pipelines
+from cluster.serving.ingress_app import pipelines
 from contracts.config import TandemConfig
 from contracts.loading import config_from
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
+from tests.support.local_group import LocalGroup
 from training.bundled.tasks import raw_rows
 
 SETS = ("mmlu", "quality", "moral_stories", "rt_polarity")
@@ -164,7 +164,7 @@ async def _score(backend: Pipelines, prompts: Prompts, limit: int) -> int:
             priority=Priority.BE,
             candidates=[0, 1],
         )
-        return await backend.score(job, patient=True)
+        return await backend.score(job, wait_for_slot=True)
 
     answers = await map_bounded(score, prompts, limit)
     return sum(answer.usage.cached_tokens for answer in answers)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rank_stream import ask
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.messages import Failed, Submit
 from contracts.requests import Sampling
@@ -50,7 +50,7 @@ class Ours:
         return [row[0] for row in tokens]
 
     async def _all(self, submits: list[Submit]) -> list[list[Any]]:
-        streams = [await ask(self._client, submit) for submit in submits]
+        streams = [await open_stream(self._client, submit) for submit in submits]
         answers = [[event async for event in stream] for stream in streams]
         for events in answers:
             if isinstance(events[-1], Failed):

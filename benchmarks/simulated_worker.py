@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
-from contracts.routing import Calibration, Progress, Prompt, WorkerReport
+from contracts.routing_messages import Calibration, Prompt, PromptProgress, WorkerReport
 from planner.routing.request_work import RequestWork
 from planner.routing.worker_state import usable_tokens
 
@@ -62,7 +62,7 @@ class SimulatedWorker:
             if self._batch and in_use > machine.cache_blocks:
                 break
             done_tokens = self._take(self._queue.popleft())
-            progress.append(Progress(prompt.key, done_tokens, prompt.prompt_tokens))
+            progress.append(PromptProgress(prompt.key, done_tokens, prompt.prompt_tokens))
             flops += self._flops(done_tokens, prompt.prompt_tokens)
             self.cached_tokens += done_tokens
         self.flops_done += flops

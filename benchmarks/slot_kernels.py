@@ -23,18 +23,17 @@ from torch import Tensor
 from benchmarks.gpu_rates import memory_bytes_per_s
 from benchmarks.harness import record
 from benchmarks.random_in_memory import QWEN3_30B_A3B, SMALL
-from kernels.device import finish
+from kernels.device import wait_for_device
 from kernels.experts import gated
-from kernels.gpu_experts import gpu_experts
-from kernels.linear import Linears, plain_linears
-from kernels.slot_experts import slot_experts
+from kernels.gpu_experts import gpu_experts, slot_experts
+from kernels.linear import ExpertLinears, plain_linears
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 Way = Callable[[Tensor, Tensor, list[int]], Tensor]
 """x [T, D], ids [T, K], the same on the host [T * K] → [T * K, D], or the sums [T, D]."""
 
 
-def ways(gate_up: Linears, down: Linears) -> dict[str, Way]:
+def ways(gate_up: ExpertLinears, down: ExpertLinears) -> dict[str, Way]:
     """By name."""
 
     def in_slots(x_TD: Tensor, ids_TK: Tensor, ids_N: list[int]) -> Tensor:
@@ -76,11 +75,11 @@ def measure(given: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             wanted = [(ids_TK + turn * K) % E for turn in range(given.turns)]
             listed = [each.flatten().tolist() for each in wanted]
             for name in sorted(by_way, reverse=bool(number % 2)):
-                finish(device)
+                wait_for_device(device)
                 start_s = time.perf_counter()
                 for turn_TK, turn_N in zip(wanted, listed, strict=True):
                     by_way[name](x_TD, turn_TK, turn_N)
-                finish(device)
+                wait_for_device(device)
                 if number:
                     samples[name].append(1e6 * (time.perf_counter() - start_s) / given.turns)
     return found

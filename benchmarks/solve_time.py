@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.harness import Result, write_result
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.findep.replay import replay
-from planner.findep.schedule import schedule_of
-from planner.findep.solver import solve
+from planner.schedule.replay import replay
+from planner.schedule.schedule import schedule_of
+from planner.schedule.solver import solve
 
 _CHECKED = 5  # replays of 60 layers take some 0.1 s each
 _WARM_UP = 100

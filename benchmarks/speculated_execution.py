@@ -31,10 +31,16 @@ from benchmarks.harness import record
 from benchmarks.offloaded_decode import Model
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.kv_pool import KvPool
-from models.experts.moe import expert_sums
-from models.experts.router import Routed
-from models.foresight.foresight import Foresight
-from models.foresight.signals import AFTER, KINDS, Kind, foretold, foretold_after
+from models.experts.expert_half import expert_sums
+from models.experts.router import RoutedTokens
+from models.prediction.expert_predictor import ExpertPredictor
+from models.prediction.signals import (
+    AFTER,
+    PREDICTOR_KINDS,
+    PredictorKind,
+    predicted_routing,
+    predicted_routing_after,
+)
 from training.bundled.chat import expected_answer
 from training.bundled.tasks import TASKS, prompt_of, read_rows
 
@@ -54,9 +60,9 @@ class Mode(NamedTuple):
 def modes(model: Model) -> list[Mode]:
     later = model.spec.moe_layers[1:]
     found = [Mode(RANDOM)]
-    for kind in KINDS:
-        found += [Mode(f"{kind}, {w}'s weights", kind, w) for w in ("router", "foretold")]
-    found += [Mode(f"after, {w}'s weights", AFTER, w) for w in ("router", "foretold")]
+    for kind in PREDICTOR_KINDS:
+        found += [Mode(f"{kind}, {w}'s weights", kind, w) for w in ("router", "predicted")]
+    found += [Mode(f"after, {w}'s weights", AFTER, w) for w in ("router", "predicted")]
     found += [Mode("hybrid, router's weights", "hybrid")]
     found += [Mode(f"hybrid, layer {layer} alone", "hybrid", layers=(layer,)) for layer in later]
     found += [
@@ -69,7 +75,7 @@ def modes(model: Model) -> list[Mode]:
 class Runner:
     def __init__(self, model: Model) -> None:
         self.model, self._dice = model, torch.Generator().manual_seed(0)
-        self._kinds = Foresight(model.half, model.profile)._kind_of  # the hybrid's
+        self._kinds = ExpertPredictor(model.half, model.profile)._kind_of  # the hybrid's
 
     def logits(self, ids: list[int], mode: Mode | None) -> Tensor:
         """[T, V]; mode: None: exact."""
@@ -108,29 +114,35 @@ class Runner:
             hidden_TD.add_(expert_sums(routed, held, model.identity_E))
             following = layer + 1
             if mode is not None and mode.kind == AFTER and following < model.spec.num_layers:
-                guessed = foretold_after(model.half, model.profile, layer, following, hidden_TD)
+                guessed = predicted_routing_after(
+                    model.half, model.profile, layer, following, hidden_TD
+                )
         return half.logits(hidden_TD)
 
     def _guess(
-        self, mode: Mode | None, layer: int, hidden_TD: Tensor, routed: Routed
-    ) -> Routed | None:
+        self, mode: Mode | None, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> RoutedTokens | None:
         following = layer + 1
         if mode is None or mode.kind in ("", AFTER) or following == self.model.spec.num_layers:
             return None
         hybrid = self._kinds[following] if mode.kind == "hybrid" else mode.kind
-        kind: Kind = next(each for each in KINDS if each == hybrid)
+        kind: PredictorKind = next(each for each in PREDICTOR_KINDS if each == hybrid)
         model = self.model
-        return foretold(model.half, model.profile, kind, layer, following, hidden_TD, routed)
+        return predicted_routing(
+            model.half, model.profile, kind, layer, following, hidden_TD, routed
+        )
 
-    def _instead(self, mode: Mode, layer: int, routed: Routed, guessed: Routed | None) -> Routed:
+    def _instead(
+        self, mode: Mode, layer: int, routed: RoutedTokens, guessed: RoutedTokens | None
+    ) -> RoutedTokens:
         router = self.model.half.router(layer)
         assert router is not None
         if guessed is None:
             scores_TE = torch.rand(len(routed.x_TD), router.experts, generator=self._dice)
             ids_TK = scores_TE.topk(self.model.spec.top_k).indices
-            return Routed(routed.x_TD, ids_TK, routed.topk_weights_TK)
-        if mode.weights == "foretold":
-            return Routed(routed.x_TD, guessed.topk_ids_TK, guessed.topk_weights_TK)
+            return RoutedTokens(routed.x_TD, ids_TK, routed.topk_weights_TK)
+        if mode.weights == "predicted":
+            return RoutedTokens(routed.x_TD, guessed.topk_ids_TK, guessed.topk_weights_TK)
         return router.weigh(routed.x_TD, guessed.topk_ids_TK)
 
 
@@ -162,7 +174,7 @@ def chats(model: Model, data: Path, count: int) -> list[Chat]:
     for task in TASKS:
         rows = read_rows(task, data, "test")
         for row in dice.sample(rows, min(-(-count // len(TASKS)), len(rows))):
-            asked = dice.choice(task.asks).format(body=row.prefix + row.text)
+            asked = dice.choice(task.chat_questions).format(body=row.prefix + row.text)
             prompt = model.tokenizer.encode_chat([{"role": "user", "content": asked}])
             found.append(Chat(prompt, expected_answer(task, row)))
     return found

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from planner.findep.exposure import length, union
-from planner.findep.split import balanced_ranges, chunk_bounds
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.batch_split import balanced_ranges, chunk_bounds
+from planner.schedule.exposed_communication import length, union
 
 COMPUTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
 SENT = (Stage.A2E, Stage.E2A)

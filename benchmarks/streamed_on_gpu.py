@@ -25,10 +25,10 @@ from actors.batching.finisher import Finisher
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.engine.executor import Executor, ExecutorParts
-from actors.engine.timed_layers import time_layers
-from actors.experts.stored_plane import StoredPlane
+from actors.engine.layer_timing import time_layers
+from actors.gather.stored_backend import StoredBackend
 from actors.planning.calibration import calibrate, product_flops_per_s
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from actors.telemetry.timeline import Timeline
 from benchmarks.gpu_rates import copy_bytes_per_s, peak_bytes
 from benchmarks.harness import record
@@ -73,12 +73,12 @@ class Worker:
         longest = model.layout.spec.max_context_tokens
         self._finisher = Finisher(model.attention, max_context_tokens=longest)
         timeline = Timeline(0)
-        plane = StoredPlane(name, model.attention, store, timeline, monotonic_s)
+        backend = StoredBackend(name, model.attention, store, timeline, monotonic_s)
         self._parts = ExecutorParts(
-            name, model.attention, kv, plane, self._finisher, timeline, monotonic_s
+            name, model.attention, kv, backend, self._finisher, timeline, monotonic_s
         )
         self.executor = Executor(
-            self._parts, chunk_cost=lambda start, stop: float(stop - start), wanted_rows_only=True
+            self._parts, chunk_cost=lambda start, stop: float(stop - start), last_rows_only=True
         )
         self._numbers = itertools.count()
 

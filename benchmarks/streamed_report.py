@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from benchmarks.crossing import crossing
 from models.spec.model import ModelSpec
 from planner.routing.request_work import flops_work

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actors.ranks.process import main
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
+from tests.support.rank_process import main
 
 SWITCH = "TANDEM_BENCHMARK_SWITCH"  # names the file
 

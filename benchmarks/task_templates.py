@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from cluster.classification.classify import ClassifyTask, fill
+from cluster.classification.classify import ClassifyTask, render_prompt
 from training.bundled import tasks as bundled
 from training.bundled.tasks import raw_rows
 
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True):
     gold: int
 
 
-def _bundled(task: bundled.Task) -> Posed:
+def _bundled(task: bundled.LabelTask) -> Posed:
     labels = tuple(label.strip() for label in task.labels)
     return Posed(
         name=task.name, file=task.file, template=task.template, labels=labels, familiar="trained"
@@ -101,5 +101,7 @@ def read_rows(task: Posed, data: Path, count: int, seed: int = 0) -> list[Row]:
 
 def prompt_of(task: Posed, row: Row, label: str | None = None) -> str:
     """Filled in as the server does it. label: the one that is asked for, where each is."""
-    asked = ClassifyTask(labels=row.labels, prefix=row.prefix, template=task.template, asked=label)
-    return fill(asked, row.text)
+    target = ClassifyTask(
+        labels=row.labels, prefix=row.prefix, template=task.template, target=label
+    )
+    return render_prompt(target, row.text)

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from contracts.events import Stage, TaskSpan
-from planner.findep.exposure import length, union
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.exposed_communication import length, union
 
 Interval = tuple[float, float]
 

@@ -28,25 +28,24 @@ import torch
 
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
-from actors.ranks.process import RankProcess
 from actors.ranks.rank import Rank
-from actors.ranks.rendezvous import Formation, Seat, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
 from benchmarks.harness import record
 from benchmarks.pinned_batches import bench_client
-from benchmarks.rank_stream import ask
-from cluster.capacity.routing import RoutingSettings, routing_profile
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
+from cluster.tools.profile.routing_profile import RoutingSettings, routing_profile
 from contracts.errors import TandemError
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.placement import Placement
-from contracts.worker import Group, WorkerSpec
-from models.foresight.routing_counts import RoutingCounts
+from contracts.ranks import Group, RankSpec
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from models.text.tokenizer import Tokenizer
-from planner.placement.contiguous import contiguous
 from planner.placement.routing import LayerRouting, TokenCounts, measure
-from planner.placement.slots import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, contiguous
+from tests.support.rank_process import RankProcess
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 CLASSIFICATION, GENERATION = ("uci_sentences.jsonl", "sms_spam.jsonl"), "gsm8k_test.jsonl"
@@ -93,7 +92,7 @@ def loads(counts: RoutingCounts, placement: Placement) -> list[float]:
 
 
 @contextmanager
-def group(specs: Sequence[WorkerSpec]) -> Iterator[list[Rank]]:
+def group(specs: Sequence[RankSpec]) -> Iterator[list[Rank]]:
     """Attention and expert ranks in this process, the planner in another."""
     experts = [expert_rank(spec) for spec in specs if spec.group is Group.EXPERT]
     attention = [attention_rank(spec) for spec in specs if spec.group is Group.ATTENTION]
@@ -127,7 +126,7 @@ async def traffic(client: RankClient, texts: Sequence[list[int]], for_s: float, 
         while time.monotonic() < end_s:
             ids = next(turns)
             submit = Submit(request_id=0, token_ids=ids, sampling=None, candidates=[1])
-            async for event in await ask(client, submit):
+            async for event in await open_stream(client, submit):
                 if isinstance(event, Failed):
                     raise TandemError(event.message)
             done += len(ids)
@@ -162,21 +161,21 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     config = load_config(None, [
         "model.dtype=float32", "groups.attention_ranks=1",
         f"groups.expert_ranks={options.ranks}", f"placement.spare_slots={options.spare}",
-        "placement.follow=follow", "kv.pool_tokens=16384", "kv.prefix_cache=false",
-        "channel.silence_s=20", *options.set,
+        "placement.rebalance=continuous", "kv.pool_tokens=16384", "kv.prefix_cache=false",
+        "channel.heartbeat_timeout_s=20", *options.set,
     ])  # fmt: skip
     base = started(options, spec.num_experts, spec.num_layers, spec.moe_layers)
     seat = Seat("cpu", "127.0.0.1", 1)
-    formation = Formation(
+    group_spec = GroupSpec(
         config, str(BUNDLED), secrets.token_bytes(32), 1, "shm", placements={Group.EXPERT: base}
     )
-    specs = make_specs(formation, [seat], [seat] * options.ranks, [seat])
+    specs = make_specs(group_spec, [seat], [seat] * options.ranks, [seat])
     contiguous_loads = loads(texts.counts, base)
     print(f"at launch, of GSM8K: worst {max(contiguous_loads):.3f}", flush=True)
     with group(specs) as ranks:
         ready = ranks[0].ready
         client = await bench_client(
-            ready.name, ready.client_address, formation.token, silence_s=30.0
+            ready.name, ready.client_address, group_spec.token, heartbeat_timeout_s=30.0
         )
         sections = {"rows": (texts.rows, options.before_s), "gsm8k": (texts.gsm8k, options.after_s)}
         samples: dict[str, Any] = {"launch": contiguous_loads}

@@ -3,9 +3,9 @@ What is left of its metrics is what somebody asks for."""
 
 from __future__ import annotations
 
-from actors.ranks.process import main
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.telemetry import Telemetry
+from tests.support.rank_process import main
 
 
 def _nothing(*_: object, **__: object) -> None:

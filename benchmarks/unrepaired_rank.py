@@ -13,21 +13,21 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from actors.channels.base import Happening, Packet, transfers
+from actors.channels.base import ChannelEvent, Packet, transfers
 from actors.channels.endpoint import BaseEndpoint
-from actors.experts.dispatch import RankSlice, plan_dispatch
-from actors.experts.following import Following
-from actors.experts.moving import Moving
-from actors.experts.plane import TaskKey
-from actors.experts.remote_pending import RemotePending
-from actors.experts.remote_plane import RemotePlane
-from actors.ranks.process import main
+from actors.moe.backend import TaskKey
+from actors.moe.dispatch import RankSlice, plan_dispatch
+from actors.moe.remote_backend import RemoteBackend
+from actors.moe.remote_pending import RemotePending
+from actors.rebalance.expert_rebalancer import ExpertRebalancer
+from actors.rebalance.placement_client import PlacementClient
 from contracts.errors import ChannelError
-from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
-from models.experts.router import Routed
-from planner.findep.split import token_group_bounds
+from contracts.traces import Stage, TaskSpan
+from models.experts.router import RoutedTokens
 from planner.placement.slots import LayerSlots
+from planner.schedule.batch_split import token_group_bounds
+from tests.support.rank_process import main
 
 WITH, WITHOUT = signal.SIGUSR1, signal.SIGUSR2
 
@@ -46,15 +46,17 @@ class UnrepairedPending(RemotePending):
         self.replies = {}
         self.missing = len(slices)
         self.sent_s = 0.0
-        self.guessed_s = 0.0
+        self.prefetch_s = 0.0
 
 
-class UnrepairedPlane(RemotePlane):
+class UnrepairedBackend(RemoteBackend):
     """As it was while the loss of an expert rank was the end of it."""
 
-    def begin(self, key: TaskKey, hidden_TD: Tensor, routed: Routed, plan: Plan) -> RemotePending:
+    def dispatch(
+        self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
+    ) -> RemotePending:
         if self._ahead is not None:
-            routed = self._ahead.runs(key, routed)
+            routed = self._ahead.select_routing(key, routed)
         topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
         if self._sample is not None:
             self._sample.routed(key.owner, topk_ids_TK)
@@ -70,7 +72,7 @@ class UnrepairedPlane(RemotePlane):
             key, slices, placed, self._generation
         )
         if self._following is not None:
-            self._following.began()
+            self._following.begin_layer()
         try:
             for piece in slices:
                 pending.sent_s = self._clock()
@@ -80,67 +82,67 @@ class UnrepairedPlane(RemotePlane):
             raise
         if self._ahead is not None:
             start_s = self._clock()
-            self._ahead.begins(key, hidden_TD, routed)
-            pending.guessed_s = self._clock() - start_s
+            self._ahead.predict_next(key, hidden_TD, routed)
+            pending.prefetch_s = self._clock() - start_s
         return pending
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0 or idle:
-            happenings = self._endpoint.poll(timeout_s)
+            channel_events = self._endpoint.poll(timeout_s)
         else:
             start_s = self._clock()
-            happenings = self._endpoint.poll(timeout_s)
+            channel_events = self._endpoint.poll(timeout_s)
             end_s = self._clock()
             self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
-            self._timeline.waited(start_s, end_s, transfers(happenings))
-        if happenings:
-            self._take(happenings)
+            self._timeline.record_wait(start_s, end_s, transfers(channel_events))
+        if channel_events:
+            self._take(channel_events)
         elif self._pending:
             self._check_replies()
         if self._following is not None:
-            self._following.look()
-        return bool(happenings)
+            self._following.poll()
+        return bool(channel_events)
 
 
-def _attention_looks(self: Following) -> None:
-    self._say(self._generations.look(self._clock()))
-    self._speaker.go_on()
+def _attention_looks(self: PlacementClient) -> None:
+    self._send(self._generations.poll(self._clock()))
+    self._sender.flush()
 
 
-def experts_look(self: Moving[object]) -> Iterable[int]:
-    """`Moving.look`, as it was."""
+def experts_look(self: ExpertRebalancer[object]) -> Iterable[int]:
+    """`ExpertRebalancer.poll`, as it was."""
     while self._proposed:
         placement, present, within_s = self._proposed.popleft()
         if present is not None and self._machine.under_way is None:
-            self._bringer.settled(present)
-        misfit = self._bringer.misfit(placement, resizes=present is not None)
+            self._loader.settled(present)
+        misfit = self._loader.misfit(placement, resizes=present is not None)
         self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
-    while self._brought:
-        self._take(self._brought.popleft())
-    self._do(self._machine.look(self._clock()))
-    self._speaker.go_on()
+    while self._results:
+        self._take(self._results.popleft())
+    self._do(self._machine.poll(self._clock()))
+    self._sender.flush()
     freed, self._freed = self._freed, []
     return freed
 
 
-def _deliver(self: BaseEndpoint, packet: Packet, happenings: list[Happening]) -> None:
+def _deliver(self: BaseEndpoint, packet: Packet, channel_events: list[ChannelEvent]) -> None:
     link = self._links.get(packet.peer)
     if packet.header.epoch < self.epoch or link is None:
         packet.release()
         return
-    packet.sent_s -= link.clock_ahead_s
-    happenings.append(packet)
+    packet.sent_s -= link.clock_offset_s
+    channel_events.append(packet)
 
 
-class UnrepairedFollowing(Following):
-    look = _attention_looks
+class UnrepairedClient(PlacementClient):
+    poll = _attention_looks
 
 
 _PARTS = (
-    (RemotePlane, "begin", UnrepairedPlane.begin),
-    (RemotePlane, "poll", UnrepairedPlane.poll),
-    (Following, "look", _attention_looks),
-    (Moving, "look", experts_look),
+    (RemoteBackend, "dispatch", UnrepairedBackend.dispatch),
+    (RemoteBackend, "poll", UnrepairedBackend.poll),
+    (PlacementClient, "poll", _attention_looks),
+    (ExpertRebalancer, "poll", experts_look),
     (BaseEndpoint, "_deliver", _deliver),
 )
 _AS_THEY_ARE = tuple((owner, name, getattr(owner, name)) for owner, name, _ in _PARTS)

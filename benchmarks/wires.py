@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
 
 MAX_BYTES = 64 << 20
 WINDOW_BYTES = 32 << 20  # of payloads that are not yet answered, within these bounds:
@@ -61,7 +61,7 @@ class ChannelWire:
         seconds = []
         for _ in range(count):
             started_s = time.perf_counter()
-            self._send(num_bytes, Kind.A2E)
+            self._send(num_bytes, PacketKind.A2E)
             self._receive(next(self._packets()))
             seconds.append(time.perf_counter() - started_s)
         return seconds
@@ -69,22 +69,22 @@ class ChannelWire:
     def pong(self, num_bytes: int, count: int) -> None:
         for _ in range(count):
             self._receive(next(self._packets()))
-            self._send(num_bytes, Kind.A2E)
+            self._send(num_bytes, PacketKind.A2E)
 
     def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
         """Each payload (A2E) is answered by an empty one (E2A), as nothing else bounds a sender."""
         unanswered = 0
         while outgoing or incoming or unanswered:
             while outgoing and unanswered < window(num_bytes):
-                self._send(num_bytes, Kind.A2E)
+                self._send(num_bytes, PacketKind.A2E)
                 outgoing, unanswered = outgoing - 1, unanswered + 1
             for packet in self._packets(at_most=1):
-                if packet.header.kind is Kind.E2A:
+                if packet.header.kind is PacketKind.E2A:
                     packet.release()
                     unanswered -= 1
                 else:
                     self._receive(packet)
-                    self._send(0, Kind.E2A)
+                    self._send(0, PacketKind.E2A)
                     incoming -= 1
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -92,8 +92,8 @@ class ChannelWire:
     def close(self) -> None:
         self._end.close()
 
-    def _send(self, num_bytes: int, kind: Kind) -> None:
-        parts = [Part("uint8", (num_bytes,))] if num_bytes else []
+    def _send(self, num_bytes: int, kind: PacketKind) -> None:
+        parts = [TensorSpec("uint8", (num_bytes,))] if num_bytes else []
         reservation = self._end.reserve(self._peer, parts)
         if num_bytes:
             reservation.tensors[0].copy_(self._source[:num_bytes])
@@ -109,11 +109,11 @@ class ChannelWire:
         polls = 0
         while at_most is None or polls < at_most:
             polls += 1
-            for happening in self._end.poll(POLL_S):
-                if isinstance(happening, PeerLost):
-                    raise happening.error
-                if isinstance(happening, Packet):
-                    yield happening
+            for channel_event in self._end.poll(POLL_S):
+                if isinstance(channel_event, PeerLost):
+                    raise channel_event.error
+                if isinstance(channel_event, Packet):
+                    yield channel_event
 
 
 class SocketWire:

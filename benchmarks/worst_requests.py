@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.fuzz.stub_backend import StubBackend
-from cluster.api.app import build_app
-from cluster.serving.wiring import served_model
+from cluster.http.app import build_app
+from cluster.serving.ingress_app import served_model
 from contracts.clock import monotonic_s
 from contracts.config import HttpConfig, TandemConfig
-from contracts.garbage import spare_what_lives_on
+from contracts.interpreter import freeze_heap
 from contracts.messages import Scored, Submit
 
 TICK_S = 0.001
@@ -137,7 +137,7 @@ async def measured(case: str) -> Cost:
     model, tokenizer = served_model(TandemConfig())
     app = build_app(QuickRanks(), tokenizer, model, HttpConfig(access_log=False))
     await _ask(app, "/v1/classify", {"input": "a", "labels": ["b", "c"]}, model.name)
-    spare_what_lives_on()  # as an ingress does when it has started
+    freeze_heap()  # as an ingress does when it has started
     path, fields = BODIES[case]
     worst_s = 0.0
 

@@ -84,21 +84,21 @@ class GroupsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Extra Ray resources, by name, that each prefill worker asks for."""
     address: str | None = None
     """Of the Ray cluster. null: RAY_ADDRESS if that is set, else a local cluster is started."""
-    alone_s: Seconds = 60.0
+    orphan_timeout_s: Seconds = 60.0
     """Seconds for which ranks go on when the process that looks after them (Groups) has ended: so
     long it has to be started again, by Ray, and to take them over. Then they end."""
     ready_timeout_s: Seconds = 180.0
     """Seconds until ranks must be placed, loaded and joined. Also how long requests wait while no
     rank of their pipeline is left."""
-    give_up_s: Seconds = 30.0
+    launcher_timeout_s: Seconds = 30.0
     """Seconds for which the process that looks after the ranks (Groups) may be silent before the
     server ends (`tandem serve`, exit status 3): so long another one has to be started by Ray, which
     takes some ten on a busy machine."""
-    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds for which a rank that is to go (`tandem scale`, SIGTERM) goes on with the requests
     that it has, while new ones go elsewhere. What is left then goes on on another rank, from where
     it is."""
-    repair_s: Seconds = 300.0
+    recovery_timeout_s: Seconds = 300.0
     """Seconds for which requests wait for another attention or expert rank in the place of one that
     is lost. Then they fail with its name, and the server ends (`tandem serve`, exit status 3) or is
     started again (`serve run`). A rank that loads for longer needs more."""
@@ -127,18 +127,18 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     backend: Literal["auto", "shm", "tcp", "nccl", "ipc"] = "auto"
     """What moves payloads between ranks. "auto" follows placement: nccl between GPUs, shm on one
     node, else tcp. ipc, for ranks that share one GPU, is chosen by name only."""
-    heartbeat_s: Seconds = 0.2
+    heartbeat_interval_s: Seconds = 0.2
     """Seconds between two heartbeats of a rank."""
-    silence_s: Seconds = 1.5
+    heartbeat_timeout_s: Seconds = 1.5
     """Seconds without a heartbeat after which a peer counts as hung, at least twice heartbeat_s. On
     the same machine after four times as long, and a third as long if its process is stopped."""
-    stuck_s: Seconds = 60.0
+    step_timeout_s: Seconds = 60.0
     """Seconds for which a rank's loop may be in one step (a layer, or less) before its heartbeats
     end."""
-    reply_s: Seconds = 300.0
+    reply_timeout_s: Seconds = 300.0
     """Seconds after which an expert rank that goes on beating, but has answered nothing of an
     attention rank, is lost to it."""
-    deadline_s: Seconds = 10.0
+    connect_timeout_s: Seconds = 10.0
     """Seconds that connecting, a handshake or a blocked send may take."""
     spin_s: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Seconds after a payload during which a waiting rank polls without sleeping: to wake a core
@@ -148,9 +148,10 @@ class ChannelConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     payload fits."""
 
     def __post_init__(self) -> None:
-        if self.silence_s < 2 * self.heartbeat_s:
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
-                f"silence_s={self.silence_s} must be at least twice heartbeat_s={self.heartbeat_s}"
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s} must be at least twice "
+                f"heartbeat_interval_s={self.heartbeat_interval_s}"
             )
 
 
@@ -241,7 +242,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     wanted, from a file in `host_store`; on a GPU from the host's memory, pinned."""
     resident_layers: Count = 1
     """Layers whose experts stay in memory all the same, the first of them included."""
-    shard_window: Count = 2
+    shard_prefetch_layers: Count = 2
     """Layers by which a worker reads its 1/N ahead, with "hybrid"."""
     host_store: OutputFolder | None = None
     """Folder for the expert file of "streamed" and "hybrid", made where the checkpoint stores
@@ -249,7 +250,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     packed_experts: bool = True
     """Whether experts move as the processor computes with them. false: as matrices, where the
     processors of the workers differ."""
-    kv_free: bool = False
+    disable_kv_cache: bool = False
     """Whether workers go without a KV pool and a prefix cache: then only prompts of one batch share
     their prefixes."""
     max_batch_tokens: Count = 4096
@@ -259,7 +260,7 @@ class PrefillConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     saturation: Count | None = None
     """FLOPs of work at which a worker counts as saturated. null: calibrated from what it
     measures."""
-    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1
+    saturation_margin: Annotated[float, Meta(ge=0, le=10)] = 0.1
     """Gamma of Eq. 1: by which fraction the calibrated threshold lies above what hides all
     transfers."""
     engine: Literal["torch", "stub"] = "torch"
@@ -274,22 +275,23 @@ class ScalingConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_prefill_ranks: Count | None = None
     """Workers at most. null: always groups.prefill_ranks. Only where a worker has all experts by
     itself: prefill.experts=resident, streamed or cached."""
-    up_fill: Annotated[float, Meta(gt=0, le=100)] = 0.8
+    scale_up_utilization: Annotated[float, Meta(gt=0, le=100)] = 0.8
     """Mean fill from which on another worker is started."""
-    down_fill: Annotated[float, Meta(ge=0, le=100)] = 0.4
+    scale_down_utilization: Annotated[float, Meta(ge=0, le=100)] = 0.4
     """Mean fill below which the others would have to stay for one worker to be ended. Below
     up_fill."""
-    window_s: Seconds = 5.0
+    look_back_period_s: Seconds = 5.0
     """Seconds over which the mean goes, and which nothing is decided for after a change."""
-    idle_s: Seconds = 60.0
+    downscale_delay_s: Seconds = 60.0
     """Seconds for which a worker must have been one too many before it is ended: it answers what it
     has, and goes."""
 
     def __post_init__(self) -> None:
-        if self.down_fill >= self.up_fill:
+        if self.scale_down_utilization >= self.scale_up_utilization:
             raise ValueError(
-                f"scaling.down_fill={self.down_fill:g} is not below up_fill={self.up_fill:g}: "
-                "workers would come and go at one load"
+                f"scaling.scale_down_utilization={self.scale_down_utilization:g} is not below "
+                f"scale_up_utilization={self.scale_up_utilization:g}: workers would start and "
+                "stop at the same load"
             )
 
 
@@ -302,15 +304,15 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     bytes: Count | None = None
     """Bytes of experts that a worker keeps. null: as `slots` says; with neither an expert rank
     keeps all of its own."""
-    stored: bool = False
+    storage_format: bool = False
     """Whether they are kept and read as the checkpoint stores them (fp8, MXFP4, bfloat16), and made
     ready at each use: more of them fit, and each use costs more. `bytes` counts them so. The same
     answers."""
-    evict: Literal["walk", "lru", "lfu", "pinned"] = "walk"
+    eviction_policy: Literal["walk", "lru", "lfu", "pinned"] = "walk"
     """Which expert leaves first. "walk": of the layer that comes again last, the least recently
     used. "lru": the least recently used of all. "lfu": the least often used, of late. "pinned": LRU
     in one slot of four; the others keep what the profile says is used most."""
-    hints: Literal["none", "router", "fitted", "quasi", "estimator"] | None = None
+    predictor: Literal["none", "router", "fitted", "quasi", "estimator"] | None = None
     """By what the experts of the next layer are foretold, to be read ahead. "router": its router on
     this layer's state. "fitted": by least squares. "quasi": its router, with what this layer's
     experts give on average. "estimator": by a small network. null: at each layer what the profile
@@ -318,18 +320,18 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     hint_again: bool = False
     """Whether that is foretold once more, and better, when this layer's experts have been added:
     for experts that take long to read beside a layer's compute."""
-    execute: Literal["exact", "speculated"] = "exact"
+    speculative: Literal["exact", "speculated"] = "exact"
     """"speculated": a token that is generated is computed with the experts that were foretold, not
     with those that its router chooses: another model, told in /v1/models. Prompts stay exact."""
-    speculated_layers: tuple[int, ...] | None = None
+    speculative_layers: tuple[int, ...] | None = None
     """Layers where that is so. null: all that another layer with experts comes before."""
-    speculated_weights: Literal["router", "foretold"] = "router"
-    """Weights of those experts. "router": what the layer's router gives them. "foretold": as they
+    speculative_weights: Literal["router", "predicted"] = "router"
+    """Weights of those experts. "router": what the layer's router gives them. "predicted": as they
     were foretold, too (the paper's way)."""
     profile: InputPath | None = None
     """A file of `tandem profile --routing`. null: routing.safetensors beside the checkpoint, if it
     is there, as with the bundled model."""
-    direct: bool | None = None
+    direct_io: bool | None = None
     """Whether experts are read past the page cache. null: where their file is larger than free
     memory."""
 
@@ -343,15 +345,15 @@ class ExpertsConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(
                 f"experts.slots={self.slots} and experts.bytes={self.bytes}: give one of them"
             )
-        if self.execute == "speculated" and not self.is_bounded:
+        if self.speculative == "speculated" and not self.is_bounded:
             raise ValueError(
-                "experts.execute=speculated: where all experts are there nothing is foretold: set "
-                "experts.slots or experts.bytes, or execute to exact"
+                "experts.speculative=speculated: where all experts are resident nothing is "
+                "predicted: set experts.slots or experts.bytes, or experts.speculative=exact"
             )
-        if self.execute == "speculated" and self.hints == "none":
+        if self.speculative == "speculated" and self.predictor == "none":
             raise ValueError(
-                "experts.execute=speculated: what is foretold is run, and experts.hints=none: set "
-                "hints to null"
+                "experts.speculative=speculated runs what is predicted, and "
+                "experts.predictor=none: set experts.predictor to null"
             )
 
 
@@ -364,17 +366,17 @@ class PlacementConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields
     spare_slots: NonNegative = 0
     """Slots that each expert rank has per layer beyond its share, for replicas, where experts
     follow the traffic. With `file` its own number counts."""
-    follow: Literal["off", "once", "follow"] = "off"
+    rebalance: Literal["off", "once", "continuous"] = "off"
     """Whether experts move to where the traffic wants them: never, once when enough has been seen,
     or again and again."""
-    deadline_s: Seconds = 60.0
+    move_timeout_s: Seconds = 60.0
     """Seconds that a move may take; then it is given up, and the old placement serves on."""
-    move_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
+    max_move_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
     """Bytes of experts that a rank brings in at most for one move: so much more memory it needs
     meanwhile. A larger change is made in several."""
     bytes_per_s: Annotated[float, Meta(gt=0)] = 100e6
     """Bytes a second at which a rank brings experts in, beside its work."""
-    pays_after_s: Seconds = 60.0
+    payback_s: Seconds = 60.0
     """Seconds of such traffic within which a move must have saved what it costs."""
     sample_tokens: Count = 256
     """Tokens a second of each attention rank whose experts are noted."""
@@ -393,12 +395,12 @@ class PlannerConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ranks measure."""
     refit: bool = True
     """Whether the file's figures follow what the ranks measure. false needs a hardware file."""
-    beyond: bool = True
+    extended_search: bool = True
     """Whether plans are considered that FinDEP's search space lacks."""
-    answer_deadline_s: Seconds = 1.0
+    answer_timeout_s: Seconds = 1.0
     """Seconds after which a rank that waits for an answer says so, and asks no more until it
     comes."""
-    report_s: Annotated[float, Meta(ge=0, le=3600)] = 0.1
+    report_interval_s: Annotated[float, Meta(ge=0, le=3600)] = 0.1
     """Seconds between two batches of a rank that are measured for the planner. 0: every batch."""
 
     def __post_init__(self) -> None:
@@ -481,14 +483,14 @@ class HttpConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     header_timeout_s: Seconds = 10.0
     """Seconds from accepting a connection, or from the first byte of a further request, to the end
     of its headers."""
-    keep_alive_s: Seconds = 75.0
+    keep_alive_timeout_s: Seconds = 75.0
     """Seconds for which a connection may be idle between requests."""
     body_timeout_s: Seconds = 60.0
     """Seconds from the end of the headers to the end of the body, however it trickles in (also with
     front "serve")."""
     write_timeout_s: Seconds = 60.0
     """Seconds over which a client may read less than 1 KiB/s of its answer before it is cut off."""
-    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=86400)] = 20.0
     """Seconds for which `tandem serve` that is told to end (SIGTERM, Ctrl-C) goes on answering the
     requests that it has; new ones get 503. A second signal ends it at once. Behind `serve deploy`
     the same when the application is removed or deployed anew."""
@@ -569,9 +571,9 @@ class LogConfig(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     prompts: bool = False
     """Whether what clients send may be logged: each request's body (logger tandem.prompts), and
     messages of errors that may quote it. false: never a word of it."""
-    stacks_after_s: Seconds = 10.0
+    stall_threshold_s: Seconds = 10.0
     """Seconds for which a loop of a process may be in one step before the stacks of its threads are
-    logged (`loop_held`), once each time."""
+    logged (`event_loop_blocked`), once each time."""
     folder: OutputFolder | None = None
     """Where each run gets a folder. null: with `tandem serve` $XDG_STATE_HOME/tandem/NAME,
     elsewhere standard error only."""

@@ -10,17 +10,17 @@ import msgspec
 
 # What a frame that cannot be decoded raises. msgspec gives up on a deeply nested one with Python's
 # own RecursionError.
-BAD_FRAME = (msgspec.MsgspecError, RecursionError)
+FRAME_ERRORS = (msgspec.MsgspecError, RecursionError)
 
 _PREFIX = struct.Struct("<I")
 PREFIX_BYTES = _PREFIX.size
 
 
-def framed(body: bytes) -> bytes:
+def encode_frame(body: bytes) -> bytes:
     return _PREFIX.pack(len(body)) + body
 
 
-def body_bytes(prefix: bytes, max_bytes: int) -> int:
+def frame_size(prefix: bytes, max_bytes: int) -> int:
     """Of the frame that begins so. Raises msgspec.DecodeError unless it is 1 to `max_bytes`: what a
     peer says is believed only as far as there is memory for it."""
     size: int = _PREFIX.unpack(prefix)[0]
@@ -31,4 +31,4 @@ def body_bytes(prefix: bytes, max_bytes: int) -> int:
 
 async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
     """The body of the next frame. Raises msgspec.DecodeError, and what the reader raises."""
-    return await reader.readexactly(body_bytes(await reader.readexactly(PREFIX_BYTES), max_bytes))
+    return await reader.readexactly(frame_size(await reader.readexactly(PREFIX_BYTES), max_bytes))

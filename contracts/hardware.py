@@ -2,7 +2,7 @@
 
 Coefficients are per FLOP and per byte, not per token, so that a file serves any model: times of a
 model follow from its shape (planner/costs/cost_model.py). A multiply-add is 2 FLOPs. `tandem
-profile` writes such a file; some come with the package (cluster/files/hardware_files/).
+profile` writes such a file; some come with the package (cluster/fleet/hardware_files/).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def module_command(module: str) -> list[str]:
     return [sys.executable, "-P", "-c", f"import runpy, sys; {path}; {run}"]
 
 
-def shadowing(folder: Path) -> list[str]:
+def shadowed_packages(folder: Path) -> list[str]:
     """The names in `folder` that would be taken for packages of ours there."""
     if folder.resolve() == ROOT:
         return []
@@ -38,7 +38,7 @@ def shadowing(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def standing_in(folder: Path) -> Iterator[None]:
+def working_directory(folder: Path) -> Iterator[None]:
     """This process's current folder is `folder` inside. Ray hands it to workers, as the folder they
     start in and first on their import path."""
     before = os.open(".", os.O_RDONLY | os.O_DIRECTORY)  # its name may be gone

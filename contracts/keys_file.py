@@ -48,12 +48,12 @@ def keys_bytes(path: Path) -> bytes:
         # Nothing is waited for: a pipe would keep us.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _wrong(path, "is no file")
+                raise _invalid(path, "is no file")
             data = file.read(MAX_KEYS_FILE_BYTES + 1)
     except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from None
+        raise _invalid(path, f"cannot be read: {error.strerror}") from None
     if len(data) > MAX_KEYS_FILE_BYTES:
-        raise _wrong(path, f"has more than {MAX_KEYS_FILE_BYTES} bytes")
+        raise _invalid(path, f"has more than {MAX_KEYS_FILE_BYTES} bytes")
     return data
 
 
@@ -65,13 +65,13 @@ def decode_keys(data: bytes, path: Path) -> Keys:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise _wrong(path, f"no YAML{where}") from None
+        raise _invalid(path, f"no YAML{where}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        told = _told(str(error)) if isinstance(error, msgspec.ValidationError) else "no YAML"
-        raise _wrong(path, told) from None
+        reason = _redacted(str(error)) if isinstance(error, msgspec.ValidationError) else "no YAML"
+        raise _invalid(path, reason) from None
 
 
-def _told(message: str) -> str:
+def _redacted(message: str) -> str:
     """A ValidationError without words that are not ours."""
     unknown = re.fullmatch(r"Object contains unknown field `.*?`(?: - at `\$(.*)`)?", message, re.S)
     if unknown is None:
@@ -83,5 +83,5 @@ def _told(message: str) -> str:
     return f"an unknown field at {where}; known: {known}"
 
 
-def _wrong(path: Path, why: str) -> ConfigError:
+def _invalid(path: Path, why: str) -> ConfigError:
     return ConfigError(f"http.keys_file={path}: {why}")

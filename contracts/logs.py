@@ -28,8 +28,8 @@ TOP = "tandem"
 ACCESS = "tandem.access"
 # Attributes of a record: what it says, apart from its text; the lines of one that is several; an
 # exception whose message may hold what a client has sent.
-_SAID, _LINES, _PRIVATE = "said", "lines", "private"
-_Said = tuple[str, dict[str, object]]
+_EVENT, _LINES, _PRIVATE = "said", "lines", "private"
+_Event = tuple[str, dict[str, object]]
 Line = tuple[float, str, dict[str, object]]  # when (since the epoch), the event, its fields
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
@@ -51,7 +51,7 @@ def event(
         for key, value in fields.items():
             if isinstance(value, BaseException):
                 fields[key] = str(value)
-        extra: dict[str, object] = {_SAID: (name, fields)}
+        extra: dict[str, object] = {_EVENT: (name, fields)}
         if is_private:
             extra[_PRIVATE], raised = raised, None
         log.log(level, "%s", _text(name, fields), exc_info=raised, extra=extra)
@@ -73,8 +73,8 @@ class _Lines(NamedTuple):
 
 
 def _text(name: str, fields: dict[str, object]) -> str:
-    told = [f"{key}={_shown(value)}" for key, value in fields.items()]
-    return " ".join([name, *told] if name else told)
+    parts = [f"{key}={_shown(value)}" for key, value in fields.items()]
+    return " ".join([name, *parts] if name else parts)
 
 
 class LineFormatter(logging.Formatter):
@@ -88,9 +88,9 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         lines: Sequence[Line] | None = getattr(record, _LINES, None)
         if lines is None:
-            by_hand: _Said = (" ".join(record.getMessage().split()), {})
-            said: _Said = getattr(record, _SAID, by_hand)
-            name, fields = said
+            by_hand: _Event = (" ".join(record.getMessage().split()), {})
+            logged: _Event = getattr(record, _EVENT, by_hand)
+            name, fields = logged
             trace = self._trace(record)
             lines = [(record.created, name, {**fields, "trace": trace} if trace else fields)]
         return "\n".join([self.line(record, *line) for line in lines])

@@ -4,8 +4,8 @@ A connection opens with a mutual challenge (actors/channels/handshake.py). Then 
 frames (contracts/frames.py), each one msgpack map tagged by `type`. The ingress sends
 `Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of that
 connection (so a token costs a few bytes, not a call). A prefill worker adds its log
-(contracts/routing.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all clients
-in the same order and in the frame of the answers that it goes with.
+(contracts/routing_messages.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all
+clients in the same order and in the frame of the answers that it goes with.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from contracts.block_hash import chain_hashes
 from contracts.requests import Caller, Priority, Sampling, Usage
-from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
+from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 
 MAX_FRAME_BYTES = 64 << 20
 STATE_PERIOD_S = 0.25  # of a rank: by this its clients know that it lives
@@ -66,7 +66,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
         return chain_hashes(self.token_ids, block_tokens, salt=self.caller.salt)
 
     @property
-    def ending_ids(self) -> frozenset[int]:
+    def end_token_ids(self) -> frozenset[int]:
         """Tokens that end what is generated, and are no part of its text. With choices an eos does
         in any case: it comes only where one of them is complete."""
         sampling = self.sampling

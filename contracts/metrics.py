@@ -10,19 +10,18 @@ import functools
 import msgspec
 
 
-class Kind(enum.StrEnum):
+class MetricKind(enum.StrEnum):
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
 
 
-class View(enum.StrEnum):
+class PanelView(enum.StrEnum):
     """What of a metric is drawn; if nothing is said, the first one of its kind."""
 
     RATE = "rate"  # of a counter: increase per second, summed over the other labels
     SUM = "sum"  # of a gauge
     MAX = "max"  # of a gauge
-    GROWTH = "growth"  # of a gauge that only grows: increase per second
     QUANTILES = "quantiles"  # of a histogram: p50 and p95
     TIME = "time"  # of a histogram of seconds: seconds per second
 
@@ -45,7 +44,7 @@ class Panel(msgspec.Struct, frozen=True):
     title: str
     unit: str
     by: tuple[str, ...] = ()
-    view: View | None = None
+    view: PanelView | None = None
     where: str = ""
     share_of: str = ""
     legend: str = ""
@@ -57,7 +56,7 @@ class Panel(msgspec.Struct, frozen=True):
 class Metric(msgspec.Struct, frozen=True):
     """name: as Prometheus shows it. buckets: upper bounds in `unit`, for histograms."""
 
-    kind: Kind
+    kind: MetricKind
     name: str
     help: str
     labels: tuple[str, ...]
@@ -72,7 +71,7 @@ _STAGE_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 def _metric(
-    kind: Kind,
+    kind: MetricKind,
     name: str,
     help: str,
     labels: tuple[str, ...] = (),
@@ -83,11 +82,11 @@ def _metric(
     return Metric(kind, name, help, labels, panels, unit, buckets)
 
 
-_counter = functools.partial(_metric, Kind.COUNTER)
-_gauge = functools.partial(_metric, Kind.GAUGE)
-_seconds = functools.partial(_metric, Kind.HISTOGRAM, unit="s")
+_counter = functools.partial(_metric, MetricKind.COUNTER)
+_gauge = functools.partial(_metric, MetricKind.GAUGE)
+_seconds = functools.partial(_metric, MetricKind.HISTOGRAM, unit="s")
 
-# Requests, as the ingress sees them. outcome: see `Outcome`.
+# Requests, as the ingress sees them. outcome: see `RequestOutcome`.
 REQUESTS = _counter(
     "tandem_requests_total",
     "HTTP requests answered.",
@@ -95,28 +94,28 @@ REQUESTS = _counter(
     Panel("Requests by outcome", "reqps", ("pipeline", "outcome"), board=Board.OBJECTIVES),
 )
 TTFT = _seconds(
-    "tandem_ttft_seconds",
+    "tandem_time_to_first_token_seconds",
     "From a request's arrival to its first token.",
     ("pipeline", "class"),
     Panel("Time to first token", "s", ("class",), board=Board.OBJECTIVES, warn=0.5, bad=1.0),
     buckets=_LATENCY_S,
 )
-TURNAROUND = _seconds(
-    "tandem_turnaround_seconds",
+E2E_LATENCY = _seconds(
+    "tandem_e2e_request_latency_seconds",
     "From a request's arrival to the end of its answer.",
     ("pipeline", "class"),
     Panel("Turnaround", "s", ("pipeline", "class"), board=Board.OBJECTIVES, warn=30.0, bad=300.0),
     buckets=_LATENCY_S,
 )
 TPOT = _seconds(
-    "tandem_tpot_seconds",
+    "tandem_time_per_output_token_seconds",
     "Mean time per generated token after the first, per sequence.",
     ("class",),
     Panel("Time per output token", "s", ("class",), board=Board.OBJECTIVES, warn=0.1, bad=0.2),
     buckets=_TOKEN_S,
 )
-QUEUE_DEPTH = _gauge(
-    "tandem_queue_depth",
+REQUESTS_WAITING = _gauge(
+    "tandem_requests_waiting",
     "Sequences that wait for a first answer.",
     ("pipeline", "class"),
     Panel("Queue depth", "short", ("pipeline", "class"), board=Board.OBJECTIVES, warn=64, bad=512),
@@ -170,28 +169,27 @@ STAGE = _seconds(
     "tandem_stage_seconds",
     "Duration of one stage: attention, shared, expert, a2e, e2a, gather, host_copy.",
     ("stage", "rank"),
-    Panel("Seconds per second in each stage", "short", ("stage", "rank"), View.TIME),
+    Panel("Seconds per second in each stage", "short", ("stage", "rank"), PanelView.TIME),
     Panel("Stage duration, all ranks", "s", ("stage",), warn=0.1, bad=0.5),
     Panel(
         "Weights waited for, seconds per second",
         "short",
         ("stage", "rank"),
-        View.TIME,
+        PanelView.TIME,
         'stage=~"gather|host_copy"',
         warn=0.2,
         bad=0.5,
     ),
     buckets=_STAGE_S,
 )
-EXPOSED_COMMUNICATION = _gauge(
-    "tandem_exposed_communication_seconds",
+EXPOSED_COMMUNICATION = _counter(
+    "tandem_exposed_communication_seconds_total",
     "Time so far in which a rank had nothing to compute because it waited for a transfer.",
     ("rank",),
     Panel(
         "Exposed communication, seconds per second",
         "short",
         ("rank",),
-        View.GROWTH,
         board=Board.CAPACITY,
         warn=0.2,
         bad=0.5,
@@ -247,18 +245,17 @@ OBJECTIVE = _gauge(
     "tandem_objective_seconds",
     "What the section `priority` of the configuration promises: ls_ttft, ls_tbt, be_wait.",
     ("objective",),
-    Panel("Promised", "s", ("objective",), View.MAX, board=Board.OBJECTIVES),
+    Panel("Promised", "s", ("objective",), PanelView.MAX, board=Board.OBJECTIVES),
     unit="s",
 )
-HELD = _gauge(
-    "tandem_held_seconds",
+BE_HELD = _counter(
+    "tandem_be_held_seconds_total",
     "Time so far in which a rank held BE work back for an LS due time.",
     ("rank",),
     Panel(
         "Best-effort work held back, seconds per second",
         "short",
         ("rank",),
-        View.GROWTH,
         board=Board.OBJECTIVES,
         warn=0.5,
         bad=0.9,
@@ -290,14 +287,19 @@ EXPERT_LOAD = _gauge(
     "them since it was last asked.",
     ("rank",),
     Panel(
-        "Busiest rank with experts over the mean", "short", ("rank",), View.MAX, warn=1.5, bad=2.5
+        "Busiest rank with experts over the mean",
+        "short",
+        ("rank",),
+        PanelView.MAX,
+        warn=1.5,
+        bad=2.5,
     ),
 )
 LOCAL_ACTIVATION = _gauge(
     "tandem_local_activation_fraction",
     "(token, expert) pairs whose expert is on the token's own rank (all_to_all).",
     ("rank",),
-    Panel("Pairs whose expert is on the token's own rank", "percentunit", ("rank",), View.MAX),
+    Panel("Pairs whose expert is on the token's own rank", "percentunit", ("rank",), PanelView.MAX),
 )
 PREFETCH_HIT = _gauge(
     "tandem_prefetch_hit_fraction",
@@ -305,22 +307,21 @@ PREFETCH_HIT = _gauge(
     ("layer",),
     Panel("Experts that were there when needed", "percentunit", ("layer",), warn=0.9, bad=0.5),
 )
-EXPERT_READ = _gauge(
-    "tandem_expert_read_bytes",
+EXPERT_READ = _counter(
+    "tandem_expert_read_bytes_total",
     "Bytes of experts read so far, by cause: demand, used_hint, wasted_hint.",
     ("rank", "cause"),
-    Panel("Experts read", "Bps", ("cause",), View.GROWTH),
+    Panel("Experts read", "Bps", ("cause",)),
     unit="bytes",
 )
-EXPERT_WAIT = _gauge(
-    "tandem_expert_wait_seconds",
+EXPERT_WAIT = _counter(
+    "tandem_expert_wait_seconds_total",
     "Time so far in which nothing was computed because experts had not been read.",
     ("rank",),
     Panel(
         "Waiting for experts to be read, seconds per second",
         "short",
         ("rank",),
-        View.GROWTH,
         warn=0.2,
         bad=0.5,
     ),
@@ -330,7 +331,7 @@ PLACEMENT_GENERATION = _gauge(
     "tandem_placement_generation",
     "Generation of the placement of experts that a rank has and all attention ranks use.",
     ("rank",),
-    Panel("Generation of the placement", "short", ("rank",), View.MAX),
+    Panel("Generation of the placement", "short", ("rank",), PanelView.MAX),
 )
 EXPERT_MOVES = _counter(
     "tandem_expert_moves_total",
@@ -363,13 +364,13 @@ GROUP_EPOCH = _gauge(
     "tandem_group_epoch",
     "Epoch of a group; grows with each repair.",
     ("group",),
-    Panel("Epoch of a group", "short", ("group",), View.MAX),
+    Panel("Epoch of a group", "short", ("group",), PanelView.MAX),
 )
 RANK_UP = _gauge(
     "tandem_rank_up",
     "1 where the launcher's latest check found the rank of use, else 0.",
     ("group", "rank"),
-    Panel("Ranks of use", "short", ("group",), View.SUM),
+    Panel("Ranks of use", "short", ("group",), PanelView.SUM),
 )
 RANK_RESTARTS = _counter(
     "tandem_rank_restarts_total",
@@ -377,8 +378,8 @@ RANK_RESTARTS = _counter(
     ("group",),
     Panel("Replaced ranks per second", "ops", ("group",), warn=0.002, bad=0.01),
 )
-KEYS_READ = _counter(
-    "tandem_keys_read_total",
+KEYS_RELOADED = _counter(
+    "tandem_api_key_reloads_total",
     "Changed files of http.keys_file, by what became of them: taken, or refused.",
     ("outcome",),
     Panel("Keys files read per second", "ops", ("outcome",)),
@@ -389,13 +390,13 @@ PLAN = _gauge(
     "tandem_plan",
     "Latest plan: ma, r1, me, r2.",
     ("field",),
-    Panel("Sizes of the latest plan", "short", ("field",), View.MAX),
+    Panel("Sizes of the latest plan", "short", ("field",), PanelView.MAX),
 )
 PLAN_INFO = _gauge(
     "tandem_plan_info",
     "1 for the order of the latest plan.",
     ("order",),
-    Panel("Order of the latest plan", "short", ("order",), View.MAX),
+    Panel("Order of the latest plan", "short", ("order",), PanelView.MAX),
 )
 _MAKESPAN = "Makespan of the latest planned batch, predicted and measured"
 PLAN_PREDICTED = _gauge(
@@ -444,12 +445,14 @@ LOAD = _gauge(
     "tandem_load_flops",
     "FLOPs that wait at a rank.",
     ("rank",),
-    Panel("Work at a prefill worker, FLOPs", "short", ("rank",), View.MAX, board=Board.CAPACITY),
+    Panel(
+        "Work at a prefill worker, FLOPs", "short", ("rank",), PanelView.MAX, board=Board.CAPACITY
+    ),
     Panel(
         "Work as a share of the saturation threshold",
         "percentunit",
         ("rank",),
-        View.MAX,
+        PanelView.MAX,
         share_of=SATURATION.name,
         board=Board.CAPACITY,
         warn=2.0,
@@ -473,7 +476,7 @@ CAPACITY_USED = _gauge(
         "Capacity used",
         "percentunit",
         ("pipeline", "rank"),
-        View.MAX,
+        PanelView.MAX,
         board=Board.CAPACITY,
         warn=0.75,
         bad=0.95,
@@ -487,7 +490,7 @@ CAPACITY_GAIN = _gauge(
         "One more rank would add, of what could come",
         "percentunit",
         ("kind",),
-        View.MAX,
+        PanelView.MAX,
         board=Board.CAPACITY,
     ),
 )
@@ -495,7 +498,7 @@ CAPACITY_IN_USE = _gauge(
     "tandem_capacity_in_use_fraction",
     "Of the time at the knee, when a resource would be in use: attention, experts, a2e, e2a.",
     ("resource",),
-    Panel("In use at the knee", "percentunit", ("resource",), View.MAX, board=Board.CAPACITY),
+    Panel("In use at the knee", "percentunit", ("resource",), PanelView.MAX, board=Board.CAPACITY),
 )
 CAPACITY_RANKS = _gauge(
     "tandem_capacity_recommended_ranks",
@@ -508,7 +511,7 @@ ALL: tuple[Metric, ...] = tuple(
 )
 
 
-class Outcome(enum.StrEnum):
+class RequestOutcome(enum.StrEnum):
     """`tandem_requests_total{outcome}`."""
 
     OK = "ok"

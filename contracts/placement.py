@@ -82,7 +82,7 @@ def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(itertools.accumulate(slots_per_rank, initial=0)))
 
 
-class WantedPlacement(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """What an expert rank is told by its launcher: its next placement, which may be of more ranks
     or of fewer, and the one that is used now, as a rank that has just come does not know it.
     within_s: how long that may take."""
@@ -92,7 +92,7 @@ class WantedPlacement(msgspec.Struct, frozen=True, kw_only=True):
     within_s: float
 
 
-class PlacedExperts(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementState(msgspec.Struct, frozen=True, kw_only=True):
     """What an expert rank has. placement: what all attention ranks use, and no other any more.
     newest: the largest generation that it was told of; under_way: the one that is to come.
     failures: why the latest that have failed did. expert_bytes: of one expert of one layer, 0 where
@@ -116,9 +116,9 @@ class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     placement: Placement
 
 
-def other_placement(theirs: str, their_digest: str, my_digest: str) -> str:
+def placement_mismatch(peer: str, peer_digest: str, own_digest: str) -> str:
     """What a peer is refused with."""
     return (
-        f"{theirs} has its experts placed as {their_digest}, here they are as {my_digest}: "
+        f"{peer} has its experts placed as {peer_digest}, here they are as {own_digest}: "
         "launch all ranks of a group with one placement"
     )

@@ -47,7 +47,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None  # how many alternatives per generated token; None: none at all
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether earlier tokens have a say in the next one's logits."""
         return (
             self.presence_penalty != 0
@@ -56,10 +56,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     @property
-    def shapes_logits(self) -> bool:
+    def modifies_logits(self) -> bool:
         """Whether a token is chosen by other logits than the model's own."""
         return bool(
-            self.penalises or self.logit_bias or self.min_tokens or self.choices is not None
+            self.has_penalties or self.logit_bias or self.min_tokens or self.choices is not None
         )
 
 

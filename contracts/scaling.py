@@ -9,10 +9,10 @@ import msgspec
 
 from contracts.errors import RequestError
 
-Progress = Literal["idle", "running", "done", "failed"]
+ScaleStatus = Literal["idle", "running", "done", "failed"]
 
 
-class ScaleWanted(
+class ScaleTarget(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
     """Ranks of each kind that there are to be. null: as many as there are."""
@@ -28,8 +28,8 @@ class ScaleWanted(
         return {name: count for name, count in found.items() if count is not None}
 
 
-FIELDS = tuple(ScaleWanted.__struct_fields__)
-MOST_RANKS = 1024  # of a kind
+FIELDS = tuple(ScaleTarget.__struct_fields__)
+MAX_RANKS_PER_KIND = 1024  # of a kind
 
 
 class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,46 +37,46 @@ class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     are now. steps: what has been done, in words. reason: why it failed. seconds: since it began, or
     another launcher has gone on with it; or that it took."""
 
-    state: Progress = "idle"
+    state: ScaleStatus = "idle"
     number: int = 0
-    wanted: ScaleWanted = ScaleWanted()
+    requested: ScaleTarget = ScaleTarget()
     ranks: dict[str, int] = {}
     steps: list[str] = []
     reason: str = ""
     seconds: float = 0.0
 
 
-class KeptScale(msgspec.Struct, frozen=True):
+class ScaleCheckpoint(msgspec.Struct, frozen=True):
     """What a launcher leaves to one that takes its ranks over. state: without what it can see by
     itself. resumed: how many launchers have gone on with it so far. least_prefill: workers that
     there are to be at least, where they follow the load; 0: as configured."""
 
     state: ScaleState = ScaleState()
     resumed: int = 0
-    least_prefill: int = 0
+    min_prefill: int = 0
 
 
-def in_words(counts: Mapping[str, float]) -> str:
+def format_counts(counts: Mapping[str, float]) -> str:
     """ "attention_ranks=3, expert_ranks=1"."""
     return ", ".join(f"{name}={count:g}" for name, count in counts.items())
 
 
-def check_counts(wanted: ScaleWanted) -> None:
+def check_counts(requested: ScaleTarget) -> None:
     """Raises RequestError for what no server has."""
-    if not wanted.counts:
+    if not requested.counts:
         raise RequestError(f"no number of ranks is given: give one of {', '.join(FIELDS)}", None)
-    for name, count in wanted.counts.items():
-        if not 1 <= count <= MOST_RANKS:
-            raise RequestError(f"{name}={count}: give 1 to {MOST_RANKS}", name)
+    for name, count in requested.counts.items():
+        if not 1 <= count <= MAX_RANKS_PER_KIND:
+            raise RequestError(f"{name}={count}: give 1 to {MAX_RANKS_PER_KIND}", name)
 
 
-def check_wanted(wanted: ScaleWanted, there: Mapping[str, int]) -> dict[str, int]:
+def check_target(requested: ScaleTarget, current: Mapping[str, int]) -> dict[str, int]:
     """What is to change, by field. there: how many there are of the kinds that the server has.
     Raises RequestError for what can never be."""
-    check_counts(wanted)
-    for name, count in wanted.counts.items():
-        if name not in there:
+    check_counts(requested)
+    for name, count in requested.counts.items():
+        if name not in current:
             raise RequestError(
                 f"{name}={count}: this server was started without any: start it with some", name
             )
-    return {name: count for name, count in wanted.counts.items() if count != there[name]}
+    return {name: count for name, count in requested.counts.items() if count != current[name]}

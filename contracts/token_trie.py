@@ -60,7 +60,7 @@ class TokenTrie:
         """Tokens on the way to it."""
         return self._depths[node]
 
-    def way_to(self, node: int, *, start: int = 0) -> list[int]:
+    def path_to(self, node: int, *, start: int = 0) -> list[int]:
         """The nodes on the way, itself the last, without the first `start` of them (the root is
         none of them)."""
         nodes = []
@@ -71,4 +71,4 @@ class TokenTrie:
 
     def tokens_to(self, node: int) -> tuple[int, ...]:
         """The tokens that `node` stands for."""
-        return tuple(self._tokens[each] for each in self.way_to(node))
+        return tuple(self._tokens[each] for each in self.path_to(node))

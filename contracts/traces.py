@@ -3,11 +3,10 @@ the file. No text of any request: names, times and counts."""
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 
 import msgspec
-
-from contracts.events import TaskSpan
 
 MAX_TRACE_S = 60.0
 MAX_NAMES = 16  # of the requests of a batch
@@ -64,7 +63,7 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if self.is_shared else self.offset_ms / 1e3
 
 
-class RankNote(msgspec.Struct, frozen=True, kw_only=True):
+class RankTraceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of a process in a trace."""
 
     clock: ClockOffset
@@ -72,24 +71,24 @@ class RankNote(msgspec.Struct, frozen=True, kw_only=True):
     is_cut: bool = False
 
 
-class TraceNote(msgspec.Struct, frozen=True, kw_only=True):
+class TraceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a trace says of itself. missing: processes that are not in it, and why."""
 
     seconds: float
-    ranks: dict[str, RankNote] = {}
+    ranks: dict[str, RankTraceInfo] = {}
     missing: dict[str, str] = {}
 
 
-class TraceAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class TraceResponse(msgspec.Struct, frozen=True, kw_only=True):
     """From whoever owns the ranks. events: Chrome trace events on its own clock, JSON objects with
     commas between. refused_s: none, for another trace takes so long still."""
 
-    note: TraceNote = TraceNote(seconds=0.0)
+    note: TraceInfo = TraceInfo(seconds=0.0)
     events: msgspec.Raw = msgspec.Raw(b"[]")
     refused_s: float | None = None
 
 
-def this_boot() -> str:
+def boot_identity() -> str:
     """Names the running kernel and the time namespace: processes with the same name of it share
     CLOCK_MONOTONIC. Empty: not known."""
     try:
@@ -97,3 +96,46 @@ def this_boot() -> str:
         return f"{boot} {Path('/proc/self/ns/time').readlink()}"
     except OSError:
         return ""
+
+
+class Stage(enum.StrEnum):
+    """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
+    packets; FINISH: logits and sampling; WAIT: it has nothing to do; HELD: best-effort work is held
+    back for a due time; GATHER, HOST_COPY: a layer's experts come from other workers, or from the
+    host's memory; SOLVE: a planner answers a rank's question."""
+
+    ATTENTION = "attention"
+    SHARED = "shared"
+    EXPERT = "expert"
+    A2E = "a2e"
+    E2A = "e2a"
+    SEND = "send"
+    FINISH = "finish"
+    WAIT = "wait"
+    HELD = "held"
+    GATHER = "gather"
+    HOST_COPY = "host_copy"
+    SOLVE = "solve"
+
+
+TRANSFERS = (Stage.A2E, Stage.E2A)
+BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
+
+
+class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One task on one resource, from start_s to end_s (monotonic seconds).
+
+    `resource` is a rank ("attention-0") or a link ("attention-0>expert-1"). of: what an expert rank
+    has merged in it: attention ranks, and the numbers of their batches.
+    """
+
+    resource: str
+    stage: Stage
+    start_s: float
+    end_s: float
+    batch: int = 0
+    layer: int = 0
+    micro_batch: int = 0
+    token_group: int = 0
+    tokens: int = 0
+    of: tuple[tuple[str, int], ...] = ()

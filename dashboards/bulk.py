@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contracts import metrics
-from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, Drawn, Query, Row
+from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, PanelRow, PanelSpec, PromQuery
 
 _OF_WORKERS = 'group="prefill", cluster=~"$cluster", rank=~"$rank"'
 _OF_PIPELINE = f'pipeline="prefill", {OF_CLUSTER}'
@@ -19,36 +19,38 @@ _FILL = (
 )
 
 ROWS = (
-    Row(
+    PanelRow(
         "Work",
         (
-            Drawn(
+            PanelSpec(
                 "Prefill-only requests",
                 "reqps",
                 "Requests of the prefill pipeline, by outcome and class.",
                 (
-                    Query(
+                    PromQuery(
                         _rate(metrics.REQUESTS.name, _OF_PIPELINE, "class, outcome"),
                         "{{class}} {{outcome}}",
                     ),
                 ),
             ),
-            Drawn(
+            PanelSpec(
                 "Prompt tokens of the prefill pipeline",
                 "short",
                 "Tokens per second, and those of them that came from a prefix cache.",
                 (
-                    Query(_rate(metrics.PROMPT_TOKENS.name, _OF_PIPELINE, "pipeline"), "all"),
-                    Query(_rate(metrics.CACHED_TOKENS.name, _OF_PIPELINE, "pipeline"), "cached"),
+                    PromQuery(_rate(metrics.PROMPT_TOKENS.name, _OF_PIPELINE, "pipeline"), "all"),
+                    PromQuery(
+                        _rate(metrics.CACHED_TOKENS.name, _OF_PIPELINE, "pipeline"), "cached"
+                    ),
                 ),
             ),
-            Drawn(
+            PanelSpec(
                 "Waiting at the prefill pipeline",
                 "short",
                 "Sequences that wait for a first answer.",
                 (
-                    Query(
-                        f"sum by (class) ({metrics.QUEUE_DEPTH.name}{{{_OF_PIPELINE}}})",
+                    PromQuery(
+                        f"sum by (class) ({metrics.REQUESTS_WAITING.name}{{{_OF_PIPELINE}}})",
                         "{{class}}",
                     ),
                 ),
@@ -57,30 +59,34 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "Workers",
         (
-            Drawn(
+            PanelSpec(
                 "Workers in use",
                 "percentunit",
                 "Part of the time in which a worker computes. A bulk job should keep it near 1.",
-                (Query(f"max by (rank) ({metrics.RANK_BUSY.name}{{{_OF_WORKERS}}})", "{{rank}}"),),
+                (
+                    PromQuery(
+                        f"max by (rank) ({metrics.RANK_BUSY.name}{{{_OF_WORKERS}}})", "{{rank}}"
+                    ),
+                ),
             ),
-            Drawn(
+            PanelSpec(
                 "Saturation fill",
                 "percentunit",
                 "Work that waits at a worker over what saturates it: below 1 it may run dry, far "
                 "above 1 nothing is gained.",
-                (Query(_FILL, "{{rank}}"),),
+                (PromQuery(_FILL, "{{rank}}"),),
                 warn=4.0,
                 bad=16.0,
             ),
-            Drawn(
+            PanelSpec(
                 "Utilization of a worker's arithmetic",
                 "percentunit",
                 "Model FLOPs per second over the machine's peak, where that is known.",
                 (
-                    Query(
+                    PromQuery(
                         f"max by (rank) ({metrics.MODEL_FLOPS_UTILIZATION.name}{{{OF_RANK}}})",
                         "{{rank}}",
                     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contracts import metrics
-from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, Drawn, Query, Row
+from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, PanelRow, PanelSpec, PromQuery
 
 
 def busiest() -> dict[str, str]:
@@ -43,39 +43,39 @@ ONE_MORE = (
 )
 
 ROWS = (
-    Row(
+    PanelRow(
         "How much more",
         (
-            Drawn(
+            PanelSpec(
                 "Headroom",
                 "reqps",
                 "Requests per second that could come beyond those of now, if they are as those of "
                 "the last minute: by the planner's model of the measured stage times, at batches "
                 "as full as they may be. Of the ranks alone: what an ingress can do is not in it.",
-                (Query(HEADROOM, "{{pipeline}}"),),
+                (PromQuery(HEADROOM, "{{pipeline}}"),),
                 warn=1.0,
                 bad=0.1,
                 is_stat=True,
             ),
-            Drawn(
+            PanelSpec(
                 "One more rank would add",
                 "reqps",
                 "Requests per second, by the kind of the rank: what the whole could then do, less "
                 "what it can now. The kind that adds most is the one to buy.",
-                (Query(ONE_MORE, "{{kind}}"),),
+                (PromQuery(ONE_MORE, "{{kind}}"),),
                 is_stat=True,
             ),
-            Drawn(
+            PanelSpec(
                 "Recommended split",
                 "short",
                 "Of as many attention and expert ranks as now, how many of each would do most of "
                 "the traffic of late; and how many there are. Memory is not looked at.",
                 (
-                    Query(
+                    PromQuery(
                         f"max by (group) ({metrics.CAPACITY_RANKS.name}{{{OF_CLUSTER}}})",
                         "{{group}}, recommended",
                     ),
-                    Query(
+                    PromQuery(
                         f'count by (group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
                         f"{OF_CLUSTER}}})",
                         "{{group}}, now",
@@ -85,17 +85,17 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "At a glance",
         (
-            Drawn(
+            PanelSpec(
                 "Bottleneck now",
                 "percentunit",
                 "The resource that is in use for most of the time: attention, experts, prefill "
                 "(workers), link (transfers that nothing hides), memory (KV blocks that running "
                 "sequences hold), host copy (weights that are waited for).",
                 (
-                    Query(
+                    PromQuery(
                         "topk(1, " + " or ".join(_named(*one) for one in _RESOURCES.items()) + ")",
                         "{{resource}}",
                     ),
@@ -104,20 +104,20 @@ ROWS = (
                 bad=0.97,
                 is_stat=True,
             ),
-            Drawn(
+            PanelSpec(
                 "Requests answered",
                 "reqps",
                 "Requests per second that were answered.",
-                (Query(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "{{pipeline}}"),),
+                (PromQuery(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "{{pipeline}}"),),
                 is_stat=True,
             ),
-            Drawn(
+            PanelSpec(
                 "Prediction error",
                 "percentunit",
                 "How far the predicted makespan of the latest batch was from the measured one, as "
                 "a part of the measured one.",
                 (
-                    Query(
+                    PromQuery(
                         f"abs(max({_PREDICTED}{{{OF_CLUSTER}}}) / "
                         f"max({_MEASURED}{{{OF_CLUSTER}}}) - 1)",
                         "of the latest batch",
@@ -129,14 +129,14 @@ ROWS = (
             ),
         ),
     ),
-    Row(
+    PanelRow(
         "What is in use",
         (
-            Drawn(
+            PanelSpec(
                 "In use, by resource",
                 "percentunit",
                 "As in 'Bottleneck now', over time: the highest line is the bottleneck.",
-                tuple(Query(asked, resource) for resource, asked in _RESOURCES.items()),
+                tuple(PromQuery(promql, resource) for resource, promql in _RESOURCES.items()),
                 warn=0.85,
                 bad=0.97,
             ),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from dashboards.boards import pages
+from dashboards.boards import board_specs
 from dashboards.grafana import board_json
 from dashboards.rules import alerts_file, recording_file
 
@@ -26,8 +26,8 @@ HEAD = "# Made by `python -m dashboards.generate` of dashboards/rules.py.\n"
 def texts() -> dict[Path, str]:
     """What is written where."""
     boards = {
-        FOLDER / f"{page.board.value}.json": json.dumps(board_json(page), indent=1) + "\n"
-        for page in pages()
+        FOLDER / f"{spec.board.value}.json": json.dumps(board_json(spec), indent=1) + "\n"
+        for spec in board_specs()
     }
     return boards | {
         FOLDER / "rules" / f"{name}.yml": HEAD + yaml.safe_dump(rules, sort_keys=False, width=100)

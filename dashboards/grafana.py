@@ -19,8 +19,8 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from contracts import metrics
-from dashboards.boards import Page
-from dashboards.queries import Drawn
+from dashboards.boards import BoardSpec
+from dashboards.queries import PanelSpec
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 _WIDTH, _HEIGHT, _STAT_HEIGHT, _COLUMNS = 8, 8, 4, 24
@@ -28,7 +28,7 @@ _VARIABLES = ("cluster", "group", "rank")
 NO_LEVEL = "No level of it is bad by itself."
 
 
-def board_json(page: Page) -> dict[str, Any]:
+def board_json(page: BoardSpec) -> dict[str, Any]:
     """With variables for the Prometheus source, cluster, group and rank, whose first choice is the
     default source and all."""
     board = (
@@ -40,7 +40,7 @@ def board_json(page: Page) -> dict[str, Any]:
         .refresh("10s")
         .time("now-30m", "now")
         .timezone("browser")
-        .link(_others())
+        .link(_board_links())
         .with_variable(
             dashboard.DatasourceVariable("source").label("Prometheus").type("prometheus")
         )
@@ -49,7 +49,9 @@ def board_json(page: Page) -> dict[str, Any]:
         board = board.with_variable(_variable(name))
     number, y = 1, 0
     for row in page.rows:
-        board = board.with_row(dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y)))
+        board = board.with_row(
+            dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y))
+        )
         number, y, x = number + 1, y + 1, 0
         height = _STAT_HEIGHT if row.panels[0].is_stat else _HEIGHT
         for panel in row.panels:
@@ -62,7 +64,7 @@ def board_json(page: Page) -> dict[str, Any]:
     return made
 
 
-def _others() -> dashboard.DashboardLink:
+def _board_links() -> dashboard.DashboardLink:
     return (
         dashboard.DashboardLink("Tandem")
         .type(DashboardLinkType.DASHBOARDS)
@@ -88,10 +90,10 @@ def _variable(name: str) -> dashboard.QueryVariable:
     )
 
 
-def _panel(drawn: Drawn, number: int, place: GridPos) -> stat.Panel | timeseries.Panel:
-    panel: Any = stat.Panel() if drawn.is_stat else _lines()
-    leveled = drawn.warn is not None
-    for index, query in enumerate(drawn.queries):
+def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeseries.Panel:
+    panel: Any = stat.Panel() if spec.is_stat else _lines()
+    leveled = spec.warn is not None
+    for index, query in enumerate(spec.queries):
         panel = panel.with_target(
             prometheus.Dataquery()
             .expr(query.expression)
@@ -100,16 +102,16 @@ def _panel(drawn: Drawn, number: int, place: GridPos) -> stat.Panel | timeseries
             .datasource(_SOURCE)
         )
     made: stat.Panel | timeseries.Panel = (
-        panel.title(drawn.title)
+        panel.title(spec.title)
         .id(number)
-        .description(drawn.description if leveled else f"{drawn.description} {NO_LEVEL}")
+        .description(spec.description if leveled else f"{spec.description} {NO_LEVEL}")
         .datasource(_SOURCE)
-        .unit(drawn.unit)
+        .unit(spec.unit)
         .min(0)
         .thresholds(
             dashboard.ThresholdsConfig()
             .mode(ThresholdsMode.ABSOLUTE)
-            .steps(_steps(drawn.warn, drawn.bad))
+            .steps(_steps(spec.warn, spec.bad))
         )
         .grid_pos(place)
     )

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from contracts import metrics
-from contracts.metrics import Metric, Outcome
+from contracts.metrics import Metric, RequestOutcome
 
 
-class Objective(NamedTuple):
+class ServiceObjective(NamedTuple):
     """Of all that `total` counts, the part that is not `good` may be `allowed` of it. Both are
     series' names with their selection."""
 
@@ -43,22 +43,26 @@ def _chosen(series: str, where: str) -> str:
     return series.replace("}", f", {where}}}") if where else series
 
 
-_OURS = "|".join((Outcome.OK, Outcome.OVERLOAD, Outcome.TIMEOUT, Outcome.ERROR))
-_LOST = "|".join((Outcome.TIMEOUT, Outcome.ERROR))
+_ACCEPTED = "|".join(
+    (RequestOutcome.OK, RequestOutcome.OVERLOAD, RequestOutcome.TIMEOUT, RequestOutcome.ERROR)
+)
+_LOST = "|".join((RequestOutcome.TIMEOUT, RequestOutcome.ERROR))
 
 OBJECTIVES = (
-    Objective("ttft", "99 % of LS requests: first token in 1 s", *_within(metrics.TTFT, 1.0), 0.01),
-    Objective(
+    ServiceObjective(
+        "ttft", "99 % of LS requests: first token in 1 s", *_within(metrics.TTFT, 1.0), 0.01
+    ),
+    ServiceObjective(
         "tbt",
         "99 % of LS sequences: a token in 0.25 s, on average",
         *_within(metrics.TPOT, 0.25),
         0.01,
     ),
-    Objective(
+    ServiceObjective(
         "answers",
         "99.9 % of requests that we let in are answered",
-        f'{metrics.REQUESTS.name}{{outcome=~"{_OURS}", outcome!~"{_LOST}"}}',
-        f'{metrics.REQUESTS.name}{{outcome=~"{_OURS}"}}',
+        f'{metrics.REQUESTS.name}{{outcome=~"{_ACCEPTED}", outcome!~"{_LOST}"}}',
+        f'{metrics.REQUESTS.name}{{outcome=~"{_ACCEPTED}"}}',
         0.001,
     ),
 )

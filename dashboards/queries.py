@@ -9,71 +9,74 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from contracts.metrics import Kind, Metric, Panel, View
+from contracts.metrics import Metric, MetricKind, Panel, PanelView
 
 WINDOW = "$__rate_interval"
 OF_CLUSTER = 'cluster=~"$cluster"'
 OF_RANK = 'cluster=~"$cluster", group=~"$group", rank=~"$rank"'
 
 _VIEWS = {
-    View.RATE: "sum{by} (rate({name}{where}[{window}]))",
-    View.SUM: "sum{by} ({name}{where})",
-    View.MAX: "max{by} ({name}{where})",
-    View.GROWTH: "sum{by} (deriv({name}{where}[{window}]))",
-    View.TIME: "sum{by} (rate({name}_sum{where}[{window}]))",
+    PanelView.RATE: "sum{by} (rate({name}{where}[{window}]))",
+    PanelView.SUM: "sum{by} ({name}{where})",
+    PanelView.MAX: "max{by} ({name}{where})",
+    PanelView.TIME: "sum{by} (rate({name}_sum{where}[{window}]))",
 }
-_DEFAULTS = {Kind.COUNTER: View.RATE, Kind.GAUGE: View.SUM, Kind.HISTOGRAM: View.QUANTILES}
+_DEFAULTS = {
+    MetricKind.COUNTER: PanelView.RATE,
+    MetricKind.GAUGE: PanelView.SUM,
+    MetricKind.HISTOGRAM: PanelView.QUANTILES,
+}
 
 
-class Query(NamedTuple):
+class PromQuery(NamedTuple):
     expression: str  # PromQL
     legend: str
 
 
-class Drawn(NamedTuple):
+class PanelSpec(NamedTuple):
     """A panel. unit: Grafana's name of it. warn, bad: as in `contracts.metrics.Panel`. is_stat: a
     large number of now, not lines over time."""
 
     title: str
     unit: str
     description: str
-    queries: tuple[Query, ...]
+    queries: tuple[PromQuery, ...]
     warn: float | None = None
     bad: float | None = None
     is_stat: bool = False
 
 
-class Row(NamedTuple):
+class PanelRow(NamedTuple):
     title: str
-    panels: tuple[Drawn, ...]
+    panels: tuple[PanelSpec, ...]
 
 
-def drawn(title: str, shown: list[tuple[Metric, Panel]]) -> Drawn:
+def panel_spec(title: str, shown: list[tuple[Metric, Panel]]) -> PanelSpec:
     """The panel of one title, of all the metrics that are shown in it."""
     first = shown[0][1]
-    asked = [query for metric, panel in shown for query in queries(metric, panel)]
+    lines = [query for metric, panel in shown for query in queries(metric, panel)]
     helps = dict.fromkeys(metric.help for metric, _ in shown)
-    return Drawn(title, first.unit, " ".join(helps), tuple(asked), first.warn, first.bad)
+    return PanelSpec(title, first.unit, " ".join(helps), tuple(lines), first.warn, first.bad)
 
 
-def queries(metric: Metric, panel: Panel) -> list[Query]:
+def queries(metric: Metric, panel: Panel) -> list[PromQuery]:
     """What Grafana asks Prometheus for, a line or more each."""
     legend = " ".join([panel.legend, *(f"{{{{{label}}}}}" for label in panel.by)]).strip()
     view = panel.view or _DEFAULTS[metric.kind]
     where = _where(metric, panel)
-    if view is View.QUANTILES:
+    if view is PanelView.QUANTILES:
         by = ", ".join(("le", *panel.by))
         inner = f"sum by ({by}) (rate({metric.name}_bucket{where}[{WINDOW}]))"
         return [
-            Query(f"histogram_quantile({q}, {inner})", f"{name} {legend}".strip())
+            PromQuery(f"histogram_quantile({q}, {inner})", f"{name} {legend}".strip())
             for q, name in ((0.5, "p50"), (0.95, "p95"))
         ]
     line = _line(view, metric.name, where, panel)
     whole = f" / {_line(view, panel.share_of, where, panel)}" if panel.share_of else ""
-    return [Query(f"{line}{whole}", legend)]
+    return [PromQuery(f"{line}{whole}", legend)]
 
 
-def _line(view: View, name: str, where: str, panel: Panel) -> str:
+def _line(view: PanelView, name: str, where: str, panel: Panel) -> str:
     by = f" by ({', '.join(panel.by)})" if panel.by else ""
     return _VIEWS[view].format(by=by, name=name, where=where, window=WINDOW)
 

@@ -15,7 +15,7 @@ RUNBOOKS = "docs/runbooks.md"
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
-class Pace(NamedTuple):
+class TimeScale(NamedTuple):
     """How many times as fast as in use; interval_s: between evaluations, at that pace."""
 
     faster: float = 1.0
@@ -30,7 +30,7 @@ class Pace(NamedTuple):
         return f"{ms}ms"
 
 
-NORMAL = Pace()
+NORMAL = TimeScale()
 
 
 class Alert(NamedTuple):
@@ -44,7 +44,7 @@ class Alert(NamedTuple):
     summary: str
 
 
-def recorded(pace: Pace = NORMAL) -> dict[str, str]:
+def recording_rules(pace: TimeScale = NORMAL) -> dict[str, str]:
     """Series -> PromQL."""
     minute = pace.of(_MINUTE)
     windows = (5 * _MINUTE, 30 * _MINUTE, _HOUR, 6 * _HOUR)
@@ -71,7 +71,7 @@ def recorded(pace: Pace = NORMAL) -> dict[str, str]:
         "rank:tandem_stage_seconds:rate1m": (
             f"sum by (cluster, rank, stage) (rate({stage}_sum[{minute}]))"
         ),
-        "cluster:tandem_be_first_token_seconds:p95": (
+        "cluster:tandem_be_time_to_first_token_seconds:p95": (
             "histogram_quantile(0.95, sum by (cluster, le) "
             f'(rate({metrics.TTFT.name}_bucket{{class="be"}}[{pace.of(5 * _MINUTE)}])))'
         ),
@@ -83,12 +83,12 @@ def burn_series(objective: str, window_s: float) -> str:
     return f"cluster:tandem_{objective}_burn:ratio_{NORMAL.of(window_s)}"
 
 
-def alerts(pace: Pace = NORMAL) -> list[Alert]:
+def alerts(pace: TimeScale = NORMAL) -> list[Alert]:
     """All that wake somebody up (page), or wait for the morning (ticket)."""
-    return [*_burning(), *_of_ranks(pace), *_of_work(pace)]
+    return [*_burn_rates(), *_rank_alerts(pace), *_work_alerts(pace)]
 
 
-def _burning() -> list[Alert]:
+def _burn_rates() -> list[Alert]:
     """Both windows, so that one neither fires for a moment's trouble nor goes on after it."""
     found = []
     for objective in OBJECTIVES:
@@ -110,7 +110,7 @@ def _burning() -> list[Alert]:
     return found
 
 
-def _of_ranks(pace: Pace) -> list[Alert]:
+def _rank_alerts(pace: TimeScale) -> list[Alert]:
     busy, epoch = metrics.RANK_BUSY.name, metrics.GROUP_EPOCH.name
     ten = pace.of(10 * _MINUTE)
     per_rank = "max by (cluster, group, rank)"
@@ -160,10 +160,10 @@ def _of_ranks(pace: Pace) -> list[Alert]:
     ]
 
 
-def _of_work(pace: Pace) -> list[Alert]:
+def _work_alerts(pace: TimeScale) -> list[Alert]:
     fill, error = "rank:tandem_saturation_fill:ratio", "cluster:tandem_prediction_error:ratio"
-    first, bound = "cluster:tandem_be_first_token_seconds:p95", metrics.OBJECTIVE.name
-    queue, five = metrics.QUEUE_DEPTH.name, pace.of(5 * _MINUTE)
+    first, bound = "cluster:tandem_be_time_to_first_token_seconds:p95", metrics.OBJECTIVE.name
+    queue, five = metrics.REQUESTS_WAITING.name, pace.of(5 * _MINUTE)
     return [
         Alert(
             "TandemSaturationLost",
@@ -194,13 +194,13 @@ def _of_work(pace: Pace) -> list[Alert]:
     ]
 
 
-def recording_file(pace: Pace = NORMAL) -> dict[str, Any]:
+def recording_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
     """As Prometheus reads it."""
-    rules = [{"record": series, "expr": asked} for series, asked in recorded(pace).items()]
+    rules = [{"record": series, "expr": promql} for series, promql in recording_rules(pace).items()]
     return _file("tandem-recorded", rules, pace)
 
 
-def alerts_file(pace: Pace = NORMAL) -> dict[str, Any]:
+def alerts_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
     return _file("tandem-alerts", [_rule(alert, pace) for alert in alerts(pace)], pace)
 
 
@@ -209,7 +209,7 @@ def anchor(section: str) -> str:
     return section.lower().replace(" ", "-")
 
 
-def _rule(alert: Alert, pace: Pace) -> dict[str, Any]:
+def _rule(alert: Alert, pace: TimeScale) -> dict[str, Any]:
     rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression}
     if alert.for_s:
         rule["for"] = pace.of(alert.for_s)
@@ -222,7 +222,7 @@ def _rule(alert: Alert, pace: Pace) -> dict[str, Any]:
     }
 
 
-def _file(name: str, rules: list[dict[str, Any]], pace: Pace) -> dict[str, Any]:
+def _file(name: str, rules: list[dict[str, Any]], pace: TimeScale) -> dict[str, Any]:
     group = {"name": name, "interval": _exact(pace.interval_s), "rules": rules}
     return {"groups": [group]}
 

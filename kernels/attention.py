@@ -21,7 +21,7 @@ from kernels.packed_attention import PackedPart, attend_packed, packed_part
 from kernels.rows import Keys, SequenceRows, padded_slots, take
 from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
-from kernels.steps import Steps, at_once
+from kernels.steps import Steps, without_yields
 from kernels.tiles import Masks, Tile, tile_bounds, tile_steps
 
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
@@ -67,7 +67,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries.
     short_together: for `ragged_attention` without sinks, which alone can do that. packed: all in
-    one call, also without sinks, and where `packs` says so."""
+    one call, also without sinks, and where `supports_packed` says so."""
     if packed:
         return AttentionPlan((), (), packed=packed_part(sequences, window, device))
     groups, others = split_short(sequences, window) if short_together else ([], sequences)
@@ -135,7 +135,7 @@ def attention_steps(
     return out_THd
 
 
-ragged_attention = at_once(attention_steps)
+ragged_attention = without_yields(attention_steps)
 
 
 def _decode(

@@ -7,14 +7,14 @@ from collections import deque
 import torch
 
 
-def finish(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
     """Waits until what the calling thread has queued on `device` is computed. Copies on other
     streams go on. Nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-class Pace:
+class LaunchLimiter:
     """Keeps the thread that queues work at most `ahead` steps ahead of a GPU: enough to keep that
     busy, and so few that the thread still turns to other things while it computes."""
 

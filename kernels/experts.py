@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import Linear, Product, rounded_up
-from kernels.steps import Steps, at_once, zeroed
+from kernels.linear import PackedLinear, Product, rounded_up
+from kernels.steps import Steps, without_yields, zero_tiled
 
 RUN_PAIRS = 512  # of some experts, to be computed at once
 
@@ -29,7 +29,7 @@ class ClampedGate:
     limit: float
 
 
-def swiglu(x_TD: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+def swiglu(x_TD: Tensor, gate_up: PackedLinear, down: PackedLinear) -> Tensor:
     """down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype."""
     return down(gated(gate_up(x_TD)))
 
@@ -49,7 +49,7 @@ def expert_steps(
     gate_up_e: D -> 2F, down_e: F -> D. Pairs are sorted by expert: the first counts_e[0] belong to
     expert 0, and so on. Sums are float32, added in that order.
     """
-    out_UD = yield from zeroed(torch.empty_like(x_UD, dtype=torch.float32))
+    out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
     for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
         last = first + sum(counts)
@@ -63,7 +63,7 @@ def expert_steps(
     return out_UD
 
 
-grouped_experts = at_once(expert_steps)
+grouped_experts = without_yields(expert_steps)
 
 
 def weighted_run(

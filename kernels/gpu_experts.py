@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import passes
-from kernels.experts import ClampedGate, clamped_gated
-from kernels.linear import Linears, Product
+from kernels import fused_ops
+from kernels.experts import ClampedGate, clamped_gated, gated
+from kernels.linear import ExpertLinears, Product
 
 PIECE_TOKENS = 32_768  # enough for the products' full rate; bounds what the pairs take of memory
 _ALIGNED_BYTES = 16  # of every row of the grouped product's operands
@@ -38,8 +39,8 @@ def gpu_experts(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    gate_up_e: Linears,
-    down_e: Linears,
+    gate_up_e: ExpertLinears,
+    down_e: ExpertLinears,
     clamped: ClampedGate | None = None,
 ) -> Tensor:
     """[T, D] float32: each token's weighted sum over its experts ids_TK, all in [0, e).
@@ -55,10 +56,10 @@ def gpu_experts(
     for first in range(0, x_TD.shape[0], PIECE_TOKENS):
         rows = slice(first, first + PIECE_TOKENS)
         pairs = Pairs(ids_TK[rows], len(gate_up_e))
-        h_NF2 = products(passes.rows_of(x_TD[rows], pairs.rows_N), gate_up_e, pairs.ends_e)
-        h_NF = passes.gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
+        h_NF2 = products(fused_ops.gather_rows(x_TD[rows], pairs.rows_N), gate_up_e, pairs.ends_e)
+        h_NF = fused_ops.gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
         y_ND = products(h_NF, down_e, pairs.ends_e)
-        passes.add_up(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])
+        fused_ops.weighted_sum(y_ND, pairs.places_TK, weights_TK[rows], out_TD[rows])
     return out_TD
 
 
@@ -78,13 +79,13 @@ class Pairs:
         self.places_TK = torch.empty_like(order_N).scatter_(0, order_N, places_N).view(T, K)
 
 
-def grouped_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
+def grouped_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
     """Each expert's product with its rows, below each other, as one kernel."""
     assert linear_e.weight_eNK is not None
     return functional.grouped_mm(x_NK, linear_e.weight_eNK.transpose(1, 2), offs=ends_e)
 
 
-def single_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
+def single_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
     """The same, expert by expert. Waits for ends_e."""
     pieces, first = [], 0
     for product, last in zip(linear_e, ends_e.tolist(), strict=True):
@@ -94,7 +95,7 @@ def single_products(x_NK: Tensor, linear_e: Linears, ends_e: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
-def _groups(x_TD: Tensor, linear_e: Linears) -> bool:
+def _groups(x_TD: Tensor, linear_e: ExpertLinears) -> bool:
     weight_eNK = linear_e.weight_eNK
     if weight_eNK is None or x_TD.dtype is not torch.bfloat16 or not x_TD.is_cuda:
         return False
@@ -108,3 +109,33 @@ def _has_grouped_product(device: int) -> bool:
     if not hasattr(functional, "grouped_mm"):  # from torch 2.10 on
         return False
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJOR
+
+
+FEW_PAIRS: Final = 64  # beyond, tokens share experts, and each is read once for all of them
+
+
+def supports_slots(
+    x_TD: Tensor, ids_TK: Tensor, gate_up_S: ExpertLinears, clamped: ClampedGate | None
+) -> bool:
+    """Whether `slot_experts` is for these pairs: by their number, never by what is in which slot.
+    On a GPU it needs the triton kernels."""
+    if ids_TK.numel() > FEW_PAIRS or clamped is not None or gate_up_S.weight_eNK is None:
+        return False
+    return not x_TD.is_cuda or fused_ops.fused_kernels(x_TD) is not None
+
+
+def slot_experts(
+    x_TD: Tensor, slots_TK: Tensor, gate_up_S: ExpertLinears, down_S: ExpertLinears, y_ND: Tensor
+) -> None:
+    """Fills the rows of y whose slot (int32) is not negative: what the expert there gives for the
+    pair's token, not weighted."""
+    own = fused_ops.fused_kernels(x_TD)
+    if own is not None:
+        own.slot_experts(x_TD.contiguous(), slots_TK, gate_up_S.weight_eNK, down_S.weight_eNK, y_ND)
+        return
+    slots_N, K = slots_TK.flatten(), slots_TK.shape[1]
+    for slot in sorted(set(slots_N.tolist())):
+        if slot >= 0:
+            at_n = (slots_N == slot).nonzero().flatten()
+            h_nF2 = gate_up_S[slot](x_TD.index_select(0, at_n // K))
+            y_ND[at_n] = down_S[slot](gated(h_nF2))

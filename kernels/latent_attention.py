@@ -26,7 +26,7 @@ from torch.nn import functional
 from kernels.attention import AttentionPlan
 from kernels.linear import linear
 from kernels.rows import take
-from kernels.steps import Steps, at_once
+from kernels.steps import Steps, without_yields
 from kernels.tiles import Tile, tile_steps
 
 
@@ -71,7 +71,7 @@ def latent_attention_steps(
     return out_THv
 
 
-ragged_latent_attention = at_once(latent_attention_steps)
+ragged_latent_attention = without_yields(latent_attention_steps)
 
 
 def _absorbs(count: int, context: int, up: LatentUp) -> bool:

@@ -2,8 +2,8 @@
 
 On the CPU they go to oneDNN. torch's own `linear` is slower there: in float32 it asks MKL, which
 keeps to half the vector width on other makers' processors; in bfloat16 it reorders the weight at
-every call, which is most of the time where a few tokens meet many experts. A `Linear` keeps its
-weight in oneDNN's own layout.
+every call, which is most of the time where a few tokens meet many experts. A `PackedLinear` keeps
+its weight in oneDNN's own layout.
 
 oneDNN compiles a product for each number of rows that it meets (0.4 ms, 0.4 MB) and keeps the
 latest (1,024; ranks say fewer): numbers between 16 and 512 are rounded up here. Above, a copy with
@@ -32,7 +32,7 @@ _LARGEST_PADDED = 512
 _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
 
 
-class Linear:
+class PackedLinear:
     """weight [N, K], which is reordered (and not kept as it was), and bias [N] or None.
 
     Where the weight `is_packed`, its `memory` may be written anew between calls, with another
@@ -101,7 +101,7 @@ class PlainLinear:
 
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a `Linear` keeps its weight in a layout of its own, which `memory` gives."""
+    """Whether a `PackedLinear` keeps its weight in a layout of its own, which `memory` gives."""
     reachable = hasattr(torch.ops.mkldnn, "data_ptr")
     return reachable and device.type == "cpu" and _ONEDNN.get(dtype, False)
 
@@ -118,7 +118,7 @@ def _missing(rows: int) -> int:
     return rounded_up(rows) - rows if rows <= _LARGEST_PADDED else 0
 
 
-class Linears(Sequence[Product]):
+class ExpertLinears(Sequence[Product]):
     """One product for each of e experts. weight_eNK: all their weights as they stand; None where
     they were reordered, or have biases, so that each expert is a product of its own."""
 
@@ -137,17 +137,17 @@ class Linears(Sequence[Product]):
         return self._products[expert]
 
 
-def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> Linears:
-    """One `Linear` of each of e experts."""
+def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
+    """One `PackedLinear` of each of e experts."""
     whole = bias_eN is None and _product_of(weight_eNK) is not _onednn
-    products = list(map(Linear, weight_eNK, _rows(weight_eNK, bias_eN)))
-    return Linears(products, weight_eNK if whole else None)
+    products = list(map(PackedLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
+    return ExpertLinears(products, weight_eNK if whole else None)
 
 
-def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> Linears:
+def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
     """One `PlainLinear` of each of e experts."""
     products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
-    return Linears(products, weight_eNK if bias_eN is None else None)
+    return ExpertLinears(products, weight_eNK if bias_eN is None else None)
 
 
 def _rows(weight_eNK: Tensor, bias_eN: Tensor | None) -> Sequence[Tensor | None]:
@@ -173,10 +173,10 @@ def _product_of(weight_NK: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
 def _usable() -> dict[torch.dtype, bool]:
     """Whether this build of torch and this processor have oneDNN's products."""
     mkldnn = torch.ops.mkldnn
-    there = torch._C._has_mkldnn and hasattr(mkldnn, "_linear_pointwise")
+    available = torch._C._has_mkldnn and hasattr(mkldnn, "_linear_pointwise")
     return {
-        torch.float32: there,
-        torch.bfloat16: there and bool(mkldnn._is_mkldnn_bf16_supported()),
+        torch.float32: available,
+        torch.bfloat16: available and bool(mkldnn._is_mkldnn_bf16_supported()),
     }
 
 

@@ -37,7 +37,7 @@ class PackedPart:
     window: int | None
 
 
-def packs(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
+def supports_packed(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
     """Whether torch has the kernel for these."""
     fits = head_dim % _STEP == 0 and head_dim <= _LARGEST and dtype in _DTYPES
     return device.type == "cuda" and fits and torch.backends.cuda.is_flash_attention_available()

@@ -53,8 +53,8 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
 def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, between them a linear blend."""
     wavelength = 2 * math.pi / plain
-    turns = rope.original_context_tokens / wavelength
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_context_tokens / wavelength
+    keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return (1 - keep) * plain / rope.factor + keep * plain
 
@@ -62,11 +62,11 @@ def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
 def _yarn(plain: Tensor, rope: RopeParameters, head_dim: int) -> Tensor:
     """YaRN: pairs that turn often in the original context are kept, slow ones divided."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_rotating(times: float) -> float:
         wavelength = rope.original_context_tokens / (times * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    low, high = pair_rotating(rope.beta_fast), pair_rotating(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -91,7 +91,7 @@ def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A new tensor: each pair (i, i + d/2) of every head turned by its position's angle."""
     half = x_THd.shape[-1] // 2
     first, second = x_THd[..., :half], x_THd[..., half:]
-    turned = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
-    torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=turned[..., half:]).addcmul_(first, sin)
-    return turned
+    rotated = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated

@@ -41,7 +41,7 @@ def attend_with_sinks(
             seen = _triangle(first, last, slice(0, last), q) if causal else part
             pieces.append(_rows(q, k, v, sinks_xR, seen, scale))
         else:
-            pieces.append(_in_turns(q, k, v, sinks_xR, part, scale, step, causal))
+            pieces.append(_by_key_blocks(q, k, v, sinks_xR, part, scale, step, causal))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
 
 
@@ -73,7 +73,7 @@ def _rows(
     return attended.view(*x, R, T, v_xSd.shape[-1])
 
 
-def _in_turns(
+def _by_key_blocks(
     q_xRTd: Tensor,
     k_xSd: Tensor,
     v_xSd: Tensor,

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 Steps = Generator[None, None, T]
 
 
-def run_through(steps: Steps[T]) -> T:
+def run_to_end(steps: Steps[T]) -> T:
     """Runs it to its end."""
     while True:
         try:
@@ -31,12 +31,12 @@ def run_through(steps: Steps[T]) -> T:
             return value
 
 
-def at_once(stepped: Callable[P, Steps[T]]) -> Callable[P, T]:
+def without_yields(stepped: Callable[P, Steps[T]]) -> Callable[P, T]:
     """The same function without interruptions."""
 
     @functools.wraps(stepped)
     def whole(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_through(stepped(*args, **kwargs))
+        return run_to_end(stepped(*args, **kwargs))
 
     return whole
 
@@ -49,16 +49,16 @@ def row_tiles(x_TD: Tensor, size: int | None = None) -> Iterator[slice]:
     return (slice(first, min(rows, first + size)) for first in range(0, rows, size))
 
 
-def tile_by_tile(
-    of_rows: Callable[[Tensor], Tensor], x_TD: Tensor, size: int | None = None
+def map_tiles(
+    row_function: Callable[[Tensor], Tensor], x_TD: Tensor, size: int | None = None
 ) -> Steps[Tensor]:
     """of_rows(x), which takes each row for itself. It yields between two tiles."""
     tiles = list(row_tiles(x_TD, size))
     if len(tiles) <= 1:
-        return of_rows(x_TD)
+        return row_function(x_TD)
     out: Tensor | None = None
     for tile in tiles:
-        part = of_rows(x_TD[tile])
+        part = row_function(x_TD[tile])
         if out is None:
             out = part.new_empty((x_TD.shape[0], *part.shape[1:]))
         out[tile] = part
@@ -68,7 +68,7 @@ def tile_by_tile(
     return out
 
 
-def added(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
+def add_tiled(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
     """total += part, tile by tile: where dtypes differ torch makes temporaries, and in memory that
     is touched for the first time those of a whole batch cost more than a layer's products."""
     for tile in row_tiles(total_TD):
@@ -77,7 +77,7 @@ def added(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
             yield
 
 
-def zeroed(total_TD: Tensor) -> Steps[Tensor]:
+def zero_tiled(total_TD: Tensor) -> Steps[Tensor]:
     """total, zero, tile by tile: touched for the first time a page costs a microsecond or two."""
     for tile in row_tiles(total_TD):
         total_TD[tile].zero_()

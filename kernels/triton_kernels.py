@@ -2,7 +2,7 @@
 torch takes three to ten. They round where kernels/norm.py, rope.py and experts.py do. And products
 of few tokens with experts that stand in any slots, where a matrix product has nothing to share.
 
-Imported only where triton is there (kernels/passes.py). Shapes: T tokens, H heads, d head dim, D
+Imported only where triton is there (kernels/fused_ops.py). Shapes: T tokens, H heads, d head dim, D
 model dim, F FFN dim, N (token, expert) pairs, K top-k, S slots.
 """
 
@@ -32,7 +32,7 @@ def _norm(x_ptr, w_ptr, out_ptr, D, eps, ONCE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _turn(
+def _rope(
     x_ptr,
     w_ptr,
     cos_ptr,
@@ -49,27 +49,27 @@ def _turn(
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
-    there = (h < H) & (i < half)
+    in_bounds = (h < H) & (i < half)
     kind = out_ptr.dtype.element_ty
     at = h * 2 * half + i
-    first = tl.load(x_ptr + t * token_stride + at, mask=there, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + t * token_stride + at + half, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(x_ptr + t * token_stride + at, mask=in_bounds, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + t * token_stride + at + half, mask=in_bounds, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         scale = tl.rsqrt(squares / (2 * half) + eps)[:, None]
-        w_first = tl.load(w_ptr + at, mask=there, other=0.0).to(tl.float32)
-        w_second = tl.load(w_ptr + at + half, mask=there, other=0.0).to(tl.float32)
+        w_first = tl.load(w_ptr + at, mask=in_bounds, other=0.0).to(tl.float32)
+        w_second = tl.load(w_ptr + at + half, mask=in_bounds, other=0.0).to(tl.float32)
         first = (first * scale).to(kind).to(tl.float32)
         second = (second * scale).to(kind).to(tl.float32)
         first = (first * w_first).to(kind).to(tl.float32)
         second = (second * w_second).to(kind).to(tl.float32)
     cos = tl.load(cos_ptr + t * half + i, mask=i < half, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + t * half + i, mask=i < half, other=0.0).to(tl.float32)
-    turned_first = (first * cos).to(kind).to(tl.float32) - second * sin
-    turned_second = (second * cos).to(kind).to(tl.float32) + first * sin
+    rotated_first = (first * cos).to(kind).to(tl.float32) - second * sin
+    rotated_second = (second * cos).to(kind).to(tl.float32) + first * sin
     out = out_ptr + t * H * 2 * half + at
-    tl.store(out, turned_first.to(kind), mask=there)
-    tl.store(out + half, turned_second.to(kind), mask=there)
+    tl.store(out, rotated_first.to(kind), mask=in_bounds)
+    tl.store(out + half, rotated_second.to(kind), mask=in_bounds)
 
 
 @triton.jit
@@ -116,10 +116,10 @@ def _slot_gated(
         ups = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
         for first in range(0, D, INPUTS):
             d = first + tl.arange(0, INPUTS)[None, :]
-            there = (f < F) & (d < D)
+            in_bounds = (f < F) & (d < D)
             x = tl.load(x_ptr + (n // K) * D + d, mask=d < D, other=0.0).to(tl.float32)
-            gates += x * tl.load(rows + d, mask=there, other=0.0).to(tl.float32)
-            ups += x * tl.load(rows + F * D + d, mask=there, other=0.0).to(tl.float32)
+            gates += x * tl.load(rows + d, mask=in_bounds, other=0.0).to(tl.float32)
+            ups += x * tl.load(rows + F * D + d, mask=in_bounds, other=0.0).to(tl.float32)
         kind = out_ptr.dtype.element_ty
         gate = tl.sum(gates, axis=1)[:, None].to(kind).to(tl.float32)
         up = tl.sum(ups, axis=1)[:, None].to(kind).to(tl.float32)
@@ -154,13 +154,13 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tenso
     return out
 
 
-def norm_and_turn(
+def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """RMS norm of each head (weight None: none), then rope. Tokens of x may be apart."""
     T, H, d = x_THd.shape
     out_THd = torch.empty((T, H, d), dtype=x_THd.dtype, device=x_THd.device)
-    _turn[(T, triton.cdiv(H, _HEADS))](
+    _rope[(T, triton.cdiv(H, _HEADS))](
         x_THd,
         x_THd if weight_Hd is None else weight_Hd,
         cos,
@@ -185,7 +185,7 @@ def gated(h_NF2: Tensor) -> Tensor:
     return out_NF
 
 
-def rows_of(x_TD: Tensor, rows_N: Tensor) -> Tensor:
+def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
     """x[rows], [N, D]. x: contiguous."""
     N, D = rows_N.shape[0], x_TD.shape[1]
     out_ND = torch.empty(N, D, dtype=x_TD.dtype, device=x_TD.device)

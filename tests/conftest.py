@@ -14,7 +14,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-import actors.ranks.process
+import tests.support.rank_process
 from tests.support.fork_server import fork_server, start_forked
 from tests.support.tiny_models import make_tiny_checkpoint
 
@@ -69,7 +69,7 @@ def forked_processes() -> Iterator[None]:
 @pytest.fixture
 def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a test starts as processes come without the seconds of an import."""
-    start_forked(monkeypatch, actors.ranks.process)
+    start_forked(monkeypatch, tests.support.rank_process)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from actors.batching.batch_room import owner_of
+from actors.batching.batch_budget import owner_of
 from actors.batching.scheduler import Scheduler
 from contracts.errors import OverloadError, RequestError, TooLongError
 from contracts.messages import Submit
@@ -18,10 +18,10 @@ from contracts.sampling_limits import (
     check_lengths,
     check_sampling,
 )
-from planner.policies.drain import SHORTEST_S
+from planner.scheduling.drain_rate import SHORTEST_S
 
 
-class Admission(NamedTuple):
+class RankAdmission(NamedTuple):
     """The limits of one rank. pool_tokens: that its KV pool holds. retry_after_s: when so many that
     wait in a class will have begun."""
 
@@ -37,7 +37,7 @@ class Admission(NamedTuple):
         if scheduler.has((client, submit.request_id)):
             raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
         self._check_fields(submit)
-        self._check_room(client, submit, scheduler)
+        self._check_queue(client, submit, scheduler)
         tokens = len(submit.token_ids)
         if submit.sampling is not None:
             most = submit.prompt_tokens + submit.sampling.max_tokens
@@ -51,7 +51,7 @@ class Admission(NamedTuple):
                 "prompt",
             )
 
-    def _check_room(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
+    def _check_queue(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
         """One request cannot fill the queue for others of its class, nor one class for the other:
         beyond max_waiting of a class the first sequence of each is still taken, up to twice as many
         in all. What another rank has begun has been let in already."""
@@ -59,7 +59,7 @@ class Admission(NamedTuple):
         waiting = scheduler.num_waiting(priority)
         if waiting < limit or submit.generated:
             return
-        if scheduler.in_play.count(owner_of(client, submit)) or waiting >= 2 * limit:
+        if scheduler.sequence_counts.count(owner_of(client, submit)) or waiting >= 2 * limit:
             raise OverloadError(
                 f"{self.rank}: {waiting} {priority.name} sequences wait, {limit} are enough "
                 "(schedule.max_waiting)",

@@ -18,8 +18,8 @@ from contracts.traces import MAX_NAMES, BatchSpan
 
 log = logging.getLogger("tandem.requests")
 
-WRITTEN_AFTER_S = 0.2
-WRITTEN_LINES = 1000
+FLUSH_AFTER_S = 0.2
+FLUSH_LINES = 1000
 
 
 class BatchTraces(Observer):
@@ -29,7 +29,7 @@ class BatchTraces(Observer):
         self._rank, self._timeline, self._clock = rank, timeline, clock
         self._formed_s: dict[int, float] = {}
         self._lines: list[Line] = []
-        self._write_s = 0.0
+        self._flush_s = 0.0
 
     def formed(self, batch: ScheduledBatch) -> None:
         self._formed_s[batch.number] = self._clock()
@@ -42,10 +42,10 @@ class BatchTraces(Observer):
         if self._timeline.keeps and start_s is not None:
             self._timeline.add_batch(self._span(batch, start_s, now_s))
         if log.isEnabledFor(logging.INFO):
-            self._note(batch, now_s)
+            self._log_ended(batch, now_s)
 
     def stepped(self) -> None:
-        if self._lines and self._clock() >= self._write_s:
+        if self._lines and self._clock() >= self._flush_s:
             self.write()
 
     def write(self) -> None:
@@ -62,7 +62,7 @@ class BatchTraces(Observer):
             self._rank, batch.number, start_s, end_s, batch.tokens, label, first, others
         )
 
-    def _note(self, batch: ScheduledBatch, now_s: float) -> None:
+    def _log_ended(self, batch: ScheduledBatch, now_s: float) -> None:
         """A line for each request of which sequences have ended with this batch."""
         ended: dict[str, list[Sequence]] = {}
         for chunk in batch.chunks:
@@ -70,16 +70,16 @@ class BatchTraces(Observer):
             if chunk.sequence.done and name:
                 ended.setdefault(name, []).append(chunk.sequence)
         if ended and not self._lines:
-            self._write_s = now_s + WRITTEN_AFTER_S
+            self._flush_s = now_s + FLUSH_AFTER_S
         at_s = time.time() if ended else 0.0
         for name, sequences in ended.items():
             fields: dict[str, object] = {"request_id": name, "rank": self._rank}
-            self._lines.append((at_s, "sequences_ended", fields | _told(sequences, now_s)))
-        if len(self._lines) >= WRITTEN_LINES:
+            self._lines.append((at_s, "sequences_ended", fields | _totals(sequences, now_s)))
+        if len(self._lines) >= FLUSH_LINES:
             self.write()
 
 
-def _told(sequences: Iterable[Sequence], now_s: float) -> dict[str, object]:
+def _totals(sequences: Iterable[Sequence], now_s: float) -> dict[str, object]:
     sums, longest_s = Counter[str](), 0.0
     for each in sequences:
         sums["sequences"] += 1

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from actors.batching.sampler import LEAST_LOGPROB, NextTokens, not_finite, token_logprob
+from actors.batching.sampler import MIN_LOGPROB, TokenSampler, not_finite, token_logprob
 from actors.batching.scheduled_batch import Chunk
-from actors.batching.sequence import Sequence, SequenceKey
-from actors.batching.sequence_errors import failed_by
+from actors.batching.sequence import Sequence, SequenceKey, logged_failure_reply
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens
 from kernels.steps import Steps
@@ -21,7 +20,7 @@ from models.decoder.decoder import AttentionHalf
 LOGIT_ROWS = 256  # logits are [rows, vocabulary] in fp32: bounded, however long an echoed prompt is
 
 
-class _Wanted(NamedTuple):
+class _OutputRow(NamedTuple):
     sequence: Sequence
     position: int
     row: int
@@ -31,11 +30,11 @@ class _Wanted(NamedTuple):
         return self.position == len(self.sequence.token_ids) - 1
 
 
-class _Read(NamedTuple):
+class _PieceLogits(NamedTuple):
     """What is computed for the rows of a piece together, each by its place in the piece."""
 
     logits_RV: torch.Tensor
-    next_tokens: NextTokens | None
+    sampler: TokenSampler | None
     places: dict[int, int]  # in next_tokens
     scores: dict[int, tuple[list[float], list[float]]]  # logits and logprobs of the candidates
 
@@ -43,7 +42,7 @@ class _Read(NamedTuple):
 class Finisher:
     """The executor's sink. `answers` collects (sequence, event) pairs; the worker takes them.
 
-    Whatever is raised for a sequence ends that sequence (actors/batching/sequence_errors.py). So
+    Whatever is raised for a sequence ends that sequence (actors/batching/sequence.py). So
     what is computed for several rows together comes before anything is noted of them: if it raises,
     it is tried again for each sequence alone.
     """
@@ -57,21 +56,21 @@ class Finisher:
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
     ) -> Steps[None]:
         """A step is LOGIT_ROWS rows of logits."""
-        wanted: list[_Wanted] = []
+        requested: list[_OutputRow] = []
         for chunk, rows in zip(chunks, batch.sequences, strict=True):
             if not chunk.sequence.done:
-                wanted.extend(
-                    _Wanted(chunk.sequence, position, rows.first + position - rows.start)
-                    for position in chunk.sequence.wanted_positions(chunk.start, chunk.stop)
+                requested.extend(
+                    _OutputRow(chunk.sequence, position, rows.first + position - rows.start)
+                    for position in chunk.sequence.output_positions(chunk.start, chunk.stop)
                 )
-        for start in range(0, len(wanted), LOGIT_ROWS):
+        for start in range(0, len(requested), LOGIT_ROWS):
             if start:
                 yield  # not after the last: its answers go with the batch's end
-            self._finish(wanted[start : start + LOGIT_ROWS], hidden_TD)
+            self._finish(requested[start : start + LOGIT_ROWS], hidden_TD)
 
-    def _finish(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> None:
+    def _finish(self, piece: list[_OutputRow], hidden_TD: torch.Tensor) -> None:
         try:
-            read = self._read(piece, hidden_TD)
+            computed = self._compute(piece, hidden_TD)
         except Exception as error:  # noqa: BLE001 - of these rows: tried for each sequence
             self._finish_each(piece, hidden_TD, error)
             return
@@ -79,13 +78,15 @@ class Finisher:
             if item.sequence.done:
                 continue
             try:
-                self._note(item, row, read)
+                self._apply(item, row, computed)
             except Exception as error:  # noqa: BLE001 - of this sequence alone
                 self._fail(item.sequence, error)
 
-    def _finish_each(self, piece: list[_Wanted], hidden_TD: torch.Tensor, error: Exception) -> None:
+    def _finish_each(
+        self, piece: list[_OutputRow], hidden_TD: torch.Tensor, error: Exception
+    ) -> None:
         """The rows of each sequence alone, after `error` for all of them."""
-        rows_of: defaultdict[SequenceKey, list[_Wanted]] = defaultdict(list)
+        rows_of: defaultdict[SequenceKey, list[_OutputRow]] = defaultdict(list)
         for item in piece:
             rows_of[item.sequence.key].append(item)
         if len(rows_of) == 1:
@@ -96,10 +97,10 @@ class Finisher:
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         sequence.done, sequence.failure = True, error
-        failure = failed_by(sequence.submit, error, SamplingError)
+        failure = logged_failure_reply(sequence.submit, error, SamplingError)
         self.answers.append((sequence, failure))
 
-    def _read(self, piece: list[_Wanted], hidden_TD: torch.Tensor) -> _Read:
+    def _compute(self, piece: list[_OutputRow], hidden_TD: torch.Tensor) -> _PieceLogits:
         """Changes nothing of the sequences."""
         rows_R = torch.tensor([item.row for item in piece], device=hidden_TD.device)
         logits_RV = self._half.logits(hidden_TD[rows_R])
@@ -116,21 +117,21 @@ class Finisher:
         for candidates, rows in rows_of.items():  # those of a job are the same
             pairs = _candidate_scores(_rows(logits_RV, rows), candidates)
             scores.update(zip(rows, pairs, strict=True))
-        next_tokens = NextTokens(_rows(logits_RV, generating)) if generating else None
+        sampler = TokenSampler(_rows(logits_RV, generating)) if generating else None
         places = {row: place for place, row in enumerate(generating)}
-        return _Read(logits_RV, next_tokens, places, scores)
+        return _PieceLogits(logits_RV, sampler, places, scores)
 
-    def _note(self, item: _Wanted, row: int, read: _Read) -> None:
+    def _apply(self, item: _OutputRow, row: int, computed: _PieceLogits) -> None:
         """What row `row` of the piece says of its sequence."""
         sequence, submit = item.sequence, item.sequence.submit
         if not item.last:
-            token, wanted = sequence.token_ids[item.position + 1], submit.score_top
-            sequence.scored.append(token_logprob(read.logits_RV[row], token, wanted))
+            token, requested = sequence.token_ids[item.position + 1], submit.score_top
+            sequence.scored.append(token_logprob(computed.logits_RV[row], token, requested))
         elif submit.sampling is None:
-            self._score(sequence, *read.scores.get(row, (None, None)))
+            self._score(sequence, *computed.scores.get(row, (None, None)))
         else:
-            assert read.next_tokens is not None
-            token, logprob = read.next_tokens.of(read.places[row], sequence)
+            assert computed.sampler is not None
+            token, logprob = computed.sampler.sample(computed.places[row], sequence)
             self._append(sequence, token, logprob)
 
     def _score(
@@ -160,8 +161,9 @@ class Finisher:
         cached_tokens = sequence.num_cached if sequence.generated == 1 else None
         event = Tokens(request_id, [token], logprobs, cached_tokens)
         self.answers.append((sequence, event))
-        stopped = token in sequence.ending_ids or (
-            sequence.rules is not None and sequence.rules.has_chosen(sequence.token_ids)
+        stopped = token in sequence.end_token_ids or (
+            sequence.logits_processor is not None
+            and sequence.logits_processor.has_chosen(sequence.token_ids)
         )
         full = (
             sequence.generated >= submit.sampling.max_tokens
@@ -182,6 +184,6 @@ def _candidate_scores(
 ) -> list[tuple[list[float], list[float]]]:
     """Per row the candidates' logits and log-probabilities, each at least LEAST_LOGPROB."""
     columns = torch.tensor(candidates, dtype=torch.int64, device=logits_RV.device)
-    logits = logits_RV[:, columns].clamp_(min=LEAST_LOGPROB).tolist()
-    logprobs = logits_RV.log_softmax(-1)[:, columns].clamp_(min=LEAST_LOGPROB).tolist()
+    logits = logits_RV[:, columns].clamp_(min=MIN_LOGPROB).tolist()
+    logprobs = logits_RV.log_softmax(-1)[:, columns].clamp_(min=MIN_LOGPROB).tolist()
     return list(zip(logits, logprobs, strict=True))

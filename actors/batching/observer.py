@@ -6,12 +6,12 @@ from typing import Protocol
 
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.sequence import Sequence
-from actors.wire.client_server import FromClient
+from actors.rpc.client_server import ClientMessage
 from contracts.errors import ChannelError
 from contracts.messages import Event, Submit
 
 
-class Serving(Protocol):
+class LoopControl(Protocol):
     """What an observer may ask of the loop, in the loop's thread."""
 
     def admit(self, client: int, submit: Submit) -> None:
@@ -22,13 +22,13 @@ class Serving(Protocol):
 
     def send(self, client: int, events: list[Event]) -> None: ...
 
-    def lose(self, error: ChannelError) -> None:
+    def fail(self, error: ChannelError) -> None:
         """The rank can serve no more: every request ends with this error."""
 
-    def say_leaving(self) -> None:
+    def announce_drain(self) -> None:
         """Nothing new is to be sent here."""
 
-    def say_waits(self, waits: bool) -> None:
+    def report_waiting(self, waits: bool) -> None:
         """Whether nothing goes on here for now."""
 
     def hand_over(self) -> None:
@@ -43,10 +43,10 @@ class Observer:
     """Hears everything in the loop's thread, but for `sections` and `notes`. It does nothing by
     default."""
 
-    def begin(self, loop: Serving) -> None:
+    def begin(self, loop: LoopControl) -> None:
         """First thing in the loop."""
 
-    def received(self, message: FromClient) -> None:
+    def received(self, message: ClientMessage) -> None:
         """Before anything is done about it."""
 
     def check(self, client: int, submit: Submit) -> None:

@@ -1,6 +1,6 @@
 """When whom a rank refuses should come again: once what is too much will have begun, as fast as its
-queue has drained of late (planner/policies/drain.py). An ingress has a door of its own; here ends
-what several of them let in together."""
+queue has drained of late (planner/scheduling/drain_rate.py). An ingress has a door of its own; here
+ends what several of them let in together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from contracts.clock import Clock
 from contracts.requests import Priority
-from planner.policies.drain import BACKLOG, DrainRate, retry_after_s
+from planner.scheduling.drain_rate import BACKLOG, DrainRate, retry_after_s
 
 
 class QueueDrain(Observer):
@@ -20,7 +20,7 @@ class QueueDrain(Observer):
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._rates = {priority: DrainRate() for priority in Priority}
-        self._begun = dict.fromkeys(Priority, 0)  # so far
+        self._started = dict.fromkeys(Priority, 0)  # so far
         self._is_backlog = dict.fromkeys(Priority, False)
 
     def retry_after_s(self, priority: Priority, excess: int) -> float:
@@ -37,9 +37,9 @@ class QueueDrain(Observer):
 
     def formed(self, batch: ScheduledBatch) -> None:
         for priority in Priority:
-            total = self._scheduler.begun_total[priority]
-            begun, self._begun[priority] = total - self._begun[priority], total
+            total = self._scheduler.started_total[priority]
+            started, self._started[priority] = total - self._started[priority], total
             enough = self._scheduler.num_waiting(priority) >= BACKLOG
-            if begun:
-                self._rates[priority].leave(begun, self._clock(), last=not enough)
+            if started:
+                self._rates[priority].leave(started, self._clock(), last=not enough)
                 self._is_backlog[priority] = enough

@@ -13,13 +13,13 @@ from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 
-LEAST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
-LARGE = 1e30
+MIN_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+MAX_SAFE_LOGIT = 1e30
 ROUNDING = 2**-22  # in float32
 _DRAWN_BYTES = 6  # fewer bits than float64 has: what is drawn, times a sum, stays below that sum
 
 
-class NextTokens:
+class TokenSampler:
     """The next tokens of some rows of logits, to be asked for row by row: what is wrong with one
     row raises for that one.
 
@@ -34,7 +34,7 @@ class NextTokens:
         self._best: list[int] = best_R.tolist()
         self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
 
-    def of(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
+    def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
         """The sequence's next token, and its log-probability where asked for, which is that of the
         model's own distribution. Raises SamplingError, or what torch raises."""
         sampling = sequence.submit.sampling
@@ -43,8 +43,8 @@ class NextTokens:
         if not math.isfinite(peak):
             raise not_finite()
         logits_V = chosen_by_V = self._logits_RV[row]
-        if sequence.rules is not None:
-            chosen_by_V = sequence.rules.shaped(logits_V, sequence.token_ids)
+        if sequence.logits_processor is not None:
+            chosen_by_V = sequence.logits_processor.process(logits_V, sequence.token_ids)
             token = int(chosen_by_V.argmax())
             peak = float(chosen_by_V[token])
             if not math.isfinite(peak):
@@ -52,8 +52,8 @@ class NextTokens:
         if sampling.temperature >= GREEDY_BELOW:
             drawn = uniform(sequence.seed, sequence.generated)
             token = _draw(chosen_by_V, peak, sampling, drawn)
-        wanted = sampling.logprobs
-        return token, None if wanted is None else token_logprob(logits_V, token, wanted)
+        num_top = sampling.logprobs
+        return token, None if num_top is None else token_logprob(logits_V, token, num_top)
 
 
 def not_finite() -> NotFiniteError:
@@ -66,8 +66,8 @@ def not_finite() -> NotFiniteError:
 def uniform(seed: int, position: int) -> float:
     """In [0, 1): what decides the generated token `position` of a sequence. As if drawn anew for
     each of either."""
-    told = struct.pack("<qq", seed, position)
-    digest = hashlib.blake2b(told, digest_size=_DRAWN_BYTES).digest()
+    packed = struct.pack("<qq", seed, position)
+    digest = hashlib.blake2b(packed, digest_size=_DRAWN_BYTES).digest()
     return int.from_bytes(digest, "little") / (1 << 8 * _DRAWN_BYTES)
 
 
@@ -78,13 +78,13 @@ def distribution(
     normalised, and whose they are (None: of all tokens, in order). The likeliest, whose logit is
     `peak`, is always there."""
     logits_V = logits_V.float()
-    if abs(peak) > LARGE:  # divided by the temperature it would be infinite
+    if abs(peak) > MAX_SAFE_LOGIT:  # divided by the temperature it would be infinite
         logits_V, peak = logits_V - peak, 0.0
     scaled_V = logits_V / sampling.temperature
     if sampling.min_p > 0:
-        least = peak / sampling.temperature + math.log(sampling.min_p)
-        least -= ROUNDING * abs(least)  # of the likeliest itself, with min_p 1
-        scaled_V.masked_fill_(scaled_V < least, -math.inf)
+        min_logit = peak / sampling.temperature + math.log(sampling.min_p)
+        min_logit -= ROUNDING * abs(min_logit)  # of the likeliest itself, with min_p 1
+        scaled_V.masked_fill_(scaled_V < min_logit, -math.inf)
     limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
     if sampling.top_p >= 1 and limit >= len(scaled_V):
         return scaled_V.softmax(-1), None
@@ -109,15 +109,15 @@ def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float)
     return int(place if ids_K is None else ids_K[place])
 
 
-def token_logprob(logits_V: torch.Tensor, token: int, wanted: int) -> TokenLogprob:
-    """The token's log-probability and those of the `wanted` most probable ones, each at least
+def token_logprob(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
+    """The token's log-probability and those of the `num_top` most probable ones, each at least
     LEAST_LOGPROB. Raises SamplingError where logits are not finite."""
-    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=LEAST_LOGPROB)
+    logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
     logprob = float(logprobs_V[token])
     if math.isnan(logprob):  # as all are, if one logit is NaN or +inf
         raise not_finite()
-    if wanted == 0:
+    if num_top == 0:
         return TokenLogprob(logprob)
-    values, ids = logprobs_V.topk(min(wanted, len(logprobs_V)))
+    values, ids = logprobs_V.topk(min(num_top, len(logprobs_V)))
     top = list(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprob(logprob, top)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from actors.batching.sequence import Sequence
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy, SequenceSlice
-from planner.policies.batching import Phase
+from planner.scheduling.batching import Phase
 
 
 class Chunk(NamedTuple):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 
-from actors.batching.batch_room import owner_of
-from actors.batching.logit_rules import logit_rules
+from actors.batching.batch_budget import owner_of
+from actors.batching.logits_processor import logits_processor
 from contracts.block_hash import chain_hashes
-from contracts.messages import Submit, TokenLogprob
+from contracts.errors import OverloadError, TandemError
+from contracts.logs import event
+from contracts.messages import Failed, Submit, TokenLogprob
 from contracts.requests import Priority, Usage
-from planner.policies.batching import Phase
+from planner.scheduling.batching import Phase
 
 SequenceKey = tuple[int, int]  # client, request id: unique on a rank
 
@@ -41,8 +44,8 @@ class Sequence:
         self.failure: Exception | None = None  # what ended it, if the finisher raised
         self.scored: list[TokenLogprob] = []
         self.seed = _seed_of(submit)
-        self.rules = logit_rules(submit)
-        self.ending_ids = submit.ending_ids
+        self.logits_processor = logits_processor(submit)
+        self.end_token_ids = submit.end_token_ids
         self._hashes: list[bytes] = []
 
     @property
@@ -92,7 +95,7 @@ class Sequence:
         score_from = self.submit.score_from
         return last if score_from is None else min(last, score_from - 1)
 
-    def wanted_positions(self, start: int, stop: int) -> range:
+    def output_positions(self, start: int, stop: int) -> range:
         """Positions in [start, stop) whose logits are needed."""
         return range(max(start, self.first_needed), stop)
 
@@ -113,3 +116,24 @@ def _seed_of(submit: Submit) -> int:
     if sampling is None or sampling.seed is None:
         return secrets.randbits(63)
     return sampling.seed
+
+
+log = logging.getLogger("tandem.worker")
+
+
+def failure_reply(request_id: int, error: TandemError) -> Failed:
+    """The answer of a request that ends with `error`."""
+    retry_s = error.retry_after_s if isinstance(error, OverloadError) else None
+    return Failed(request_id, error.code, error.message, error.status, retry_s)
+
+
+def logged_failure_reply(submit: Submit, error: Exception, kind: type[TandemError]) -> Failed:
+    """As `failure_reply`; what nobody foresaw goes to the log with its traceback, and its type
+    alone to the client, under the code of `kind`."""
+    if isinstance(error, TandemError):
+        return failure_reply(submit.request_id, error)
+    fields = {"request_id": submit.caller.name, "error": type(error).__name__}
+    event(log, "sequence_failed", logging.ERROR, error, is_private=True, **fields)
+    return failure_reply(
+        submit.request_id, kind(f"{type(error).__name__}: see the log of the rank")
+    )

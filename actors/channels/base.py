@@ -27,27 +27,30 @@ import msgspec
 import torch
 
 from contracts.errors import ChannelError, PeerError
-from contracts.events import Stage, TaskSpan
 from contracts.requests import Priority
+from contracts.traces import Stage, TaskSpan
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Kind(enum.IntEnum):
+class PacketKind(enum.IntEnum):
     A2E = 0
     E2A = 1
     HINT = 2  # what a later layer may want: local experts [n], and how likely each is [n]
-    # Of a generation of placement (actors/experts/generations.py); `batch` is the attempt (of HELD
+    # Of a generation of placement (actors/rebalance/expert_generations.py); `batch` is the attempt
+    # (of HELD
     # that of the WANTED which it answers; 0: of none), of PLACED `token_group` the seconds that it
     # may take, the payload uint8 [n].
-    PLACED = 3  # from an expert rank: its experts are there; the placement as msgpack
-    WITHDRAWN = 4  # from an expert rank: they will not be; why
-    REFUSED = 5  # from an attention rank: it does not go over to it; why
-    RETIRED = 6  # from an attention rank: it uses none before it any more
-    HELD = 7  # from an expert rank: its experts are there, for whoever joins or wants it; as PLACED
-    WANTED = 8  # from an attention rank: the placement as msgpack, whose experts it needs there
-    LEFT = 9  # from an attention rank: it needs them no more
-    LEAVING = (
+    PREPARED = 3  # from an expert rank: its experts are there; the placement as msgpack
+    ABORT_VOTE = 4  # from an expert rank: they will not be; why
+    ABORTED = 5  # from an attention rank: it does not go over to it; why
+    COMMITTED = 6  # from an attention rank: it uses none before it any more
+    READY = (
+        7  # from an expert rank: its experts are there, for whoever joins or wants it; as PLACED
+    )
+    ACQUIRE = 8  # from an attention rank: the placement as msgpack, whose experts it needs there
+    RELEASE = 9  # from an attention rank: it needs them no more
+    DRAINING = (
         10  # from an expert rank: it is to go; from an attention rank: it may, as for that one
     )
 
@@ -58,7 +61,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     `generation`: of the placement that the payload's local experts are of.
     """
 
-    kind: Kind
+    kind: PacketKind
     epoch: int
     batch: int
     layer: int
@@ -69,7 +72,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     generation: int = 0
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Shape and dtype of one tensor of a payload."""
 
     dtype: str  # "float32", "bfloat16", "int32", ...
@@ -158,12 +161,12 @@ class PeerLost:
         self.epoch = epoch
 
 
-Happening = Packet | PeerJoined | PeerLost
+ChannelEvent = Packet | PeerJoined | PeerLost
 
 
-def transfers(happenings: Sequence[Happening]) -> list[tuple[float, float]]:
-    """(sent_s, arrived_s) of each packet among `happenings`, on the receiver's clock."""
-    return [(h.sent_s, h.arrived_s) for h in happenings if isinstance(h, Packet)]
+def transfers(channel_events: Sequence[ChannelEvent]) -> list[tuple[float, float]]:
+    """(sent_s, arrived_s) of each packet among `channel_events`, on the receiver's clock."""
+    return [(h.sent_s, h.arrived_s) for h in channel_events if isinstance(h, Packet)]
 
 
 def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
@@ -171,7 +174,7 @@ def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
     header = packet.header
     return TaskSpan(
         f"{packet.peer}>{receiver}",
-        Stage.A2E if header.kind is Kind.A2E else Stage.E2A,
+        Stage.A2E if header.kind is PacketKind.A2E else Stage.E2A,
         packet.sent_s,
         packet.arrived_s,
         header.batch,
@@ -206,14 +209,14 @@ class Endpoint(Protocol):
     def peers(self) -> Sequence[str]:
         """Names of the peers whose links are up."""
 
-    def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
+    def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
         """Memory for a payload. Never waits for the receiver. Raises PeerError if it is lost,
         another ChannelError if this process has no memory or descriptors for it."""
 
     def commit(self, reservation: Reservation, header: Header) -> None:
         """Sends. Returns without waiting for the payload to arrive. Raises as `reserve`."""
 
-    def poll(self, timeout_s: float) -> list[Happening]:
+    def poll(self, timeout_s: float) -> list[ChannelEvent]:
         """What has happened; waits at most timeout_s (0: not at all), less if `wake` is called.
 
         Packets older than either end's epoch are dropped here. Never raises for a lost peer: tells
@@ -230,11 +233,11 @@ class Endpoint(Protocol):
         """Makes a `poll` in another thread return now."""
 
     @property
-    def stuck(self) -> str:
-        """Why it sends no heartbeats any more: nobody has polled for channel.stuck_s. Empty: it
-        does."""
+    def stall_reason(self) -> str:
+        """Why it sends no heartbeats any more: nobody has polled for channel.step_timeout_s. Empty:
+        it does."""
 
-    def tell_stacks(self, after_s: float) -> None:
+    def dump_stacks_after(self, after_s: float) -> None:
         """In the log, when nobody has polled for so long."""
 
     def bytes_moved(self) -> tuple[int, int]:

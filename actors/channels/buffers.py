@@ -34,7 +34,7 @@ class BufferPool:
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
         self._idle_bytes = 0
 
-    def take(self, num_bytes: int) -> Buffer:
+    def acquire(self, num_bytes: int) -> Buffer:
         """A buffer of at least `num_bytes`: the size rounded up to a power of two, or to three
         quarters of one."""
         size = _SMALLEST_BYTES
@@ -49,7 +49,7 @@ class BufferPool:
                 return free.pop()
         return Buffer(size)
 
-    def give(self, buffer: Buffer) -> None:
+    def release(self, buffer: Buffer) -> None:
         with self._lock:
             if self._idle_bytes + buffer.num_bytes <= _KEPT_BYTES:
                 self._idle_bytes += buffer.num_bytes

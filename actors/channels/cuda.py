@@ -32,7 +32,7 @@ def require_nccl() -> Any:
     return nccl
 
 
-def indexed(device: torch.device) -> torch.device:
+def with_device_index(device: torch.device) -> torch.device:
     """`device` with its number: "cuda" alone means the current one, which is a thread's own."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

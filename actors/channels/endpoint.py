@@ -22,19 +22,19 @@ import msgspec
 import torch
 
 from actors.channels.base import (
-    Happening,
+    ChannelEvent,
     Header,
     Packet,
-    Part,
     PeerJoined,
     PeerLost,
     Reservation,
+    TensorSpec,
 )
 from actors.channels.handshake import Identity
-from actors.channels.joiner import Joiner
-from actors.channels.link import Joint, Link
-from actors.channels.loop_watch import LoopWatch
-from actors.channels.pulse import Pulse
+from actors.channels.heartbeat import HeartbeatThread
+from actors.channels.link import Link, LinkSockets
+from actors.channels.link_setup import LinkSetup
+from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerDeadError, PeerError
@@ -42,7 +42,7 @@ from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-_TEND_S = 1.0
+_MAINTAIN_PERIOD_S = 1.0
 
 
 class _Loss(msgspec.Struct, frozen=True):
@@ -78,20 +78,20 @@ class BaseEndpoint(abc.ABC):
         self._inbox: deque[Packet | Link | _Loss] = deque()
         self._lock = threading.Lock()  # guards _pulse, _closed and the wake descriptor
         self._making = threading.Lock()
-        self._joiner = Joiner(
+        self._link_setup = LinkSetup(
             Identity(name=name, token=token, epoch=epoch),
             self.backend,
-            config.deadline_s,
+            config.connect_timeout_s,
             clock,
             linked=self._is_linked,
-            joined=self._accepted,
+            joined=self._on_accepted,
             placement=placement,
         )
-        self._watch = LoopWatch(name, config.stuck_s, clock)
-        self._pulse: Pulse[Link] | None = None
+        self._watch = LoopWatchdog(name, config.step_timeout_s, clock)
+        self._heartbeat: HeartbeatThread[Link] | None = None
         self._closed = False
         self._moved = [0, 0]  # by links that are gone
-        self._tended_s = clock()
+        self._maintained_s = clock()
         self._spin_s = config.spin_s or 0.0
         self._spin_until_s = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -105,7 +105,7 @@ class BaseEndpoint(abc.ABC):
         """A listening socket and its address."""
 
     @abc.abstractmethod
-    def _join(self, joint: Joint) -> Link:
+    def _join(self, link_sockets: LinkSockets) -> Link:
         """A link over two proven sockets. Called on a handshake's thread or the owner's. Owns the
         sockets, also when it raises ChannelError."""
 
@@ -116,38 +116,38 @@ class BaseEndpoint(abc.ABC):
     # --- joining
 
     def listen(self, host: str = "127.0.0.1") -> str:
-        if self._joiner.listening:
+        if self._link_setup.listening:
             raise ChannelError(f"{self.name} listens already")
         sock, address = self._listen(host)
-        self._joiner.listen(sock)
+        self._link_setup.listen(sock)
         return address
 
     def connect(self, peer: str, address: str) -> None:
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
-        link = self._dialled(peer, address)
-        self._beat(link)
+        link = self._dial(peer, address)
+        self._start_heartbeat(link)
         self._adopt(link)
 
     def join(self, peer: str, address: str) -> None:
-        link = self._dialled(peer, address)
-        self._beat(link)
+        link = self._dial(peer, address)
+        self._start_heartbeat(link)
         with self._lock:
             if not self._closed:
                 self._inbox.append(link)
                 os.eventfd_write(self._wake_fd, 1)
                 return
-        link.heart.close()
+        link.monitor.close()
         link.close()
         raise ChannelError(f"{self.name} is closed: it joins nobody")
 
-    def _dialled(self, peer: str, address: str) -> Link:
-        joint = self._joiner.connect(peer, address, self._offer())
+    def _dial(self, peer: str, address: str) -> Link:
+        link_sockets = self._link_setup.connect(peer, address, self._offer())
         try:
             with self._making:  # NCCL: one communicator after the other
-                return self._join(joint)
+                return self._join(link_sockets)
         except OSError as error:
-            joint.close()
+            link_sockets.close()
             raise ChannelError(f"cannot join {peer}: {error}") from None
 
     def _is_linked(self, peer: str, epoch: int) -> bool:
@@ -155,29 +155,34 @@ class BaseEndpoint(abc.ABC):
         link = self._links.get(peer)
         return link is not None and link.epoch >= epoch
 
-    def _accepted(self, joint: Joint) -> None:
+    def _on_accepted(self, link_sockets: LinkSockets) -> None:
         """Joins a peer that has connected (handshake thread)."""
         try:
-            link = self._join(joint)
+            link = self._join(link_sockets)
         except (ChannelError, OSError) as error:  # the peer sees its sockets close
-            joint.close()
+            link_sockets.close()
             event(
-                log, "join_failed", logging.WARNING, rank=self.name, peer=joint.peer, reason=error
+                log,
+                "join_failed",
+                logging.WARNING,
+                rank=self.name,
+                peer=link_sockets.peer,
+                reason=error,
             )
             return
-        self._beat(link)
-        self._tell(link)
+        self._start_heartbeat(link)
+        self._post(link)
 
-    def _beat(self, link: Link) -> None:
+    def _start_heartbeat(self, link: Link) -> None:
         with self._lock:
             if self._closed:
                 return
-            if self._pulse is None:
-                self._pulse = Pulse(
-                    self.name, self.config, self.clock, self._tell_loss, self._watch
+            if self._heartbeat is None:
+                self._heartbeat = HeartbeatThread(
+                    self.name, self.config, self.clock, self._post_loss, self._watch
                 )
-                self._pulse.start()
-            self._pulse.add(link)
+                self._heartbeat.start()
+            self._heartbeat.add(link)
 
     def _adopt(self, link: Link) -> None:
         self._links[link.peer] = link
@@ -192,7 +197,7 @@ class BaseEndpoint(abc.ABC):
     def peers(self) -> Sequence[str]:
         return tuple(self._links)
 
-    def reserve(self, peer: str, parts: Sequence[Part]) -> Reservation:
+    def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
         try:
             return self._link(peer).reserve(parts)
         except OSError as error:  # no descriptors, no memory
@@ -210,7 +215,7 @@ class BaseEndpoint(abc.ABC):
     def drop(self, peer: str, reason: str) -> None:
         link = self._links.get(peer)
         if link is not None:
-            self._tell_loss(link, PeerError(reason, peer))
+            self._post_loss(link, PeerError(reason, peer))
 
     def _link(self, peer: str) -> Link:
         link = self._links.get(peer)
@@ -223,9 +228,9 @@ class BaseEndpoint(abc.ABC):
 
     # --- receiving
 
-    def poll(self, timeout_s: float) -> list[Happening]:
-        self._watch.moved()
-        happenings: list[Happening] = []
+    def poll(self, timeout_s: float) -> list[ChannelEvent]:
+        self._watch.record_progress()
+        channel_events: list[ChannelEvent] = []
         for fd, mask in self._wait(timeout_s):
             if fd == self._wake_fd:
                 self._drain_wake()
@@ -233,18 +238,18 @@ class BaseEndpoint(abc.ABC):
                 if mask & select.EPOLLOUT:
                     self._resume(link)
                 if mask & ~select.EPOLLOUT:
-                    self._receive(link, happenings)
-        for link in self._coming():
-            self._receive(link, happenings)
+                    self._receive(link, channel_events)
+        for link in self._incoming_links():
+            self._receive(link, channel_events)
         while self._inbox:
-            self._take(self._inbox.popleft(), happenings)
+            self._handle(self._inbox.popleft(), channel_events)
         now_s = self.clock()
-        if happenings:
+        if channel_events:
             self._spin_until_s = now_s + self._spin_s
-        if now_s - self._tended_s >= _TEND_S:
-            self._tended_s = now_s
-            self._tend(now_s, happenings)
-        return happenings
+        if now_s - self._maintained_s >= _MAINTAIN_PERIOD_S:
+            self._maintained_s = now_s
+            self._maintain(now_s, channel_events)
+        return channel_events
 
     def watch(self, descriptor: int) -> None:
         self._epoll.register(descriptor, select.EPOLLIN)
@@ -257,91 +262,91 @@ class BaseEndpoint(abc.ABC):
             return events
         now_s = self.clock()
         deadline_s = now_s + timeout_s
-        coming = self._coming()
-        while now_s < (deadline_s if coming else min(self._spin_until_s, deadline_s)):
+        incoming = self._incoming_links()
+        while now_s < (deadline_s if incoming else min(self._spin_until_s, deadline_s)):
             os.sched_yield()
             events = self._epoll.poll(0)
-            if events or self._inbox or any(link.has_come for link in coming):
+            if events or self._inbox or any(link.has_arrived for link in incoming):
                 return events
             now_s = self.clock()
         return self._epoll.poll(max(0.0, deadline_s - now_s))
 
-    def _coming(self) -> Sequence[Link]:
+    def _incoming_links(self) -> Sequence[Link]:
         """Links on which packets are under way that epoll does not tell of: none of most kinds."""
         return ()
 
-    def _tend(self, now_s: float, happenings: list[Happening]) -> None:
+    def _maintain(self, now_s: float, channel_events: list[ChannelEvent]) -> None:
         for link in tuple(self._links.values()):
             try:
-                link.tend(now_s)
+                link.maintain(now_s)
             except PeerError as error:
-                self._lose(link, error, happenings)
+                self._drop_link(link, error, channel_events)
 
-    def _receive(self, link: Link, happenings: list[Happening]) -> None:
+    def _receive(self, link: Link, channel_events: list[ChannelEvent]) -> None:
         try:
             packets = link.receive()
         except PeerError as error:
-            self._lose(link, error, happenings)
+            self._drop_link(link, error, channel_events)
             return
         for packet in packets:
-            self._deliver(packet, happenings)
+            self._deliver(packet, channel_events)
 
-    def _deliver(self, packet: Packet, happenings: list[Happening]) -> None:
+    def _deliver(self, packet: Packet, channel_events: list[ChannelEvent]) -> None:
         link = self._links.get(packet.peer)
         if link is None or packet.header.epoch < min(self.epoch, link.epoch):
             packet.release()
             return
-        packet.sent_s -= link.clock_ahead_s
-        happenings.append(packet)
+        packet.sent_s -= link.clock_offset_s
+        channel_events.append(packet)
 
-    def _take(self, item: Packet | Link | _Loss, happenings: list[Happening]) -> None:
+    def _handle(self, item: Packet | Link | _Loss, channel_events: list[ChannelEvent]) -> None:
         if isinstance(item, Packet):
-            self._deliver(item, happenings)
+            self._deliver(item, channel_events)
         elif isinstance(item, _Loss):
-            self._lose(item.link, item.error, happenings)
+            self._drop_link(item.link, item.error, channel_events)
         elif self._is_linked(item.peer, item.epoch):  # two at once: the first one stays
             self._forget(item)
         else:
             before = self._links.get(item.peer)
             if before is not None:
                 reason = f"{item.peer} has been replaced: another has its name, at a later epoch"
-                self._lose(before, PeerDeadError(reason, item.peer), happenings)
+                self._drop_link(before, PeerDeadError(reason, item.peer), channel_events)
             self._adopt(item)
-            happenings.append(PeerJoined(item.peer))
+            channel_events.append(PeerJoined(item.peer))
 
     def _resume(self, link: Link) -> None:
         link.flush()
         if not link.pending and link.poll_fd is not None:
             self._epoll.modify(link.poll_fd, select.EPOLLIN)
 
-    def _lose(self, link: Link, error: PeerError, happenings: list[Happening]) -> None:
+    def _drop_link(self, link: Link, error: PeerError, channel_events: list[ChannelEvent]) -> None:
         if self._links.get(link.peer) is not link:
             return
         del self._links[link.peer]
         self._lost[link.peer] = error
         self._forget(link)
-        happenings.append(PeerLost(link.peer, error, link.epoch))
+        channel_events.append(PeerLost(link.peer, error, link.epoch))
 
     def _forget(self, link: Link) -> None:
-        if self._pulse is not None:
-            self._pulse.remove(link)
+        if self._heartbeat is not None:
+            self._heartbeat.remove(link)
         fd = link.poll_fd
         if fd is not None and self._by_fd.get(fd) is link:
             del self._by_fd[fd]
             self._epoll.unregister(fd)
         self._moved[0] += link.sent_bytes
         self._moved[1] += link.received_bytes
-        link.heart.close()
+        link.monitor.close()
         link.close()
 
     # --- news from other threads
 
-    def _tell(self, item: Packet | Link | _Loss) -> None:
+    def _post(self, item: Packet | Link | _Loss) -> None:
         self._inbox.append(item)
         self.wake()
 
-    def _tell_loss(self, link: Link, error: PeerError) -> None:
-        self._tell(_Loss(link, error))
+    def _post_loss(self, link: Link, error: PeerError) -> None:
+        self._post(_Loss(link, error))
 
     def wake(self) -> None:
         with self._lock:
@@ -355,11 +360,11 @@ class BaseEndpoint(abc.ABC):
     # --- the end
 
     @property
-    def stuck(self) -> str:
+    def stall_reason(self) -> str:
         return self._watch.problem
 
-    def tell_stacks(self, after_s: float) -> None:
-        self._watch.stacks_after_s = after_s
+    def dump_stacks_after(self, after_s: float) -> None:
+        self._watch.stall_threshold_s = after_s
 
     def bytes_moved(self) -> tuple[int, int]:
         links = tuple(self._links.values())  # any thread may ask while the owner's changes it
@@ -373,9 +378,9 @@ class BaseEndpoint(abc.ABC):
             if self._closed:
                 return
             self._closed = True
-        self._joiner.close()
-        if self._pulse is not None:
-            self._pulse.close(self.config.deadline_s)
+        self._link_setup.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close(self.config.connect_timeout_s)
         waiting = [item for item in self._inbox if isinstance(item, Link)]
         for link in (*self._links.values(), *waiting):
             self._forget(link)

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from actors.channels.base import Endpoint
-from actors.channels.cuda import indexed, require_cupy, require_nccl
+from actors.channels.cuda import require_cupy, require_nccl, with_device_index
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.nccl import NcclEndpoint
@@ -20,10 +20,10 @@ from contracts.clock import Clock
 from contracts.config import SPIN_S, ChannelConfig
 from contracts.errors import ChannelError
 from contracts.machine import usable_cores
-from contracts.worker import Group, WorkerSpec
+from contracts.ranks import Group, RankSpec
 
 
-class Backend(NamedTuple):
+class EndpointBackend(NamedTuple):
     """memory: the type of the devices between which it moves payloads. require: raises ChannelError
     where this machine lacks what it needs."""
 
@@ -32,15 +32,15 @@ class Backend(NamedTuple):
     require: Callable[[], None] = lambda: None
 
 
-BACKENDS: dict[str, Backend] = {
-    "shm": Backend(ShmEndpoint, "cpu"),
-    "tcp": Backend(TcpEndpoint, "cpu"),
-    "nccl": Backend(NcclEndpoint, "cuda", require_nccl),
-    "ipc": Backend(IpcEndpoint, "cuda", partial(require_cupy, "ipc")),
+BACKENDS: dict[str, EndpointBackend] = {
+    "shm": EndpointBackend(ShmEndpoint, "cpu"),
+    "tcp": EndpointBackend(TcpEndpoint, "cpu"),
+    "nccl": EndpointBackend(NcclEndpoint, "cuda", require_nccl),
+    "ipc": EndpointBackend(IpcEndpoint, "cuda", partial(require_cupy, "ipc")),
 }
 
 
-def rank_endpoint(spec: WorkerSpec, device: torch.device, clock: Clock) -> Endpoint:
+def rank_endpoint(spec: RankSpec, device: torch.device, clock: Clock) -> Endpoint:
     """The endpoint of a rank. Raises ChannelError."""
     config = spec.config.channel
     spin_s = config.spin_s
@@ -78,7 +78,7 @@ def make_endpoint(
         epoch=epoch,
         config=config,
         clock=clock,
-        device=indexed(device),
+        device=with_device_index(device),
         placement=placement,
     )
 
@@ -88,18 +88,18 @@ def _backend(name: str, device: torch.device) -> type[BaseEndpoint]:
     backend = BACKENDS.get(name)
     if backend is None:
         raise ChannelError(
-            f"channel.backend={name}: choose {_either(BACKENDS)} before making an endpoint"
+            f"channel.backend={name}: choose {_alternatives(BACKENDS)} before making an endpoint"
         )
     if device.type != backend.memory:
         others = [key for key, other in BACKENDS.items() if other.memory == device.type]
         raise ChannelError(
             f"channel.backend={name} moves {backend.memory} memory, this rank computes on {device}:"
-            f" use {_either(others)}"
+            f" use {_alternatives(others)}"
         )
     backend.require()
     return backend.endpoint
 
 
-def _either(names: Iterable[str]) -> str:
+def _alternatives(names: Iterable[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} or {last}"

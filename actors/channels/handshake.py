@@ -26,7 +26,7 @@ import msgspec
 
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeBrokenError, HandshakeError
-from contracts.frames import BAD_FRAME, PREFIX_BYTES, body_bytes, framed
+from contracts.frames import FRAME_ERRORS, PREFIX_BYTES, encode_frame, frame_size
 
 PROTOCOL = 1
 NONCE_BYTES = 32
@@ -83,7 +83,7 @@ _Message = _Challenge | _Hello | _Welcome | _Refused
 _decode = msgspec.msgpack.Decoder(_Message).decode
 # Yields what to send, or how many bytes to receive, and is sent these; returns who it was.
 _Steps = Generator[bytes | int, bytes, Remote]
-Answer = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
+AcceptHandler = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
 
 
 def new_token() -> bytes:
@@ -111,7 +111,7 @@ def accept(
     sock: socket.socket,
     me: Identity,
     *,
-    answer: Answer | None = None,
+    answer: AcceptHandler | None = None,
     deadline_s: float,
     first_byte_s: float | None = None,
 ) -> Remote:
@@ -140,7 +140,7 @@ async def accept_async(
     writer: asyncio.StreamWriter,
     me: Identity,
     *,
-    answer: Answer | None = None,
+    answer: AcceptHandler | None = None,
     deadline_s: float,
     first_byte_s: float | None = None,
 ) -> Remote:
@@ -149,7 +149,7 @@ async def accept_async(
 
 
 def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _Steps:
-    challenge = yield from _hear()
+    challenge = yield from _receive_message()
     if not isinstance(challenge, _Challenge) or len(challenge.nonce) != NONCE_BYTES:
         raise HandshakeError("the other side is not a Tandem rank (no challenge)")
     if challenge.protocol != PROTOCOL:
@@ -161,7 +161,7 @@ def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _
     hello = _Hello(me.name, to, me.epoch, purpose, extra, nonce)
     hello = msgspec.structs.replace(hello, proof=_proof(me, "initiator", challenge, hello))
     yield _frame(hello)
-    reply = yield from _hear()
+    reply = yield from _receive_message()
     if isinstance(reply, _Refused):
         raise HandshakeError(f"{to or 'the other side'} refused {me.name}: {reply.reason}")
     if not isinstance(reply, _Welcome):
@@ -174,10 +174,10 @@ def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _
     return Remote(name=reply.name, epoch=me.epoch, purpose=purpose, extra=reply.extra)
 
 
-def _acceptor(me: Identity, answer: Answer | None) -> _Steps:
+def _acceptor(me: Identity, answer: AcceptHandler | None) -> _Steps:
     challenge = _Challenge(PROTOCOL, secrets.token_bytes(NONCE_BYTES))
     yield _frame(challenge)
-    hello = yield from _hear()
+    hello = yield from _receive_message()
     if not isinstance(hello, _Hello) or len(hello.nonce) != NONCE_BYTES:
         raise HandshakeError("a stranger broke the handshake: expected a hello")
     remote = Remote(name=hello.name, epoch=hello.epoch, purpose=hello.purpose, extra=hello.extra)
@@ -204,9 +204,9 @@ def _check_hello(me: Identity, challenge: _Challenge, hello: _Hello) -> None:
         raise HandshakeError(f"it looks for {hello.to}, this is {me.name}")
 
 
-def _proof(me: Identity, label: str, *said: _Message) -> bytes:
+def _proof(me: Identity, label: str, *messages: _Message) -> bytes:
     """HMAC over `label` and the messages; a message's own proof field is still empty."""
-    return hmac.digest(me.token, msgspec.msgpack.encode((label, *said)), "sha256")
+    return hmac.digest(me.token, msgspec.msgpack.encode((label, *messages)), "sha256")
 
 
 def _frame(message: _Message) -> bytes:
@@ -216,15 +216,15 @@ def _frame(message: _Message) -> bytes:
             f"a handshake message of {len(body)} bytes exceeds {MAX_FRAME_BYTES} bytes: "
             "send less in `extra`"
         )
-    return framed(body)
+    return encode_frame(body)
 
 
-def _hear() -> Generator[bytes | int, bytes, _Message]:
+def _receive_message() -> Generator[bytes | int, bytes, _Message]:
     """The next message."""
     try:
-        body = yield body_bytes((yield PREFIX_BYTES), MAX_FRAME_BYTES)
+        body = yield frame_size((yield PREFIX_BYTES), MAX_FRAME_BYTES)
         message: _Message = _decode(body)
-    except BAD_FRAME as error:
+    except FRAME_ERRORS as error:
         text = f"the other side sent something that is not a handshake ({error})"
         raise HandshakeError(text) from None
     return message
@@ -236,36 +236,36 @@ def _run_blocking(
     start_s = monotonic_s()
     end_s = start_s + deadline_s
     first_s = end_s if first_byte_s is None else min(end_s, start_s + first_byte_s)
-    heard = False
+    has_received = False
 
-    def say(data: bytes) -> bytes:
+    def send_bytes(data: bytes) -> bytes:
         sock.settimeout(max(end_s - monotonic_s(), 1e-3))
         sock.sendall(data)
         return b""
 
-    def hear(size: int) -> bytes:
-        nonlocal heard
+    def receive_bytes(size: int) -> bytes:
+        nonlocal has_received
         data = b""
         while len(data) < size:
-            until_s = end_s if heard else first_s
+            until_s = end_s if has_received else first_s
             if monotonic_s() >= until_s:
                 raise TimeoutError
             sock.settimeout(max(until_s - monotonic_s(), 1e-3))
             piece = sock.recv(size - len(data))
             if not piece:
                 raise HandshakeBrokenError(_CLOSED)
-            heard = True
+            has_received = True
             data += piece
         return data
 
     try:
         step = next(steps)
         while True:
-            step = steps.send(hear(step) if isinstance(step, int) else say(step))
+            step = steps.send(receive_bytes(step) if isinstance(step, int) else send_bytes(step))
     except StopIteration as done:
         return _remote(done)
     except TimeoutError:
-        raise _too_late(deadline_s, None if heard else first_byte_s) from None
+        raise _timeout_error(deadline_s, None if has_received else first_byte_s) from None
     except OSError as error:
         raise HandshakeBrokenError(f"{_BROKE}: {error}") from None
 
@@ -280,18 +280,18 @@ async def _run_async(
     loop = asyncio.get_running_loop()
     end_s = loop.time() + deadline_s
     first_s = end_s if first_byte_s is None else min(end_s, loop.time() + first_byte_s)
-    heard = False
+    has_received = False
 
-    async def hear(size: int) -> bytes:
-        nonlocal heard
+    async def receive_bytes(size: int) -> bytes:
+        nonlocal has_received
         first = b""
-        if not heard:
+        if not has_received:
             async with asyncio.timeout_at(first_s):
                 first = await reader.readexactly(1)
-            heard = True
+            has_received = True
         return first + await reader.readexactly(size - len(first))
 
-    async def say(data: bytes) -> bytes:
+    async def send_bytes(data: bytes) -> bytes:
         writer.write(data)
         await writer.drain()
         return b""
@@ -300,18 +300,20 @@ async def _run_async(
         async with asyncio.timeout_at(end_s):
             step = next(steps)
             while True:
-                step = steps.send(await (hear(step) if isinstance(step, int) else say(step)))
+                step = steps.send(
+                    await (receive_bytes(step) if isinstance(step, int) else send_bytes(step))
+                )
     except StopIteration as done:
         return _remote(done)
     except TimeoutError:
-        raise _too_late(deadline_s, None if heard else first_byte_s) from None
+        raise _timeout_error(deadline_s, None if has_received else first_byte_s) from None
     except asyncio.IncompleteReadError:
         raise HandshakeBrokenError(_CLOSED) from None
     except OSError as error:
         raise HandshakeBrokenError(f"{_BROKE}: {error}") from None
 
 
-def _too_late(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenError:
+def _timeout_error(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenError:
     """first_byte_s: what has passed, where that is the deadline that has."""
     if first_byte_s is not None and first_byte_s < deadline_s:
         return HandshakeBrokenError(f"nothing was said within {first_byte_s:g} s")

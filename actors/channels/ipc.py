@@ -23,14 +23,21 @@ from typing import Any
 
 import torch
 
-from actors.channels.base import Part
+from actors.channels.base import TensorSpec
 from actors.channels.cuda import require_cupy
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.frame_link import encode
-from actors.channels.link import Joint, Link, Views
+from actors.channels.link import Link, LinkSockets, Views
 from actors.channels.listener import listen_unix
-from actors.channels.ring_link import Announce, RingLink
-from actors.channels.segments import FLAG_BYTES, Memory, Place, check_memfd, create_memfd, releaser
+from actors.channels.segments import (
+    FLAG_BYTES,
+    PayloadLocation,
+    SegmentMemory,
+    check_memfd,
+    create_memfd,
+    releaser,
+)
+from actors.channels.shm import Announce, SharedMemoryLink
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, PeerError
@@ -66,45 +73,45 @@ class DeviceMemory:
         """Nothing: see above."""
 
 
-class IpcLink(RingLink):
+class IpcLink(SharedMemoryLink):
     def __init__(
-        self, joint: Joint, config: ChannelConfig, clock: Clock, device: torch.device
+        self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
     ) -> None:
-        super().__init__(joint, config, clock)
+        super().__init__(link_sockets, config, clock)
         self._runtime: Any = require_cupy("ipc").cuda.runtime
         self._device = device
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}  # ours, by segment and slot
         self._peer_ready: dict[tuple[int, int], torch.cuda.Event] = {}
         self._releasing: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
 
-    def reserve(self, parts: Sequence[Part]) -> Any:
+    def reserve(self, parts: Sequence[TensorSpec]) -> Any:
         self._set_flags()
         return super().reserve(parts)
 
-    def tend(self, now_s: float) -> None:
+    def maintain(self, now_s: float) -> None:
         """Segments are not given back before the end: freeing device memory that the peer has open
         is undefined, and it stops the device."""
         self._set_flags()
 
-    def _empty(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
         return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
 
-    def _new_memory(self, number: int, num_bytes: int) -> Memory:
+    def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         fd = create_memfd(0)
         try:
             with torch.cuda.device(self._device):
                 pointer = self._runtime.malloc(num_bytes)
                 memory = DeviceMemory(fd, pointer, num_bytes, self._runtime.free)
                 handle = self._runtime.ipcGetMemHandle(pointer)
-            self._header_link.send(encode(Announce(number, num_bytes, handle)), fd)
+            self._frames.send(encode(Announce(number, num_bytes, handle)), fd)
         except RuntimeError as error:
             raise ChannelError(f"no device memory for {num_bytes} bytes: {error}") from None
         finally:
             os.close(fd)
         return memory
 
-    def _map(self, message: Announce) -> Memory:
-        fd = self._header_link.take_fd()
+    def _map(self, message: Announce) -> SegmentMemory:
+        fd = self._frames.take_fd()
         try:
             if not check_memfd(fd, 0):
                 raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
@@ -117,7 +124,7 @@ class IpcLink(RingLink):
         finally:
             os.close(fd)
 
-    def _mark_ready(self, place: Place) -> bytes:
+    def _mark_ready(self, place: PayloadLocation) -> bytes:
         key = (place.segment, place.slot)
         event = self._ready.get(key)
         new = event is None
@@ -126,7 +133,9 @@ class IpcLink(RingLink):
         event.record(torch.cuda.current_stream(self._device))
         return bytes(event.ipc_handle()) if new else b""  # type: ignore[no-untyped-call]
 
-    def _wait_ready(self, place: Place, ready: bytes, memory: Memory) -> Callable[[], None]:
+    def _wait_ready(
+        self, place: PayloadLocation, ready: bytes, memory: SegmentMemory
+    ) -> Callable[[], None]:
         key = (place.segment, place.slot)
         if ready:
             self._peer_ready[key] = torch.cuda.Event.from_ipc_handle(self._device, ready)  # type: ignore[no-untyped-call]
@@ -163,9 +172,9 @@ class IpcEndpoint(BaseEndpoint):
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_unix()
 
-    def _join(self, joint: Joint) -> Link:
+    def _join(self, link_sockets: LinkSockets) -> Link:
         try:
-            return IpcLink(joint, self.config, self.clock, self.device)
+            return IpcLink(link_sockets, self.config, self.clock, self.device)
         except ChannelError:
-            joint.close()
+            link_sockets.close()
             raise

@@ -9,27 +9,27 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, Part, Reservation
-from actors.channels.pulse import Heart
+from actors.channels.base import Header, Packet, Reservation, TensorSpec
+from actors.channels.heartbeat import HeartbeatMonitor
 from contracts.clock import Clock
 
 ALIGNMENT_BYTES = 64
 
 
-class Joint(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSockets(msgspec.Struct, frozen=True, kw_only=True):
     """The two sockets of a new link, and what its ends told each other in the handshake."""
 
     peer: str
     data: socket.socket
-    pulse: socket.socket
+    heartbeat: socket.socket
     initiator: bool
     offer: bytes
-    clock_ahead_s: float = 0.0  # the peer's clock, of ours; of one machine it is the same
+    clock_offset_s: float = 0.0  # the peer's clock, of ours; of one machine it is the same
     epoch: int = 0  # the peer's
 
     def close(self) -> None:
         self.data.close()
-        self.pulse.close()
+        self.heartbeat.close()
 
 
 class Link(abc.ABC):
@@ -41,10 +41,10 @@ class Link(abc.ABC):
 
     poll_fd: int | None = None
 
-    def __init__(self, joint: Joint, clock: Clock) -> None:
-        self.peer, self.epoch = joint.peer, joint.epoch
-        self.heart = Heart(joint.pulse, joint.peer, clock())
-        self.clock_ahead_s = joint.clock_ahead_s
+    def __init__(self, link_sockets: LinkSockets, clock: Clock) -> None:
+        self.peer, self.epoch = link_sockets.peer, link_sockets.epoch
+        self.monitor = HeartbeatMonitor(link_sockets.heartbeat, link_sockets.peer, clock())
+        self.clock_offset_s = link_sockets.clock_offset_s
         self.sent_bytes = 0
         self.received_bytes = 0
         self._clock = clock
@@ -60,12 +60,12 @@ class Link(abc.ABC):
         return False
 
     @property
-    def coming(self) -> bool:
+    def has_incoming(self) -> bool:
         """Whether packets are on their way of which `poll_fd` will not tell again."""
         return False
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `receive` would return such a packet now."""
         return False
 
@@ -73,7 +73,7 @@ class Link(abc.ABC):
         """Starts the link's threads, once the owner knows of it."""
 
     @abc.abstractmethod
-    def reserve(self, parts: Sequence[Part]) -> Reservation: ...
+    def reserve(self, parts: Sequence[TensorSpec]) -> Reservation: ...
 
     @abc.abstractmethod
     def commit(self, reservation: Reservation, header: Header) -> None: ...
@@ -85,7 +85,7 @@ class Link(abc.ABC):
     def flush(self) -> None:  # noqa: B027 - most links have nothing to flush
         """Sends what the kernel did not take at once (any thread; never raises, never waits)."""
 
-    def tend(self, now_s: float) -> None:  # noqa: B027 - most links need none
+    def maintain(self, now_s: float) -> None:  # noqa: B027 - most links need none
         """Housekeeping, about once a second. Raises PeerError."""
 
     @abc.abstractmethod
@@ -93,20 +93,20 @@ class Link(abc.ABC):
         """Closes sockets, ends threads. Packets that were handed out stay readable."""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class PayloadLayout(msgspec.Struct, frozen=True):
     """Where the parts of a payload lie: `offsets_bytes`, each aligned, in `num_bytes`."""
 
     offsets_bytes: tuple[int, ...]
     num_bytes: int
 
 
-def lay_out(parts: Sequence[Part]) -> Layout:
+def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
     """Parts one after the other, each at a multiple of 64 bytes."""
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)
         end += -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return Layout(tuple(offsets), end)
+    return PayloadLayout(tuple(offsets), end)
 
 
 class Views:
@@ -117,13 +117,15 @@ class Views:
         self.memory = memory
         self._as_dtype = {torch.uint8: memory}
 
-    def cut(self, parts: Sequence[Part], layout: Layout, start_bytes: int) -> list[torch.Tensor]:
+    def cut(
+        self, parts: Sequence[TensorSpec], layout: PayloadLayout, start_bytes: int
+    ) -> list[torch.Tensor]:
         return [
             self._view(part, start_bytes + offset)
             for part, offset in zip(parts, layout.offsets_bytes, strict=True)
         ]
 
-    def _view(self, part: Part, offset_bytes: int) -> torch.Tensor:
+    def _view(self, part: TensorSpec, offset_bytes: int) -> torch.Tensor:
         dtype = part.torch_dtype
         typed = self._as_dtype.get(dtype)
         if typed is None:

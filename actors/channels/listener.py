@@ -1,7 +1,7 @@
 """Accepts connections and lets each prove itself, without harm to the others or to the owner.
 
 One thread accepts; every handshake runs on a short-lived thread of its own with a short deadline.
-How many run at once, and who gives way, `gate.Gate` says.
+How many run at once, and who gives way, `gate.PendingHandshakes` says.
 """
 
 from __future__ import annotations
@@ -17,28 +17,36 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from actors.channels import gate, handshake
-from actors.channels.gate import ACCEPT_RETRY_S, MAX_UNPROVEN, Gate, address_of, shut_down
-from actors.channels.handshake import Answer, Identity, Remote
-from actors.channels.neighbour import credentials
+from actors.channels import handshake, pending_handshakes
+from actors.channels.handshake import AcceptHandler, Identity, Remote
+from actors.channels.local_process import peer_credentials
+from actors.channels.pending_handshakes import (
+    ACCEPT_RETRY_S,
+    MAX_UNPROVEN,
+    PendingHandshakes,
+    address_of,
+    shut_down,
+)
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandshakeError
 from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-ALTERNATIVE: Final = ","  # between the addresses of one listener: the first that answers is meant
+ADDRESS_SEPARATOR: Final = (
+    ","  # between the addresses of one listener: the first that answers is meant
+)
 _BACKLOG: Final = 128
 _BACKLOG_RETRY_S: Final = 0.005
 
-Accepted = Callable[[socket.socket, Remote], None]
+AcceptedHandler = Callable[[socket.socket, Remote], None]
 
 
 def listen_unix() -> tuple[socket.socket, str]:
     """A listening Unix socket with a random abstract name, and its address.
 
     Abstract names live in the kernel: unlike a file they vanish with the process, however it ends.
-    They have no file mode; `Listener` checks the user instead (SO_PEERCRED).
+    They have no file mode; `HandshakeListener` checks the user instead (SO_PEERCRED).
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"tandem-{secrets.token_hex(12)}"
@@ -61,7 +69,7 @@ def dial(address: str, timeout_s: float) -> socket.socket:
     """A connection to an address as `listen_*` made it, or to the first of several, joined by
     ALTERNATIVE, that answers. Raises ChannelError."""
     end_s = monotonic_s() + timeout_s
-    *others, last = address.split(ALTERNATIVE)
+    *others, last = address.split(ADDRESS_SEPARATOR)
     for other in others:
         try:
             return _dial(other, timeout_s)
@@ -104,18 +112,18 @@ def _dial_unix(name: str, timeout_s: float) -> socket.socket:
         raise
 
 
-class Listener:
+class HandshakeListener:
     """Owns `sock`. `accepted` is called on a handshake's thread and takes over the connection, also
     when it raises."""
 
     def __init__(
-        self, sock: socket.socket, me: Identity, *, answer: Answer, accepted: Accepted
+        self, sock: socket.socket, me: Identity, *, answer: AcceptHandler, accepted: AcceptedHandler
     ) -> None:
         self._sock = sock
         self._me = me
         self._answer = answer
-        self._accepted = accepted
-        self._gate = Gate(me.name)
+        self._on_accepted = accepted
+        self._pending = PendingHandshakes(me.name)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)  # a handshake has
@@ -158,22 +166,22 @@ class Listener:
         except BlockingIOError:  # woken to stop, or whoever came is gone
             return
         except OSError as error:  # no descriptors, no memory: do not spin on it
-            self._gate.tell("accept_failed", str(error))
+            self._pending.log_limited("accept_failed", str(error))
             self._stopping.wait(ACCEPT_RETRY_S)
             return
         try:
             address = address_of(sock)
-            number = self._gate.enter(address, partial(shut_down, sock))
+            number = self._pending.enter(address, partial(shut_down, sock))
         except OSError:  # gone again
             sock.close()
             return
         if not self._start(sock, number):
-            self._gate.leave(number)
+            self._pending.leave(number)
             sock.close()
 
     def _start(self, sock: socket.socket, number: int) -> bool:
         thread = threading.Thread(
-            target=self._greet, args=(sock, number), name=f"{self._me.name}-handshake", daemon=True
+            target=self._handle, args=(sock, number), name=f"{self._me.name}-handshake", daemon=True
         )
         with self._lock:
             # Those that were cut are about to end: they have been shut down.
@@ -186,22 +194,22 @@ class Listener:
         try:
             thread.start()
         except RuntimeError as error:  # the system gives us no more threads
-            self._gate.tell("accept_failed", str(error))
+            self._pending.log_limited("accept_failed", str(error))
             with self._lock:
                 del self._live[thread]
             self._stopping.wait(ACCEPT_RETRY_S)
             return False
         return True
 
-    def _greet(self, sock: socket.socket, number: int) -> None:
+    def _handle(self, sock: socket.socket, number: int) -> None:
         try:
-            remote = self._prove(sock)
-            stays = self._gate.leave(number)
+            remote = self._authenticate(sock)
+            stays = self._pending.leave(number)
             with self._lock:
                 welcome = stays and not self._stopping.is_set()
                 self._live[threading.current_thread()] = None
             if welcome and remote is not None:
-                self._accepted(sock, remote)
+                self._on_accepted(sock, remote)
             else:
                 sock.close()
         except BaseException as error:  # whatever it met, the next one is served
@@ -214,20 +222,20 @@ class Listener:
                 self._live.pop(threading.current_thread(), None)
                 self._ended.notify_all()
 
-    def _prove(self, sock: socket.socket) -> Remote | None:
+    def _authenticate(self, sock: socket.socket) -> Remote | None:
         try:
             _check_user(sock)
             remote = handshake.accept(
                 sock,
                 self._me,
                 answer=self._answer,
-                deadline_s=gate.HANDSHAKE_S,
-                first_byte_s=gate.FIRST_BYTE_S,
+                deadline_s=pending_handshakes.HANDSHAKE_S,
+                first_byte_s=pending_handshakes.FIRST_BYTE_S,
             )
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (HandshakeError, OSError) as error:
-            self._gate.tell("handshake_refused", str(error))
+            self._pending.log_limited("handshake_refused", str(error))
             return None
         return remote
 
@@ -236,6 +244,6 @@ def _check_user(sock: socket.socket) -> None:
     """Raises HandshakeError unless the process behind a Unix socket is ours or root's."""
     if sock.family != socket.AF_UNIX:
         return
-    _, uid = credentials(sock)
+    _, uid = peer_credentials(sock)
     if uid not in (os.getuid(), 0):
         raise HandshakeError(f"user {uid} is neither {os.getuid()} nor root")

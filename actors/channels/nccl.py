@@ -28,15 +28,15 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, Part, Reservation
+from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.cuda import require_nccl
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.frame_link import FrameLink, encode
-from actors.channels.link import Joint, Link
+from actors.channels.link import Link, LinkSockets
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
-from contracts.frames import BAD_FRAME
+from contracts.frames import FRAME_ERRORS
 from contracts.requests import Priority
 
 UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars before
@@ -51,7 +51,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
     header: Header
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSpec, ...]
 
 
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
@@ -149,20 +149,24 @@ def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes
     return results[0]
 
 
-class Sent:
+class NcclReservation:
     """A reservation: tensors on the device, sent from where they are."""
 
     __slots__ = ("parts", "peer", "tensors")
 
-    def __init__(self, peer: str, parts: tuple[Part, ...], tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, peer: str, parts: tuple[TensorSpec, ...], tensors: list[torch.Tensor]
+    ) -> None:
         self.peer = peer
         self.parts = parts
         self.tensors: Sequence[torch.Tensor] = tensors
 
 
 class NcclLink(FrameLink):
-    def __init__(self, joint: Joint, clock: Clock, lanes: Lanes, device: torch.device) -> None:
-        super().__init__(joint, clock, _decode)
+    def __init__(
+        self, link_sockets: LinkSockets, clock: Clock, lanes: Lanes, device: torch.device
+    ) -> None:
+        super().__init__(link_sockets, clock, _decode)
         self._lanes = lanes
         self._device = device
         self._sending: tuple[deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]], ...] = tuple(
@@ -173,11 +177,11 @@ class NcclLink(FrameLink):
         )
 
     @property
-    def coming(self) -> bool:
+    def has_incoming(self) -> bool:
         return any(self._receiving)
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return any(
             under_way and under_way[0][0].query()  # type: ignore[no-untyped-call]
             for under_way in self._receiving
@@ -193,14 +197,14 @@ class NcclLink(FrameLink):
                 packets.append(packet)
         return packets
 
-    def reserve(self, parts: Sequence[Part]) -> Sent:
-        self._let_go()
+    def reserve(self, parts: Sequence[TensorSpec]) -> NcclReservation:
+        self._release_sent()
         parts = tuple(parts)
-        return Sent(self.peer, parts, self._empty(parts))
+        return NcclReservation(self.peer, parts, self._empty(parts))
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, Sent)
-        self._header_link.send(encode(_Frame(header, reservation.parts)))
+        assert isinstance(reservation, NcclReservation)
+        self._frames.send(encode(_Frame(header, reservation.parts)))
         tensors, reservation.tensors = reservation.tensors, ()
         try:
             sent = self._lanes.outgoing[header.priority].send(tensors)
@@ -209,8 +213,8 @@ class NcclLink(FrameLink):
             raise PeerError(f"{self.peer}: NCCL send failed: {error}", self.peer) from None
         self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
 
-    def tend(self, now_s: float) -> None:
-        self._let_go()
+    def maintain(self, now_s: float) -> None:
+        self._release_sent()
         try:
             self._lanes.check()
         except RuntimeError as error:
@@ -224,7 +228,7 @@ class NcclLink(FrameLink):
         for receiving in self._receiving:
             receiving.clear()
 
-    def _take(self, message: _Frame) -> None:
+    def _handle(self, message: _Frame) -> None:
         tensors = self._empty(message.parts)
         lane = self._lanes.incoming[message.header.priority]
         try:
@@ -237,10 +241,10 @@ class NcclLink(FrameLink):
         packet = Packet(self.peer, message.header, tensors, self._clock(), None)
         self._receiving[message.header.priority].append((done, packet))
 
-    def _empty(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
         return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
 
-    def _let_go(self) -> None:
+    def _release_sent(self) -> None:
         for sending in self._sending:
             while sending and sending[0][0].query():  # type: ignore[no-untyped-call]
                 sending.popleft()
@@ -251,8 +255,8 @@ class NcclEndpoint(BaseEndpoint):
 
     backend = "nccl"
 
-    def _coming(self) -> list[Link]:
-        return [link for link in self._links.values() if link.coming]
+    def _incoming_links(self) -> list[Link]:
+        return [link for link in self._links.values() if link.has_incoming]
 
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_tcp(host)
@@ -262,20 +266,22 @@ class NcclEndpoint(BaseEndpoint):
         ids = [nccl.get_unique_id() for _ in range(4)]
         return msgspec.msgpack.encode(_Offer((ids[0], ids[1]), (ids[2], ids[3])))
 
-    def _join(self, joint: Joint) -> Link:
+    def _join(self, link_sockets: LinkSockets) -> Link:
         try:
             nccl = require_nccl()
-            offer = _decode_offer(joint.offer)
+            offer = _decode_offer(link_sockets.offer)
             lanes = open_lanes(
-                lambda: self._lanes(nccl, offer, joint), joint.peer, self.config.deadline_s
+                lambda: self._lanes(nccl, offer, link_sockets),
+                link_sockets.peer,
+                self.config.connect_timeout_s,
             )
-        except (ChannelError, *BAD_FRAME) as error:
-            joint.close()
+        except (ChannelError, *FRAME_ERRORS) as error:
+            link_sockets.close()
             if isinstance(error, ChannelError):
                 raise
-            raise ChannelError(f"{joint.peer} sent no NCCL ids: {error}") from None
-        return NcclLink(joint, self.clock, lanes, self.device)
+            raise ChannelError(f"{link_sockets.peer} sent no NCCL ids: {error}") from None
+        return NcclLink(link_sockets, self.clock, lanes, self.device)
 
-    def _lanes(self, nccl: Any, offer: _Offer, joint: Joint) -> Lanes:
+    def _lanes(self, nccl: Any, offer: _Offer, link_sockets: LinkSockets) -> Lanes:
         with torch.cuda.device(self.device):  # per thread, in CUDA's runtime
-            return Lanes(nccl, offer, initiator=joint.initiator, device=self.device)
+            return Lanes(nccl, offer, initiator=link_sockets.initiator, device=self.device)

@@ -18,13 +18,13 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from bisect import bisect_right
 from functools import partial
 from typing import Final, Protocol
 
 import msgspec
 import torch
 
-from actors.channels.allocator import FirstFit
 from actors.channels.link import ALIGNMENT_BYTES, Views
 from contracts.errors import ChannelError, PeerError
 from contracts.machine import available_bytes
@@ -34,7 +34,7 @@ IDLE_S: Final = 5.0
 _SET: Final = b"\x01"
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Where a payload lies."""
 
     segment: int
@@ -42,7 +42,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int
 
 
-class Memory(Protocol):
+class SegmentMemory(Protocol):
     """One segment's memory, of either side. `flags` is host memory, FLAG_BYTES long."""
 
     views: Views
@@ -108,7 +108,7 @@ def check_memfd(fd: int, num_bytes: int) -> bool:
 class _Segment:
     """A segment as its sender sees it."""
 
-    def __init__(self, number: int, memory: Memory, num_bytes: int) -> None:
+    def __init__(self, number: int, memory: SegmentMemory, num_bytes: int) -> None:
         self.number = number
         self.memory = memory
         self.idle_since_s: float | None = None
@@ -117,7 +117,7 @@ class _Segment:
         self._offsets: dict[int, int] = {}  # slot -> offset
         self._end = 0  # no slot at or above has ever been taken
 
-    def place(self, num_bytes: int) -> Place | None:
+    def allocate(self, num_bytes: int) -> PayloadLocation | None:
         if not self._slots:
             return None
         offset = self.allocator.allocate(num_bytes)
@@ -126,7 +126,7 @@ class _Segment:
         slot = self._slots.pop()
         self._end = max(self._end, slot + 1)
         self._offsets[slot] = offset
-        return Place(self.number, slot, offset)
+        return PayloadLocation(self.number, slot, offset)
 
     def free(self, slot: int) -> None:
         self.allocator.free(self._offsets.pop(slot))
@@ -140,33 +140,33 @@ class _Segment:
             self.free(slot)
 
 
-class NewMemory(Protocol):
+class MemoryFactory(Protocol):
     """Makes a segment's memory and tells the peer of it, before any packet in it is sent."""
 
-    def __call__(self, number: int, num_bytes: int) -> Memory: ...
+    def __call__(self, number: int, num_bytes: int) -> SegmentMemory: ...
 
 
-class Arena:
+class SegmentAllocator:
     """All segments in which one side of a link sends."""
 
-    def __init__(self, segment_bytes: int, new_memory: NewMemory) -> None:
+    def __init__(self, segment_bytes: int, new_memory: MemoryFactory) -> None:
         self._segment_bytes = segment_bytes
         self._new_memory = new_memory
         self._segments: dict[int, _Segment] = {}
         self._next = 0
 
-    def place(self, num_bytes: int) -> Place:
+    def allocate(self, num_bytes: int) -> PayloadLocation:
         """Space for a payload (num_bytes > 0). Raises ChannelError if the machine has none."""
         for segment in self._segments.values():
             segment.reclaim()
-            place = segment.place(num_bytes)
+            place = segment.allocate(num_bytes)
             if place is not None:
                 return place
-        place = self._add(num_bytes).place(num_bytes)
+        place = self._add(num_bytes).allocate(num_bytes)
         assert place is not None
         return place
 
-    def memory(self, number: int) -> Memory:
+    def memory(self, number: int) -> SegmentMemory:
         return self._segments[number].memory
 
     def idle(self, now_s: float) -> list[int]:
@@ -203,14 +203,14 @@ class Arena:
         return segment
 
 
-class Mappings:
+class PeerSegments:
     """The segments in which the other side of a link sends."""
 
     def __init__(self, peer: str) -> None:
         self._peer = peer
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, SegmentMemory] = {}
 
-    def add(self, number: int, memory: Memory) -> None:
+    def add(self, number: int, memory: SegmentMemory) -> None:
         self._memories[number] = memory
 
     def drop(self, number: int) -> None:
@@ -218,7 +218,7 @@ class Mappings:
         if memory is not None:
             memory.close()
 
-    def memory(self, place: Place, num_bytes: int) -> Memory:
+    def memory(self, place: PayloadLocation, num_bytes: int) -> SegmentMemory:
         """The memory behind `place`. Raises PeerError for a place that does not exist."""
         memory = self._memories.get(place.segment)
         if (
@@ -234,6 +234,63 @@ class Mappings:
             self.drop(number)
 
 
-def releaser(memory: Memory, slot: int) -> partial[None]:
+def releaser(memory: SegmentMemory, slot: int) -> partial[None]:
     """What marks a slot as released; it may be called from any thread."""
     return partial(memory.flags.__setitem__, slot, 1)
+
+
+class FirstFit:
+    """Offsets in [0, size). Sizes are taken as they come: the caller rounds them to alignment."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.used = 0
+        self._starts = [0]  # of the free gaps, ascending; gaps never touch each other
+        self._ends = [size]
+        self._sizes: dict[int, int] = {}  # offset -> size, of what is allocated
+
+    def allocate(self, size: int) -> int | None:
+        """The lowest offset with `size` (> 0) free bytes; None: no gap is large enough."""
+        for index, start in enumerate(self._starts):
+            end = self._ends[index]
+            if end - start >= size:
+                if end - start == size:
+                    del self._starts[index], self._ends[index]
+                else:
+                    self._starts[index] = start + size
+                self._sizes[start] = size
+                self.used += size
+                return start
+        return None
+
+    def free(self, offset: int) -> None:
+        """Gives back what `allocate` returned. Raises KeyError if it is not allocated."""
+        size = self._sizes.pop(offset)
+        self.used -= size
+        end = offset + size
+        index = bisect_right(self._starts, offset)  # the first gap above
+        joins_below = index > 0 and self._ends[index - 1] == offset
+        joins_above = index < len(self._starts) and self._starts[index] == end
+        if joins_below and joins_above:
+            self._ends[index - 1] = self._ends.pop(index)
+            del self._starts[index]
+        elif joins_below:
+            self._ends[index - 1] = end
+        elif joins_above:
+            self._starts[index] = offset
+        else:
+            self._starts.insert(index, offset)
+            self._ends.insert(index, end)
+
+    def check(self) -> None:
+        """Raises AssertionError unless used + free bytes = all bytes and no two pieces overlap."""
+        pieces = [(start, end, "free") for start, end in zip(self._starts, self._ends, strict=True)]
+        pieces += [(start, start + size, "used") for start, size in self._sizes.items()]
+        pieces.sort()
+        position, last = 0, ""
+        for start, end, kind in pieces:
+            assert start == position < end, f"gap or overlap at byte {start}: {pieces}"
+            assert (kind, last) != ("free", "free"), f"free gaps touch at byte {start}"
+            position, last = end, kind
+        assert position == self.size, f"{position} of {self.size} bytes accounted for"
+        assert self.used == sum(self._sizes.values())

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+from collections.abc import Callable, Sequence
 
+import msgspec
+import torch
+
+from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.link import Joint, Link
+from actors.channels.frame_link import FrameLink, encode
+from actors.channels.link import Link, LinkSockets, PayloadLayout, lay_out
 from actors.channels.listener import listen_unix
-from actors.channels.ring_link import RingLink
+from actors.channels.segments import (
+    HostMemory,
+    PayloadLocation,
+    PeerSegments,
+    SegmentAllocator,
+    SegmentMemory,
+    check_memfd,
+    create_memfd,
+    releaser,
+)
+from contracts.clock import Clock
+from contracts.config import ChannelConfig
+from contracts.errors import PeerDeadError, PeerError
 
 
 class ShmEndpoint(BaseEndpoint):
@@ -18,5 +38,140 @@ class ShmEndpoint(BaseEndpoint):
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_unix()
 
-    def _join(self, joint: Joint) -> Link:
-        return RingLink(joint, self.config, self.clock)
+    def _join(self, link_sockets: LinkSockets) -> Link:
+        return SharedMemoryLink(link_sockets, self.config, self.clock)
+
+
+class Announce(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    segment: int
+    num_bytes: int
+    handle: bytes = b""  # of device memory
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    header: Header
+    parts: tuple[TensorSpec, ...]
+    place: PayloadLocation | None  # None: the payload has no bytes
+    ready: bytes = b""  # handle of an interprocess event, when it is new
+
+
+class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    segment: int
+
+
+_decode = msgspec.msgpack.Decoder(Announce | Payload | Withdraw).decode
+
+
+class SegmentReservation:
+    """A reservation in an arena."""
+
+    __slots__ = ("layout", "parts", "peer", "place", "tensors")
+
+    def __init__(
+        self,
+        peer: str,
+        parts: tuple[TensorSpec, ...],
+        layout: PayloadLayout,
+        place: PayloadLocation | None,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self.peer = peer
+        self.parts = parts
+        self.layout = layout
+        self.place = place
+        self.tensors = tensors
+
+
+class SharedMemoryLink(FrameLink):
+    """Host shared memory. `ipc.IpcLink` replaces the methods at the end."""
+
+    def __init__(self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock) -> None:
+        super().__init__(link_sockets, clock, _decode)
+        self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
+        self._peer_segments = PeerSegments(link_sockets.peer)
+
+    def reserve(self, parts: Sequence[TensorSpec]) -> SegmentReservation:
+        parts = tuple(parts)
+        layout = lay_out(parts)
+        if not layout.num_bytes:
+            return SegmentReservation(self.peer, parts, layout, None, self._empty(parts))
+        place = self._segments.allocate(layout.num_bytes)
+        views = self._segments.memory(place.segment).views
+        return SegmentReservation(
+            self.peer, parts, layout, place, views.cut(parts, layout, place.offset_bytes)
+        )
+
+    def commit(self, reservation: Reservation, header: Header) -> None:
+        assert isinstance(reservation, SegmentReservation)
+        place = reservation.place
+        ready = self._mark_ready(place) if place is not None else b""
+        self._frames.send(encode(Payload(header, reservation.parts, place, ready)))
+        self.sent_bytes += reservation.layout.num_bytes
+        reservation.tensors = ()
+
+    def maintain(self, now_s: float) -> None:
+        with contextlib.suppress(PeerDeadError):  # `receive` finds the end of the stream
+            for number in self._segments.idle(now_s):
+                self._frames.send(encode(Withdraw(number)))
+
+    def close(self) -> None:
+        super().close()
+        self._segments.close()
+        self._peer_segments.close()
+
+    def _handle(self, message: Announce | Payload | Withdraw) -> Packet | None:
+        if isinstance(message, Payload):
+            return self._packet(message)
+        if isinstance(message, Announce):
+            self._peer_segments.add(message.segment, self._map(message))
+        else:
+            self._peer_segments.drop(message.segment)
+        return None
+
+    def _packet(self, message: Payload) -> Packet:
+        place, parts, now_s = message.place, message.parts, self._clock()
+        layout = lay_out(parts)
+        if place is None:
+            return Packet(self.peer, message.header, self._empty(parts), now_s, None)
+        memory = self._peer_segments.memory(place, layout.num_bytes)
+        release = self._wait_ready(place, message.ready, memory)
+        tensors = memory.views.cut(parts, layout, place.offset_bytes)
+        self.received_bytes += layout.num_bytes
+        return Packet(self.peer, message.header, tensors, now_s, release)
+
+    # --- what device memory does differently
+
+    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        return [torch.empty(part.shape, dtype=part.torch_dtype) for part in parts]
+
+    def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
+        """Makes a segment for sending, and announces it."""
+        fd = create_memfd(num_bytes)
+        try:
+            memory = HostMemory(fd, num_bytes)
+            self._frames.send(encode(Announce(number, num_bytes)), fd)
+        finally:
+            os.close(fd)
+        return memory
+
+    def _map(self, message: Announce) -> SegmentMemory:
+        """Maps a segment that the peer announced. Raises PeerError."""
+        fd = self._frames.take_fd()
+        try:
+            if not check_memfd(fd, message.num_bytes):
+                raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
+            return HostMemory(fd, message.num_bytes)
+        except OSError as error:
+            raise PeerError(f"cannot map a segment of {self.peer}: {error}", self.peer) from None
+        finally:
+            os.close(fd)
+
+    def _mark_ready(self, place: PayloadLocation) -> bytes:
+        """Called before a payload is announced: from when on may the peer read it?"""
+        return b""
+
+    def _wait_ready(
+        self, place: PayloadLocation, ready: bytes, memory: SegmentMemory
+    ) -> Callable[[], None]:
+        """Called before a payload is read; returns what releases it."""
+        return releaser(memory, place.slot)

@@ -6,7 +6,7 @@
 A packet is cut into pieces, and each piece is of the first lane that has something to send: an LS
 packet waits for one piece of a BE packet, not for its megabytes (2 MB are 16 ms at 1 Gbit/s). While
 both lanes wait, one piece in BEST_EFFORT_TURN is BE's: LS that fills a line starves nobody. The
-kernel holds no more than the line needs: `actors/channels/line_depth.py` says how much either is.
+kernel holds no more than the line needs: `actors/channels/tcp.py` says how much either is.
 
 Each link has a sender thread and a receiver thread, so that transfers go on while the owner
 computes. Small packets that find the line free are sent by `commit` itself: a thread's wake-up
@@ -24,26 +24,26 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, Part, Reservation
+from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.buffers import Buffer, BufferPool
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.header_link import MAX_FRAME_BYTES
-from actors.channels.line_depth import LineDepth
-from actors.channels.link import Joint, Layout, Link, lay_out
+from actors.channels.frame_link import MAX_FRAME_BYTES
+from actors.channels.link import Link, LinkSockets, PayloadLayout, lay_out
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
-from contracts.frames import BAD_FRAME
+from contracts.frames import FRAME_ERRORS
 from contracts.logs import event
 from contracts.requests import Priority
 
 DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
-BEST_EFFORT_TURN: Final = 8
+BEST_EFFORT_INTERVAL: Final = 8
 CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
 _JOIN_S: Final = 5.0
 PIECE = struct.Struct("<II")  # lane and bytes of the payload; bytes of the msgpack body
@@ -56,19 +56,21 @@ Report = Callable[[Packet | PeerError], None]
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
     header: Header
-    parts: tuple[Part, ...]
+    parts: tuple[TensorSpec, ...]
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Frame).decode
 
 
-class Buffered:
+class BufferReservation:
     """A reservation in a buffer of the pool."""
 
     __slots__ = ("buffer", "layout", "parts", "peer", "tensors")
 
-    def __init__(self, peer: str, parts: tuple[Part, ...], layout: Layout, buffer: Buffer) -> None:
+    def __init__(
+        self, peer: str, parts: tuple[TensorSpec, ...], layout: PayloadLayout, buffer: Buffer
+    ) -> None:
         self.peer = peer
         self.parts = parts
         self.layout = layout
@@ -76,30 +78,31 @@ class Buffered:
         self.tensors: Sequence[torch.Tensor] = buffer.views.cut(parts, layout, 0)
 
 
-class _Leaving:
-    """A packet to send. `begun`: the rest of a piece of it that must go before any other."""
+class _OutgoingPacket:
+    """A packet to send. `partial_piece`: the rest of a piece of it that must go before any
+    other."""
 
-    __slots__ = ("_body", "_unsent", "begun", "buffer", "lane")
+    __slots__ = ("_body", "_unsent", "buffer", "lane", "partial_piece")
 
-    def __init__(self, header: Header, reservation: Buffered) -> None:
+    def __init__(self, header: Header, reservation: BufferReservation) -> None:
         self.lane = header.priority
         self.buffer = reservation.buffer
-        self.begun: list[memoryview] = []
+        self.partial_piece: list[memoryview] = []
         self._body = _encode(_Frame(header, reservation.parts))
         self._unsent = reservation.buffer.data[: reservation.layout.num_bytes]
 
     @property
-    def is_over(self) -> bool:
-        return not (self._body or self._unsent or self.begun)
+    def is_sent(self) -> bool:
+        return not (self._body or self._unsent or self.partial_piece)
 
-    def next_piece(self, most_bytes: int) -> list[memoryview]:
-        now, self._unsent = self._unsent[:most_bytes], self._unsent[most_bytes:]
+    def next_piece(self, max_bytes: int) -> list[memoryview]:
+        now, self._unsent = self._unsent[:max_bytes], self._unsent[max_bytes:]
         body, self._body = self._body, b""
         head = PIECE.pack(self.lane << _LANE_SHIFT | len(now), len(body)) + body
         return [memoryview(head), now] if now else [memoryview(head)]
 
 
-class _Arriving:
+class _IncomingPacket:
     """A packet of which the first piece is here."""
 
     __slots__ = ("buffer", "frame", "layout", "received")
@@ -107,14 +110,14 @@ class _Arriving:
     def __init__(self, frame: _Frame, pool: BufferPool) -> None:
         self.frame = frame
         self.layout = lay_out(frame.parts)
-        self.buffer = pool.take(self.layout.num_bytes)
+        self.buffer = pool.acquire(self.layout.num_bytes)
         self.received = 0
 
     @property
     def missing(self) -> int:
         return self.layout.num_bytes - self.received
 
-    def room(self, num_bytes: int) -> memoryview:
+    def next_view(self, num_bytes: int) -> memoryview:
         start, self.received = self.received, self.received + num_bytes
         return self.buffer.data[start : self.received]
 
@@ -122,20 +125,20 @@ class _Arriving:
 class TcpLink(Link):
     """`report` is called on the receiver's thread with every packet, and once with the loss."""
 
-    def __init__(self, joint: Joint, clock: Clock, report: Report) -> None:
-        super().__init__(joint, clock)
-        self._sock = joint.data
+    def __init__(self, link_sockets: LinkSockets, clock: Clock, report: Report) -> None:
+        super().__init__(link_sockets, clock)
+        self._sock = link_sockets.data
         self._sock.settimeout(None)
-        self._depth = LineDepth(self._sock)
+        self._send_buffer = SendBufferTuner(self._sock)
         self._report = report
         self._pool = BufferPool()
-        self._queue: queue.SimpleQueue[_Leaving | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_OutgoingPacket | None] = queue.SimpleQueue()
         self._queued = 0  # counted by the owner
         self._sent = 0  # counted by the sender thread: equal means the line is free
         self._progress_s = clock()
         self._closed = False
         self._threads = [
-            threading.Thread(target=run, name=f"{role}-{joint.peer}", daemon=True)
+            threading.Thread(target=run, name=f"{role}-{link_sockets.peer}", daemon=True)
             for role, run in (("send", self._send_all), ("receive", self._receive_all))
         ]
 
@@ -147,21 +150,23 @@ class TcpLink(Link):
     def blocked_since_s(self) -> float | None:
         return None if self._queued == self._sent else self._progress_s
 
-    def reserve(self, parts: Sequence[Part]) -> Buffered:
+    def reserve(self, parts: Sequence[TensorSpec]) -> BufferReservation:
         parts = tuple(parts)
         layout = lay_out(parts)
-        return Buffered(self.peer, parts, layout, self._pool.take(layout.num_bytes))
+        return BufferReservation(self.peer, parts, layout, self._pool.acquire(layout.num_bytes))
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, Buffered)
-        packet = _Leaving(header, reservation)
+        assert isinstance(reservation, BufferReservation)
+        packet = _OutgoingPacket(header, reservation)
         num_bytes = reservation.layout.num_bytes
         self.sent_bytes += num_bytes
         reservation.tensors = ()
         if num_bytes <= DIRECT_BYTES and self._queued == self._sent:
-            packet.begun = self._send_some(packet.next_piece(num_bytes), socket.MSG_DONTWAIT)
-            if packet.is_over:
-                self._pool.give(packet.buffer)
+            packet.partial_piece = self._send_some(
+                packet.next_piece(num_bytes), socket.MSG_DONTWAIT
+            )
+            if packet.is_sent:
+                self._pool.release(packet.buffer)
                 return
         if self._queued == self._sent:
             self._progress_s = self._clock()
@@ -181,7 +186,7 @@ class TcpLink(Link):
                 thread.join(_JOIN_S)
         self._sock.close()
 
-    def _failed(self, what: str, error: Exception) -> PeerError:
+    def _loss_error(self, what: str, error: Exception) -> PeerError:
         reason = f"cannot {what} {self.peer}: {type(error).__name__}: {error}"
         event(log, "link_failed", logging.ERROR, error, reason=reason)
         return PeerError(reason, self.peer)
@@ -189,31 +194,31 @@ class TcpLink(Link):
     # --- sending: the owner and the sender thread, never both at once
 
     def _send_all(self) -> None:
-        lanes: tuple[deque[_Leaving], ...] = tuple(deque() for _ in Priority)
-        passed_over = 0  # pieces of LS since BE had one, while BE waited
+        lanes: tuple[deque[_OutgoingPacket], ...] = tuple(deque() for _ in Priority)
+        ls_pieces = 0  # pieces of LS since BE had one, while BE waited
         try:
             while not self._closed:
                 while not any(lanes) or not self._queue.empty():
                     packet = self._queue.get()
                     if packet is None:
                         return
-                    self._send_whole(packet.begun)
+                    self._send_whole(packet.partial_piece)
                     lanes[packet.lane].append(packet)
                 lane = next(lane for lane in lanes if lane)  # LS first
-                passed_over = passed_over + 1 if all(lanes) else 0
-                if passed_over == BEST_EFFORT_TURN:
-                    passed_over, lane = 0, lanes[Priority.BE]
-                if not lane[0].is_over:
-                    piece = lane[0].next_piece(self._depth.piece_bytes)
-                    self._depth.sent(sum(map(len, piece)))
+                ls_pieces = ls_pieces + 1 if all(lanes) else 0
+                if ls_pieces == BEST_EFFORT_INTERVAL:
+                    ls_pieces, lane = 0, lanes[Priority.BE]
+                if not lane[0].is_sent:
+                    piece = lane[0].next_piece(self._send_buffer.piece_bytes)
+                    self._send_buffer.record_sent(sum(map(len, piece)))
                     self._send_whole(piece)
-                if lane[0].is_over:
-                    self._pool.give(lane.popleft().buffer)
+                if lane[0].is_sent:
+                    self._pool.release(lane.popleft().buffer)
                     self._sent += 1
         except PeerDeadError:
             self._sent = self._queued  # the receiver finds the end of the stream, after what came
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the peer's loss
-            self._report(self._failed("send to", error))
+            self._report(self._loss_error("send to", error))
 
     def _send_whole(self, piece: list[memoryview]) -> None:
         """Sends all of `piece`, and empties it. Raises PeerDeadError."""
@@ -240,27 +245,29 @@ class TcpLink(Link):
     def _receive_all(self) -> None:
         head = memoryview(bytearray(PIECE.size))
         body = memoryview(bytearray(MAX_FRAME_BYTES))
-        arriving: list[_Arriving | None] = [None for _ in Priority]
+        arriving: list[_IncomingPacket | None] = [None for _ in Priority]
         try:
             while True:
                 self._fill(head)
                 word, body_size = PIECE.unpack(head)
                 lane, size = word >> _LANE_SHIFT, word & ~(1 << _LANE_SHIFT)
                 if body_size:
-                    arriving[lane] = self._begun(arriving[lane], body, body_size)
-                packet = self._continued(arriving[lane], size, first=body_size > 0)
-                self._fill(packet.room(size))
+                    arriving[lane] = self._start_packet(arriving[lane], body, body_size)
+                packet = self._continue_packet(arriving[lane], size, first=body_size > 0)
+                self._fill(packet.next_view(size))
                 if not packet.missing:
                     arriving[lane] = None
-                    self._report(self._whole(packet))
+                    self._report(self._finish_packet(packet))
         except PeerError as error:
             self._report(error)
-        except (ChannelError, *BAD_FRAME) as error:
+        except (ChannelError, *FRAME_ERRORS) as error:
             self._report(PeerError(f"{self.peer} sent a bad header: {error}", self.peer))
         except Exception as error:  # noqa: BLE001 - nobody would hear of the peer again
-            self._report(self._failed("receive from", error))
+            self._report(self._loss_error("receive from", error))
 
-    def _begun(self, before: _Arriving | None, body: memoryview, size: int) -> _Arriving:
+    def _start_packet(
+        self, before: _IncomingPacket | None, body: memoryview, size: int
+    ) -> _IncomingPacket:
         """The packet that this piece is the first of. Raises PeerError and what decoding raises."""
         if size > MAX_FRAME_BYTES:
             raise PeerError(f"{self.peer} sent a header of {size} bytes", self.peer)
@@ -271,9 +278,11 @@ class TcpLink(Link):
                 self.peer,
             )
         self._fill(body[:size])
-        return _Arriving(_decode(body[:size]), self._pool)
+        return _IncomingPacket(_decode(body[:size]), self._pool)
 
-    def _continued(self, packet: _Arriving | None, size: int, *, first: bool) -> _Arriving:
+    def _continue_packet(
+        self, packet: _IncomingPacket | None, size: int, *, first: bool
+    ) -> _IncomingPacket:
         """Whom the next `size` bytes of payload are for. Raises PeerError."""
         if packet is None:
             raise PeerError(f"{self.peer} goes on with a packet that it never began", self.peer)
@@ -285,10 +294,10 @@ class TcpLink(Link):
             raise PeerError(f"{self.peer} goes on with a packet by no byte", self.peer)
         return packet
 
-    def _whole(self, packet: _Arriving) -> Packet:
+    def _finish_packet(self, packet: _IncomingPacket) -> Packet:
         self.received_bytes += packet.layout.num_bytes
         tensors = packet.buffer.views.cut(packet.frame.parts, packet.layout, 0)
-        release = partial(self._pool.give, packet.buffer)
+        release = partial(self._pool.release, packet.buffer)
         return Packet(self.peer, packet.frame.header, tensors, self._clock(), release)
 
     def _fill(self, target: memoryview) -> None:
@@ -303,7 +312,7 @@ class TcpLink(Link):
             if not count:
                 raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
             start += count
-            self.heart.heard(self._clock())
+            self.monitor.record(self._clock())
 
 
 class TcpEndpoint(BaseEndpoint):
@@ -314,14 +323,60 @@ class TcpEndpoint(BaseEndpoint):
     def _listen(self, host: str) -> tuple[socket.socket, str]:
         return listen_tcp(host)
 
-    def _join(self, joint: Joint) -> Link:
+    def _join(self, link_sockets: LinkSockets) -> Link:
         link: TcpLink
 
         def report(news: Packet | PeerError) -> None:
             if isinstance(news, Packet):
-                self._tell(news)
+                self._post(news)
             else:
-                self._tell_loss(link, news)
+                self._post_loss(link, news)
 
-        link = TcpLink(joint, self.clock, report)
+        link = TcpLink(link_sockets, self.clock, report)
         return link
+
+
+BUFFERED_S: Final = 0.001
+MIN_PIECE_BYTES: Final = 64 << 10
+INITIAL_PIECE_BYTES: Final = 256 << 10  # of a piece, while nothing is known
+TUNE_EVERY_BYTES: Final = 2 << 20  # of what is sent, between two looks
+_FIELDS: Final = struct.Struct("<148x I 8x Q")  # tcpi_min_rtt in us, tcpi_delivery_rate in bytes/s
+_SO_BUF_LOCK: Final = 72  # Linux 5.14: 0 lets the kernel choose again
+
+
+class SendBufferTuner:
+    """Of one connection; one thread's. piece_bytes: what takes HELD_S to send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._max_bytes = _max_bytes()
+        self._sent_bytes = 0
+        self.piece_bytes = INITIAL_PIECE_BYTES
+
+    def record_sent(self, num_bytes: int) -> None:
+        """`num_bytes` were handed to the kernel, by somebody who had more to send."""
+        self._sent_bytes += num_bytes
+        if self._sent_bytes >= TUNE_EVERY_BYTES:
+            self._sent_bytes = 0
+            with contextlib.suppress(OSError):  # an old kernel, or a connection that has ended
+                self._tune()
+
+    def _tune(self) -> None:
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FIELDS.size)
+        if len(info) < _FIELDS.size:
+            return
+        min_rtt_us, bytes_per_s = _FIELDS.unpack(info)
+        self.piece_bytes = max(MIN_PIECE_BYTES, int(bytes_per_s * BUFFERED_S))
+        num_bytes = max(MIN_PIECE_BYTES, int(bytes_per_s * (1e-6 * min_rtt_us + BUFFERED_S)))
+        if num_bytes > self._max_bytes:  # more than we may ask for, but not than it may take
+            self._sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
+        else:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)  # it doubles it
+
+
+def _max_bytes() -> int:
+    """What SO_SNDBUF is cut to."""
+    try:
+        return int(Path("/proc/sys/net/core/wmem_max").read_text())
+    except OSError:
+        return MIN_PIECE_BYTES

@@ -4,11 +4,11 @@
          └────> SHARED(t) ──────────────────────────┘
 
 What can run now is the *ready set*. A task is a generator: it yields where others may go first
-(kernels/steps.py), and what goes on is chosen anew (planner/policies/preemption.py). To preempt a
+(kernels/steps.py), and what goes on is chosen anew (planner/scheduling/preemption.py). To preempt a
 task is not to resume it: everything it needs stays in its frame. Tasks never wait: only the loop
 does, and only when nothing is ready, or what is ready would make others late.
 
-Owned by one thread. Where experts are computed is the plane's business (actors/experts/plane.py):
+Owned by one thread. Where experts are computed is the plane's business (actors/moe/backend.py):
 FinDEP's A2E and E2A tasks, copies of weights, or a step of all workers at once.
 """
 
@@ -21,29 +21,27 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch, slice_of
-from actors.engine.micro_batch import BatchRun, MicroBatch, cut_batch
-from actors.engine.pass_times import PassTimes
-from actors.engine.task_spans import TaskSpans
-from actors.experts.plane import ExpertPlane, TaskKey
-from actors.experts.routing_sample import RoutingSample
+from actors.engine.micro_batch import BatchRun, MicroBatch, PassTimes, TaskSpans, cut_batch
+from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.routing_sample import RoutingSample
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
-from contracts.events import Stage, TaskSpan
 from contracts.plan import Plan
+from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
-from models.experts.router import Routed
-from planner.findep.orders import Policy, Task, TaskStage, by_plan
-from planner.policies.batching import LiveBatch
-from planner.policies.preemption import LOOK_S, Preemption
+from models.experts.router import RoutedTokens
+from planner.scheduling.batching import LiveBatch
+from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
+from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan
 
 HOLD_S = 0.001  # while work is held back
 
 
-class Sink(Protocol):
+class HiddenStateSink(Protocol):
     """Where finished hidden states go (logits, sampling, answers)."""
 
     def __call__(
@@ -61,8 +59,8 @@ class ExecutorParts(NamedTuple):
     name: str
     half: AttentionHalf
     kv: KvPool
-    plane: ExpertPlane[Any]
-    sink: Sink
+    backend: ExpertBackend[Any]
+    sink: HiddenStateSink
     timeline: Timeline
     clock: Clock
     sample: RoutingSample | None = None
@@ -81,16 +79,16 @@ class Executor:
         parts: ExecutorParts,
         *,
         chunk_cost: Callable[[int, int], float],
-        policy: Policy = by_plan,
+        policy: TaskPolicy = by_plan,
         choice: Preemption[Task] | None = None,
-        wanted_rows_only: bool = False,
+        last_rows_only: bool = False,
     ) -> None:
         """`chunk_cost(start, stop)`: relative attention cost of new tokens [start, stop).
         policy: the choice among ready tasks; choice: if there is one, it makes it instead, at every
         yield. wanted_rows_only: the last layer is computed for rows whose logits are wanted."""
         self._half = parts.half
         self._kv = parts.kv
-        self._plane = parts.plane
+        self._backend = parts.backend
         self._sample = parts.sample
         self._sink = parts.sink
         self._timeline = parts.timeline
@@ -98,8 +96,8 @@ class Executor:
         self._name = parts.name
         self._chunk_cost = chunk_cost
         self._policy = policy
-        self._choice = choice if parts.plane.overtakes else None
-        self._wanted_rows_only = wanted_rows_only
+        self._choice = choice if parts.backend.interleaves else None
+        self._wanted_rows_only = last_rows_only
         self._runs: dict[int, BatchRun] = {}
         self._spans = TaskSpans(parts.name, parts.timeline, parts.clock)
         self._times = PassTimes(parts.half.spec.num_layers)
@@ -110,7 +108,7 @@ class Executor:
     @property
     def is_engaged(self) -> bool:
         """Whether no batch may begin now, because the plane computes for others."""
-        return self._plane.is_engaged
+        return self._backend.is_engaged
 
     @property
     def in_flight(self) -> int:
@@ -127,7 +125,7 @@ class Executor:
                 run.scheduled.number,
                 run.scheduled.phase,
                 run.ran_s,
-                self._clock() - run.begun_s,
+                self._clock() - run.started_s,
                 self._times.left_s(run),
             )
             for run in self._runs.values()
@@ -135,7 +133,7 @@ class Executor:
 
     def wake(self) -> None:
         """Ends a `step` that waits. Called from any thread."""
-        self._plane.wake()
+        self._backend.wake()
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
         """Cuts the batch into micro-batches as `plan` says; they are ready at once."""
@@ -158,7 +156,7 @@ class Executor:
         """
         ready = self._ready()
         try:
-            if self._plane.poll(0.0 if ready else timeout_s, idle=not self._runs):
+            if self._backend.poll(0.0 if ready else timeout_s, idle=not self._runs):
                 ready = self._ready()
             if not ready or self.failure is not None:
                 return []
@@ -167,7 +165,7 @@ class Executor:
                 self._hold()
                 return []
             self._run(chosen)
-        except self._plane.fatal as error:
+        except self._backend.fatal as error:
             self.failure = self.failure or error
             return []
         run = chosen.micro_batch.batch
@@ -190,7 +188,7 @@ class Executor:
             if micro_batch.steps is not None:
                 micro_batch.steps.close()
             if micro_batch.pending is not None:
-                self._plane.drop(micro_batch.pending)
+                self._backend.drop(micro_batch.pending)
         return run.scheduled
 
     def fail_all(self) -> list[ScheduledBatch]:
@@ -223,7 +221,7 @@ class Executor:
         """Waits for the LS work that BE work would make late."""
         self._spans.close()
         start_s = self._clock()
-        self._plane.poll(HOLD_S, idle=True)
+        self._backend.poll(HOLD_S, idle=True)
         self._timeline.add(TaskSpan(self._name, Stage.HELD, start_s, self._clock()))
 
     def _run(self, chosen: Chosen) -> None:
@@ -234,8 +232,8 @@ class Executor:
         self._parked = None
         if micro_batch.steps is None:
             micro_batch.steps, micro_batch.ran_s = self._task(micro_batch), 0.0
-        is_whole = self._choice is None or not (self._plane.yields or micro_batch.pending is None)
-        until_s = math.inf if is_whole else start_s + LOOK_S
+        is_whole = self._choice is None or not (self._backend.yields or micro_batch.pending is None)
+        until_s = math.inf if is_whole else start_s + POLL_INTERVAL_S
         for _ in micro_batch.steps:
             if not micro_batch.is_ready:  # the rest of its experts has not come
                 break
@@ -278,15 +276,15 @@ class Executor:
             block_tokens=self._kv.block_tokens,
             device=self._kv.device,
         )
-        self._plane.starts(self._key(micro_batch, 0), inputs.token_ids_T)
+        self._backend.prepare(self._key(micro_batch, 0), inputs.token_ids_T)
         if self._sample is not None:
-            self._sample.starts(self._key(micro_batch, 0).owner, micro_batch.chunks)
+            self._sample.prepare(self._key(micro_batch, 0).owner, micro_batch.chunks)
         yield
         self._half.prepare(inputs)
         if not self._wanted_rows_only:
             return
         counts = [
-            len(chunk.sequence.wanted_positions(chunk.start, chunk.stop))
+            len(chunk.sequence.output_positions(chunk.start, chunk.stop))
             for chunk in micro_batch.chunks
         ]
         if sum(counts) < inputs.num_tokens:
@@ -297,14 +295,14 @@ class Executor:
 
     def _add_experts(self, micro_batch: MicroBatch) -> Steps[None]:
         """Adds what the experts of the layer before gave."""
-        stage = self._plane.stage
+        stage = self._backend.stage
         if stage is not None:
             micro_batch.doing = stage, micro_batch.attended
         elif self._choice is not None:
-            self._times.was_away(micro_batch, self._clock())
+            self._times.returned(micro_batch, self._clock())
         assert micro_batch.hidden_TD is not None
         pending, shared_TD = micro_batch.pending, micro_batch.shared_TD
-        yield from self._plane.steps(micro_batch.hidden_TD, pending, shared_TD)
+        yield from self._backend.combine(micro_batch.hidden_TD, pending, shared_TD)
         micro_batch.pending = micro_batch.shared_TD = None
         if stage is not None:
             self._spans.note(micro_batch)
@@ -335,13 +333,13 @@ class Executor:
             yield  # before the experts have to do with it
             self._begin_experts(micro_batch, layer, routed)
 
-    def _begin_experts(self, micro_batch: MicroBatch, layer: int, routed: Routed) -> None:
+    def _begin_experts(self, micro_batch: MicroBatch, layer: int, routed: RoutedTokens) -> None:
         micro_batch.doing = Stage.SEND, layer
         hidden_TD, plan = micro_batch.hidden_TD, micro_batch.batch.plan
         assert hidden_TD is not None
         key = self._key(micro_batch, layer)
-        micro_batch.pending = self._plane.begin(key, hidden_TD, routed, plan)
-        if self._plane.stage is None:
+        micro_batch.pending = self._backend.dispatch(key, hidden_TD, routed, plan)
+        if self._backend.stage is None:
             self._spans.note(micro_batch)
         micro_batch.sent_s = self._clock()
 

@@ -6,22 +6,27 @@ say what it would run next, `pending` (its experts) and `after` what it still wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
-from actors.experts.plane import Pending
-from contracts.events import Stage
+from actors.moe.backend import PendingExperts
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
 from contracts.plan import Plan
+from contracts.requests import Priority
+from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
-from planner.findep.orders import Task, TaskStage
-from planner.findep.split import chunk_bounds, sequence_ranges
+from planner.schedule.batch_split import chunk_bounds, sequence_ranges
+from planner.scheduling.preemption import LatencyPass
+from planner.scheduling.task_order import Task, TaskStage
+from planner.scheduling.task_times import TaskTimes
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """What becomes a micro-batch, in terms of its index among the parts of a batch. `after`: those
     whose blocks it reads; `previous`: the one with the chunk before it of the same sequences."""
 
@@ -30,13 +35,13 @@ class Part(NamedTuple):
     previous: int | None
 
 
-def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list[Part]:
+def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list[BatchPart]:
     """The batch as `plan` cuts it. costs: attention cost of each chunk.
 
     Sequences that run together and share blocks cannot be cut along their length: the first piece
     of one would need the last piece of another.
     """
-    parts: list[Part] = []
+    parts: list[BatchPart] = []
     parts_of: list[list[int]] = []  # by chunk of the batch
     for first, last in sequence_ranges(costs, plan):
         members = batch.chunks[first:last]
@@ -44,12 +49,12 @@ def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list
                   for part in parts_of[other]}  # fmt: skip
         together = any(other >= first for chunk in members for other in chunk.after)
         ends = plan.sequence_chunks if plan.sequence_chunks and not together else (1.0,)
-        begun = len(parts)
+        first_part = len(parts)
         for pieces in _along_length(members, ends):
-            previous = len(parts) - 1 if len(parts) > begun else None
+            previous = len(parts) - 1 if len(parts) > first_part else None
             after = needed if previous is None else needed | {previous}
-            parts.append(Part(pieces, frozenset(after), previous))
-        parts_of += [list(range(begun, len(parts)))] * len(members)
+            parts.append(BatchPart(pieces, frozenset(after), previous))
+        parts_of += [list(range(first_part, len(parts)))] * len(members)
     return parts
 
 
@@ -117,7 +122,7 @@ class MicroBatch:
         self.hidden_TD: torch.Tensor | None = None
         self.x_TD: torch.Tensor | None = None
         self.shared_TD: torch.Tensor | None = None
-        self.pending: Pending | None = None  # of the layer attended last
+        self.pending: PendingExperts | None = None  # of the layer attended last
 
     @property
     def is_ready(self) -> bool:
@@ -152,12 +157,92 @@ class MicroBatch:
 class BatchRun:
     """A batch in flight. ran_s: of its tasks, so far."""
 
-    __slots__ = ("begun_s", "micro_batches", "plan", "ran_s", "remaining", "scheduled")
+    __slots__ = ("micro_batches", "plan", "ran_s", "remaining", "scheduled", "started_s")
 
-    def __init__(self, scheduled: ScheduledBatch, plan: Plan, begun_s: float) -> None:
-        self.begun_s = begun_s
+    def __init__(self, scheduled: ScheduledBatch, plan: Plan, started_s: float) -> None:
+        self.started_s = started_s
         self.ran_s = 0.0
         self.scheduled = scheduled
         self.plan = plan
         self.micro_batches: list[MicroBatch] = []
         self.remaining = 0
+
+
+class PassTimes:
+    """Of one executor."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._times = TaskTimes()
+
+    def ran(self, micro_batch: MicroBatch, seconds: float, ended: TaskStage | None) -> None:
+        """A slice of a task. ended: what the task was, if it is over."""
+        micro_batch.ran_s += seconds
+        micro_batch.batch.ran_s += seconds
+        self._times.add("slice", micro_batch.tokens, seconds)
+        if ended is TaskStage.ATTENTION:
+            self._times.add("attention", micro_batch.tokens, micro_batch.ran_s)
+
+    def returned(self, micro_batch: MicroBatch, now_s: float) -> None:
+        """Its rows are back from the experts."""
+        self._times.add("away", micro_batch.tokens, now_s - micro_batch.sent_s)
+
+    def slice_s(self, micro_batch: MicroBatch) -> float:
+        """To its next yield, predicted."""
+        return self._times.predict("slice", micro_batch.tokens)
+
+    def passes(self, runs: Iterable[BatchRun]) -> Iterator[LatencyPass]:
+        """Of the LS batches among them."""
+        for run in runs:
+            if run.scheduled.priority is Priority.LS:
+                yield LatencyPass(run.scheduled.due_s, self.left_s(run))
+
+    def left_s(self, run: BatchRun) -> float:
+        """Until all of it has been through all layers, alone."""
+        return max(map(self._left_s, run.micro_batches))
+
+    def _left_s(self, micro_batch: MicroBatch) -> float:
+        """Until it has been through all layers, alone."""
+        if micro_batch.layer < 0:
+            return 0.0
+        tokens = micro_batch.tokens
+        layer_s = self._times.predict("attention", tokens) + self._times.predict("away", tokens)
+        return (self._layers - micro_batch.layer) * layer_s
+
+
+class TaskSpans:
+    """name: of the rank."""
+
+    def __init__(self, name: str, timeline: Timeline, clock: Clock) -> None:
+        self._name, self._timeline, self._clock = name, timeline, clock
+        self._since_s = 0.0  # when what is noted next began
+        self._parked: MicroBatch | None = None  # what ran last, where it stands at a yield
+        self._parked_s = 0.0
+
+    def runs(self, micro_batch: MicroBatch, now_s: float) -> None:
+        """From now on. If it is what ran last, it was not interrupted."""
+        if self._parked is not micro_batch:
+            self.close()
+            self._since_s = now_s
+        self._parked = None
+
+    def yields(self, micro_batch: MicroBatch, now_s: float) -> None:
+        self._parked, self._parked_s = micro_batch, now_s
+
+    def note(self, micro_batch: MicroBatch) -> None:
+        """It has ended what it was `doing`."""
+        self._add(micro_batch, self._clock())
+
+    def close(self) -> None:
+        """Others run next, or none."""
+        if self._parked is not None:
+            self._add(self._parked, self._parked_s)
+            self._parked = None
+
+    def _add(self, micro_batch: MicroBatch, end_s: float) -> None:
+        stage, layer = micro_batch.doing
+        number, index = micro_batch.batch.scheduled.number, micro_batch.index
+        start_s, self._since_s = self._since_s, end_s
+        self._timeline.add(
+            TaskSpan(self._name, stage, start_s, end_s, number, layer, index, 0, micro_batch.tokens)
+        )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Head(NamedTuple):
+class BlockPrefix(NamedTuple):
     """The first `tokens` tokens of `block`, one or more of them, are the ones looked for."""
 
     block: int
@@ -60,7 +60,7 @@ class BlockContents:
         if not children:
             del self._children[parent]
 
-    def longest_head(self, parent: bytes, tokens: Sequence[int]) -> Head | None:
+    def longest_head(self, parent: bytes, tokens: Sequence[int]) -> BlockPrefix | None:
         """The block after `parent` with the longest common head with `tokens`."""
         children = self._children.get(parent)
         if not children or not tokens:
@@ -71,7 +71,7 @@ class BlockContents:
         for other, block in children[max(0, place - 1) : place + 1]:
             shared = _common_tokens(packed, other)
             if shared > (best.tokens if best else 0):
-                best = Head(block, shared)
+                best = BlockPrefix(block, shared)
         return best
 
     def check(self) -> None:

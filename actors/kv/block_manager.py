@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from actors.kv.block_contents import BlockContents, Head
+from actors.kv.block_contents import BlockContents, BlockPrefix
 
 
 class BlockManager:
@@ -48,7 +48,7 @@ class BlockManager:
         self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first; what LS used last
-        self._cached_later: OrderedDict[int, None] = OrderedDict()  # the same of BE
+        self._cached_best_effort: OrderedDict[int, None] = OrderedDict()  # the same of BE
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -58,7 +58,7 @@ class BlockManager:
     @property
     def available(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free) + len(self._cached) + len(self._cached_later)
+        return len(self._free) + len(self._cached) + len(self._cached_best_effort)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -77,7 +77,7 @@ class BlockManager:
             blocks.append(block)
         return blocks
 
-    def head(self, parent: bytes, tokens: Sequence[int], *, batch: int) -> Head | None:
+    def head(self, parent: bytes, tokens: Sequence[int], *, batch: int) -> BlockPrefix | None:
         """The block after `parent` that has the most of `tokens` in common; takes no reference."""
         head = self._contents.longest_head(parent, tokens)
         if head is None or self._pending.get(head.block, batch) != batch:
@@ -94,7 +94,7 @@ class BlockManager:
             return None
         for block in matched:
             if self._references[block] == 0 and self._cached.pop(block, ...) is ...:
-                del self._cached_later[block]
+                del self._cached_best_effort[block]
             self._references[block] += 1
         return [*matched, *(self._allocate() for _ in range(fresh))]
 
@@ -130,7 +130,7 @@ class BlockManager:
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             self._forget(block)
 
-    def distrust(self, blocks: Sequence[int]) -> None:
+    def invalidate(self, blocks: Sequence[int]) -> None:
         """What stands there may be wrong: nobody finds these blocks any more. Whoever has them
         keeps them."""
         for block in blocks:
@@ -148,7 +148,7 @@ class BlockManager:
     def release(self, blocks: Sequence[int], *, best_effort: bool = False) -> None:
         """Gives references back. The last blocks of a chain are evicted first, but after all that
         best_effort work was the last to use."""
-        cached = self._cached_later if best_effort else self._cached
+        cached = self._cached_best_effort if best_effort else self._cached
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] > 0:
@@ -163,7 +163,7 @@ class BlockManager:
         if self._free:
             block = self._free.pop()
         else:
-            cached = self._cached_later or self._cached
+            cached = self._cached_best_effort or self._cached
             block, _ = cached.popitem(last=False)
             self._forget(block)
             self.evicted_total += 1
@@ -192,7 +192,7 @@ class BlockManager:
         for table in tables:
             for block in table:
                 expected[block] += 1
-        free, cached = set(self._free), {*self._cached, *self._cached_later}
+        free, cached = set(self._free), {*self._cached, *self._cached_best_effort}
         problems = [
             (len(free) != len(self._free), "a block is twice in the free list"),
             (bool(free & cached), "a block is both free and cached"),

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 
 from contracts.clock import Clock
-from contracts.routing import Calibration
-from kernels.device import finish
-from kernels.linear import Linear
+from contracts.routing_messages import Calibration
+from kernels.device import wait_for_device
+from kernels.linear import PackedLinear
 from planner.routing.saturation import reference_prompts
 
 BUDGET_S = 2.0  # of all passes together, roughly
 PROBE_TOKENS = 128
-LEAST_TOKENS = 8  # of the smallest batch that is timed
-_PASSES, _MOST_PASSES = 3, 8
-_SMALLER = 8  # times, each of the smaller batches than the one before
-_WORTHWHILE = 2.0  # a larger reference batch, else the one that was timed will do
+MIN_TOKENS = 8  # of the smallest batch that is timed
+_PASSES, _MAX_PASSES = 3, 8
+_SHRINK_FACTOR = 8  # times, each of the smaller batches than the one before
+_MIN_GROWTH = 2.0  # a larger reference batch, else the one that was timed will do
 _PRODUCT, _GPU_PRODUCT, _ROUNDS = 768, 8192, 4
 
 TimeLayers = Callable[[Sequence[int]], list[float]]
@@ -48,9 +48,9 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
     not. Batches beside each other are told by their means: a short pass finds a quiet moment, a
     long one does not.
     """
-    lengths, passes = _largest(time_layers, max_tokens, context_tokens)
+    lengths, passes = _find_largest(time_layers, max_tokens, context_tokens)
     timed = [TimedBatch(lengths, statistics.fmean(map(sum, passes)))]
-    timed += _smaller(time_layers, timed[0], context_tokens)
+    timed += _time_smaller(time_layers, timed[0], context_tokens)
     best_l = [min(times) for times in zip(*passes, strict=True)]
     tokens = sum(lengths)
     if tokens < max_tokens:
@@ -64,7 +64,7 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
     return Reference(calibration, tuple(timed))
 
 
-def _largest(
+def _find_largest(
     time_layers: TimeLayers, max_tokens: int, context_tokens: int
 ) -> tuple[tuple[int, ...], list[list[float]]]:
     """Prompts of the largest batch that there is time for, and its layers' times in each pass.
@@ -79,7 +79,7 @@ def _largest(
         passes = [time_layers(lengths)]
         affordable = tokens * BUDGET_S / (_PASSES * len(passes[0]) * passes[0][0])
         larger = min(max_tokens, int(affordable))
-        if larger < _WORTHWHILE * tokens and (larger < max_tokens or tokens == max_tokens):
+        if larger < _MIN_GROWTH * tokens and (larger < max_tokens or tokens == max_tokens):
             break
         tokens = larger
     if sum(passes[0]) < BUDGET_S:
@@ -87,23 +87,25 @@ def _largest(
     return lengths, passes
 
 
-def _smaller(time_layers: TimeLayers, largest: TimedBatch, context_tokens: int) -> list[TimedBatch]:
+def _time_smaller(
+    time_layers: TimeLayers, largest: TimedBatch, context_tokens: int
+) -> list[TimedBatch]:
     """Batches of an eighth of the tokens each, as long as the budget lasts: none of them takes
     longer than the one before."""
     found: list[TimedBatch] = []
-    tokens, last_s, left_s = sum(largest.prompts) // _SMALLER, largest.seconds, BUDGET_S
-    while tokens >= LEAST_TOKENS and _PASSES * last_s <= left_s:
+    tokens, last_s, left_s = sum(largest.prompts) // _SHRINK_FACTOR, largest.seconds, BUDGET_S
+    while tokens >= MIN_TOKENS and _PASSES * last_s <= left_s:
         lengths = reference_prompts(tokens, context_tokens)
         left_s -= sum(time_layers(lengths))
         times: list[float] = []
         while len(times) < _PASSES - 1 or (
-            len(times) < _MOST_PASSES and sum(times) < largest.seconds / _SMALLER
+            len(times) < _MAX_PASSES and sum(times) < largest.seconds / _SHRINK_FACTOR
         ):
             times.append(sum(time_layers(lengths)))
         last_s = statistics.fmean(times)
         left_s -= sum(times)
         found.append(TimedBatch(lengths, last_s))
-        tokens //= _SMALLER
+        tokens //= _SHRINK_FACTOR
     return found
 
 
@@ -120,13 +122,13 @@ def product_flops_per_s(
     size = _PRODUCT if device.type == "cpu" else _GPU_PRODUCT
     # Random: a GPU takes less power for ones, and so less time.
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    product = Linear(weight)
+    product = PackedLinear(weight)
     best_s = float("inf")
     for _ in range(rounds):
-        finish(device)
+        wait_for_device(device)
         start_s = clock()
         for _ in range(products):
             product(x)
-        finish(device)
+        wait_for_device(device)
         best_s = min(best_s, clock() - start_s)
     return 2.0 * size**3 * products / best_s

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from contracts.clock import monotonic_s
@@ -29,8 +29,8 @@ from contracts.import_path import module_command
 log = logging.getLogger(f"tandem.{__name__}")
 
 _PROBE, _ECHO = "attention-0", "expert-0"
-_DEADLINE_S = 20.0
-_CONFIG = ChannelConfig(silence_s=10.0)  # a busy machine is no dead peer
+_TIMEOUT_S = 20.0
+_CONFIG = ChannelConfig(heartbeat_timeout_s=10.0)  # a busy machine is no dead peer
 
 
 class LinkTransfer(NamedTuple):
@@ -74,7 +74,7 @@ def link_probe(backend: str) -> Iterator[LinkProbe]:
         end.close()
         process.stdin.close()
         try:
-            process.wait(_DEADLINE_S)
+            process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -91,9 +91,9 @@ class LinkProbe:
     def transfer(self, num_bytes: int) -> LinkTransfer:
         """Sends `num_bytes` and waits for as many. Raises PeerError or ChannelError."""
         self._sent += 1
-        parts = [Part("uint8", (num_bytes,))]
-        _send(self._end, _ECHO, parts, Kind.A2E, self._sent, [])
-        packet = _next_packet(self._end, _DEADLINE_S)
+        parts = [TensorSpec("uint8", (num_bytes,))]
+        _send(self._end, _ECHO, parts, PacketKind.A2E, self._sent, [])
+        packet = _next_packet(self._end, _TIMEOUT_S)
         seconds = packet.arrived_s - packet.header.sent_s
         a2e_s = float(packet.tensors[1][0])
         packet.release()
@@ -101,24 +101,29 @@ class LinkProbe:
 
 
 def _send(
-    end: Endpoint, peer: str, parts: Sequence[Part], kind: Kind, number: int, told: list[float]
+    end: Endpoint,
+    peer: str,
+    parts: Sequence[TensorSpec],
+    kind: PacketKind,
+    number: int,
+    values: list[float],
 ) -> None:
-    """The first part is filled with `number`, the second, if any, with `told`."""
+    """The first part is filled with `number`, the second, if any, with `values`."""
     reservation = end.reserve(peer, parts)
     reservation.tensors[0].fill_(number % 256)
-    if told:
-        reservation.tensors[1].copy_(torch.tensor(told, dtype=torch.float64))
+    if values:
+        reservation.tensors[1].copy_(torch.tensor(values, dtype=torch.float64))
     end.commit(reservation, Header(kind, end.epoch, number, 0, 0, 0, sent_s=monotonic_s()))
 
 
 def _next_packet(end: Endpoint, timeout_s: float) -> Packet:
     deadline_s = monotonic_s() + timeout_s
     while (left_s := deadline_s - monotonic_s()) > 0:
-        for happening in end.poll(left_s):
-            if isinstance(happening, Packet):
-                return happening
-            if isinstance(happening, PeerLost):
-                raise happening.error
+        for event_ in end.poll(left_s):
+            if isinstance(event_, Packet):
+                return event_
+            if isinstance(event_, PeerLost):
+                raise event_.error
     raise ChannelError(f"no payload arrived within {timeout_s} s")
 
 
@@ -143,12 +148,12 @@ def _echo() -> None:
     sys.stdout.flush()
     try:
         while True:
-            packet = _next_packet(end, 10 * _DEADLINE_S)
+            packet = _next_packet(end, 10 * _TIMEOUT_S)
             seconds = packet.arrived_s - packet.header.sent_s
             size, number = packet.tensors[0].shape[0], packet.header.batch
             packet.release()
-            parts = [Part("uint8", (size,)), Part("float64", (1,))]
-            _send(end, _PROBE, parts, Kind.E2A, number, [seconds])
+            parts = [TensorSpec("uint8", (size,)), TensorSpec("float64", (1,))]
+            _send(end, _PROBE, parts, PacketKind.E2A, number, [seconds])
     except ChannelError as error:
         log.debug("the probe is gone: %s", error.message)
     finally:

@@ -1,8 +1,8 @@
 """A rank's connection to the planner. A thread of its own does all I/O: nobody ever waits for it.
 
 loop thread                       link thread                        planner
-ask(batch)  ── latest first ────>  PlanQuery ───────────────────────>
-plans[bucket]  <── dict entry ──  PlanAnswer <──────────────────────
+ask(batch)  ── latest first ────>  PlanRequest ───────────────────────>
+plans[bucket]  <── dict entry ──  PlanResponse <──────────────────────
 report(make) ──────────────────>  make() ── BatchReport, ... ──────>
 """
 
@@ -20,26 +20,26 @@ import msgspec
 from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
 from contracts.errors import HandshakeError
-from contracts.frames import BAD_FRAME, framed, read_frame
+from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.placement import Placement
-from contracts.planning import (
+from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
-    Absence,
     Batch,
     BatchReport,
+    CurrentPlacement,
     ExpertReport,
     FromPlanner,
-    PlacementHeld,
-    PlacementOutcome,
+    NoPlanReason,
     PlacementProposal,
-    PlanAnswer,
-    PlanQuery,
-    RoutingReport,
+    PlacementReport,
+    PlanRequest,
+    PlanResponse,
+    RoutingSampleReport,
     ToPlanner,
     TrafficReport,
 )
-from planner.online.buckets import Bucket, bucket_of
+from planner.online.buckets import BatchBucket, bucket_of
 
 log = logging.getLogger("tandem.planner_link")
 
@@ -53,30 +53,35 @@ MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
 _decode = msgspec.msgpack.Decoder(FromPlanner).decode
 
 Report = (
-    BatchReport | ExpertReport | TrafficReport | RoutingReport | PlacementOutcome | PlacementHeld
+    BatchReport
+    | ExpertReport
+    | TrafficReport
+    | RoutingSampleReport
+    | PlacementReport
+    | CurrentPlacement
 )
 MakeReport = Callable[[], Report | None]
 
 
-class Placing(NamedTuple):
+class PlacementCallbacks(NamedTuple):
     """An expert rank's part in placement, both called on the link's thread. held: what it says on
     every connection before anything else."""
 
-    held: Callable[[], PlacementHeld]
-    proposed: Callable[[Placement], None]
+    current: Callable[[], CurrentPlacement]
+    on_proposal: Callable[[Placement], None]
 
 
 class KnownPlan(NamedTuple):
     """An answer, and the batch that was asked about."""
 
     batch: Batch
-    answer: PlanAnswer
+    answer: PlanResponse
 
 
-class _Question(NamedTuple):
-    bucket: Bucket
+class _PendingQuery(NamedTuple):
+    bucket: BatchBucket
     batch: Batch
-    asked_s: float
+    sent_s: float
 
 
 class PlannerLink:
@@ -85,58 +90,60 @@ class PlannerLink:
 
     def __init__(
         self,
-        me: Identity,
+        identity: Identity,
         address: str,
         *,
-        answer_deadline_s: float,
+        answer_timeout_s: float,
         clock: Clock,
-        placing: Placing | None = None,
+        placement_callbacks: PlacementCallbacks | None = None,
     ) -> None:
-        self.plans: dict[Bucket, KnownPlan] = {}
+        self.plans: dict[BatchBucket, KnownPlan] = {}
         self.cold = ""
-        self._me = me
+        self._identity = identity
         self._address = address
-        self._answer_deadline_s = answer_deadline_s
+        self._answer_timeout_s = answer_timeout_s
         self._clock = clock
-        self._placing = placing
+        self._placement = placement_callbacks
         self._version = 0
-        self._numbers = 0
+        self._last_number = 0
         self._has_tried = False  # to connect; until then nothing is lost
-        self._waiting: dict[int, _Question] = {}
-        self._oldest_s: float | None = None  # when the question was asked that waits longest
-        self._wanted: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
+        self._outstanding: dict[int, _PendingQuery] = {}
+        self._oldest_sent_s: float | None = None  # when the question was asked that waits longest
+        self._queued: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
         self._writer: asyncio.StreamWriter | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=f"{me.name}-planner", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"{identity.name}-planner", daemon=True
+        )
         self._thread.start()
 
-    def ask(self, batch: Batch) -> None:
+    def request_plan(self, batch: Batch) -> None:
         """Asks for the plan of a batch like this one, unless newer questions overtake it."""
-        self._wanted.append(batch)
-        self._call(self._send_wanted)
+        self._queued.append(batch)
+        self._call(self._send_queued)
 
     def report(self, make: MakeReport) -> None:
         """Runs `make` on the link's thread and sends what it returns."""
         self._call(self._send_report, make)
 
-    def move(self, address: str) -> None:
+    def reconnect(self, address: str) -> None:
         """The planner is there now, another process perhaps: connects to it. Without effect if it
         was there before."""
-        self._call(self._move, address)
+        self._call(self._reconnect, address)
 
     def is_stale(self, known: KnownPlan) -> bool:
         """Whether the planner's models have moved since this answer."""
         return known.answer.version < self._version
 
-    def absence(self) -> Absence | None:
+    def unavailable_reason(self) -> NoPlanReason | None:
         """Why no answer can be hoped for now; None if one can."""
         if self._writer is None:
-            return Absence.LOST if self._has_tried else Absence.JOINING
-        oldest_s = self._oldest_s
-        if oldest_s is not None and self._clock() - oldest_s > self._answer_deadline_s:
-            return Absence.SLOW
-        return Absence.COLD if self.cold else None
+            return NoPlanReason.LOST if self._has_tried else NoPlanReason.JOINING
+        oldest_s = self._oldest_sent_s
+        if oldest_s is not None and self._clock() - oldest_s > self._answer_timeout_s:
+            return NoPlanReason.SLOW
+        return NoPlanReason.COLD if self.cold else None
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -148,9 +155,9 @@ class PlannerLink:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            log.debug("%s: the link is closed", self._me.name)
+            log.debug("%s: the link is closed", self._identity.name)
 
-    def _move(self, address: str) -> None:
+    def _reconnect(self, address: str) -> None:
         if address != self._address:
             self._address = address
             if self._writer is not None:
@@ -162,22 +169,22 @@ class PlannerLink:
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._stay_connected())
+            self._loop.run_until_complete(self._keep_connected())
         except asyncio.CancelledError:
-            log.debug("%s: the link ends", self._me.name)
+            log.debug("%s: the link ends", self._identity.name)
         finally:
             self._loop.close()
 
-    async def _stay_connected(self) -> None:
+    async def _keep_connected(self) -> None:
         while True:
             try:
-                await self._connect_and_listen()
-            except (HandshakeError, OSError, EOFError, *BAD_FRAME) as error:
-                log.debug("%s: planner at %s: %s", self._me.name, self._address, error)
+                await self._run_connection()
+            except (HandshakeError, OSError, EOFError, *FRAME_ERRORS) as error:
+                log.debug("%s: planner at %s: %s", self._identity.name, self._address, error)
             self._has_tried = True
             await asyncio.sleep(RETRY_S)
 
-    async def _connect_and_listen(self) -> None:
+    async def _run_connection(self) -> None:
         """Returns never, but raises when the connection ends."""
         host, _, port = self._address.removeprefix("tcp:").rpartition(":")
         async with asyncio.timeout(CONNECT_DEADLINE_S):
@@ -186,58 +193,60 @@ class PlannerLink:
             await initiate_async(
                 reader,
                 writer,
-                self._me,
+                self._identity,
                 purpose=PLANNER_PURPOSE,
                 to=None,
                 deadline_s=CONNECT_DEADLINE_S,
             )
             self._writer = writer
-            if self._placing is not None:
-                self._write(self._placing.held())
+            if self._placement is not None:
+                self._write(self._placement.current())
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
-                self._take(_decode(body))
+                self._handle(_decode(body))
         finally:
-            self._forget()
+            self._reset()
             writer.close()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """Nothing that a lost planner has said is used any more."""
         self._writer = None
-        self._waiting.clear()
-        self._oldest_s = None
+        self._outstanding.clear()
+        self._oldest_sent_s = None
         self._version = 0
         self.plans.clear()
         self.cold = ""
 
-    def _take(self, message: FromPlanner) -> None:
+    def _handle(self, message: FromPlanner) -> None:
         if isinstance(message, PlacementProposal):
-            if self._placing is not None:
-                self._placing.proposed(message.placement)
+            if self._placement is not None:
+                self._placement.on_proposal(message.placement)
             return
-        if not isinstance(message, PlanAnswer):
+        if not isinstance(message, PlanResponse):
             self._version = max(self._version, message.version)
             return
-        question = self._waiting.pop(message.number, None)
-        self._oldest_s = min((q.asked_s for q in self._waiting.values()), default=None)
-        if question is not None:
+        pending = self._outstanding.pop(message.number, None)
+        self._oldest_sent_s = min((q.sent_s for q in self._outstanding.values()), default=None)
+        if pending is not None:
             self.cold = message.reason
             if message.plan is not None:
                 if len(self.plans) >= MAX_PLANS:
                     self.plans.clear()
-                self.plans[question.bucket] = KnownPlan(question.batch, message)
-        self._send_wanted()
+                self.plans[pending.bucket] = KnownPlan(pending.batch, message)
+        self._send_queued()
 
-    def _send_wanted(self) -> None:
-        while self._wanted and self._writer is not None and len(self._waiting) < MAX_OUTSTANDING:
-            batch = self._wanted.pop()
+    def _send_queued(self) -> None:
+        while (
+            self._queued and self._writer is not None and len(self._outstanding) < MAX_OUTSTANDING
+        ):
+            batch = self._queued.pop()
             bucket = bucket_of(batch)
-            if any(question.bucket == bucket for question in self._waiting.values()):
+            if any(pending.bucket == bucket for pending in self._outstanding.values()):
                 continue
-            self._numbers += 1
-            self._waiting[self._numbers] = _Question(bucket, batch, self._clock())
-            self._oldest_s = min(question.asked_s for question in self._waiting.values())
-            self._write(PlanQuery(self._numbers, batch))
+            self._last_number += 1
+            self._outstanding[self._last_number] = _PendingQuery(bucket, batch, self._clock())
+            self._oldest_sent_s = min(pending.sent_s for pending in self._outstanding.values())
+            self._write(PlanRequest(self._last_number, batch))
 
     def _send_report(self, make: MakeReport) -> None:
         writer = self._writer
@@ -249,4 +258,4 @@ class PlannerLink:
 
     def _write(self, message: ToPlanner) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(framed(self._encoder.encode(message)))
+            self._writer.write(encode_frame(self._encoder.encode(message)))

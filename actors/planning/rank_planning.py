@@ -22,19 +22,24 @@ from actors.planning.stage_report import (
     micro_batch_times,
     transfer_times,
 )
-from actors.planning.traffic_count import TrafficCount
+from actors.rpc.client_server import ClientMessage
 from actors.telemetry.telemetry import Telemetry
-from actors.wire.client_server import FromClient
 from contracts import metrics
 from contracts.clock import Clock
-from contracts.events import Stage, TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.planning import Absence, Batch, BatchReport, Chooser, RoutingReport
-from contracts.worker import WorkerSpec
-from planner.findep.default_plan import default_plan
-from planner.findep.fit_plan import fit_plan
+from contracts.planner_messages import (
+    Batch,
+    BatchReport,
+    NoPlanReason,
+    PlanSource,
+    RoutingSampleReport,
+    TrafficReport,
+)
+from contracts.ranks import RankSpec
+from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import bucket_of
+from planner.schedule.plan_fit import default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
 
@@ -50,7 +55,7 @@ class RankPlanning(Observer):
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: RankSpec,
         *,
         chunk_cost: Callable[[int, int], float],
         upcoming: Callable[[], Iterable[Batch]],
@@ -72,30 +77,34 @@ class RankPlanning(Observer):
         self._pinned: Plan | None = None
         self._recorder = SpanRecorder()
         self._reported_s = clock()
-        self._running: dict[int, _Running] = {}  # by the batch's number
-        self._recorded: int | None = None  # the batch that is
+        self._running: dict[int, _RunningBatch] = {}  # by the batch's number
+        self._recorded_batch: int | None = None  # the batch that is
         self._ended_s: float | None = None  # when the last batch did
-        self._said: str = Absence.OFF
-        self._traffic = TrafficCount(spec.name, pool_tokens, clock)
+        self._logged_state: str = NoPlanReason.OFF
+        self._traffic = TrafficCounter(spec.name, pool_tokens, clock)
 
     @property
     def state(self) -> str:
         """ "ready", or why no plan of the planner can be hoped for."""
         if self._link is None:
-            return Absence.OFF
-        absence = self._link.absence()
-        return f"cold: {self._link.cold}" if absence is Absence.COLD else absence or READY
+            return NoPlanReason.OFF
+        unavailable_reason = self._link.unavailable_reason()
+        return (
+            f"cold: {self._link.cold}"
+            if unavailable_reason is NoPlanReason.COLD
+            else unavailable_reason or READY
+        )
 
     def join(self, address: str) -> None:
         """Connects to the planner, in the background, and again whenever it is lost. May be called
         again: it is elsewhere then."""
         if self._link is not None:
-            self._link.move(address)
+            self._link.reconnect(address)
             return
         config = self._spec.config.planner
-        me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
+        identity = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
         self._link = PlannerLink(
-            me, address, answer_deadline_s=config.answer_deadline_s, clock=self._clock
+            identity, address, answer_timeout_s=config.answer_timeout_s, clock=self._clock
         )
 
     def close(self) -> None:
@@ -109,7 +118,7 @@ class RankPlanning(Observer):
         """Every span of the rank."""
         self._recorder.observe(span)
 
-    def report_routing(self, make: Callable[[], RoutingReport]) -> None:
+    def report_routing(self, make: Callable[[], RoutingSampleReport]) -> None:
         """Sent by the link's thread, where there is a planner."""
         if self._link is not None:
             self._link.report(make)
@@ -117,21 +126,21 @@ class RankPlanning(Observer):
     def choose(self, batch: ScheduledBatch) -> Plan:
         """The plan of a batch that has been formed: pinned, planned ahead, or the default."""
         plan = self._pinned
-        who, reason, known = Chooser.PINNED, None, None
+        chooser, reason, known = PlanSource.PINNED, None, None
         if plan is None:
-            plan, known, reason = self._planned(new_tokens(batch))
-            who = Chooser.PLANNER
+            plan, known, reason = self._look_up_plan(new_tokens(batch))
+            chooser = PlanSource.PLANNER
         if plan is None:
             plan = default_plan(self._spec.config.schedule, batch.tokens)
-            who = Chooser.DEFAULT
-        self.chosen[f"{who} {reason}" if reason else str(who)] += 1
-        self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, who, reason or "")
+            chooser = PlanSource.DEFAULT
+        self.chosen[f"{chooser} {reason}" if reason else str(chooser)] += 1
+        self._telemetry.count(metrics.PLAN_BATCHES, self._spec.name, chooser, reason or "")
         self.batches[general_label(plan)] += 1
-        self._running[batch.number] = _Running(batch, plan, known, self._waited_since(batch))
+        self._running[batch.number] = _RunningBatch(batch, plan, known, self._waiting_since(batch))
         self._record_if_due(batch)
         return plan
 
-    def received(self, message: FromClient) -> None:
+    def received(self, message: ClientMessage) -> None:
         self._upcoming_changed = True
 
     def formed(self, batch: ScheduledBatch) -> None:
@@ -140,29 +149,29 @@ class RankPlanning(Observer):
     def stepped(self) -> None:
         if self._upcoming_changed and self._running:  # experts have work meanwhile
             self._upcoming_changed = False
-            self.look_ahead()
+            self.request_upcoming()
 
-    def look_ahead(self) -> None:
+    def request_upcoming(self) -> None:
         """Asks for the plans of batches that would come next, unless they are known."""
         if self._link is None or self._pinned is not None:
             return
         for upcoming in self._upcoming():
             known = self._link.plans.get(bucket_of(upcoming))
             if known is None or self._link.is_stale(known):
-                self._link.ask(upcoming)
+                self._link.request_plan(upcoming)
 
     def completed(self, batch: ScheduledBatch) -> None:
         """The batch has run: what was recorded of it is told, on the link's thread."""
         running = self._running.pop(batch.number, None)
         self._ended_s = self._clock()
         if running is not None and running.since_s is not None:
-            running.took_ms = 1e3 * (self._ended_s - running.since_s)
+            running.duration_ms = 1e3 * (self._ended_s - running.since_s)
         traffic = self._traffic.add(batch)
         if self._link is not None and traffic is not None:
             self._link.report(lambda: traffic)
-        if self._recorded != batch.number:
+        if self._recorded_batch != batch.number:
             return
-        self._recorded, spans = None, self._recorder.end()
+        self._recorded_batch, spans = None, self._recorder.end()
         if self._link is not None and running is not None and spans:
             self._link.report(lambda: self._report(running, spans))
 
@@ -175,33 +184,37 @@ class RankPlanning(Observer):
     def notes(self) -> dict[str, str]:
         return {"planner": self.state}
 
-    def _planned(self, batch: Batch) -> tuple[Plan | None, KnownPlan | None, Absence | None]:
+    def _look_up_plan(
+        self, batch: Batch
+    ) -> tuple[Plan | None, KnownPlan | None, NoPlanReason | None]:
         """(plan, the answer it is from, why there is none)."""
         link = self._link
         if link is None:
-            return None, None, Absence.OFF
+            return None, None, NoPlanReason.OFF
         known = link.plans.get(bucket_of(batch))
         if known is None or link.is_stale(known):
-            link.ask(batch)
-        absence = link.absence()
-        self._say(absence or READY)
+            link.request_plan(batch)
+        unavailable_reason = link.unavailable_reason()
+        self._log_state(unavailable_reason or READY)
         if known is None or known.answer.plan is None:
-            return None, None, absence or Absence.NEW_SHAPE
+            return None, None, unavailable_reason or NoPlanReason.NEW_SHAPE
         schedule = self._spec.config.schedule
         plan = fit_plan(known.answer.plan, known.batch, batch, max_tokens=schedule.max_batch_tokens)
         if plan is None:
-            link.ask(batch)
-            return None, None, Absence.MISFIT
+            link.request_plan(batch)
+            return None, None, NoPlanReason.MISFIT
         return plan, known, None
 
-    def _say(self, state: str) -> None:
+    def _log_state(self, state: str) -> None:
         """Logs a change of what can be expected of the planner, once."""
-        if state != self._said:
-            self._said = state
-            level = logging.WARNING if state in (Absence.LOST, Absence.SLOW) else logging.INFO
+        if state != self._logged_state:
+            self._logged_state = state
+            level = (
+                logging.WARNING if state in (NoPlanReason.LOST, NoPlanReason.SLOW) else logging.INFO
+            )
             event(log, "planner_state", level, rank=self._spec.name, state=self.state)
 
-    def _waited_since(self, batch: ScheduledBatch) -> float | None:
+    def _waiting_since(self, batch: ScheduledBatch) -> float | None:
         """When the batch before it ended, if some of its sequences could go on then."""
         goes_on = any(chunk.sequence.generated for chunk in batch.chunks)
         return self._ended_s if goes_on and not self._running else None
@@ -210,14 +223,18 @@ class RankPlanning(Observer):
         """Records a batch that runs alone; what a second one would do to its times is not its
         own."""
         if len(self._running) > 1:
-            self._recorded, _ = None, self._recorder.end()
+            self._recorded_batch, _ = None, self._recorder.end()
             return
         config, now_s = self._spec.config.planner, self._clock()
-        if self._link is not None and config.refit and now_s - self._reported_s >= config.report_s:
-            self._reported_s, self._recorded = now_s, batch.number
+        if (
+            self._link is not None
+            and config.refit
+            and now_s - self._reported_s >= config.report_interval_s
+        ):
+            self._reported_s, self._recorded_batch = now_s, batch.number
             self._recorder.begin()
 
-    def _report(self, running: _Running, spans: list[TaskSpan]) -> BatchReport | None:
+    def _report(self, running: _RunningBatch, spans: list[TaskSpan]) -> BatchReport | None:
         number = running.batch.number
         costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in running.batch.chunks]
         cut = cut_batch(running.batch, running.plan, costs)
@@ -231,17 +248,17 @@ class RankPlanning(Observer):
             measured_ms=measured_ms,
             micro_batches=times,
             e2a=transfer_times(spans, Stage.E2A),
-            between_ms=max(0.0, running.took_ms - measured_ms),
+            between_ms=max(0.0, running.duration_ms - measured_ms),
             by_planner=running.known is not None,
             solve_ms=0.0 if running.known is None else running.known.answer.solve_ms,
         )
 
 
-class _Running:
+class _RunningBatch:
     """The batch that runs, and where its plan is from. since_s: since when its sequences waited for
     nothing but it (None: they have not); took_ms: from then to its end (0: not known)."""
 
-    __slots__ = ("batch", "known", "plan", "since_s", "took_ms")
+    __slots__ = ("batch", "duration_ms", "known", "plan", "since_s")
 
     def __init__(
         self, batch: ScheduledBatch, plan: Plan, known: KnownPlan | None, since_s: float | None
@@ -250,7 +267,7 @@ class _Running:
         self.plan = plan
         self.known = known
         self.since_s = since_s
-        self.took_ms = 0.0
+        self.duration_ms = 0.0
 
 
 def new_tokens(batch: ScheduledBatch) -> Batch:
@@ -267,3 +284,46 @@ def general_label(plan: Plan) -> str:
         shared_lag=plan.shared_lag,
         sequence_chunks=plan.sequence_chunks,
     ).label
+
+
+REPORT_S = 1.0
+
+
+class TrafficCounter:
+    """Owned by the rank's loop thread."""
+
+    def __init__(self, rank: str, pool_tokens: int, clock: Clock) -> None:
+        self._rank, self._pool_tokens, self._clock = rank, pool_tokens, clock
+        self._reset()
+
+    def add(self, batch: ScheduledBatch) -> TrafficReport | None:
+        """A batch that has run; a report every REPORT_S, of all since the last one."""
+        for chunk in batch.chunks:
+            new = chunk.stop - chunk.start
+            if new == 1:
+                self._decode_tokens += 1
+                self._positions += chunk.start
+            else:
+                self._prompts += 1
+                self._prompt_tokens += new
+                self._starts += chunk.start
+        seconds = self._clock() - self._start_s
+        if seconds < REPORT_S:
+            return None
+        report = TrafficReport(
+            rank=self._rank,
+            seconds=seconds,
+            pool_tokens=self._pool_tokens,
+            decode_tokens=self._decode_tokens,
+            positions=self._positions,
+            prompts=self._prompts,
+            prompt_tokens=self._prompt_tokens,
+            starts=self._starts,
+        )
+        self._reset()
+        return report
+
+    def _reset(self) -> None:
+        self._start_s = self._clock()
+        self._decode_tokens = self._positions = 0
+        self._prompts = self._prompt_tokens = self._starts = 0

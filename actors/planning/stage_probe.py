@@ -15,36 +15,46 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from actors.batching.finisher import Finisher
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
+from actors.channels.base import Endpoint, PeerJoined
+from actors.channels.factory import make_endpoint
+from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts
-from actors.experts.dispatch_counts import DispatchCounts
-from actors.experts.remote_plane import RemotePlane
 from actors.kv.block_manager import BlockManager
-from actors.planning.probe_parts import check_memory, first_layers, joined
-from actors.planning.probed_experts import ExpertTask, ProbedExperts
+from actors.moe.dispatch import DispatchCounts
+from actors.moe.expert_server import ExpertServer
+from actors.moe.rank_experts import ResidentExperts
+from actors.moe.remote_backend import RemoteBackend
+from actors.rpc.event_frames import event_frames
 from actors.telemetry.timeline import Timeline
-from actors.wire.event_frames import event_frames
 from contracts.clock import Clock, monotonic_s
-from contracts.config import ScheduleConfig
-from contracts.events import Stage, TaskSpan
+from contracts.config import ChannelConfig, ScheduleConfig
+from contracts.errors import ChannelError, ResourceError
+from contracts.machine import available_bytes
 from contracts.messages import Submit
+from contracts.placement import Placement
 from contracts.plan import Order, Plan
+from contracts.ranks import Group, rank_name
 from contracts.requests import Priority
-from contracts.worker import Group, rank_name
+from contracts.traces import Stage, TaskSpan
+from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
+from models.decoder.kv_pool import KvPool, kv_bytes_per_token
+from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec
+from models.weights import layout
 from models.weights.checkpoint import Checkpoint
-from planner.placement.contiguous import contiguous
-from planner.placement.slots import ExpertPlacement
+from models.weights.loading import total_bytes
+from planner.placement.slots import ExpertPlacement, contiguous
 
 BLOCK_TOKENS = 16
 
@@ -94,21 +104,21 @@ class StageProbe:
         self._batches = 0
         clock: Clock = monotonic_s
         names = [rank_name(Group.EXPERT, rank) for rank in range(expert_ranks)]
-        attention_end, expert_ends = joined(names, clock)
+        attention_end, expert_ends = connected_endpoints(names, clock)
         self._ends = (attention_end, *expert_ends)
         timeline = Timeline(0, self._spans.append)
         self._counts = DispatchCounts(expert_ranks)
-        plane = RemotePlane(
+        backend = RemoteBackend(
             attention_end, ExpertPlacement(in_order), names, timeline, clock, counts=self._counts
         )
         self._blocks = -(-pool_tokens // BLOCK_TOKENS)
         self._finisher = Finisher(half, max_context_tokens=self.spec.max_context_tokens)
-        self._reads = False  # logits
+        self._computes_logits = False  # logits
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,
             kv=KvPool(self.spec, self._blocks, BLOCK_TOKENS, dtype),
-            plane=plane,
+            backend=backend,
             sink=self._sink,
             timeline=timeline,
             clock=clock,
@@ -128,8 +138,8 @@ class StageProbe:
         self._executor.submit(batch, Plan(order=Order.ASAS))
         counts = self._counts
         counts.tokens = counts.copies = 0
-        times, _ = self._through()
-        counted = self._counted
+        times, _ = self._run_to_end()
+        counted = self._counted_layers
         return PassTimes(
             [task for task in times.attention if task.layer in counted],
             [task for task in times.expert if task.layer in counted],
@@ -146,7 +156,7 @@ class StageProbe:
         config = ScheduleConfig(max_batch_tokens=sum(lengths), max_batch_sequences=len(lengths))
         scheduler = Scheduler(config, BlockManager(self._blocks))
         submits = self._submits(lengths, seed)
-        self._reads = True
+        self._computes_logits = True
         try:
             start_s = time.thread_time()
             for submit in submits:
@@ -157,20 +167,20 @@ class StageProbe:
             assert batch is not None
             self._executor.submit(batch, Plan(order=Order.ASAS, r1=micro_batches))
             spent_s = time.thread_time() - start_s
-            times, stepped_s = self._through()
+            times, stepped_s = self._run_to_end()
             start_s = time.thread_time()
             scheduler.complete(batch)
             event_frames([event for _, event in self._finisher.answers])
             spent_s += time.thread_time() - start_s
         finally:
-            self._reads = False
+            self._computes_logits = False
             self._finisher.answers = []
         return max(0.0, spent_s + stepped_s - self._layers_s(times))
 
     def _layers_s(self, times: PassTimes) -> float:
         """Of all micro-batches: layers without experts as they are, those with some at the median
         of the counted ones."""
-        moe, counted = set(self.spec.moe_layers), self._counted
+        moe, counted = set(self.spec.moe_layers), self._counted_layers
         dense_s = sum(task.seconds for task in times.attention if task.layer not in moe)
         by_task: defaultdict[tuple[int, Stage], list[float]] = defaultdict(list)
         for task in times.attention:
@@ -179,11 +189,11 @@ class StageProbe:
         return dense_s + sum(len(moe) * statistics.median(each) for each in by_task.values())
 
     @property
-    def _counted(self) -> set[int]:
+    def _counted_layers(self) -> set[int]:
         moe = self.spec.moe_layers
         return set(moe[1:] if len(moe) > 1 else moe)
 
-    def _through(self) -> tuple[PassTimes, float]:
+    def _run_to_end(self) -> tuple[PassTimes, float]:
         """Runs what was submitted to its end; with the seconds of all attention steps."""
         times, stepped_s = PassTimes([], []), 0.0
         with torch.inference_mode():  # as the ranks' loops
@@ -199,7 +209,7 @@ class StageProbe:
     def _sink(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
     ) -> Iterable[None]:
-        return self._finisher(chunks, batch, hidden_TD) if self._reads else ()
+        return self._finisher(chunks, batch, hidden_TD) if self._computes_logits else ()
 
     def close(self) -> None:
         for end in self._ends:
@@ -263,3 +273,117 @@ def stage_probe(
 def pool_tokens_for(chunks: Sequence[tuple[int, int]]) -> int:
     """Tokens of pool that a pass of these chunks uses."""
     return sum(-(-stop // BLOCK_TOKENS) * BLOCK_TOKENS for _, stop in chunks)
+
+
+MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache
+_ATTENTION = "attention-0"
+_MEMORY_FRACTION = 0.8
+_JOIN_S = 10.0
+
+
+def first_layers(spec: ModelSpec) -> ModelSpec:
+    """`spec` cut after its first MOE_LAYERS layers with experts."""
+    moe_layers = spec.moe_layers[:MOE_LAYERS]
+    num_layers = moe_layers[-1] + 1
+    return msgspec.structs.replace(
+        spec,
+        num_layers=num_layers,
+        moe_layers=moe_layers,
+        sliding_windows=spec.sliding_windows[:num_layers],
+    )
+
+
+def check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
+    """Raises ResourceError where weights and pool do not fit in what is free."""
+    experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
+    needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
+    needed += pool_tokens * kv_bytes_per_token(spec, dtype)
+    available = available_bytes()
+    if needed > _MEMORY_FRACTION * available:
+        raise ResourceError(
+            f"model: {spec.num_layers} layers to measure need {needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} GiB are free: profile on a machine with more memory"
+        )
+
+
+def connected_endpoints(experts: Sequence[str], clock: Clock) -> tuple[Endpoint, list[Endpoint]]:
+    """The attention rank's end, and those of the expert ranks. Raises ChannelError."""
+    token = new_token()
+    # One thread steps all ends, so that each is silent while another computes: never hung.
+    config = ChannelConfig(backend="shm", heartbeat_timeout_s=600.0)
+    device = torch.device("cpu")
+    ends = [
+        make_endpoint(name=name, token=token, epoch=1, config=config, clock=clock, device=device)
+        for name in (_ATTENTION, *experts)
+    ]
+    attention_end, *expert_ends = ends
+    for end in expert_ends:
+        attention_end.connect(end.name, end.listen())
+        if not any(isinstance(event_, PeerJoined) for event_ in end.poll(_JOIN_S)):
+            raise ChannelError(f"{_ATTENTION} did not join {end.name} within {_JOIN_S} s")
+    return attention_end, expert_ends
+
+
+class ExpertTask(NamedTuple):
+    """One token group in one layer: `pairs` (token, expert) pairs over `active` experts."""
+
+    layer: int
+    active: int
+    pairs: int
+    seconds: float
+
+
+class ProbedExperts:
+    """Owned by the thread that steps the attention rank."""
+
+    def __init__(
+        self,
+        ends: Sequence[Endpoint],
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        placement: Placement,
+        dtype: torch.dtype,
+        clock: Clock,
+    ) -> None:
+        """An end for each rank of `placement`, which has every expert once, in order. Raises
+        CheckpointError."""
+        self._ranks: list[tuple[_RecordingHalf, ExpertServer]] = []
+        for end, (low, high) in zip(ends, placement.slot_bounds, strict=True):
+            recording_half: Any = _RecordingHalf(
+                ExpertHalf.load(checkpoint, spec, range(low, high), dtype=dtype)
+            )
+            server = ExpertServer(
+                end, ResidentExperts(recording_half), timeline=Timeline(0), clock=clock
+            )
+            self._ranks.append((recording_half, server))
+
+    def step(self) -> list[ExpertTask]:
+        """What all ranks, one after the other, had to do; with the thread's CPU time."""
+        found: list[ExpertTask] = []
+        for recording_half, server in self._ranks:
+            recording_half.calls.clear()
+            start_s = time.thread_time()
+            server.step(0.0)
+            seconds = time.thread_time() - start_s
+            found += (ExpertTask(*call, seconds) for call in recording_half.calls)
+        return found
+
+
+class _RecordingHalf:
+    """An expert half that notes (layer, active experts, pairs) of its calls; it has all of one that
+    a server uses."""
+
+    def __init__(self, half: ExpertHalf) -> None:
+        self._half = half
+        self.calls: list[tuple[int, int, int]] = []
+
+    def steps(
+        self,
+        layer: int,
+        x_UD: torch.Tensor,
+        rows_N: torch.Tensor,
+        weights_N: torch.Tensor,
+        counts_e: torch.Tensor,
+    ) -> Steps[torch.Tensor]:
+        self.calls.append((layer, int((counts_e > 0).sum()), rows_N.shape[0]))
+        return self._half.steps(layer, x_UD, rows_N, weights_N, counts_e)

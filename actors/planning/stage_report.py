@@ -6,8 +6,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from contracts.events import Stage, TaskSpan
-from contracts.planning import ExpertReport, MicroBatchTimes, NewTokens, RowsTime
+from contracts.planner_messages import ExpertReport, MicroBatchReport, NewTokens, RowsTime
+from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import step
 
 MAX_SPANS = 8192  # of one report
@@ -47,16 +47,16 @@ class ExpertRecorder:
         self._send = send
         self._recorder = SpanRecorder()
         self._recorder.begin()
-        self._began_s: float | None = None
+        self._period_start_s: float | None = None
 
     def observe(self, span: TaskSpan) -> None:
         """By the loop thread, for every span of the rank."""
         self._recorder.observe(span)
-        if self._began_s is None:
-            self._began_s = span.end_s
+        if self._period_start_s is None:
+            self._period_start_s = span.end_s
         # after SEND a call is complete
-        if span.stage is Stage.SEND and span.end_s - self._began_s >= self._period_s:
-            spans, self._began_s = self._recorder.end(), None
+        if span.stage is Stage.SEND and span.end_s - self._period_start_s >= self._period_s:
+            spans, self._period_start_s = self._recorder.end(), None
             self._recorder.begin()
             self._send(lambda: expert_report(self._rank, spans))
 
@@ -81,7 +81,7 @@ def makespan_ms(spans: Sequence[TaskSpan], batch: int) -> float:
 
 def micro_batch_times(
     spans: Sequence[TaskSpan], batch: int, parts: Sequence[list[NewTokens]]
-) -> list[MicroBatchTimes]:
+) -> list[MicroBatchReport]:
     """Times of the micro-batches whose new tokens `parts` tells; [] unless all have some."""
     by_task: defaultdict[tuple[int, Stage], dict[int, float]] = defaultdict(dict)
     finish_ms: defaultdict[int, float] = defaultdict(float)
@@ -90,7 +90,7 @@ def micro_batch_times(
             by_task[span.micro_batch, span.stage][span.layer] = 1e3 * (span.end_s - span.start_s)
         elif span.batch == batch and span.stage is Stage.FINISH:
             finish_ms[span.micro_batch] += 1e3 * (span.end_s - span.start_s)
-    found = []
+    result = []
     for index, part in enumerate(parts):
         attention, sending = by_task[index, Stage.ATTENTION], by_task[index, Stage.SEND]
         # Only layers with experts send. The first embeds, and has no experts' output to add up.
@@ -103,8 +103,8 @@ def micro_batch_times(
         shared_ms = statistics.median(shared) if shared else 0.0
         send_ms = statistics.median(sending[layer] for layer in layers)
         attention_ms = max(attention_ms, 1e-6)
-        found.append(MicroBatchTimes(part, attention_ms, shared_ms, finish_ms[index], send_ms))
-    return found
+        result.append(MicroBatchReport(part, attention_ms, shared_ms, finish_ms[index], send_ms))
+    return result
 
 
 def transfer_times(spans: Sequence[TaskSpan], stage: Stage) -> list[RowsTime]:

@@ -8,51 +8,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
-from actors.batching.observer import Observer, Serving
-from actors.batching.patience import Patience
+from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.channels.loop_watch import LoopWatch
+from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.experts.caching import foresight
-from actors.experts.dispatch_counts import DispatchCounts
-from actors.experts.following import Following
-from actors.experts.remote_plane import RemotePlane
-from actors.experts.routing_sample import RoutingSample
 from actors.kv.block_manager import BlockManager
+from actors.moe.dispatch import DispatchCounts
+from actors.moe.remote_backend import RemoteBackend
+from actors.moe.routing_sample import RoutingSample
+from actors.offload.cache_factory import predictor
 from actors.planning.rank_planning import RankPlanning
-from actors.ranks.joining import Joining
+from actors.ranks.lifecycle import PeerConnector
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Links, Rank, Recording, recording
-from actors.ranks.serving_parts import ServingParts
-from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable
+from actors.ranks.rank import Rank, RankHooks, Recording, recording
+from actors.ranks.serving_loop import ServingParts
+from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable_checkpoint
+from actors.rebalance.placement_client import PlacementClient
 from actors.telemetry.rank_metrics import RankMetrics, growth
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
 from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
+from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
-from contracts.worker import WorkerSpec
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
-from planner.findep.orders import by_plan
 from planner.placement.slots import check_fits
-from planner.policies.batching import ALL, APART, BatchingPolicy, Form, one_at_a_time, patient
+from planner.scheduling.batching import (
+    ALL,
+    SEPARATE_BATCHES,
+    BatchingPolicy,
+    Form,
+    coalesce_decodes,
+    one_at_a_time,
+)
+from planner.scheduling.task_order import by_plan
 
 WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
-NOBODY = -1  # no client has this number
+NO_CLIENT = -1  # no client has this number
 
 
-def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
+def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
     """Loads its weights and begins to listen. batching: None: as the configuration says. Raises
     CheckpointError, ResourceError."""
     started_s, config = monotonic_s(), spec.config
@@ -65,7 +72,9 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     scheduler = Scheduler(config.schedule, blocks)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s, config.log.stacks_after_s)
+    watch = LoopWatchdog(
+        spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
+    )
     telemetry = RankMetrics(spec, monotonic_s)
     planning = RankPlanning(
         spec,
@@ -77,16 +86,16 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
     )
     endpoint = rank_endpoint(spec, half.device, monotonic_s)
     spans = config.trace.spans
-    recorded = recording(telemetry, spans, lambda _: watch.moved(), planning.observe)
+    recorded = recording(telemetry, spans, lambda _: watch.record_progress(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     sample = _sample(spec, half.spec, planning)
-    plane, following = _experts(spec, half, endpoint, recorded, sample)
+    backend, following = _experts(spec, half, endpoint, recorded, sample)
     parts = ExecutorParts(
-        spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s, sample
+        spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s, sample
     )
     priorities = Priorities(config.priority, telemetry, spec.name)
-    due_times, patience = DueTimes(config.priority, monotonic_s), _patience(spec, scheduler)
-    preempting = patient(patience.left_s, patience.places)
+    due_times, coalescer = DueTimes(config.priority, monotonic_s), _coalescer(spec, scheduler)
+    preempting = coalesce_decodes(coalescer.slack_s, coalescer.free_places)
     by_default = preempting if config.priority.preempt else one_at_a_time
 
     def close() -> None:
@@ -106,21 +115,27 @@ def attention_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) 
         watch,
         plan_of=planning.choose,
         close=close,
-        observers=[planning, WarmUp(unusable(spec, half)), due_times, patience, Placed(following)],
+        observers=[
+            planning,
+            WarmUp(unusable_checkpoint(spec, half)),
+            due_times,
+            coalescer,
+            PlacementStatus(following),
+        ],
         batching=batching or priorities.batching(by_default),
     )
-    joining = Joining(endpoint, config.channel.silence_s)
-    links = Links(joining, planning.join, planning.pin)
-    return serving_rank(spec, served, serving, recorded, links, started_s=started_s)
+    joining = PeerConnector(endpoint, config.channel.heartbeat_timeout_s)
+    hooks = RankHooks(joining, planning.join, planning.pin)
+    return serving_rank(spec, served, serving, recorded, hooks, started_s=started_s)
 
 
 def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[Form]:
     """What comes next, as far as that can be told."""
     apart = config.preempt and all(map(scheduler.count, Priority))
-    return APART if apart else (ALL,)
+    return SEPARATE_BATCHES if apart else (ALL,)
 
 
-def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
+def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
     """What holds K and V, and its books."""
     kv = spec.config.kv
     num_blocks = kv_pool_blocks(
@@ -131,78 +146,78 @@ def _pool(spec: WorkerSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
     )
 
 
-def _sample(spec: WorkerSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:
+def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:
     """None: nobody wants to know where tokens go."""
     placing = spec.config.placement
-    if placing.follow == "off" and placing.record is None:
+    if placing.rebalance == "off" and placing.record is None:
         return None
     shape = len(model.moe_layers), model.top_k
     send = planning.report_routing
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
 
 
-def _patience(spec: WorkerSpec, scheduler: Scheduler) -> Patience:
-    tbt_s, most = spec.config.priority.ls_tbt_s, spec.config.schedule.max_batch_sequences
-    return Patience(scheduler, monotonic_s, tbt_s=tbt_s, most_sequences=most)
+def _coalescer(spec: RankSpec, scheduler: Scheduler) -> DecodeCoalescer:
+    tbt_s, max_sequences = spec.config.priority.ls_tbt_s, spec.config.schedule.max_batch_sequences
+    return DecodeCoalescer(scheduler, monotonic_s, tbt_s=tbt_s, max_sequences=max_sequences)
 
 
 def _experts(
-    spec: WorkerSpec,
+    spec: RankSpec,
     half: AttentionHalf,
     endpoint: Endpoint,
     recorded: Recording,
     sample: RoutingSample | None,
-) -> tuple[RemotePlane, Following]:
+) -> tuple[RemoteBackend, PlacementClient]:
     """How they are reached, and where they are."""
     model, config = half.spec, spec.config
-    following = Following(
+    following = PlacementClient(
         endpoint,
         spec.placement,
-        deadline_s=config.placement.deadline_s,
+        deadline_s=config.placement.move_timeout_s,
         check=lambda placement: check_fits(placement, None, model.num_experts, model.moe_layers),
         clock=monotonic_s,
     )
-    _show(following, spec.name, recorded.metrics)
+    _register_metrics(following, spec.name, recorded.metrics)
     counts = DispatchCounts(spec.placement.ranks)
     counts.show(recorded.metrics, spec.name)
-    plane = RemotePlane(
+    backend = RemoteBackend(
         endpoint,
         following.slots,
         following.experts,
         recorded.timeline,
         monotonic_s,
-        reply_s=config.channel.reply_s,
-        repair_s=config.groups.repair_s,
-        foresight=foresight(spec, half) if config.experts.is_bounded else None,
+        reply_timeout_s=config.channel.reply_timeout_s,
+        recovery_timeout_s=config.groups.recovery_timeout_s,
+        predictor=predictor(spec, half) if config.experts.is_bounded else None,
         sample=sample,
         following=following,
         counts=counts,
     )
-    return plane, following
+    return backend, following
 
 
-def _show(following: Following, name: str, telemetry: RankMetrics) -> None:
+def _register_metrics(following: PlacementClient, name: str, telemetry: RankMetrics) -> None:
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: following.generation)
     for kind in following.repairs:
         of = partial(following.repairs.__getitem__, kind)
         telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
 
 
-class Placed(Observer):
+class PlacementStatus(Observer):
     """Says in the rank's status where experts are thought to be, and which expert ranks it has
     lost; and to the ingress, whether requests wait for them."""
 
-    def __init__(self, following: Following) -> None:
+    def __init__(self, following: PlacementClient) -> None:
         self._following = following
         self._waits = False
 
-    def begin(self, loop: Serving) -> None:
+    def begin(self, loop: LoopControl) -> None:
         self._loop = loop
 
     def stepped(self) -> None:
         if self._following.waits != self._waits:
             self._waits = self._following.waits
-            self._loop.say_waits(self._waits)
+            self._loop.report_waiting(self._waits)
 
     def sections(self) -> dict[str, dict[str, float]]:
         following = self._following
@@ -216,7 +231,7 @@ class Placed(Observer):
         absent = {name: one for name, one in self._following.absent.items() if one.is_lost}
         if not absent:
             return {}
-        meanwhile = "others stand in" if self._following.stands_in else "requests wait"
+        meanwhile = "others stand in" if self._following.uses_stand_in else "requests wait"
         reasons = "; ".join(one.reason for one in absent.values())
         return {"experts": f"{', '.join(absent)} lost, {meanwhile}: {reasons}"}
 
@@ -224,18 +239,18 @@ class Placed(Observer):
 class WarmUp(Observer):
     """The first batch is our own, answered to nobody: it takes several times as long."""
 
-    def __init__(self, unusable: CheckpointError) -> None:
+    def __init__(self, unusable_checkpoint: CheckpointError) -> None:
         """unusable: what the rank ends with if its logits are no numbers."""
-        self._unusable = unusable
+        self._unusable_checkpoint = unusable_checkpoint
 
-    def begin(self, loop: Serving) -> None:
-        loop.admit(NOBODY, Submit(request_id=0, token_ids=WARM_UP_IDS, sampling=WARM_UP))
+    def begin(self, loop: LoopControl) -> None:
+        loop.admit(NO_CLIENT, Submit(request_id=0, token_ids=WARM_UP_IDS, sampling=WARM_UP))
 
     def completed(self, batch: ScheduledBatch) -> None:
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            if sequence.key[0] == NOBODY and isinstance(sequence.failure, NotFiniteError):
-                raise self._unusable
+            if sequence.key[0] == NO_CLIENT and isinstance(sequence.failure, NotFiniteError):
+                raise self._unusable_checkpoint
 
 
 class ChunkCost:

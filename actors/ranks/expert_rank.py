@@ -14,39 +14,38 @@ import torch
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.handshake import Identity
-from actors.experts.bringing import CachedBringer, ResidentBringer
-from actors.experts.brought import Bringer
-from actors.experts.caching import expert_cache
-from actors.experts.expert_server import ExpertServer
-from actors.experts.moving import Moving
-from actors.experts.rank_experts import AllThere, RankExperts, SomeThere
-from actors.planning.planner_link import Placing, PlannerLink
+from actors.gather.expert_exchange import ExpertExchange
+from actors.moe.expert_server import ExpertServer
+from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
+from actors.offload.cache_factory import expert_cache
+from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Links, Rank, recording
+from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_rank import prepare_process
+from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
+from actors.rebalance.expert_rebalancer import ExpertRebalancer
 from actors.telemetry.rank_metrics import RankMetrics, growth
-from actors.weights.expert_exchange import ExpertExchange
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.events import TaskSpan
-from contracts.placement import PlacedExperts, WantedPlacement
-from contracts.planning import Outcome, PlacementHeld, PlacementOutcome
-from contracts.worker import LEFT, RankReady, WorkerSpec
+from contracts.placement import PlacementState, PlacementUpdate
+from contracts.planner_messages import CurrentPlacement, MoveOutcome, PlacementReport
+from contracts.ranks import DRAINED, RankReady, RankSpec
+from contracts.traces import TaskSpan
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
 from models.experts.host_experts import fingerprint
-from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
-from planner.findep.expert_queues import oldest_of_best_class
 from planner.placement.slots import check_fits
+from planner.scheduling.expert_queues import oldest_of_highest_class
 
 IDLE_POLL_S = 0.1
 
 
-def expert_rank(spec: WorkerSpec) -> Rank:
+def expert_rank(spec: RankSpec) -> Rank:
     """Loads its experts and begins to listen: attention ranks connect to it, not the other way
     round. Raises CheckpointError."""
     started_s = monotonic_s()
@@ -57,13 +56,13 @@ def expert_rank(spec: WorkerSpec) -> Rank:
     telemetry = RankMetrics(spec, monotonic_s)
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
-    endpoint.tell_stacks(spec.config.log.stacks_after_s)
+    endpoint.dump_stacks_after(spec.config.log.stall_threshold_s)
     held = _held(spec, model, endpoint, telemetry, reports)
-    _show(held.moving, spec.name, telemetry)
+    _register_metrics(held.moving, spec.name, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
-    choice = priorities.preemption(oldest_of_best_class, priorities.user.serve)
+    choice = priorities.preemption(oldest_of_highest_class, priorities.user.serve)
     server = ExpertServer(
         endpoint,
         held.experts,
@@ -80,14 +79,14 @@ def expert_rank(spec: WorkerSpec) -> Rank:
         load_s=monotonic_s() - started_s,
     )
     loop = ExpertLoop(endpoint, server, held, reports)
-    return Rank(spec, ready, loop, telemetry, recorded, Links(held.introduce, reports.join))
+    return Rank(spec, ready, loop, telemetry, recorded, RankHooks(held.introduce, reports.join))
 
 
-class Held(NamedTuple):
+class HeldExperts(NamedTuple):
     """The rank's experts, how they move, and how it gives and takes them (None: it does not)."""
 
     experts: RankExperts
-    moving: Moving[Any]
+    moving: ExpertRebalancer[Any]
     exchange: ExpertExchange | None = None
 
     def introduce(self, addresses: dict[str, str]) -> None:
@@ -104,30 +103,32 @@ class Held(NamedTuple):
 
 
 def _held(
-    spec: WorkerSpec,
+    spec: RankSpec,
     model: ModelSpec,
     endpoint: Endpoint,
     telemetry: RankMetrics,
     reports: ExpertReports,
-) -> Held:
+) -> HeldExperts:
     """All of its own, or as many as the section `experts` says."""
     dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
     own, generation = spec.own_experts, spec.placement.generation
 
     def moving(
-        store: AllThere | SomeThere, bringer: Bringer[Any], at_once: Bringer[Any]
-    ) -> Moving[Any]:
-        deadline_s = spec.config.placement.deadline_s
-        made: Moving[Any] = Moving(
+        store: ResidentExperts | CachedExperts,
+        loader: ExpertLoader[Any],
+        urgent_loader: ExpertLoader[Any],
+    ) -> ExpertRebalancer[Any]:
+        deadline_s = spec.config.placement.move_timeout_s
+        made: ExpertRebalancer[Any] = ExpertRebalancer(
             endpoint,
             spec.placement,
             store,
-            bringer,
-            at_once,
+            loader,
+            urgent_loader,
             deadline_s=deadline_s,
             clock=monotonic_s,
-            report=reports.tell,
-            settled=reports.tell_held,
+            report=reports.report_outcome,
+            settled=reports.report_placement,
         )
         reports.moving = made
         return made
@@ -136,27 +137,27 @@ def _held(
         known = own if any(own.values()) else None  # of one that comes later: any of them
         cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
         endpoint.watch(cache.fileno())
-        some = SomeThere(cache, own, clamped_gate(model), generation)
-        listed = CachedBringer(spec, model, asked=True)
-        return Held(some, moving(some, CachedBringer(spec, model), listed))
-    moves = spec.config.placement.follow != "off"
+        some = CachedExperts(cache, own, clamped_gate(model), generation)
+        listed = CachedExpertLoader(spec, model, urgent=True)
+        return HeldExperts(some, moving(some, CachedExpertLoader(spec, model), listed))
+    moves = spec.config.placement.rebalance != "off"
     folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
     checkpoint = Checkpoint(folder)
     loaded = fingerprint(folder)
     half = ExpertHalf.load(
-        checkpoint, model, own, dtype=dtype, device=device, progress=progress, apart=moves
+        checkpoint, model, own, dtype=dtype, device=device, progress=progress, separate=moves
     )
-    every = AllThere(half, generation)
+    every = ResidentExperts(half, generation)
     layout = ExpertLayout(model, dtype, device)
-    at_once = ResidentBringer(spec, layout, every, None, loaded, asked=True)
+    urgent_loader = ResidentExpertLoader(spec, layout, every, None, loaded, urgent=True)
     exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
-    bringer = ResidentBringer(spec, layout, every, exchange, loaded)
-    return Held(every, moving(every, bringer, at_once), exchange)
+    loader = ResidentExpertLoader(spec, layout, every, exchange, loaded)
+    return HeldExperts(every, moving(every, loader, urgent_loader), exchange)
 
 
-def _show(moving: Moving[Any], name: str, telemetry: RankMetrics) -> None:
+def _register_metrics(moving: ExpertRebalancer[Any], name: str, telemetry: RankMetrics) -> None:
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: moving.placement.generation)
-    for outcome in Outcome:
+    for outcome in MoveOutcome:
         of = partial(moving.outcomes.counts.__getitem__, outcome)
         telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=growth(of))
     telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: moving.outcomes.loaded_bytes))
@@ -167,9 +168,9 @@ class ExpertReports:
     """Tells a planner how long calls of experts take, and what became of its proposals. moving:
     takes these."""
 
-    moving: Moving[Any]
+    moving: ExpertRebalancer[Any]
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._link: PlannerLink | None = None
         self._recorder: ExpertRecorder | None = None
@@ -177,32 +178,36 @@ class ExpertReports:
     def join(self, address: str) -> None:
         """The planner there, from now on."""
         if self._link is not None:
-            self._link.move(address)
+            self._link.reconnect(address)
             return
         planner = self._spec.config.planner
-        me = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
+        identity = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
         self._link = PlannerLink(
-            me,
+            identity,
             address,
-            answer_deadline_s=planner.answer_deadline_s,
+            answer_timeout_s=planner.answer_timeout_s,
             clock=monotonic_s,
-            placing=Placing(self._held, self.moving.propose),
+            placement_callbacks=PlacementCallbacks(self._held, self.moving.propose),
         )
         if planner.refit:
-            self._recorder = ExpertRecorder(self._spec.name, planner.report_s, self._link.report)
+            self._recorder = ExpertRecorder(
+                self._spec.name, planner.report_interval_s, self._link.report
+            )
 
-    def tell(self, outcome: PlacementOutcome) -> None:
+    def report_outcome(self, outcome: PlacementReport) -> None:
         if self._link is not None:
             self._link.report(lambda: outcome)
 
-    def tell_held(self) -> None:
+    def report_placement(self) -> None:
         """Another placement than the planner proposed, perhaps."""
         if self._link is not None:
             self._link.report(self._held)
 
-    def _held(self) -> PlacementHeld:
+    def _held(self) -> CurrentPlacement:
         moving = self.moving
-        return PlacementHeld(rank=self._spec.name, placement=moving.placement, newest=moving.newest)
+        return CurrentPlacement(
+            rank=self._spec.name, placement=moving.placement, newest=moving.newest
+        )
 
     def observe(self, span: TaskSpan) -> None:
         if self._recorder is not None:
@@ -220,35 +225,35 @@ class ExpertLoop:
         self,
         endpoint: Endpoint,
         server: ExpertServer,
-        held: Held,
+        held: HeldExperts,
         reports: ExpertReports,
     ) -> None:
         self.server, self.held = server, held
         self._endpoint, self._reports = endpoint, reports
-        self.left = threading.Event()
+        self.drained = threading.Event()
         self._until_s: float | None = None  # it is to go by then
-        self._has_told = False
+        self._has_announced = False
 
     @property
     def problem(self) -> str:
-        return self._endpoint.stuck
+        return self._endpoint.stall_reason
 
     def run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
             self.server.step(IDLE_POLL_S)
-            self._depart()
+            self._finish_drain()
 
-    def _depart(self) -> None:
+    def _finish_drain(self) -> None:
         """Attention ranks keep all that is asked of it, and ask others as soon as they have its
         experts."""
         until_s = self._until_s
-        if until_s is None or self.left.is_set():
+        if until_s is None or self.drained.is_set():
             return
-        if not self._has_told:
-            self._has_told = True
-            self.held.moving.say_leaving()
-        if self.held.moving.may_go or monotonic_s() >= until_s:
-            self.left.set()
+        if not self._has_announced:
+            self._has_announced = True
+            self.held.moving.announce_drain()
+        if self.held.moving.is_drained or monotonic_s() >= until_s:
+            self.drained.set()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
         """Every peer learns of it by its link."""
@@ -257,7 +262,7 @@ class ExpertLoop:
     def wake(self) -> None:
         self._endpoint.wake()
 
-    def leave(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         self._until_s = monotonic_s() + within_s
 
     def close(self) -> None:
@@ -270,11 +275,11 @@ class ExpertLoop:
 
     load = (0, 0)
 
-    def place(self, wanted: WantedPlacement) -> None:
+    def place(self, wanted: PlacementUpdate) -> None:
         """From any thread. What becomes of it, `placed` says."""
         self.held.moving.resize(wanted)
 
-    def placed(self) -> PlacedExperts:
+    def placed(self) -> PlacementState:
         """From any thread."""
         return self.held.moving.placed()
 
@@ -295,4 +300,4 @@ class ExpertLoop:
     def notes(self) -> dict[str, str]:
         under_way = self.held.moving.under_way
         notes = {} if under_way is None else {"placement": f"generation {under_way} is to come"}
-        return notes | ({"leaving": LEFT} if self.left.is_set() else {})
+        return notes | ({"leaving": DRAINED} if self.drained.is_set() else {})

@@ -19,7 +19,7 @@ from models.spec.model import ModelSpec
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
-_GIVE_BACK_EVERY_S = 60.0
+_TRIM_INTERVAL_S = 60.0
 _COMPILED_PRODUCTS = "256"  # in the environment
 
 
@@ -47,17 +47,17 @@ def bound_memory() -> None:
     libc.mallopt(_M_ARENA_MAX, 1)  # arenas of threads have other, lower limits
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    _give_back_every_minute()
+    _start_trim_thread()
 
 
 @functools.cache
-def _give_back_every_minute() -> threading.Thread:
+def _start_trim_thread() -> threading.Thread:
     """One thread, however many workers a process has."""
     trim, never = ctypes.CDLL(None).malloc_trim, threading.Event()
     trim.argtypes = [ctypes.c_size_t]
 
     def work() -> None:
-        while not never.wait(_GIVE_BACK_EVERY_S):
+        while not never.wait(_TRIM_INTERVAL_S):
             trim(0)
 
     thread = threading.Thread(target=work, name="malloc-trim", daemon=True)

@@ -11,8 +11,8 @@ from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.logs import event
 from contracts.metrics import Pipeline
-from contracts.planning import BatchReport, TrafficReport
-from contracts.worker import Group, WorkerSpec
+from contracts.planner_messages import BatchReport, TrafficReport
+from contracts.ranks import Group, RankSpec
 from planner.online.attention_stage import tokens_of
 from planner.online.capacity import Traffic, capacity
 from planner.online.planner import OnlinePlanner
@@ -20,35 +20,35 @@ from planner.online.planner import OnlinePlanner
 log = logging.getLogger("tandem.planner")
 
 PERIOD_S = 15.0  # a large group is priced in a third of a second
-ALONE = 0.5  # used up to here, a batch mostly has the experts to itself
-LOOKED_AT = 6  # batches of a period, the largest: those nearest to the knee
+MAX_UNSHARED_FRACTION = 0.5  # used up to here, a batch mostly has the experts to itself
+SAMPLED_BATCHES = 6  # batches of a period, the largest: those nearest to the knee
 
 
 class PlannerCapacity:
     """Owned by the planner's service thread; what takes long is computed in another."""
 
-    def __init__(self, spec: WorkerSpec, planner: OnlinePlanner, telemetry: Telemetry) -> None:
+    def __init__(self, spec: RankSpec, planner: OnlinePlanner, telemetry: Telemetry) -> None:
         self._spec, self._planner, self._telemetry = spec, planner, telemetry
         self._traffic = Traffic(spec.config.schedule.max_batch_sequences)
         self._used_fraction = 0.0
         self._ran: list[BatchReport] = []
 
-    def take(self, report: TrafficReport) -> None:
+    def add_traffic(self, report: TrafficReport) -> None:
         self._traffic.add(report, monotonic_s())
 
-    def take_batch(self, report: BatchReport) -> None:
-        if self._planner.size[0] == 1 or self._used_fraction < ALONE:
-            self._planner.observe_alone(report)
+    def add_batch(self, report: BatchReport) -> None:
+        if self._planner.size[0] == 1 or self._used_fraction < MAX_UNSHARED_FRACTION:
+            self._planner.observe_solo_batch(report)
         largest = sorted([*self._ran, report], key=_tokens, reverse=True)
-        self._ran = largest[:LOOKED_AT]
+        self._ran = largest[:SAMPLED_BATCHES]
 
     async def watch(self) -> None:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            await self.show(monotonic_s())
+            await self.publish(monotonic_s())
 
-    async def show(self, now_s: float) -> None:
+    async def publish(self, now_s: float) -> None:
         """As the last minute was. While nothing comes nothing is used, and the rest stays."""
         telemetry = self._telemetry
         mix = self._traffic.mix(now_s, self._planner.size[0])

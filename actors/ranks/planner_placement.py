@@ -2,10 +2,10 @@
 stand elsewhere goes out, and what became of it comes back.
 
 loop of the service                               a thread, one look at a time
-RoutingReport ── RoutingWindow
-every LOOK_S  ── Routing of now ───────────────>  spread of tokens, find_step, profile
+RoutingSampleReport ── RoutingWindow
+every POLL_INTERVAL_S  ── Routing of now ───────────────>  spread of tokens, find_step, profile
 PlacementProposal to every expert rank  <───────  Step
-PlacementHeld, PlacementOutcome ── Follower
+CurrentPlacement, PlacementReport ── Follower
 
 Nothing waits for a look: plans are answered meanwhile.
 """
@@ -16,47 +16,59 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from actors.ranks.routing_record import RoutingRecord
+from numpy.typing import NDArray
+
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.errors import ConfigError
+from contracts.errors import CheckpointError, ConfigError
 from contracts.logs import event
 from contracts.placement import Placement
-from contracts.planning import (
-    Outcome,
-    PlacementHeld,
-    PlacementOutcome,
+from contracts.planner_messages import (
+    CurrentPlacement,
+    MoveOutcome,
     PlacementProposal,
-    RoutingReport,
+    PlacementReport,
+    RoutingSampleReport,
 )
-from contracts.worker import Group, WorkerSpec, rank_names
+from contracts.ranks import Group, RankSpec, rank_names
+from models.prediction.profile_file import checkpoint_digest
+from models.prediction.routing_counter import CountedModel, RoutingCounter
+from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
+from models.text.tokenizer_files import tokenizer_digest
 from planner.costs.model_shape import ModelShape
 from planner.costs.routing_shape import Spread
-from planner.findep.placed_routing import routing_shape
 from planner.online.planner import OnlinePlanner
-from planner.placement.following import LOOK_S, Follower, MoveCosts, Step, find_step
+from planner.placement.rebalance_policy import (
+    POLL_INTERVAL_S,
+    MoveCosts,
+    RebalancePolicy,
+    RebalanceStep,
+    find_rebalance_step,
+)
+from planner.placement.routing_window import RoutingWindow, WindowRouting
 from planner.placement.slots import ExpertPlacement, check_fits
-from planner.placement.window import Routing, RoutingWindow
+from planner.schedule.placed_routing import routing_shape
 
 log = logging.getLogger("tandem.planner")
 
-SOLVE_S = 5.0
+MAX_SOLVE_S = 5.0
 """Seconds of a look after which no further layer is begun."""
 LEAST_SPREAD_TOKENS = 256
 
 Send = Callable[[str, PlacementProposal], None]
 
 
-class Looked(NamedTuple):
+class SolveResult(NamedTuple):
     """What a look has found. spread: of the tokens over the expert ranks as they are."""
 
     spread: Spread | None = None
-    step: Step | None = None
-    was_due: bool = False
+    step: RebalanceStep | None = None
+    is_due_at_start: bool = False
 
 
 class PlannerPlacement:
@@ -64,7 +76,7 @@ class PlannerPlacement:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: RankSpec,
         model: ModelSpec,
         shape: ModelShape,
         planner: OnlinePlanner,
@@ -73,7 +85,7 @@ class PlannerPlacement:
     ) -> None:
         self._spec, self._model, self._planner = spec, model, planner
         self._telemetry, self._send = telemetry, send
-        if spec.config.placement.follow != "off":
+        if spec.config.placement.rebalance != "off":
             telemetry.count(metrics.PLACEMENT_PROPOSALS, by=0)
             telemetry.set(metrics.PLACEMENT_GAIN, to=0.0)
         config = spec.config.placement
@@ -81,7 +93,7 @@ class PlannerPlacement:
         self._window = RoutingWindow(
             model.num_experts, len(model.moe_layers), model.top_k, model.vocab_size
         )
-        self._follower = Follower(spec.placement, config)
+        self._follower = RebalancePolicy(spec.placement, config)
         self._expert_bytes = shape.expert_elements * shape.element_bytes
         self._held: dict[str, bool] = {}  # whether it said so, also of ranks that are not used yet
         self._record = RoutingRecord(spec, model)
@@ -90,21 +102,21 @@ class PlannerPlacement:
 
     # ---- what ranks say; raises ValueError for what none of this group does
 
-    def take_routing(self, report: RoutingReport) -> None:
+    def handle_routing(self, report: RoutingSampleReport) -> None:
         arrays = self._window.add(monotonic_s(), report.tokens, report.ids, report.paths)
         self._record.add(*arrays)
 
-    def take_held(self, name: str, held: PlacementHeld) -> None:
+    def handle_held(self, name: str, held: CurrentPlacement) -> None:
         self._check(name, held.placement)
         self._held[name] = True
         self._follower.held(held.placement, held.newest)
 
-    def take_outcome(self, name: str, outcome: PlacementOutcome) -> None:
+    def handle_outcome(self, name: str, outcome: PlacementReport) -> None:
         self._check_name(name)
         now_s = monotonic_s()
-        if outcome.outcome is Outcome.RETIRED:
+        if outcome.outcome is MoveOutcome.RETIRED:
             self._follower.retired(name, outcome.generation, now_s)
-        elif outcome.outcome is Outcome.FAILED:
+        elif outcome.outcome is MoveOutcome.FAILED:
             event(
                 log,
                 "placement_failed",
@@ -112,7 +124,7 @@ class PlannerPlacement:
                 generation=outcome.generation,
                 reason=outcome.reason,
             )
-            self._follower.failed(outcome.generation, now_s)
+            self._follower.record_failure(outcome.generation, now_s)
 
     def lost(self, name: str) -> None:
         """Its connection has ended: what it holds, it will say again."""
@@ -124,66 +136,68 @@ class PlannerPlacement:
     async def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Looks again and again, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            self.look(loop)
+            await asyncio.sleep(POLL_INTERVAL_S)
+            self.start_solve(loop)
 
-    def look(self, loop: asyncio.AbstractEventLoop) -> None:
+    def start_solve(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begins one, unless one is going on."""
         if self._thread is not None or self._spec.placement.ranks == 0:
             return
         now_s = monotonic_s()
         routing, follower = self._window.routing(now_s), self._follower
-        is_due = follower.is_due(now_s, routing) and self._have_said()
+        is_due = follower.is_due(now_s, routing) and self._have_reported()
         current, unit_ms = follower.current, self._planner.unit_ms() or (None, None)
         costs = MoveCosts(self._expert_bytes, *unit_ms)
-        generation, gains = follower.newest + 1, follower.least_gains(now_s)
+        generation, gains = follower.newest + 1, follower.min_gains(now_s)
 
         def run() -> None:
-            looked = Looked(was_due=is_due)
+            result = SolveResult(is_due_at_start=is_due)
             try:
                 self._record.count()
-                looked = looked._replace(spread=_spread_now(routing, current))
+                result = result._replace(spread=_spread_now(routing, current))
                 if is_due:
-                    step = find_step(
+                    step = find_rebalance_step(
                         routing,
                         current,
                         costs,
                         self._config,
                         generation=generation,
-                        least_gains=gains,
-                        go_on=lambda: not self._closing and monotonic_s() < now_s + SOLVE_S,
+                        min_gains=gains,
+                        should_continue=lambda: (
+                            not self._closing and monotonic_s() < now_s + MAX_SOLVE_S
+                        ),
                     )
-                    looked = looked._replace(step=step)
+                    result = result._replace(step=step)
             except (ConfigError, ValueError, ArithmeticError) as error:
-                event(log, "placement_look_failed", logging.ERROR, reason=error)
+                event(log, "placement_solve_failed", logging.ERROR, reason=error)
             finally:
                 if not self._closing:
-                    loop.call_soon_threadsafe(self._looked, looked)
+                    loop.call_soon_threadsafe(self._on_solved, result)
 
         name = f"{self._spec.name}-placement"
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
 
-    def _looked(self, looked: Looked) -> None:
+    def _on_solved(self, result: SolveResult) -> None:
         self._thread = None
         now_s = monotonic_s()
-        if looked.spread is not None:
-            self._planner.spread_over(looked.spread)
-        if looked.step is not None and self._have_said(looked.step):
-            self._propose(looked.step, now_s)
-        elif looked.was_due:
-            self._follower.nothing_found(now_s)
+        if result.spread is not None:
+            self._planner.spread_over(result.spread)
+        if result.step is not None and self._have_reported(result.step):
+            self._propose(result.step, now_s)
+        elif result.is_due_at_start:
+            self._follower.record_no_step(now_s)
 
-    def _have_said(self, step: Step | None = None) -> bool:
+    def _have_reported(self, step: RebalanceStep | None = None) -> bool:
         """Whether all ranks that experts are on have said what they hold, and `step` is still one
         from there: the launcher has put them on more ranks or fewer meanwhile."""
         current = self._follower.current
         is_next = step is None or step.placement.generation > self._follower.newest
-        there = is_next and (step is None or step.placement.ranks == current.ranks)
+        is_current = is_next and (step is None or step.placement.ranks == current.ranks)
         names = rank_names(Group.EXPERT, current.ranks)
-        return there and all(self._held.get(name) for name in names)
+        return is_current and all(self._held.get(name) for name in names)
 
-    def _propose(self, step: Step, now_s: float) -> None:
+    def _propose(self, step: RebalanceStep, now_s: float) -> None:
         self._follower.proposed(step, now_s)
         self._telemetry.count(metrics.PLACEMENT_PROPOSALS)
         self._telemetry.set(metrics.PLACEMENT_GAIN, to=step.gain_fraction)
@@ -226,9 +240,71 @@ class PlannerPlacement:
             )
 
 
-def _spread_now(routing: Routing, current: Placement) -> Spread | None:
+def _spread_now(routing: WindowRouting, current: Placement) -> Spread | None:
     if routing.sampled < LEAST_SPREAD_TOKENS:
         return None
     slots = ExpertPlacement(current)
     layers = [layer for layer, line in enumerate(current.expert_of_slot) if line]
     return routing_shape([(routing.layer(p), slots.layer(n)) for p, n in enumerate(layers)]).mean
+
+
+WRITE_S = 60.0
+MAX_PENDING_REPORTS = 64  # reports that have come since the last look
+
+CountArrays = tuple[NDArray[Any], NDArray[Any]]
+
+
+class RoutingRecord:
+    """`placement.record`: routing.safetensors in that folder, once a minute and at the end. Does
+    nothing where that is null. `add` on one thread; `count`, `close` on another, or after it."""
+
+    def __init__(self, spec: RankSpec, model: ModelSpec) -> None:
+        """Raises CheckpointError."""
+        folder = spec.config.placement.record
+        self._path = None if folder is None else Path(folder) / ROUTING
+        self._pending: list[CountArrays] = []
+        self._written_s, self._written_tokens = monotonic_s(), 0
+        self._counter: RoutingCounter | None = None
+        if self._path is not None:
+            model_folder = Path(spec.model_folder)
+            self._counter = RoutingCounter(
+                CountedModel(
+                    checkpoint_digest(model_folder),
+                    tokenizer_digest(model_folder),
+                    model.moe_layers,
+                    model.num_experts,
+                    model.top_k,
+                    model.vocab_size,
+                )
+            )
+
+    def add(self, ids_P2: NDArray[Any], paths_PLK: NDArray[Any]) -> None:
+        """Checked arrays, which nobody changes any more."""
+        if self._counter is not None and len(self._pending) < MAX_PENDING_REPORTS:
+            self._pending.append((ids_P2, paths_PLK))
+
+    def count(self) -> None:
+        """What has come, and writes if it is time to."""
+        waiting, self._pending = self._pending, []
+        if self._counter is None:
+            return
+        for ids_P2, paths_PLK in waiting:
+            self._counter.add(ids_P2, paths_PLK)
+        if monotonic_s() >= self._written_s + WRITE_S:
+            self._write(self._counter)
+
+    def close(self) -> None:
+        self.count()
+        if self._counter is not None:
+            self._write(self._counter)
+
+    def _write(self, counter: RoutingCounter) -> None:
+        self._written_s = monotonic_s()
+        if self._path is None or counter.tokens == self._written_tokens:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            counter.counts().write(self._path)
+            self._written_tokens = counter.tokens
+        except (CheckpointError, OSError) as error:
+            event(log, "routing_record_failed", logging.ERROR, reason=error)

@@ -1,10 +1,10 @@
 """The planner as a service: answers ranks' questions, takes their measured times.
 
-rank ── PlanQuery ───────────> OnlinePlanner (planner/online/planner.py)
-     <── PlanAnswer ──────────
+rank ── PlanRequest ───────────> OnlinePlanner (planner/online/planner.py)
+     <── PlanResponse ──────────
      ── BatchReport, ExpertReport ──> refit
      <── ModelsChanged ──────  when the stage models have moved
-     ── RoutingReport, PlacementHeld, PlacementOutcome ──> actors/ranks/planner_placement.py
+     ── RoutingSampleReport, CurrentPlacement, PlacementReport ──> actors/ranks/planner_placement.py
      <── PlacementProposal ──
 """
 
@@ -18,39 +18,39 @@ from pathlib import Path
 
 import msgspec
 
-from actors.channels.door import Door
+from actors.channels.authenticated_server import AuthenticatedServer
 from actors.channels.handshake import Identity, Remote
-from actors.channels.loop_watch import EventLoopWatch
-from actors.planning.model_shape import shape_of
+from actors.channels.loop_watchdog import EventLoopWatchdog
+from actors.planning.planner_inputs import shape_of
 from actors.ranks.planner_capacity import PlannerCapacity
 from actors.ranks.planner_placement import PlannerPlacement
-from actors.ranks.rank import Links, Rank
+from actors.ranks.rank import Rank, RankHooks
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError, HandshakeError
-from contracts.events import Stage, TaskSpan
-from contracts.frames import BAD_FRAME, framed, read_frame
+from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.logs import event
 from contracts.plan import Order
-from contracts.planning import (
+from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
     PLANNER_PURPOSE,
     BatchReport,
+    CurrentPlacement,
     ExpertReport,
     FromPlanner,
     ModelsChanged,
-    PlacementHeld,
-    PlacementOutcome,
     PlacementProposal,
-    PlanAnswer,
-    PlanQuery,
-    RoutingReport,
+    PlacementReport,
+    PlanRequest,
+    PlanResponse,
+    RoutingSampleReport,
     ToPlanner,
     TrafficReport,
 )
-from contracts.worker import RankReady, WorkerSpec
+from contracts.ranks import RankReady, RankSpec
+from contracts.traces import Stage, TaskSpan
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.online.models import OnlineSetup
@@ -64,7 +64,7 @@ MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
 _decode = msgspec.msgpack.Decoder(ToPlanner).decode
 
 
-def planner_rank(spec: WorkerSpec) -> Rank:
+def planner_rank(spec: RankSpec) -> Rank:
     """Begins to listen: ranks connect to the planner, not the other way round. Raises
     CheckpointError."""
     started_s = monotonic_s()
@@ -76,15 +76,15 @@ def planner_rank(spec: WorkerSpec) -> Rank:
         load_s=monotonic_s() - started_s,
     )
     telemetry = service.plan_metrics.telemetry
-    links = Links(resize=service.resize)
-    return Rank(spec, ready, service, telemetry, None, links, timeline=service.timeline)
+    hooks = RankHooks(resize=service.resize)
+    return Rank(spec, ready, service, telemetry, None, hooks, timeline=service.timeline)
 
 
 class PlannerService:
     """A `Loop` of a `Rank`: an asyncio loop in a thread of its own reads, solves and writes. No
     rank waits for it."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         model = check_checkpoint(Path(spec.model_folder))
         setup = _setup(spec, model)
@@ -105,10 +105,10 @@ class PlannerService:
         self._capacity = PlannerCapacity(spec, self._planner, self.plan_metrics.telemetry)
         self._watching: list[asyncio.Task[None]] = []
         self.timeline = Timeline(spec.config.trace.spans)
-        self._answered, self._told = 0, self._planner.version
-        self.left = threading.Event()
+        self._answered, self._published_version = 0, self._planner.version
+        self.drained = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._watch = EventLoopWatch(spec.name, spec.config.log.stacks_after_s)
+        self._watch = EventLoopWatchdog(spec.name, spec.config.log.stall_threshold_s)
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"{spec.name}-service", daemon=True
         )
@@ -121,17 +121,17 @@ class PlannerService:
         try:
             self._planner.resize(attention_ranks, expert_ranks)
         except ConfigError as error:
-            event(log, "hardware_of_another_size", logging.WARNING, reason=error)
-            self._planner.learn_anew(attention_ranks, expert_ranks)
+            event(log, "hardware_size_mismatch", logging.WARNING, reason=error)
+            self._planner.reset_models(attention_ranks, expert_ranks)
         self.plan_metrics.tokens_per_expert = attention_ranks * self._share
-        self._tell_version()
+        self._publish_version()
 
     def listen(self) -> str:
         """Its channel address."""
         self._thread.start()
         self._loop.call_soon_threadsafe(self._watch.start, self._loop)
         listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
-        return listening.result(self._spec.config.channel.deadline_s)
+        return listening.result(self._spec.config.channel.connect_timeout_s)
 
     # ---- as a rank's loop
 
@@ -149,9 +149,9 @@ class PlannerService:
     def wake(self) -> None:
         """Nothing waits but for the end."""
 
-    def leave(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """Ranks go on with plans of their own."""
-        self.left.set()
+        self.drained.set()
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -175,17 +175,17 @@ class PlannerService:
     # ---- in its thread
 
     async def _listen(self) -> str:
-        self._door = Door(self._identity, answer=_only_ranks, serve=self._serve)
+        self._server = AuthenticatedServer(self._identity, answer=_only_ranks, serve=self._serve)
         self._watching = [
             asyncio.create_task(self._placement.watch(self._loop)),
             asyncio.create_task(self._capacity.watch()),
         ]
-        return self._door.open(self._spec.host)
+        return self._server.open(self._spec.host)
 
     async def _close(self) -> None:
         for watching in self._watching:
             watching.cancel()
-        await self._door.close(STOP_DEADLINE_S / 2)
+        await self._server.close(STOP_DEADLINE_S / 2)
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, remote: Remote
@@ -195,34 +195,34 @@ class PlannerService:
             self._write(writer, ModelsChanged(self._planner.version))
             while True:
                 body = await read_frame(reader, MAX_PLANNER_FRAME_BYTES)
-                self._take(writer, remote.name, _decode(body))
-        except (OSError, EOFError, ValueError, *BAD_FRAME) as error:
+                self._handle(writer, remote.name, _decode(body))
+        except (OSError, EOFError, ValueError, *FRAME_ERRORS) as error:
             event(log, "planner_connection_ended", rank=remote.name, reason=error)
         finally:
             del self._writers[writer]
             if remote.name not in self._writers.values():
                 self._placement.lost(remote.name)
 
-    def _take(self, writer: asyncio.StreamWriter, name: str, message: ToPlanner) -> None:
+    def _handle(self, writer: asyncio.StreamWriter, name: str, message: ToPlanner) -> None:
         """Raises ValueError for what no rank says."""
         match message:
-            case PlanQuery():
+            case PlanRequest():
                 started_s = monotonic_s()
                 self._write(writer, self._answer(message))
                 span = TaskSpan(self._spec.name, Stage.SOLVE, started_s, monotonic_s())
                 self.timeline.add(span)
             case TrafficReport():
-                self._capacity.take(message)
-            case RoutingReport():
-                self._placement.take_routing(message)
-            case PlacementHeld():
-                self._placement.take_held(name, message)
-            case PlacementOutcome():
-                self._placement.take_outcome(name, message)
+                self._capacity.add_traffic(message)
+            case RoutingSampleReport():
+                self._placement.handle_routing(message)
+            case CurrentPlacement():
+                self._placement.handle_held(name, message)
+            case PlacementReport():
+                self._placement.handle_outcome(name, message)
             case _:
                 self._learn(message)
-        if self._planner.version != self._told:
-            self._tell_version()
+        if self._planner.version != self._published_version:
+            self._publish_version()
 
     def _learn(self, report: BatchReport | ExpertReport) -> None:
         if isinstance(report, ExpertReport):
@@ -230,25 +230,27 @@ class PlannerService:
             return
         batches = [times.batch for times in report.micro_batches]
         predicted_ms = self._planner.predict_ms(report.plan, batches)
-        self.plan_metrics.show(report, predicted_ms)
+        self.plan_metrics.publish(report, predicted_ms)
         self._planner.observe_batch(report)
-        self._capacity.take_batch(report)
+        self._capacity.add_batch(report)
 
-    def _tell_version(self) -> None:
-        self._told = self._planner.version
-        event(log, "stage_models_changed", version=self._told)
+    def _publish_version(self) -> None:
+        self._published_version = self._planner.version
+        event(log, "stage_models_changed", version=self._published_version)
         for each in list(self._writers):
-            self._write(each, ModelsChanged(self._told))
+            self._write(each, ModelsChanged(self._published_version))
 
-    def _answer(self, query: PlanQuery) -> PlanAnswer:
+    def _answer(self, query: PlanRequest) -> PlanResponse:
         started_s = monotonic_s()
         self._answered += 1
         known = self._planner.known(query.batch)
         try:
             planned = known or self._planner.plan(query.batch)
         except NoPlanError as error:
-            return PlanAnswer(number=query.number, version=self._planner.version, reason=str(error))
-        return PlanAnswer(
+            return PlanResponse(
+                number=query.number, version=self._planner.version, reason=str(error)
+            )
+        return PlanResponse(
             number=query.number,
             version=self._planner.version,
             plan=planned.plan,
@@ -262,7 +264,7 @@ class PlannerService:
                 self._write(writer, message)
 
     def _write(self, writer: asyncio.StreamWriter, message: FromPlanner) -> None:
-        writer.write(framed(self._encoder.encode(message)))
+        writer.write(encode_frame(self._encoder.encode(message)))
         if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             writer.transport.abort()
 
@@ -275,7 +277,7 @@ class PlanMetrics:
         self.telemetry = Telemetry()
         self.tokens_per_expert = tokens_per_expert
 
-    def show(self, report: BatchReport, predicted_ms: float | None) -> None:
+    def publish(self, report: BatchReport, predicted_ms: float | None) -> None:
         """predicted_ms: for the batch as it was cut, before its times were learned from."""
         plan, telemetry = report.plan, self.telemetry
         sizes = [len(times.batch) for times in report.micro_batches]
@@ -298,7 +300,7 @@ def _only_ranks(remote: Remote) -> bytes:
     return b""
 
 
-def _setup(spec: WorkerSpec, model: ModelSpec) -> OnlineSetup:
+def _setup(spec: RankSpec, model: ModelSpec) -> OnlineSetup:
     config = spec.config
     return OnlineSetup(
         shape=shape_of(model, resolve_dtype(model, config.model.dtype)),
@@ -307,6 +309,6 @@ def _setup(spec: WorkerSpec, model: ModelSpec) -> OnlineSetup:
         max_batch_tokens=config.schedule.max_batch_tokens,
         backend=spec.backend,
         hardware=spec.hardware,
-        beyond=config.planner.beyond,
+        beyond=config.planner.extended_search,
         refit=config.planner.refit,
     )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from actors.batching.observer import Observer, Serving
+from collections.abc import Iterable
+
+from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
-from actors.planning.calibration import Reference
-from actors.ranks.batch_timing import BatchTiming
+from actors.planning.calibration import Reference, TimedBatch
 from actors.ranks.worker_log import WorkerLog
+from actors.rpc.client_server import ClientJoined, ClientMessage
 from actors.telemetry.rank_metrics import RankMetrics
-from actors.wire.client_server import FromClient, Joined
+from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
-from contracts.clock import monotonic_s
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import RequestError
 from contracts.messages import Event, Submit
-from contracts.routing import Prompt, RequestKey
-from contracts.worker import WorkerSpec
+from contracts.metrics import Pipeline
+from contracts.ranks import Group, RankSpec
+from contracts.routing_messages import Prompt, RequestKey
+from planner.online.prefill_capacity import Batch, PrefillCapacity, ReferenceTime
 from planner.routing.request_work import RequestWork
 from planner.routing.saturation import saturation_of, threshold
 
@@ -26,7 +30,7 @@ class PrefillLog(Observer):
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: RankSpec,
         work: RequestWork,
         blocks: BlockManager,
         max_context_tokens: int,
@@ -36,38 +40,38 @@ class PrefillLog(Observer):
         telemetry.read(metrics.LOAD, spec.name, of=lambda: self._log.load)
         telemetry.read(metrics.SATURATION, spec.name, of=self._threshold)
         self.flops_per_s = telemetry.rate(lambda: self._computed_flops)
-        self._name, self._kv_free = spec.name, spec.config.prefill.kv_free
+        self._name, self._disable_kv_cache = spec.name, spec.config.prefill.disable_kv_cache
         self._log = WorkerLog(spec.rank, spec.epoch, work, spec.config.kv.block_tokens)
         self._work, self._blocks = work, blocks
         self._saturation = saturation_of(spec.config.prefill, max_context_tokens)
-        self._readers: set[int] = set()
+        self._subscribers: set[int] = set()
         self._computed_flops = 0
         self._timing = BatchTiming(spec, work, monotonic_s)
-        self._timing.show(telemetry)
-        self._loop: Serving
+        self._timing.register_metrics(telemetry)
+        self._loop: LoopControl
 
     def calibrated(self, reference: Reference) -> None:
         self._log.calibrated(reference.calibration)
         self._timing.refer(reference.batches)
 
-    def begin(self, loop: Serving) -> None:
+    def begin(self, loop: LoopControl) -> None:
         self._loop = loop
 
-    def received(self, message: FromClient) -> None:
+    def received(self, message: ClientMessage) -> None:
         client, what = message
-        if isinstance(what, Joined):
+        if isinstance(what, ClientJoined):
             self._loop.send_answers()  # the snapshot is of what all others have been told
             self._loop.send(client, [self._log.snapshot()])
-            self._readers.add(client)
+            self._subscribers.add(client)
         elif what is None:
-            self._readers.discard(client)
+            self._subscribers.discard(client)
 
     def check(self, client: int, submit: Submit) -> None:
         sampling = submit.sampling
-        if self._kv_free and sampling is not None and sampling.max_tokens > 1:
+        if self._disable_kv_cache and sampling is not None and sampling.max_tokens > 1:
             raise RequestError(
                 f"max_tokens={sampling.max_tokens}: {self._name} keeps no KV cache and can "
-                "generate one token; set prefill.kv_free=false, or deploy attention ranks",
+                "generate one token; set prefill.disable_kv_cache=false, or deploy attention ranks",
                 "max_tokens",
             )
         if submit.key is not None and submit.key.router < 0:
@@ -105,7 +109,7 @@ class PrefillLog(Observer):
     def answers(self, by_client: dict[int, list[Event]]) -> None:
         report = self._log.report()
         if report is not None:
-            for client in self._readers:
+            for client in self._subscribers:
                 by_client[client] = [report, *by_client.get(client, [])]
 
     def sections(self) -> dict[str, dict[str, float]]:
@@ -136,3 +140,58 @@ class PrefillLog(Observer):
 def log_key(client: int, submit: Submit) -> RequestKey:
     """The router's key, or one that no router uses."""
     return submit.key or RequestKey(-1 - client, submit.request_id)
+
+
+class BatchTiming:
+    """Owned by the loop's thread. A batch beside which another ran has no time of its own."""
+
+    def __init__(self, spec: RankSpec, work: RequestWork, clock: Clock) -> None:
+        prefill = spec.config.prefill
+        self._spec, self._work, self._clock = spec, work, clock
+        self._running: dict[int, float | None] = {}  # by number: since when; None: not alone
+        self._capacity = PrefillCapacity(
+            max_tokens=prefill.max_batch_tokens,
+            max_sequences=prefill.max_batch_sequences,
+            started_s=clock(),
+        )
+
+    def refer(self, batches: Iterable[TimedBatch]) -> None:
+        """To what they took, before the first one is formed."""
+        self._capacity.refer(
+            [
+                ReferenceTime(sum(self._work(0, tokens) for tokens in prompts), 1e3 * seconds)
+                for prompts, seconds in batches
+            ]
+        )
+
+    def register_metrics(self, telemetry: Telemetry) -> None:
+        """Has it read at each scrape. One more worker adds as much as each has."""
+        telemetry.read(
+            metrics.CAPACITY_USED,
+            Pipeline.PREFILL,
+            self._spec.name,
+            of=lambda: self._capacity.used_fraction(self._clock()),
+        )
+        workers = max(1, self._spec.config.groups.prefill_ranks)
+        telemetry.set(metrics.CAPACITY_GAIN, Pipeline.PREFILL, Group.PREFILL, to=1 / workers)
+
+    def formed(self, batch: ScheduledBatch) -> None:
+        if self._running:
+            self._running = dict.fromkeys((*self._running, batch.number))
+        else:
+            self._running[batch.number] = self._clock()
+
+    def dropped(self, batch: ScheduledBatch) -> None:
+        self._running.pop(batch.number, None)
+
+    def completed(self, batch: ScheduledBatch) -> None:
+        start_s, now_s = self._running.pop(batch.number, None), self._clock()
+        self._capacity.add(
+            Batch(
+                ended_s=now_s,
+                flops=sum(self._work(chunk.start, chunk.stop) for chunk in batch.chunks),
+                tokens=batch.tokens,
+                sequences=len(batch.chunks),
+                ms=None if start_s is None else 1e3 * (now_s - start_s),
+            )
+        )

@@ -15,30 +15,29 @@ import torch
 
 from actors.batching.due_times import DueTimes
 from actors.batching.finisher import Finisher
-from actors.batching.observer import Observer, Serving
+from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
-from actors.channels.loop_watch import LoopWatch
+from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.engine.timed_layers import time_layers
-from actors.experts.expert_supply import ExpertSupply, expert_supply
-from actors.experts.plane import ExpertPlane
+from actors.engine.layer_timing import time_layers
+from actors.gather.expert_supply import ExpertSupply, expert_supply
 from actors.kv.block_manager import BlockManager
+from actors.moe.backend import ExpertBackend
 from actors.planning.calibration import calibrate, product_flops_per_s
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Links, Rank, recording
-from actors.ranks.serving_parts import ServingParts
+from actors.ranks.rank import Rank, RankHooks, recording
+from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     ServedModel,
     load_half,
     prefill_limits,
     prepare_process,
     serving_rank,
-    unusable,
+    unusable_checkpoint,
 )
-from actors.ranks.stub_rank import stub_rank
 from actors.telemetry.rank_metrics import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -46,20 +45,26 @@ from contracts.config import PriorityConfig, ScheduleConfig
 from contracts.errors import ChannelError, NotFiniteError, ResourceError
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.worker import WorkerSpec
+from contracts.ranks import RankSpec
 from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
-from planner.findep.orders import by_layer, by_plan
-from planner.policies.batching import BatchingPolicy, by_class, one_at_a_time, where_it_pays
 from planner.routing.request_work import work_of
+from planner.scheduling.batching import (
+    BatchingPolicy,
+    by_class,
+    one_at_a_time,
+    preempt_if_profitable,
+)
+from planner.scheduling.task_order import by_layer, by_plan
+from tests.support.stub_rank import stub_rank
 
 log = logging.getLogger("tandem.worker")
 
 WHOLE = Plan()  # one micro-batch
 
 
-def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) -> Rank:
+def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
     """Loads its weights and begins to listen; without a model where the engine is a stub. Raises
     CheckpointError, ResourceError, ChannelError."""
     if spec.config.prefill.engine == "stub":
@@ -67,11 +72,13 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
-    kv_free, schedule = config.prefill.kv_free, prefill_limits(config)
+    disable_kv_cache, schedule = config.prefill.disable_kv_cache, prefill_limits(config)
 
     telemetry = RankMetrics(spec, monotonic_s)
-    watch = LoopWatch(spec.name, config.channel.stuck_s, monotonic_s, config.log.stacks_after_s)
-    recorded = recording(telemetry, config.trace.spans, lambda _: watch.moved())
+    watch = LoopWatchdog(
+        spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
+    )
+    recorded = recording(telemetry, config.trace.spans, lambda _: watch.record_progress())
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
@@ -79,23 +86,25 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         kv.num_blocks,
         prefix_cache=config.kv.prefix_cache,
         share_partial=config.kv.share_partial_blocks,
-        keeps=not kv_free,
+        keeps=not disable_kv_cache,
         journal=True,
     )
     work = work_of(shape_of(half.spec, half.dtype))
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
-    scheduler = Scheduler(schedule, blocks, whole_prompts=kv_free, on_end=prefill_log.ended)
+    scheduler = Scheduler(
+        schedule, blocks, whole_prompts=disable_kv_cache, on_end=prefill_log.ended
+    )
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
-    plane = supply.plane(half)
-    parts = ExecutorParts(spec.name, half, kv, plane, finisher, recorded.timeline, monotonic_s)
+    backend = supply.backend(half)
+    parts = ExecutorParts(spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s)
     priorities = Priorities(config.priority, telemetry, spec.name)
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
         policy=by_layer,
-        choice=priorities.preemption(by_plan if plane.yields else by_layer, priorities.user.pick),
-        wanted_rows_only=True,
+        choice=priorities.preemption(by_plan if backend.yields else by_layer, priorities.user.pick),
+        last_rows_only=True,
     )
     reference = ReferencePass(spec, parts, supply, prefill_log, served, telemetry)
     serving = ServingParts(
@@ -106,30 +115,36 @@ def prefill_rank(spec: WorkerSpec, *, batching: BatchingPolicy | None = None) ->
         plan_of=lambda batch: WHOLE,
         close=supply.close,
         observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
-        batching=batching or priorities.batching(_batching(spec.name, plane, config.priority)),
+        batching=batching or priorities.batching(_batching(spec.name, backend, config.priority)),
     )
-    links = Links(lambda addresses: _connect(spec.name, supply, addresses))
+    hooks = RankHooks(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
         spec,
         served,
         serving,
         recorded,
-        links,
+        hooks,
         channel_address=supply.address,
         started_s=started_s,
     )
 
 
-def _batching(rank: str, plane: ExpertPlane[Any], config: PriorityConfig) -> BatchingPolicy:
-    if config.preempt and not plane.overtakes:
-        event(log, "no_preemption", rank=rank, reason="a step of all_to_all is of all workers")
-    if not config.preempt or not plane.overtakes:
+def _batching(rank: str, backend: ExpertBackend[Any], config: PriorityConfig) -> BatchingPolicy:
+    if config.preempt and not backend.interleaves:
+        event(
+            log, "preemption_disabled", rank=rank, reason="a step of all_to_all is of all workers"
+        )
+    if not config.preempt or not backend.interleaves:
         return one_at_a_time
-    return by_class if plane.yields else where_it_pays(lambda: plane.copy_s, config.be_share)
+    return (
+        by_class
+        if backend.yields
+        else preempt_if_profitable(lambda: backend.copy_s, config.be_share)
+    )
 
 
 def _pool(
-    spec: WorkerSpec,
+    spec: RankSpec,
     half: AttentionHalf,
     schedule: ScheduleConfig,
     served: ServedModel,
@@ -138,7 +153,7 @@ def _pool(
     """Where no K and V are kept, one layer's, for the longest batches that are live at once. Of
     what the experts leave: closes `supply` where they leave too little."""
     config, block_tokens = spec.config, spec.config.kv.block_tokens
-    if config.prefill.kv_free:
+    if config.prefill.disable_kv_cache:
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
         blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
         blocks *= 2 if config.priority.preempt else 1  # a batch of each class
@@ -157,7 +172,12 @@ def _pool(
             supply.close()
             raise
     return KvPool(
-        half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=config.prefill.kv_free
+        half.spec,
+        blocks,
+        block_tokens,
+        half.dtype,
+        half.device,
+        one_layer=config.prefill.disable_kv_cache,
     )
 
 
@@ -171,7 +191,7 @@ class ReferencePass(Observer):
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: RankSpec,
         parts: ExecutorParts,
         supply: ExpertSupply,
         prefill_log: PrefillLog,
@@ -183,7 +203,7 @@ class ReferencePass(Observer):
         self._log, self._served = prefill_log, served
         self._peak_flops_per_s = 0.0
 
-    def begin(self, loop: Serving) -> None:
+    def begin(self, loop: LoopControl) -> None:
         half = self._parts.half
         peak = self._peak_flops_per_s = product_flops_per_s(half.dtype, half.device, monotonic_s)
         if peak > 0:
@@ -193,9 +213,9 @@ class ReferencePass(Observer):
         try:
             self._calibrate()
         except ChannelError as error:
-            loop.lose(error)
+            loop.fail(error)
         except NotFiniteError:
-            raise unusable(self._spec, half) from None
+            raise unusable_checkpoint(self._spec, half) from None
 
     def sections(self) -> dict[str, dict[str, float]]:
         """A large product's rate here; 0: FLOPs cannot be counted."""

@@ -10,9 +10,9 @@ from actors.telemetry.rank_metrics import RankMetrics, growth
 from contracts import metrics
 from contracts.config import PriorityConfig
 from contracts.logs import event
-from planner.policies.batching import BatchingPolicy
-from planner.policies.preemption import Preemption, Work
-from planner.user.policy import UserPolicy, forming, guarded_choice, load_policy
+from planner.scheduling.batching import BatchingPolicy
+from planner.scheduling.preemption import Preemption, Work
+from planner.scheduling.user_policy import UserPolicy, guarded_choice, load_policy, user_batching
 
 log = logging.getLogger("tandem.worker")
 W = TypeVar("W", bound=Work)
@@ -44,28 +44,28 @@ class Priorities:
             return None
         telemetry = self._telemetry
 
-        def blocked(seconds: float) -> None:
+        def on_blocked(seconds: float) -> None:
             telemetry.observe(metrics.PREEMPTION_BLOCKING, value=seconds)
 
-        def parked(seconds: float) -> None:
+        def on_resumed(seconds: float) -> None:
             telemetry.observe(metrics.BE_WAIT, value=seconds)
 
         choice = Preemption(
             order,
             be_share=self.config.be_share,
             choose=None if choose is None else guarded_choice(choose, self._failed),
-            blocked=blocked,
-            parked=parked,
+            on_blocked=on_blocked,
+            on_resumed=on_resumed,
         )
         telemetry.read(metrics.PREEMPTIONS, of=growth(lambda: choice.preempted))
-        telemetry.read(metrics.HELD, self._rank, of=lambda: choice.held_s)
+        telemetry.read(metrics.BE_HELD, self._rank, of=lambda: choice.held_s)
         return choice
 
     def batching(self, default: BatchingPolicy) -> BatchingPolicy:
         """Of that policy, or the default."""
         form = self.user.form
-        return default if form is None else forming(form, default, self._failed)
+        return default if form is None else user_batching(form, default, self._failed)
 
     def _failed(self, reason: str) -> None:
         self._telemetry.count(metrics.POLICY_FALLBACKS)
-        event(log, "policy_gave_way", logging.WARNING, rank=self._rank, reason=reason)
+        event(log, "policy_fallback", logging.WARNING, rank=self._rank, reason=reason)

@@ -1,6 +1,7 @@
 """A rank's life, the same for every kind: start, stop, status, metrics, spans, and how it ends.
 
-A plain class: Ray (actors/ranks/remote.py) and plain processes (actors/ranks/process.py) are thin
+A plain class: Ray (actors/ranks/remote.py) and plain processes (tests/support/rank_process.py) are
+thin
 shells around it. What kind of rank it is says its loop; a function makes it (`attention_rank` and
 its like).
 """
@@ -21,18 +22,17 @@ from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts.clock import monotonic_s
-from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.traces import RankTrace
-from contracts.worker import RankReady, RankStatus, WorkerSpec
+from contracts.ranks import RankReady, RankSpec, RankStatus
+from contracts.traces import RankTrace, TaskSpan
 
 log = logging.getLogger("tandem.worker")
 
 _STOP_S = 10.0
 
 
-class Loop(Protocol):
+class RankLoop(Protocol):
     """What a rank does, in one thread."""
 
     @property
@@ -48,11 +48,11 @@ class Loop(Protocol):
     def wake(self) -> None:
         """Ends its waiting. Called from any thread."""
 
-    def leave(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """Takes nothing new, and has ended or handed over by then what it has. From any thread."""
 
     @property
-    def left(self) -> threading.Event:
+    def drained(self) -> threading.Event:
         """Set once it has."""
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Loop(Protocol):
         """Of the status, in words. From any thread."""
 
 
-class Links(NamedTuple):
+class RankHooks(NamedTuple):
     """How others join a rank. By default they do not."""
 
     connect: Callable[[dict[str, str]], None] = lambda addresses: None  # name -> channel address
@@ -78,7 +78,7 @@ class Links(NamedTuple):
     resize: Callable[[int, int], None] = lambda attention, expert: None  # ranks of the group
 
 
-_NOBODY_JOINS = Links()
+_NO_HOOKS = RankHooks()
 
 
 class Recording(NamedTuple):
@@ -91,7 +91,7 @@ class Recording(NamedTuple):
 
     def following(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
         """The same, whose metrics follow the timeline and what is moved."""
-        self.metrics.follow(self.timeline, bytes_moved)
+        self.metrics.attach(self.timeline, bytes_moved)
         return self._replace(bytes_moved=bytes_moved)
 
     def sections(self) -> dict[str, dict[str, float]]:
@@ -103,12 +103,14 @@ class Recording(NamedTuple):
         }
 
 
-def recording(metrics: RankMetrics, capacity: int, *hear: Callable[[TaskSpan], None]) -> Recording:
+def recording(
+    metrics: RankMetrics, capacity: int, *observers: Callable[[TaskSpan], None]
+) -> Recording:
     """capacity: spans of the timeline. hear: who else hears of every span."""
 
     def observe(span: TaskSpan) -> None:
         metrics.span(span)
-        for each in hear:
+        for each in observers:
             each(span)
 
     return Recording(Timeline(capacity, observe), metrics)
@@ -122,18 +124,18 @@ class Rank:
 
     def __init__(
         self,
-        spec: WorkerSpec,
+        spec: RankSpec,
         ready: RankReady,
-        loop: Loop,
+        loop: RankLoop,
         telemetry: Telemetry,
         recording: Recording | None,
-        links: Links = _NOBODY_JOINS,
+        hooks: RankHooks = _NO_HOOKS,
         timeline: Timeline | None = None,
     ) -> None:
         self.spec = spec
         self.ready = ready
         self.loop = loop
-        self.connect, self.join_planner, self.pin_plan, self.resize = links
+        self.connect, self.join_planner, self.pin_plan, self.resize = hooks
         self._recording = recording
         self._timeline = timeline if recording is None else recording.timeline
         self._telemetry = telemetry
@@ -157,18 +159,18 @@ class Rank:
         if self._exporter is not None:
             self._exporter.close()
 
-    def leave(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """One that has not started, has failed or is to stop has left already."""
         is_at_work = self._thread.is_alive() and not self._failure
         if is_at_work and not self._stopping.is_set():
-            self.loop.leave(within_s)
+            self.loop.drain(within_s)
             self.loop.wake()
         else:
-            self.loop.left.set()
+            self.loop.drained.set()
 
-    def wait_left(self, timeout_s: float) -> bool:
+    def wait_drained(self, timeout_s: float) -> bool:
         """Whether it has left by then."""
-        return self.loop.left.wait(timeout_s)
+        return self.loop.drained.wait(timeout_s)
 
     def status(self) -> RankStatus:
         reason = self._failure or self.loop.problem

@@ -16,69 +16,70 @@ from ray.exceptions import RayActorError, RayTaskError
 from actors.ranks.shell import LoggedShell, WorkerShell
 from contracts.errors import LaunchError, TandemError
 from contracts.logs import event
-from contracts.worker import RankReady, RankStatus, WorkerSpec
+from contracts.ranks import RankReady, RankSpec, RankStatus
 
 log = logging.getLogger("tandem.worker")
 
 NAMESPACE = "tandem"  # of actors that outlive whoever has started them
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
-_STATUS, _LOOKS = "status", "looks"
+_STATUS, _QUERIES = "status", "looks"
 # What is answered whatever else runs in the actor, `connect` for example. The status has a thread
 # to itself: by it a supervisor tells whether the rank lives.
 _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
-    ("metrics", "spans", "clock_s", "trace", "identity", "leave", "place", "placed"), _LOOKS
+    ("metrics", "spans", "clock_s", "trace", "identity", "leave", "place", "placed"), _QUERIES
 )
 
 
 def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:
     """The actor class of one rank, for `RayRank`. It has the rank's name, which `ps` and `ray list
     actors` show: "ray::expert-1"."""
-    return ray.remote(concurrency_groups={_STATUS: 1, _LOOKS: 1})(type(name, (shell,), {}))
+    return ray.remote(concurrency_groups={_STATUS: 1, _QUERIES: 1})(type(name, (shell,), {}))
 
 
-class AloneShell(LoggedShell):
+class OrphanGuardShell(LoggedShell):
     """Of an actor that outlives its launcher: another one may take it over. Where nobody has asked
-    for its status for groups.alone_s it ends, and gives back the room of all that are placed with
+    for its status for groups.orphan_timeout_s it ends, and gives back the room of all that are
+    placed with
     it: they are as alone. (Before the first time, loading may take groups.ready_timeout_s too.)"""
 
     def __init__(self) -> None:
         super().__init__()
-        self._spec: WorkerSpec | None = None
-        self._alone_s = 0.0  # so long, as far as this process ran meanwhile
+        self._spec: RankSpec | None = None
+        self._orphaned_s = 0.0  # so long, as far as this process ran meanwhile
         self._is_known = False
         threading.Thread(target=self._watch, name="alone", daemon=True).start()
 
-    def prepare(self, spec: WorkerSpec) -> RankReady:
+    def prepare(self, spec: RankSpec) -> RankReady:
         self._spec = spec
         return super().prepare(spec)
 
     def status(self) -> RankStatus:
-        self._alone_s, self._is_known = 0.0, True
+        self._orphaned_s, self._is_known = 0.0, True
         return super().status()
 
     def identity(self) -> tuple[str, int, bytes]:
         """Name, epoch, and a digest of its cluster's token. Who asks looks after it from now on."""
-        self._alone_s = 0.0
+        self._orphaned_s = 0.0
         spec = self._made.spec
         return spec.name, spec.epoch, hashlib.sha256(spec.token).digest()
 
     def _watch(self) -> None:
         while True:
-            time.sleep(LOOK_S)
-            self._alone_s += LOOK_S
-            if self._spec is not None and self._alone_s > self._limit_s(self._spec):
+            time.sleep(CHECK_INTERVAL_S)
+            self._orphaned_s += CHECK_INTERVAL_S
+            if self._spec is not None and self._orphaned_s > self._limit_s(self._spec):
                 self._end(self._spec.name)
 
-    def _limit_s(self, spec: WorkerSpec) -> float:
+    def _limit_s(self, spec: RankSpec) -> float:
         groups = spec.config.groups
-        return groups.alone_s + (0.0 if self._is_known else groups.ready_timeout_s)
+        return groups.orphan_timeout_s + (0.0 if self._is_known else groups.ready_timeout_s)
 
     def _end(self, name: str) -> None:
-        event(log, "rank_alone", logging.ERROR, rank=name, seconds=round(self._alone_s))
-        room = ray.util.get_current_placement_group()
-        if room is not None:
-            ray.util.remove_placement_group(room)
+        event(log, "rank_orphaned", logging.ERROR, rank=name, seconds=round(self._orphaned_s))
+        placement_group = ray.util.get_current_placement_group()
+        if placement_group is not None:
+            ray.util.remove_placement_group(placement_group)
         os._exit(0)
 
 

@@ -24,18 +24,18 @@ from contracts.errors import (
 from contracts.hardware import Hardware
 from contracts.logs import event
 from contracts.placement import Placement
-from contracts.worker import Group, RankReady, WorkerSpec
+from contracts.ranks import Group, RankReady, RankSpec
 from models.spec.model import read_spec
-from planner.placement.contiguous import contiguous
+from planner.placement.slots import contiguous
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-REACH_S = 10.0  # for so long a rank that cannot be reached is tried again
-WITHOUT_S = 1.0  # and by one that can do without it
+REACH_TIMEOUT_S = 10.0  # for so long a rank that cannot be reached is tried again
+DEGRADED_REACH_TIMEOUT_S = 1.0  # and by one that can do without it
 RETRY_S = 0.1
 
 
-class _UnreachedError(LaunchError):
+class _UnreachableError(LaunchError):
     """One of the ranks that it was to join: it may be there the next time."""
 
 
@@ -55,7 +55,7 @@ class Seat(NamedTuple):
     ranks_on_node: int
 
 
-class Formation(NamedTuple):
+class GroupSpec(NamedTuple):
     """What all ranks of one group have in common. hardware: for the planner. placements: of experts
     on the expert ranks, and on the prefill workers."""
 
@@ -76,7 +76,7 @@ class Formation(NamedTuple):
 def contiguous_placements(
     model_folder: str, *, expert_ranks: int = 0, prefill_ranks: int = 0
 ) -> dict[Group, Placement]:
-    """For `Formation`, of groups of these sizes. Raises CheckpointError for a folder that is
+    """For `GroupSpec`, of groups of these sizes. Raises CheckpointError for a folder that is
     none."""
     model = read_spec(Path(model_folder))
     return {
@@ -88,30 +88,30 @@ def contiguous_placements(
 
 
 def make_specs(
-    formation: Formation,
+    group_spec: GroupSpec,
     attention: Sequence[Seat],
     expert: Sequence[Seat],
     planner: Sequence[Seat] = (),
     prefill: Sequence[Seat] = (),
-) -> list[WorkerSpec]:
+) -> list[RankSpec]:
     """One spec per rank: attention ranks first, then expert ranks, prefill workers, the planner."""
     return [
-        WorkerSpec(
+        RankSpec(
             group=group,
             rank=rank,
             attention_ranks=len(attention),
             expert_ranks=len(expert),
             prefill_ranks=len(prefill),
-            model_folder=formation.model_folder,
-            token=formation.token,
-            epoch=formation.epoch,
+            model_folder=group_spec.model_folder,
+            token=group_spec.token,
+            epoch=group_spec.epoch,
             device=seat.device,
-            backend=formation.backend,
+            backend=group_spec.backend,
             host=seat.host,
             ranks_on_node=seat.ranks_on_node,
-            config=formation.config,
-            hardware=formation.hardware if group is Group.PLANNER else None,
-            placement=formation.placement(group),
+            config=group_spec.config,
+            hardware=group_spec.hardware if group is Group.PLANNER else None,
+            placement=group_spec.placement(group),
         )
         for group, seats in (
             (Group.ATTENTION, attention),
@@ -124,12 +124,12 @@ def make_specs(
 
 
 def form_group(
-    specs: Sequence[WorkerSpec],
+    specs: Sequence[RankSpec],
     handles: Sequence[WorkerHandle],
     *,
     timeout_s: float,
     others: Callable[[], Sequence[RankReady]] = tuple,
-    goes_without: bool = False,
+    allow_unreachable: bool = False,
 ) -> list[RankReady]:
     """Brings a group up; what each rank told, in the order of `specs`. others: ranks that run and
     are joined too, as far as is known when it is asked: they may be lost, and replaced, meanwhile.
@@ -145,11 +145,17 @@ def form_group(
         deadline_s,
     )
     try:
-        _join(pairs, ready, others, deadline_s, WITHOUT_S if goes_without else REACH_S)
-    except _UnreachedError as error:
-        if not goes_without:
+        _join(
+            pairs,
+            ready,
+            others,
+            deadline_s,
+            DEGRADED_REACH_TIMEOUT_S if allow_unreachable else REACH_TIMEOUT_S,
+        )
+    except _UnreachableError as error:
+        if not allow_unreachable:
             raise
-        event(log, "rank_goes_without", logging.WARNING, reason=error.message)
+        event(log, "rank_degraded", logging.WARNING, reason=error.message)
     for spec, answer in zip(specs, ready, strict=True):
         if spec.group is Group.PLANNER:
             address = answer.channel_address
@@ -161,7 +167,7 @@ def form_group(
 
 
 def _join(
-    pairs: Sequence[tuple[WorkerSpec, WorkerHandle]],
+    pairs: Sequence[tuple[RankSpec, WorkerHandle]],
     ready: Sequence[RankReady],
     others: Callable[[], Sequence[RankReady]],
     deadline_s: float,
@@ -173,19 +179,19 @@ def _join(
     while True:
         try:
             return _connect(pairs, [*others(), *ready], deadline_s)
-        except _UnreachedError:
+        except _UnreachableError:
             if time.monotonic() > until_s:
                 raise
         time.sleep(RETRY_S)
 
 
 def _connect(
-    pairs: Sequence[tuple[WorkerSpec, WorkerHandle]],
+    pairs: Sequence[tuple[RankSpec, WorkerHandle]],
     known: Sequence[RankReady],
     deadline_s: float,
 ) -> None:
     """Joins each with its peers among `known`. Raises as `gather`."""
-    for group, who in (
+    for group, peers in (
         (Group.ATTENTION, "the expert ranks"),
         (Group.PREFILL, "the other prefill workers"),
         (Group.EXPERT, "the other expert ranks"),
@@ -195,7 +201,7 @@ def _connect(
             continue  # they move nothing among themselves
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
-        gather(connecting, f"connect to {who}", deadline_s)
+        gather(connecting, f"connect to {peers}", deadline_s)
 
 
 def peer_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
@@ -239,7 +245,7 @@ def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: fl
                 f"{name} did not {what} in time; see its log, or raise groups.ready_timeout_s"
             ) from None
         except ChannelError as error:
-            kind = LaunchError if _is_refusal(error) else _UnreachedError
+            kind = LaunchError if _is_refusal(error) else _UnreachableError
             raise kind(f"{name} could not {what}: {error.message}") from None
         except TandemError as error:
             if name in error.message:

@@ -11,25 +11,31 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
+from actors.batching.admission import RankAdmission
+from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
-from actors.batching.sequence_errors import failed, failed_by
-from actors.ranks.batching_view import View
-from actors.ranks.leaving import Leaving
-from actors.ranks.serving_parts import Intake, ServingParts
-from actors.wire.client_server import FromClient
+from actors.batching.sequence import failure_reply, logged_failure_reply
+from actors.channels.loop_watchdog import LoopWatchdog
+from actors.ranks.lifecycle import RankDrain
+from actors.rpc.client_server import ClientMessage, ClientServer
 from contracts.clock import monotonic_s
-from contracts.errors import (
-    ChannelError,
-    HandedOverError,
-    NotReadyError,
-    PeerError,
-    TandemError,
-)
+from contracts.errors import ChannelError, HandedOverError, NotReadyError, PeerError, TandemError
 from contracts.logs import event
 from contracts.messages import Cancel, Event, Events, RankState, Submit
+from contracts.plan import Plan
 from contracts.requests import Priority
+from planner.scheduling.batching import (
+    BatchingPolicy,
+    LiveBatch,
+    SequenceView,
+    WaitingWork,
+    one_at_a_time,
+)
 
 log = logging.getLogger("tandem.worker")
 
@@ -48,17 +54,17 @@ class ServingLoop:
         self.finisher = parts.finisher
         self._plan_of = parts.plan_of
         self._close_links = parts.close
-        self._leaving = Leaving(name, monotonic_s)
-        self._observers = [*parts.observers, self._leaving]
+        self._drain = RankDrain(name, monotonic_s)
+        self._observers = [*parts.observers, self._drain]
         self._batching = parts.batching
-        self._view = View(parts.scheduler, parts.executor)
+        self._view = SchedulerView(parts.scheduler, parts.executor)
         self.scheduler = parts.scheduler
         self.scheduler.drop_best_effort = self._drop_best_effort
         self.reason = ""  # why this rank cannot serve; empty: it can
-        self._is_leaving = self._waits = False
+        self._is_draining = self._waits = False
         self._busy_s: float | None = None  # when there was last a request, unless checked since
         self._computed_tokens = 0
-        self._nothing_to_form = -1  # at that many changes
+        self._idle_changes = -1  # at that many changes
 
     # ---- as a rank's loop
 
@@ -67,33 +73,33 @@ class ServingLoop:
         return self.reason or self._watch.problem
 
     def run(self, stopping: threading.Event) -> None:
-        self.tell_state()
+        self.publish_state()
         for observer in self._observers:
             observer.begin(self)
         while not stopping.is_set():
             self._turn()
-        self.say_leaving()
+        self.announce_drain()
         self.hand_over()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
         """Answers what comes in after a failure: nobody waits for a loop that has ended."""
         self.reason = reason
-        self.tell_state()  # first: what fails here is not to be sent here again
-        self._fail_everything(NotReadyError(reason))
+        self.publish_state()  # first: what fails here is not to be sent here again
+        self._fail_all(NotReadyError(reason))
         self._close_links()
         while not stopping.wait(IDLE_POLL_S):
-            self._watch.moved()
+            self._watch.record_progress()
             self._receive()
 
     def wake(self) -> None:
         self.executor.wake()
 
-    def leave(self, within_s: float) -> None:
-        self._leaving.leave(within_s)
+    def drain(self, within_s: float) -> None:
+        self._drain.drain(within_s)
 
     @property
-    def left(self) -> threading.Event:
-        return self._leaving.left
+    def drained(self) -> threading.Event:
+        return self._drain.drained
 
     def close(self) -> None:
         try:
@@ -131,7 +137,7 @@ class ServingLoop:
         try:
             if self.reason:
                 raise NotReadyError(self.reason)
-            if self._is_leaving:
+            if self._is_draining:
                 raise HandedOverError(f"{self._name} leaves")
             self._admission.check(client, submit, self.scheduler)
             for observer in self._observers:
@@ -142,7 +148,7 @@ class ServingLoop:
                 observer.accepted(sequence)
             self.scheduler.add(sequence)
         except Exception as error:  # noqa: BLE001 - of this sequence alone
-            self.send(client, [failed_by(submit, error, TandemError)])
+            self.send(client, [logged_failure_reply(submit, error, TandemError)])
 
     def send_answers(self) -> None:
         answers, self.finisher.answers = self.finisher.answers, []
@@ -157,40 +163,40 @@ class ServingLoop:
     def send(self, client: int, events: list[Event]) -> None:
         self._clients.send(client, Events(events))
 
-    def tell_state(self) -> None:
+    def publish_state(self) -> None:
         state = RankState(
             rank=self._name,
             healthy=not self.reason,
             reason=self.reason,
             total_blocks=self.scheduler.blocks.num_blocks,
-            leaving=self._is_leaving,
+            leaving=self._is_draining,
             waits=self._waits,
         )
         self._clients.publish(state)
 
-    def say_leaving(self) -> None:
-        self._is_leaving = True
-        self.tell_state()
+    def announce_drain(self) -> None:
+        self._is_draining = True
+        self.publish_state()
 
-    def say_waits(self, waits: bool) -> None:
+    def report_waiting(self, waits: bool) -> None:
         self._waits = waits
-        self.tell_state()
+        self.publish_state()
 
     def hand_over(self) -> None:
-        """After `say_leaving`, without which it would all be sent here again."""
-        self._fail_everything(HandedOverError(f"{self._name} leaves"))
+        """After `announce_drain`, without which it would all be sent here again."""
+        self._fail_all(HandedOverError(f"{self._name} leaves"))
 
-    def lose(self, error: ChannelError) -> None:
+    def fail(self, error: ChannelError) -> None:
         """A peer is lost: every request on this rank ends with an error that names it."""
         self.reason = error.message
         event(log, "peer_lost", logging.ERROR, rank=self._name, reason=error.message)
-        self.tell_state()  # first: what fails here is not to be sent here again
-        self._fail_everything(error)
+        self.publish_state()  # first: what fails here is not to be sent here again
+        self._fail_all(error)
 
     # ---- a turn
 
     def _turn(self) -> None:
-        self._watch.moved()
+        self._watch.record_progress()
         self._receive()
         self._form_batches()
         for done in self._step():
@@ -201,7 +207,7 @@ class ServingLoop:
         for observer in self._observers:
             observer.stepped()
         if self.executor.failure is not None and not self.reason:
-            self.lose(self.executor.failure)
+            self.fail(self.executor.failure)
         self.send_answers()
         self._check_when_idle()
 
@@ -209,9 +215,9 @@ class ServingLoop:
         for received in self._clients.receive():
             for observer in self._observers:
                 observer.received(received)
-            self._take(received)
+            self._handle(received)
 
-    def _take(self, received: FromClient) -> None:
+    def _handle(self, received: ClientMessage) -> None:
         client, message = received
         if message is None:
             for sequence in self.scheduler.sequences:
@@ -224,19 +230,19 @@ class ServingLoop:
 
     def _form_batches(self) -> None:
         """As many as the policy wants. It is not asked again until something has changed."""
-        if self.scheduler.changes == self._nothing_to_form:
+        if self.scheduler.changes == self._idle_changes:
             return
         while not self.reason and not self.executor.is_engaged:
-            batch = self._formed()
+            batch = self._next_batch()
             if batch is None:
-                self._nothing_to_form = self.scheduler.changes
+                self._idle_changes = self.scheduler.changes
                 return
             plan = self._plan_of(batch)
             for observer in self._observers:
                 observer.formed(batch)
             self.executor.submit(batch, plan)
 
-    def _formed(self) -> ScheduledBatch | None:
+    def _next_batch(self) -> ScheduledBatch | None:
         batches = map(self.scheduler.next_batch, self._batching(self._view))
         return next((batch for batch in batches if batch is not None), None)
 
@@ -245,7 +251,7 @@ class ServingLoop:
         numbers = [live.number for live in self.executor.live if live.priority is Priority.BE]
         dropped = self.executor.drop(numbers[-1]) if numbers else None
         if dropped is not None:
-            event(log, "batch_gave_way", rank=self._name, batch=dropped.number)
+            event(log, "batch_dropped", rank=self._name, batch=dropped.number)
             for observer in self._observers:
                 observer.dropped(dropped)
         return dropped
@@ -258,8 +264,8 @@ class ServingLoop:
         except PeerError:
             raise
         except ChannelError as error:
-            event(log, "batch_not_sent", logging.ERROR, rank=self._name, reason=error)
-            self._fail_everything(error)
+            event(log, "batch_send_failed", logging.ERROR, rank=self._name, reason=error)
+            self._fail_all(error)
             return []
 
     def _check_when_idle(self) -> None:
@@ -271,13 +277,127 @@ class ServingLoop:
             self._busy_s = None
             self.scheduler.blocks.check([])
 
-    def _fail_everything(self, error: TandemError) -> None:
+    def _fail_all(self, error: TandemError) -> None:
         for batch in self.executor.fail_all():
             self.scheduler.abandon(batch)
             for observer in self._observers:
                 observer.dropped(batch)
         for sequence in self.scheduler.sequences:
             if not sequence.done:
-                self.finisher.answers.append((sequence, failed(sequence.submit.request_id, error)))
+                self.finisher.answers.append(
+                    (sequence, failure_reply(sequence.submit.request_id, error))
+                )
             self.scheduler.remove(sequence)
         self.send_answers()
+
+
+class BatchExecutor(Protocol):
+    """What runs batches. `failure`: why it can run none any more, if so."""
+
+    failure: ChannelError | None
+    layers: int
+
+    @property
+    def is_engaged(self) -> bool:
+        """Whether no batch may begin now, whatever is in flight."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    @property
+    def live(self) -> Sequence[LiveBatch]:
+        """The batches in flight."""
+
+    def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None: ...
+
+    def step(self, timeout_s: float) -> list[ScheduledBatch]:
+        """Runs one task, or waits for something to do. Returns the batches it completed."""
+
+    def drop(self, number: int) -> ScheduledBatch | None:
+        """Forgets that batch; None: there is none."""
+
+    def fail_all(self) -> list[ScheduledBatch]:
+        """Drops everything in flight; returns what was dropped."""
+
+    def wake(self) -> None:
+        """Ends a `step` that waits. Called from any thread."""
+
+
+class AnswerSource(Protocol):
+    """What the executor's sink has made since it was last emptied."""
+
+    answers: list[tuple[TokenSequence, Event]]
+
+
+class Intake(NamedTuple):
+    """Where sequences come from, and which are taken."""
+
+    clients: ClientServer
+    admission: RankAdmission
+    block_tokens: int
+
+
+class ServingParts(NamedTuple):
+    """What a serving loop is made of. plan_of: the plan of a batch that has been formed. close:
+    ends threads and links of the executor's plane and of the observers; may be called twice."""
+
+    scheduler: Scheduler
+    executor: BatchExecutor
+    finisher: AnswerSource
+    watch: LoopWatchdog
+    plan_of: Callable[[ScheduledBatch], Plan]
+    close: Callable[[], None]
+    observers: Sequence[Observer] = ()
+    batching: BatchingPolicy = one_at_a_time
+
+
+class SchedulerView(NamedTuple):
+    """A `BatchingView`."""
+
+    scheduler: Scheduler
+    executor: BatchExecutor
+
+    @property
+    def in_flight(self) -> int:
+        return self.executor.in_flight
+
+    @property
+    def live(self) -> Sequence[LiveBatch]:
+        return self.executor.live
+
+    @property
+    def layers(self) -> int:
+        return self.executor.layers
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.blocks.available
+
+    @property
+    def running(self) -> int:
+        return self.scheduler.running
+
+    @property
+    def idle(self) -> Sequence[SequenceView]:
+        return [
+            sequence_view(s) for s in self.scheduler.sequences if not s.in_flight and not s.done
+        ]
+
+    def count(self, priority: Priority) -> int:
+        return self.scheduler.count(priority)
+
+    def waiting(self, priority: Priority) -> WaitingWork:
+        return self.scheduler.waiting_of(priority)
+
+
+def sequence_view(sequence: TokenSequence) -> SequenceView:
+    return SequenceView(
+        sequence.key,
+        sequence.priority,
+        sequence.phase,
+        sequence.num_uncomputed,
+        len(sequence.block_table),
+        sequence.due_s,
+        sequence.arrived_s,
+        sequence.owner.tenant,
+    )

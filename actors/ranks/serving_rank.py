@@ -10,18 +10,17 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.batching.admission import Admission
+from actors.batching.admission import RankAdmission
 from actors.batching.batch_traces import BatchTraces
 from actors.batching.queue_drain import QueueDrain
 from actors.ranks.memory import bound_memory
-from actors.ranks.rank import Links, Rank, Recording
-from actors.ranks.serving_loop import ServingLoop
-from actors.ranks.serving_parts import Intake, ServingParts
-from actors.wire.client_server import ClientServer
+from actors.ranks.rank import Rank, RankHooks, Recording
+from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
+from actors.rpc.client_server import ClientServer
 from contracts.clock import monotonic_s
 from contracts.config import ScheduleConfig, TandemConfig
 from contracts.errors import CheckpointError
-from contracts.worker import RankReady, WorkerSpec
+from contracts.ranks import RankReady, RankSpec
 from models.decoder.decoder import AttentionHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
@@ -34,13 +33,13 @@ class ServedModel(NamedTuple):
     max_context_tokens: int
 
 
-def prepare_process(spec: WorkerSpec) -> None:
+def prepare_process(spec: RankSpec) -> None:
     """Before the first product, and before threads that compute."""
     torch.set_num_threads(spec.config.groups.torch_threads)
     bound_memory()
 
 
-def load_half(spec: WorkerSpec) -> tuple[AttentionHalf, ServedModel]:
+def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
     """Raises CheckpointError."""
     folder, wanted = Path(spec.model_folder), spec.config.model
     model = check_checkpoint(folder)
@@ -63,7 +62,7 @@ def prefill_limits(config: TandemConfig) -> ScheduleConfig:
     )
 
 
-def unusable(spec: WorkerSpec, half: AttentionHalf) -> CheckpointError:
+def unusable_checkpoint(spec: RankSpec, half: AttentionHalf) -> CheckpointError:
     """What a rank ends with whose own first pass gave logits that are no numbers."""
     return CheckpointError(
         f"{spec.model_folder}: the logits of a first pass are not finite numbers. The "
@@ -73,11 +72,11 @@ def unusable(spec: WorkerSpec, half: AttentionHalf) -> CheckpointError:
 
 
 def serving_rank(
-    spec: WorkerSpec,
+    spec: RankSpec,
     served: ServedModel,
     parts: ServingParts,
     recording: Recording,
-    links: Links,
+    hooks: RankHooks,
     *,
     channel_address: str = "",
     started_s: float,
@@ -88,7 +87,7 @@ def serving_rank(
     traces = BatchTraces(spec.name, recording.timeline, monotonic_s)
     parts = parts._replace(observers=[*parts.observers, drain, traces])
     clients = ClientServer(spec.name, token=spec.token, wake=parts.executor.wake, watch=parts.watch)
-    admission = Admission(
+    admission = RankAdmission(
         spec.name,
         served.vocab_size,
         served.max_context_tokens,
@@ -102,8 +101,8 @@ def serving_rank(
         name=spec.name,
         pid=os.getpid(),
         channel_address=channel_address,
-        client_address=clients.listen(spec.host, deadline_s=config.channel.deadline_s),
+        client_address=clients.listen(spec.host, deadline_s=config.channel.connect_timeout_s),
         load_s=monotonic_s() - started_s,
         kv_blocks=pool_blocks,
     )
-    return Rank(spec, ready, loop, recording.metrics, recording, links)
+    return Rank(spec, ready, loop, recording.metrics, recording, hooks)

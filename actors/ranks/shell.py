@@ -6,26 +6,24 @@ from collections.abc import Callable
 
 import msgspec
 
-from actors.channels.neighbour import here
+from actors.channels.local_process import own_identity
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
+from actors.ranks.lifecycle import on_sigterm
 from actors.ranks.planner_rank import planner_rank
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
-from actors.ranks.terminated import at_sigterm
 from contracts.errors import LaunchError
-from contracts.events import TaskSpan
-from contracts.garbage import spare_what_lives_on
+from contracts.interpreter import freeze_heap, watch_interpreter
 from contracts.logs import set_up_logging
-from contracts.placement import PlacedExperts, WantedPlacement
+from contracts.placement import PlacementState, PlacementUpdate
 from contracts.plan import Plan
-from contracts.stacks import watch_interpreter
-from contracts.traces import RankTrace
-from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
+from contracts.ranks import Group, RankReady, RankSpec, RankStatus
+from contracts.traces import RankTrace, TaskSpan
 
-LATE_S = 5.0  # for a loop that is in a long step to hand over what it has
+DRAIN_GRACE_S = 5.0  # for a loop that is in a long step to hand over what it has
 
-MAKE: dict[Group, Callable[[WorkerSpec], Rank]] = {
+RANK_FACTORIES: dict[Group, Callable[[RankSpec], Rank]] = {
     Group.ATTENTION: attention_rank,
     Group.EXPERT: expert_rank,
     Group.PREFILL: prefill_rank,
@@ -39,21 +37,23 @@ class WorkerShell:
     def __init__(self) -> None:
         self._rank: Rank | None = None
 
-    def prepare(self, spec: WorkerSpec) -> RankReady:
+    def prepare(self, spec: RankSpec) -> RankReady:
         """Makes the rank: loads weights, listens. Raises what keeps it from doing so."""
-        self._rank = MAKE[spec.group](spec)
+        self._rank = RANK_FACTORIES[spec.group](spec)
         return msgspec.structs.replace(
-            self._rank.ready, whereabouts=here(), metrics_address=self._rank.export_metrics()
+            self._rank.ready,
+            process_identity=own_identity(),
+            metrics_address=self._rank.export_metrics(),
         )
 
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)
 
-    def place(self, wanted: WantedPlacement) -> None:
+    def place(self, wanted: PlacementUpdate) -> None:
         """Expert ranks only: that is to be its next placement (placing.py)."""
         self._experts.place(wanted)
 
-    def placed(self) -> PlacedExperts:
+    def placed(self) -> PlacementState:
         """Expert ranks only."""
         return self._experts.placed()
 
@@ -62,7 +62,7 @@ class WorkerShell:
         self._made.join_planner(address)
 
     def start(self) -> None:
-        spare_what_lives_on()
+        freeze_heap()
         self._made.start()
 
     def status(self) -> RankStatus:
@@ -81,9 +81,9 @@ class WorkerShell:
         """Attention ranks only: the plan of all batches from now on."""
         self._made.pin_plan(plan)
 
-    def leave(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """Takes nothing new; ends what it has by then, or hands it over (leaving.py)."""
-        self._made.leave(within_s)
+        self._made.drain(within_s)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
         """The planner only: plans for a group of this size from now on."""
@@ -116,16 +116,16 @@ class LoggedShell(WorkerShell):
 
     def __init__(self) -> None:
         super().__init__()
-        at_sigterm(self._leave)
+        on_sigterm(self._drain)
 
-    def prepare(self, spec: WorkerSpec) -> RankReady:
+    def prepare(self, spec: RankSpec) -> RankReady:
         set_up_logging(spec.name, spec.config.log)
-        watch_interpreter(2 * spec.config.log.stacks_after_s)
+        watch_interpreter(2 * spec.config.log.stall_threshold_s)
         return super().prepare(spec)
 
-    def _leave(self) -> None:
+    def _drain(self) -> None:
         if self._rank is not None:
-            drain_s = self._rank.spec.config.groups.drain_s
-            self._rank.leave(drain_s)
-            self._rank.wait_left(drain_s + LATE_S)
+            drain_timeout_s = self._rank.spec.config.groups.drain_timeout_s
+            self._rank.drain(drain_timeout_s)
+            self._rank.wait_drained(drain_timeout_s + DRAIN_GRACE_S)
             self._rank.stop()

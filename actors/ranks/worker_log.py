@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from contracts.requests import Priority
-from contracts.routing import (
+from contracts.routing_messages import (
     Calibration,
-    Progress,
     Prompt,
+    PromptProgress,
     RequestKey,
     WorkerReport,
     WorkerSnapshot,
@@ -32,7 +32,7 @@ class WorkerLog:
         self._number = -1
         self._calibration: Calibration | None = None
         self._accepted: list[Prompt] = []
-        self._progress: dict[RequestKey, Progress] = {}
+        self._progress: dict[RequestKey, PromptProgress] = {}
         self._cache: dict[bytes, bool] = {}  # what became of a block last
         self._ended: list[RequestKey] = []
         self._open: set[RequestKey] = set()
@@ -48,7 +48,7 @@ class WorkerLog:
     @property
     def load(self) -> int:
         """Work of the requests that are open, as of the last report."""
-        return self._state.requests.met_by(Priority.BE).load
+        return self._state.requests.visible_to(Priority.BE).load
 
     @property
     def calibration(self) -> Calibration | None:
@@ -63,7 +63,7 @@ class WorkerLog:
         self._accepted.append(prompt)
 
     def progressed(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
-        self._progress[key] = Progress(key, done_tokens, until_tokens)
+        self._progress[key] = PromptProgress(key, done_tokens, until_tokens)
 
     def stored(self, digests: Iterable[bytes]) -> None:
         self._cache.update(dict.fromkeys(digests, True))

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from contracts.events import TRANSFERS, Stage, TaskSpan
-from contracts.traces import BatchSpan, RankTrace, RequestSpan
+from contracts.traces import TRANSFERS, BatchSpan, RankTrace, RequestSpan, Stage, TaskSpan
 
-Event = dict[str, Any]
-Names = Mapping[tuple[str, int], Sequence[str]]  # (rank, number of a batch) -> its requests
+TraceEvent = dict[str, Any]
+BatchRequests = Mapping[tuple[str, int], Sequence[str]]  # (rank, number of a batch) -> its requests
 
 MAX_SHOWN = 4  # requests in what is said of a task
 _TASKS, _BATCHES = 1, 2  # tracks of a rank
@@ -34,14 +33,16 @@ def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
-def names_of(traces: Iterable[RankTrace]) -> Names:
+def requests_by_batch(traces: Iterable[RankTrace]) -> BatchRequests:
     """The requests of every batch."""
     return {
         (batch.rank, batch.number): batch.requests for trace in traces for batch in trace.batches
     }
 
 
-def rank_events(trace: RankTrace, pid: int, shift_s: float, names: Names) -> list[Event]:
+def rank_events(
+    trace: RankTrace, pid: int, shift_s: float, names: BatchRequests
+) -> list[TraceEvent]:
     """Of one rank, as process `pid`, on our clock. names: of all ranks' batches."""
     events = [_named("process_name", pid, trace.rank), _order(pid)]
     links = sorted({span.resource for span in trace.spans} - {trace.rank})
@@ -57,7 +58,7 @@ def rank_events(trace: RankTrace, pid: int, shift_s: float, names: Names) -> lis
     return events
 
 
-def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> list[Event]:
+def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> list[TraceEvent]:
     """Of an ingress: each request, and in it the time to its first token."""
     events = [_named("process_name", pid, "ingress"), _order(pid)]
     for number, span in enumerate(spans):
@@ -67,18 +68,24 @@ def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> li
         if span.first_s is not None:
             times_s.append(("to first token", span.start_s, span.first_s))
         for name, start_s, end_s in times_s:
-            begun = {**common, "name": name, "ph": "b", "ts": _us(start_s, shift_s), "args": args}
-            ended = {**common, "name": name, "ph": "e", "ts": _us(end_s, shift_s)}
-            events += [begun, ended]
+            begin_event = {
+                **common,
+                "name": name,
+                "ph": "b",
+                "ts": _us(start_s, shift_s),
+                "args": args,
+            }
+            end_event = {**common, "name": name, "ph": "e", "ts": _us(end_s, shift_s)}
+            events += [begin_event, end_event]
     return events
 
 
-def missing_events(name: str, pid: int, reason: str) -> list[Event]:
+def missing_events(name: str, pid: int, reason: str) -> list[TraceEvent]:
     """A process that has told nothing, seen where its tracks would be."""
     return [_named("process_name", pid, f"{name}: missing, {reason}"), _order(pid)]
 
 
-def _requests(span: TaskSpan, names: Names) -> Sequence[str]:
+def _requests(span: TaskSpan, names: BatchRequests) -> Sequence[str]:
     """Whose tokens a task has: of its own batch, of those that it merged, or of a link's ends."""
     batches = span.of or [(end, span.batch) for end in span.resource.split(">")]
     found = [name for key in batches for name in names.get(key, ())]
@@ -87,13 +94,13 @@ def _requests(span: TaskSpan, names: Names) -> Sequence[str]:
 
 def _task(
     span: TaskSpan, number: int, place: tuple[int, int], zero_s: float, requests: Sequence[str]
-) -> Iterator[Event]:
+) -> Iterator[TraceEvent]:
     name = f"{span.stage.value} L{span.layer} m{span.micro_batch}"
     if span.stage in (*TRANSFERS, Stage.EXPERT):
         name += f" g{span.token_group}"
-    common: Event = {"name": name, "cat": span.stage.value, "pid": place[0], "tid": place[1]}
+    common: TraceEvent = {"name": name, "cat": span.stage.value, "pid": place[0], "tid": place[1]}
     start_us, end_us = _us(span.start_s, zero_s), _us(span.end_s, zero_s)
-    args: Event = {"batch": span.batch, "layer": span.layer, "tokens": span.tokens}
+    args: TraceEvent = {"batch": span.batch, "layer": span.layer, "tokens": span.tokens}
     if requests:
         more = f" and {len(requests) - MAX_SHOWN} more" if len(requests) > MAX_SHOWN else ""
         args["requests"] = " ".join(requests[:MAX_SHOWN]) + more
@@ -105,8 +112,8 @@ def _task(
     yield {**common, "ph": "e", "ts": end_us}
 
 
-def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[Event]:
-    common: Event = {
+def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[TraceEvent]:
+    common: TraceEvent = {
         "name": f"batch {batch.number}",
         "cat": f"{batch.rank} batches",
         "id": batch.number,
@@ -123,17 +130,17 @@ def _batch(batch: BatchSpan, pid: int, shift_s: float) -> Iterator[Event]:
     yield {**common, "ph": "e", "ts": _us(batch.end_s, shift_s)}
 
 
-def _track(pid: int, tid: int, name: str) -> list[Event]:
-    named: Event = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
-    sorted_: Event = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid}
+def _track(pid: int, tid: int, name: str) -> list[TraceEvent]:
+    named: TraceEvent = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
+    sorted_: TraceEvent = {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid}
     return [{**named, "args": {"name": name}}, {**sorted_, "args": {"sort_index": tid}}]
 
 
-def _named(what: str, pid: int, name: str) -> Event:
+def _named(what: str, pid: int, name: str) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": pid, "args": {"name": name}}
 
 
-def _order(pid: int) -> Event:
+def _order(pid: int) -> TraceEvent:
     return {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
 
 

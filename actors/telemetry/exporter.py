@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from actors.telemetry.scrapes import Scrapes
+from actors.telemetry.scrape_coalescer import ScrapeCoalescer
 from actors.telemetry.telemetry import CONTENT_TYPE, OPEN_METRICS_TYPE, Telemetry
 from contracts.clock import monotonic_s
 from contracts.logs import event
@@ -34,13 +34,13 @@ PAUSE_S = 1.0  # after an error of accepting: no descriptor is left
 THREAD_S = 5.0
 
 
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     method: str
     path: str
     headers: dict[str, str]
 
     @property
-    def wants_open_metrics(self) -> bool:
+    def accepts_open_metrics(self) -> bool:
         return "application/openmetrics-text" in self.headers.get("accept", "")
 
 
@@ -55,8 +55,8 @@ class Exporter:
     def __init__(self, telemetry: Telemetry, *, key: Key) -> None:
         self._key = key
         self._path = f"{PATH}/{secrets.token_hex(8)}"
-        self._text = Scrapes(_making(telemetry, False), monotonic_s)
-        self._open_metrics = Scrapes(_making(telemetry, True), monotonic_s)
+        self._text = ScrapeCoalescer(_exposition_of(telemetry, False), monotonic_s)
+        self._open_metrics = ScrapeCoalescer(_exposition_of(telemetry, True), monotonic_s)
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
         self._answering: set[asyncio.Task[None]] = set()
         self._listening: socket.socket | None = None
@@ -90,7 +90,7 @@ class Exporter:
                 connection, _ = await loop.sock_accept(listening)
             except OSError as error:
                 self._slots.release()
-                event(log, "exporter_not_accepting", logging.WARNING, error=error)
+                event(log, "exporter_accept_failed", logging.WARNING, error=error)
                 await asyncio.sleep(PAUSE_S)
                 continue
             task = asyncio.create_task(self._serve(connection))
@@ -105,20 +105,20 @@ class Exporter:
         """One request. A client that is slow, gone, or no client of HTTP is let go."""
         with contextlib.suppress(OSError, TimeoutError, ValueError, EOFError), connection:
             async with asyncio.timeout(HEAD_S):
-                asked = await _read(connection)
-            answer = await self._answer(asked)
+                request = await _read(connection)
+            answer = await self._answer(request)
             async with asyncio.timeout(WRITE_S):
                 await asyncio.get_running_loop().sock_sendall(connection, answer)
 
-    async def _answer(self, asked: _Asked) -> bytes:
-        if asked.method != "GET":
+    async def _answer(self, request: _Request) -> bytes:
+        if request.method != "GET":
             return _response("405 Method Not Allowed", "GET only\n")
-        if asked.path not in (PATH, self._path):
+        if request.path not in (PATH, self._path):
             return _response("404 Not Found", "not here\n")
         key = await asyncio.to_thread(self._key) if callable(self._key) else self._key
-        if key is not None and not _carries(asked, key):
+        if key is not None and not _is_authorized(request, key):
             return _response("401 Unauthorized", "Authorization: Bearer (http.metrics_key)\n")
-        if asked.wants_open_metrics:
+        if request.accepts_open_metrics:
             return _response("200 OK", await self._open_metrics.text(), OPEN_METRICS_TYPE)
         return _response("200 OK", await self._text.text(), CONTENT_TYPE)
 
@@ -161,14 +161,14 @@ class ExporterThread:
         self._loop.close()
 
 
-def _making(telemetry: Telemetry, open_metrics: bool) -> Callable[[], Awaitable[str]]:
+def _exposition_of(telemetry: Telemetry, open_metrics: bool) -> Callable[[], Awaitable[str]]:
     async def make() -> str:
         return telemetry.exposition(open_metrics=open_metrics)
 
     return make
 
 
-async def _read(connection: socket.socket) -> _Asked:
+async def _read(connection: socket.socket) -> _Request:
     """Raises ValueError for what is no head of a request, EOFError for a part of one."""
     head, loop = b"", asyncio.get_running_loop()
     while b"\r\n\r\n" not in head:
@@ -182,11 +182,11 @@ async def _read(connection: socket.socket) -> _Asked:
     method, target, _ = first.split(" ")
     pairs = (line.partition(":") for line in rest)
     headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-    return _Asked(method, target.partition("?")[0], headers)
+    return _Request(method, target.partition("?")[0], headers)
 
 
-def _carries(asked: _Asked, key: str) -> bool:
-    scheme, _, given = asked.headers.get("authorization", "").partition(" ")
+def _is_authorized(request: _Request, key: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
     right = hmac.compare_digest(given.strip().encode(), key.encode())
     return scheme.lower() == "bearer" and right
 

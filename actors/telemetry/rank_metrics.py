@@ -8,8 +8,8 @@ from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
 from contracts.clock import Clock
-from contracts.events import BUSY, TRANSFERS, Stage, TaskSpan
-from contracts.worker import Group, WorkerSpec
+from contracts.ranks import Group, RankSpec
+from contracts.traces import BUSY, TRANSFERS, Stage, TaskSpan
 
 _EXPORTED = frozenset(
     (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, *TRANSFERS, Stage.GATHER, Stage.HOST_COPY)
@@ -22,7 +22,7 @@ class RankMetrics(Telemetry):
     """What ranks of every kind measure. What a kind measures besides it counts here where that
     happens, or has it read at each scrape."""
 
-    def __init__(self, spec: WorkerSpec, clock: Clock) -> None:
+    def __init__(self, spec: RankSpec, clock: Clock) -> None:
         super().__init__()
         self._spec, self._clock = spec, clock
         self._stages: dict[Stage, Callable[[float], None]] = {}
@@ -35,13 +35,13 @@ class RankMetrics(Telemetry):
         if note is None:
             if span.stage not in _EXPORTED:
                 return
-            note = self._stages[span.stage] = self.noting(
+            note = self._stages[span.stage] = self.buffered_observer(
                 metrics.STAGE, span.stage, self._spec.name
             )
         seconds = span.end_s - span.start_s
         note(seconds if seconds > 0.0 else 0.0)
 
-    def follow(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
+    def attach(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
         """Has read at each scrape what they have counted so far."""
         spec, direction = self._spec, _DIRECTIONS.get(self._spec.group, "e2a")
         stage_s = timeline.stage_seconds

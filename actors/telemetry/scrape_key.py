@@ -16,9 +16,11 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.metrics")
 
-STANDS_S = 1.0  # a changed file is taken when it has stood so long: nobody is in the middle of it
+SETTLE_S = 1.0  # a changed file is taken when it has stood so long: nobody is in the middle of it
 
-_Seen = tuple[int, int, int] | None  # what tells one state of the file from another; None: no file
+_FileState = (
+    tuple[int, int, int] | None
+)  # what tells one state of the file from another; None: no file
 
 
 class ScrapeKey:
@@ -29,36 +31,36 @@ class ScrapeKey:
         self._configured, self._clock, self._lock = http.metrics_key, clock, Lock()
         self._path = None if http.keys_file is None else Path(http.keys_file)
         self._key = http.metrics_key
-        self._taken: _Seen = None
-        self._seen, self._since_s = self._look(), clock()
+        self._loaded: _FileState = None
+        self._seen, self._since_s = self._stat(), clock()
         if self._seen is not None:
-            self._take(self._seen)
+            self._load(self._seen)
 
     def __call__(self) -> str | None:
         """None: nobody needs one."""
         if self._path is None:
             return self._key
         with self._lock:
-            seen, now_s = self._look(), self._clock()
+            seen, now_s = self._stat(), self._clock()
             if seen != self._seen:
                 self._seen, self._since_s = seen, now_s
-            if seen not in (None, self._taken) and now_s - self._since_s >= STANDS_S:
-                self._take(seen)
+            if seen not in (None, self._loaded) and now_s - self._since_s >= SETTLE_S:
+                self._load(seen)
             return self._key
 
-    def _look(self) -> _Seen:
+    def _stat(self) -> _FileState:
         try:
             found = None if self._path is None else os.stat(self._path)
         except OSError:
             return None
         return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
 
-    def _take(self, seen: _Seen) -> None:
+    def _load(self, seen: _FileState) -> None:
         assert self._path is not None
         try:
             key = read_keys(self._path).metrics_key or self._configured
         except ConfigError as error:
             key = self._key
-            event(log, "scrape_key_stays", logging.WARNING, reason=error)
-        if self._look() == seen:  # else it has changed meanwhile
-            self._key, self._taken = key, seen
+            event(log, "scrape_key_kept", logging.WARNING, reason=error)
+        if self._stat() == seen:  # else it has changed meanwhile
+            self._key, self._loaded = key, seen

@@ -17,31 +17,31 @@ from prometheus_client import (
 )
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
-from contracts.metrics import Kind, Metric
+from contracts.metrics import Metric, MetricKind
 
 _EXEMPLAR = "request_id"
 _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # name and value together, as OpenMetrics bounds them
-MOST_NOTED = 1024  # before they are added up: a twentieth of a millisecond
+MAX_BUFFERED = 1024  # before they are added up: a twentieth of a millisecond
 Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
-class _Noted:
+class _ObservationBuffer:
     """Values of a histogram that it has not been told yet. bounds: of its buckets."""
 
     def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
         self._histogram, self._bounds = histogram, np.array(bounds)
         self._values: deque[float] = deque()
-        self._telling = threading.Lock()
+        self._flush_lock = threading.Lock()
 
     def add(self, value: float) -> None:
         self._values.append(value)
-        if len(self._values) >= MOST_NOTED:
-            self.tell()
+        if len(self._values) >= MAX_BUFFERED:
+            self.flush()
 
-    def tell(self) -> None:
-        with self._telling:
+    def flush(self) -> None:
+        with self._flush_lock:
             values = [self._values.popleft() for _ in range(len(self._values))]
             buckets = np.searchsorted(self._bounds, values)
             counts = np.bincount(buckets, minlength=len(self._bounds) + 1)
@@ -62,8 +62,8 @@ class Telemetry:
         self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
         self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
-        self._exposing = threading.Lock()
-        self._noted: dict[tuple[str, tuple[str, ...]], _Noted] = {}
+        self._exposition_lock = threading.Lock()
+        self._buffers: dict[tuple[str, tuple[str, ...]], _ObservationBuffer] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
         child = self._child(metric, labels)
@@ -84,13 +84,13 @@ class Telemetry:
         exemplar = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id else None
         child.observe(value, exemplar)
 
-    def noting(self, metric: Metric, *labels: str) -> Callable[[float], None]:
+    def buffered_observer(self, metric: Metric, *labels: str) -> Callable[[float], None]:
         """What takes values of a histogram as `observe` does, at a tenth of its cost: for what
         happens thousands of times a second. To be kept, and called from any thread."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
-        noted = _Noted(child, metric.buckets)
-        return self._noted.setdefault((metric.name, labels), noted).add
+        buffer = _ObservationBuffer(child, metric.buckets)
+        return self._buffers.setdefault((metric.name, labels), buffer).add
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
         """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""
@@ -106,15 +106,15 @@ class Telemetry:
     def exposition(self, *, open_metrics: bool = False) -> str:
         """All metrics in Prometheus text format, or in OpenMetrics', which has request ids too.
         From any thread."""
-        with self._exposing:
+        with self._exposition_lock:
             self._read_all()
             make = generate_open_metrics if open_metrics else generate_latest
             text: bytes = make(self._registry)
         return text.decode()
 
     def _read_all(self) -> None:
-        for noted in list(self._noted.values()):
-            noted.tell()
+        for buffer in list(self._buffers.values()):
+            buffer.flush()
         for child, of in self._readings:
             if isinstance(child, Counter):
                 child.inc(of())
@@ -122,10 +122,10 @@ class Telemetry:
                 child.set(of())
         for metric, read_totals in self._totals:
             totals = read_totals()
-            if metric.kind is Kind.GAUGE:
+            if metric.kind is MetricKind.GAUGE:
                 self._forget_all_but(metric, totals)
             for labels, total in totals.items():
-                if metric.kind is Kind.GAUGE:
+                if metric.kind is MetricKind.GAUGE:
                     self.set(metric, *labels, to=total)
                     continue
                 before = self._counted.get((metric.name, labels), 0.0)
@@ -154,9 +154,9 @@ class Telemetry:
 
 
 def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return Counter(metric.name, metric.help, metric.labels, registry=registry)
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return Gauge(metric.name, metric.help, metric.labels, registry=registry)
     return Histogram(
         metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from contracts.events import Stage, TaskSpan
-from contracts.traces import BatchSpan, RankTrace, this_boot
-from planner.findep.exposure import length, union
+from contracts.traces import BatchSpan, RankTrace, Stage, TaskSpan, boot_identity
+from planner.schedule.exposed_communication import length, union
 
 
 class Timeline:
@@ -36,7 +35,7 @@ class Timeline:
         if self.keeps:
             self._batches.append(batch)
 
-    def waited(
+    def record_wait(
         self, start_s: float, end_s: float, transfers: Iterable[tuple[float, float]]
     ) -> None:
         """The rank waited from start_s to end_s, and `transfers` arrived in that time."""
@@ -55,5 +54,5 @@ class Timeline:
             spans=[span for span in spans if span.end_s >= since_s],
             batches=[batch for batch in batches if batch.end_s >= since_s],
             is_cut=is_full and bool(spans) and spans[0].end_s >= since_s,
-            boot=this_boot(),
+            boot=boot_identity(),
         )

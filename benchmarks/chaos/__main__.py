@@ -30,7 +30,7 @@ from benchmarks.chaos.run import Run
 from benchmarks.chaos.schedule import Fault, Mix, drawn, read
 from benchmarks.chaos.served import ServedTarget
 from benchmarks.two_nodes import TwoNodes, two_namespaces
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import ConfigError, TandemError
 from contracts.loading import config_from

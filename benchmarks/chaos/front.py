@@ -19,14 +19,14 @@ from typing import BinaryIO
 import msgspec
 
 from cluster.fleet.codec import Directory, encode_trace
-from cluster.serving.front import DirectFront
-from cluster.serving.launcher import AskGroups
-from cluster.serving.wiring import build_ingress_app
+from cluster.http.server import HttpServer
+from cluster.serving.ingress_app import build_ingress_app
+from cluster.serving.launcher import GroupsClient
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.logs import set_up_logging
-from contracts.traces import TraceAnswer, this_boot
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
+from contracts.traces import TraceResponse, boot_identity
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -68,11 +68,11 @@ async def _no_status() -> list[RankStatus]:
 
 
 async def _no_trace(_: float) -> bytes:
-    return encode_trace(TraceAnswer())
+    return encode_trace(TraceResponse())
 
 
 async def _clock() -> tuple[float, str]:
-    return monotonic_s(), this_boot()
+    return monotonic_s(), boot_identity()
 
 
 async def _no_scale(_: bytes) -> tuple[bytes, bytes]:
@@ -83,9 +83,9 @@ async def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     orders = _decode_orders(lines.readline())
     set_up_logging(orders.name, orders.config.log)
     place = Place(orders.directory, lines)
-    ask = AskGroups(_no_metrics, _no_status, _no_trace, _clock, _no_scale)
+    ask = GroupsClient(_no_metrics, _no_status, _no_trace, _clock, _no_scale)
     app = await build_ingress_app(orders.config, orders.directory, ask, place.find)
-    front = DirectFront(app, orders.config.http)
+    front = HttpServer(app, orders.config.http)
     await front.start()
     answers.write(f"{front.port}\n".encode())
     answers.flush()

@@ -18,19 +18,19 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from actors.ranks.local_group import LocalGroup, Spot
 from actors.ranks.rendezvous import peer_addresses
 from benchmarks.chaos.front import Orders
 from benchmarks.chaos.front_process import FrontProcess
 from benchmarks.chaos.links import Links
-from benchmarks.chaos.stray import WAKE_S, OutOfReach, comes_back
+from benchmarks.chaos.stray import WAKE_S, OutOfReach, retries_refused
 from benchmarks.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
 from cluster.fleet.rank_group import INTRODUCE_PERIOD_S
 from cluster.fleet.repair import most_missed
 from contracts.config import TandemConfig
 from contracts.logs import event
-from contracts.worker import Group, RankStatus
+from contracts.ranks import Group, RankStatus
+from tests.support.local_group import LocalGroup, RankLocation
 
 log = logging.getLogger("tandem.chaos")
 
@@ -55,9 +55,9 @@ class PlainTarget:
     ) -> None:
         self._config, self._replicas, self.links = config, replicas, links
         self._backend = "shm" if links is None else "tcp"  # shared memory would go around the link
-        spots = None if links is None else _spots(links)
+        locations = None if links is None else _locations(links)
         self._group = LocalGroup(
-            str(folder), config, planner=True, backend=self._backend, spots=spots
+            str(folder), config, planner=True, backend=self._backend, locations=locations
         )
         self._fronts: list[FrontProcess] = []
         self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
@@ -130,7 +130,7 @@ class PlainTarget:
                 break
             time.sleep(LOOK_S)
         experts = peer_addresses(self._group.ready, Group.ATTENTION)
-        return comes_back(stray, experts, lambda: self.kill(role), lambda: self.is_whole)
+        return retries_refused(stray, experts, lambda: self.kill(role), lambda: self.is_whole)
 
     def status(self) -> list[RankStatus]:
         return self._group.status(STATUS_S)
@@ -238,7 +238,7 @@ class PlainTarget:
                 )
                 break
             except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
-                event(log, "worker_not_replaced", logging.ERROR, name=name, error=error)
+                event(log, "worker_replacement_failed", logging.ERROR, name=name, error=error)
                 self._closing.wait(0.5)
         for known in (self._asked, self._stopped_since_s, self._misses):
             known.pop(name, None)
@@ -290,11 +290,11 @@ class PlainTarget:
             front.close()
 
 
-def _spots(links: Links) -> dict[str, Spot]:
+def _locations(links: Links) -> dict[str, RankLocation]:
     names = [f"{kind}-{number}" for kind in ("attention", "expert") for number in (0, 1)]
-    there = Spot(OTHER, links.nodes.inside(1))
-    spots = {name: there if name in ON_OTHER_NODE else Spot(HEAD) for name in names}
-    return spots | {"planner-0": Spot(HEAD)}
+    there = RankLocation(OTHER, links.nodes.inside(1))
+    locations = {name: there if name in ON_OTHER_NODE else RankLocation(HEAD) for name in names}
+    return locations | {"planner-0": RankLocation(HEAD)}
 
 
 def is_stopped(pid: int) -> bool:

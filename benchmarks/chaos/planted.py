@@ -62,21 +62,21 @@ def _bug(name: str, file: str, old: str, new: str, arguments: Sequence[str]) -> 
 BUGS = (
     _bug(
         "epoch check: a rank that has been replaced is let in",
-        "actors/channels/joiner.py",
+        "actors/channels/link_setup.py",
         "if epoch < newest:",
         "if epoch < 0:",
         _WAKES,
     ),
     _bug(
         "resend: what a lost expert rank has not answered is not sent again",
-        "actors/experts/remote_pending.py",
+        "actors/moe/remote_pending.py",
         "            if piece.rank == rank:\n                self.hold(piece)",
         "            if piece.rank == rank:\n                continue",
         _EXPERT,
     ),
     _bug(
         "resend: what is cut anew answers for another part of its token group",
-        "actors/experts/resend.py",
+        "actors/moe/remote_pending.py",
         "first_group + len(slices),",
         "piece.token_group,",
         _EXPERTS,
@@ -90,14 +90,14 @@ BUGS = (
     ),
     _bug(
         "sampler state: penalties forget what another rank has generated",
-        "actors/batching/logit_rules.py",
+        "actors/batching/logits_processor.py",
         "self._noted = submit.prompt_tokens",
         "self._noted = len(submit.token_ids)",
         _ATTENTION,
     ),
     _bug(
         "adoption: a rank that was replaced is not written down",
-        "cluster/fleet/ledger.py",
+        "cluster/fleet/fleet_store.py",
         "if body != self._written and",
         "if not self._written and",
         _LAUNCHER,

@@ -23,7 +23,7 @@ from benchmarks.chaos.places import Places, not_adopted, not_newer
 from benchmarks.chaos.questions import Load
 from benchmarks.chaos.schedule import Fault, Kind
 from contracts.errors import TandemError
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
 
 FILLER = Path("/dev/shm/chaos-fills-it")
 WHOLE_S = 60.0  # until everything serves again after a fault

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-SILENCE_S = 1.5  # `channel.silence_s`
+SILENCE_S = 1.5  # `channel.heartbeat_timeout_s`
 BOTH = 0.15  # of the faults come with a second one, of another process
 
 

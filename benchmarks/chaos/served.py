@@ -19,9 +19,9 @@ from benchmarks.chaos.links import Links
 from benchmarks.chaos.ray_nodes import RAYLET, SETTINGS, RayNodes
 from benchmarks.server import ServerProcess
 from benchmarks.soak.served import roles_of
-from cluster.api.answer_types import Status
+from cluster.http.response_types import Status
 from contracts.config import TandemConfig
-from contracts.worker import Group, RankStatus, rank_names
+from contracts.ranks import Group, RankStatus, rank_names
 
 START_S = 300.0
 ROLES = {"groups": "launcher-0", "ingress": "ingress-0", "planner": "planner-0"}

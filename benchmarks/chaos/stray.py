@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from actors.ranks.process import RankProcess
 from contracts.errors import LaunchError, TandemError
+from tests.support.rank_process import RankProcess
 
 WAKE_S = 60.0
 STATUS_S = 10.0
@@ -17,7 +17,7 @@ LOOK_S = 0.1
 REFUSED = "has been replaced by"
 
 
-def comes_back(
+def retries_refused(
     stray: RankProcess,
     experts: Mapping[str, str],
     kill_its_successor: Callable[[], None],

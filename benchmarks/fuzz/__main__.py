@@ -75,7 +75,7 @@ def _failed(path: Path) -> Failure:
 
 
 async def _run(target: Target, memory: Memory, options: argparse.Namespace, url: str | None) -> int:
-    got = await target.ask(Made(-1, "GET", "/openapi.json", "", [], b""))
+    got = await target.send(Made(-1, "GET", "/openapi.json", "", [], b""))
     document = msgspec.json.decode(got.body)
     oracle = Oracle(document)
     if options.replay:
@@ -91,19 +91,19 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
         task = progress.add_task("requests", total=len(numbers), told="")
 
         def step() -> None:
-            count = run.report.asked
+            count = run.report.sent
             if count % 100 == 0:
                 told = f"{len(run.report.failures)} failed"
                 progress.update(task, completed=count, told=told)
 
         report = await run.all(numbers, step)
-        progress.update(task, completed=report.asked)
+        progress.update(task, completed=report.sent)
     await target.close()
     return _show(report, options.failures)
 
 
 async def _replay(target: Target, oracle: Oracle, failure: Failure) -> int:
-    answer = await target.ask(failure.request)
+    answer = await target.send(failure.request)
     reason = oracle.verdict(failure.request, answer)
     print(f"status {answer.status} after {answer.took_s:.3f} s: {reason or 'as it should be'}")
     print(answer.body[:2000].decode("utf-8", "replace"))
@@ -115,8 +115,8 @@ def _show(report: Report, folder: Path) -> int:
         f"{status}: {count:,}" for status, count in sorted(report.statuses.items())
     )
     print(
-        f"{report.asked:,} requests and {report.probes:,} probes in {report.seconds:.0f} s,"
-        f" {report.asked / max(report.seconds, 1e-9):.0f} requests/s"
+        f"{report.sent:,} requests and {report.probes:,} probes in {report.seconds:.0f} s,"
+        f" {report.sent / max(report.seconds, 1e-9):.0f} requests/s"
     )
     print(f"status {statuses}")
     print(

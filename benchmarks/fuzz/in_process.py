@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message
 from benchmarks.fuzz.oracle import LIMIT_S, Answer
 from benchmarks.fuzz.requests import Made
 from benchmarks.fuzz.stub_backend import StubBackend
-from cluster.api.app import build_app
-from cluster.serving.wiring import served_model
+from cluster.http.app import build_app
+from cluster.serving.ingress_app import served_model
 from contracts.config import HttpConfig, TandemConfig
-from contracts.scaling import ScaleState, ScaleWanted
+from contracts.scaling import ScaleState, ScaleTarget
 
 KEY = "a-key-of-the-fuzzer"
 OPERATOR_KEY = "a-key-of-the-operator"
@@ -37,9 +37,9 @@ def fuzzed_app(backend: StubBackend | None = None) -> tuple[ASGIApp, StubBackend
     return build_app(backend, tokenizer, model, http, scale=scaled), backend
 
 
-async def scaled(wanted: ScaleWanted | None) -> ScaleState:
+async def scaled(requested: ScaleTarget | None) -> ScaleState:
     """A launcher that is done at once."""
-    return ScaleState(wanted=wanted or ScaleWanted(), ranks={"attention_ranks": 1})
+    return ScaleState(requested=requested or ScaleTarget(), ranks={"attention_ranks": 1})
 
 
 class InProcess:
@@ -48,7 +48,7 @@ class InProcess:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def ask(self, request: Made) -> Answer:
+    async def send(self, request: Made) -> Answer:
         exchange = _Exchange(request)
         fault = ""
         started_s = time.perf_counter()

@@ -8,7 +8,7 @@ import jsonschema
 import msgspec
 
 from benchmarks.fuzz.requests import Made
-from cluster.api.answer_types import ErrorAnswer
+from cluster.http.response_types import ErrorResponse
 
 LIMIT_S = 5.0
 VALIDATED = 10  # every one of so many 200s is held against the document: that takes a millisecond
@@ -54,7 +54,7 @@ class Oracle:
     def _of_error(self, request: Made, answer: Answer) -> str | None:
         if answer.status < 400:
             return None
-        error = msgspec.json.decode(answer.body, type=ErrorAnswer).error
+        error = msgspec.json.decode(answer.body, type=ErrorResponse).error
         if not error.message or "\n" in error.message:
             return f"the message is not one line: {error.message[:200]!r}"
         if answer.status == 429:

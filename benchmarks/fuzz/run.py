@@ -20,7 +20,7 @@ MAX_FAILURES = 20  # then a run ends: more of the same would only fill the disk
 
 
 class Target(Protocol):
-    async def ask(self, request: Made) -> Answer: ...
+    async def send(self, request: Made) -> Answer: ...
 
     async def close(self) -> None: ...
 
@@ -36,7 +36,7 @@ class Failure(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    asked: int = 0
+    sent: int = 0
     probes: int = 0
     statuses: Counter[int] = msgspec.field(default_factory=Counter)
     failures: list[Failure] = msgspec.field(default_factory=list)
@@ -100,11 +100,11 @@ class Run:
     async def _client(self, numbers: Iterator[int], step: Callable[[], None]) -> None:
         for number in numbers:
             request = self._maker.made(number)
-            self._count(request, await self._target.ask(request))
+            self._count(request, await self._target.send(request))
             step()
 
     def _count(self, request: Made, answer: Answer) -> None:
-        self.report.asked += 1
+        self.report.sent += 1
         self.report.statuses[answer.status] += 1
         self.report.slowest_s = max(self.report.slowest_s, answer.took_s)
         if reason := self._oracle.verdict(request, answer):
@@ -118,7 +118,7 @@ class Run:
         """What honest requests are answered at the start. All of them are 200."""
         for path in self._maker.routes:
             for request in self._maker.honest(path):
-                answer = await self._target.ask(request)
+                answer = await self._target.send(request)
                 if answer.status != 200 or answer.fault:
                     self._fail(request, f"a valid body is not answered: {answer.fault}", answer)
                 elif self._steady(request):
@@ -131,7 +131,7 @@ class Run:
 
     async def _probe(self, last: int) -> None:
         for request, expected in self._expected:
-            answer = await self._target.ask(request)
+            answer = await self._target.send(request)
             self.report.probes += 1
             if answer.status != 200 or lasting(answer.body) != expected:
                 reason = f"an honest request is answered otherwise after request {last}"

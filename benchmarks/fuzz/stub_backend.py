@@ -13,7 +13,7 @@ FIRST_ID, IDS = 60, 400  # tokens of plain text in the bundled tokenizer
 
 
 class StubBackend:
-    """`cluster.api.session.Backend`. under_way: requests that have not ended yet."""
+    """`cluster.http.request_context.Backend`. under_way: requests that have not ended yet."""
 
     def __init__(self) -> None:
         self.under_way = 0

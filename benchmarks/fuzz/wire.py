@@ -130,7 +130,7 @@ class OverHttp:
         self._seed = seed
         self._lines: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def ask(self, request: Made) -> Answer:
+    async def send(self, request: Made) -> Answer:
         started_s = time.perf_counter()
         try:
             async with asyncio.timeout(LATE_S):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.load.outcome import Outcome, mean, percentile
+from cluster.tools.bench.outcome import RequestResult, mean, percentile
 from contracts.requests import Priority
 
 
-def figures(outcomes: Iterable[Outcome], priority: Priority, seconds: float) -> dict[str, Any]:
+def figures(
+    outcomes: Iterable[RequestResult], priority: Priority, seconds: float
+) -> dict[str, Any]:
     """Of one class, over `seconds`: times in ms, tokens and jobs per second."""
     mine = [each for each in outcomes if each.arrival.priority is priority]
     good = [each for each in mine if not each.error]

@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.rank_stream import ask
-from cluster.load.arrivals import Arrival, Lengths
-from cluster.load.outcome import Outcome
+from benchmarks.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
+from cluster.tools.bench.outcome import RequestResult
+from cluster.tools.bench.workload import Lengths, RequestArrival
 from contracts.clock import monotonic_s
 from contracts.messages import Failed, Submit, Tokens
 from contracts.requests import Caller, Priority, Sampling
@@ -47,15 +47,15 @@ class Generator:
         self.turnarounds_s: defaultdict[Priority, list[float]] = defaultdict(list)
 
     async def run(
-        self, arrivals: Sequence[Arrival], seconds: float, endless: Sequence[Endless] = ()
-    ) -> tuple[list[Outcome], dict[Priority, float]]:
+        self, arrivals: Sequence[RequestArrival], seconds: float, endless: Sequence[Endless] = ()
+    ) -> tuple[list[RequestResult], dict[Priority, float]]:
         """Every arrival's outcome, and tokens of endless requests per second while they came. It
         returns when all have ended."""
         start_s = monotonic_s()
         background = [
             asyncio.create_task(self._endlessly(each)) for each in endless for _ in range(each.open)
         ]
-        outcomes = [Outcome(arrival) for arrival in arrivals]
+        outcomes = [RequestResult(arrival) for arrival in arrivals]
         tasks = []
         for outcome in outcomes:
             delay_s = start_s + outcome.arrival.at_s - monotonic_s()
@@ -80,12 +80,12 @@ class Generator:
             caller=Caller(b"", next(self._numbers)),
         )
 
-    async def _one(self, outcome: Outcome, start_s: float) -> None:
+    async def _one(self, outcome: RequestResult, start_s: float) -> None:
         arrival = outcome.arrival
         submit = self._submit(arrival.priority, arrival.lengths)
         outcome.sent_s = monotonic_s() - start_s
         times: list[float] = []
-        async for event in await ask(self._client, submit):
+        async for event in await open_stream(self._client, submit):
             now_s = monotonic_s() - start_s
             if isinstance(event, Failed):
                 outcome.error = event.message
@@ -98,7 +98,7 @@ class Generator:
         priority, lengths = endless.priority, endless.lengths
         while not self._ending:
             began_s, prompt = monotonic_s(), lengths.prompt
-            async for event in await ask(self._client, self._submit(priority, lengths)):
+            async for event in await open_stream(self._client, self._submit(priority, lengths)):
                 if isinstance(event, Failed):
                     raise RuntimeError(event.message)
                 if isinstance(event, Tokens):  # its prompt is computed by then

@@ -32,11 +32,10 @@ from benchmarks.placement.compared import (
 from benchmarks.placement.others import enumerated, priced
 from benchmarks.placement.synthetic import gaussian, planted
 from benchmarks.placement.traces import OTHERS, Traces, read
-from planner.placement.lines import held
 from planner.placement.objective import usual_costs
 from planner.placement.routing import LayerRouting
-from planner.placement.samples import split
-from planner.placement.solve import solve_layer
+from planner.placement.slots import held
+from planner.placement.solve import solve_layer, split
 
 SIZES = (300, 1_000, 10_000)
 Rows = dict[str, list[Judged]]

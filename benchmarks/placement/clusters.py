@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.placement.lines import Line, line_of
+from planner.placement.layout import Floats, Ints, totals
 from planner.placement.routing import LayerRouting
-from planner.placement.sums import Floats, Ints, totals
+from planner.placement.slots import Line, line_of
 from planner.placement.token_ranks import ID_LOAD
 
 ROUNDS = 25

@@ -17,10 +17,10 @@ from benchmarks.placement.others import eplb, load_alone
 from benchmarks.placement.partitions import metis_ids, metis_together
 from benchmarks.placement.synthetic import routing_of
 from benchmarks.placement.traces import Traces
-from planner.placement.lines import Line, contiguous_line, held, layer_slots
+from planner.placement.layout import Ints
 from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.slots import Line, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer
-from planner.placement.sums import Ints
 from planner.placement.token_ranks import token_ranks
 
 PATIENCE = 4  # times our time, beside our time, for methods that can use it

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.placement.clusters import Labelled, wants
-from planner.placement.lines import line_of
+from planner.placement.layout import Floats, Ints, totals
 from planner.placement.routing import LayerRouting
-from planner.placement.sums import Floats, Ints, totals
+from planner.placement.slots import line_of
 
 SAMPLES = 64  # of an iteration
 ELITE = 0.2

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 from benchmarks.placement.traces import BUNDLED, all_traces, write
-from training.bundled.data import Batch, ExampleSource, Recipe
+from training.bundled.data import ExampleSource, Recipe, TrainBatch
 from training.bundled.loop import TrainConfig
 from training.bundled.network import FastForward, Noise, make_config
 from training.bundled.optimizer import make_optimizers
@@ -65,7 +65,7 @@ def trained(tokenizer: Any, data: Path, config: TrainConfig) -> tuple[Qwen3MoeFo
     return model, tokens
 
 
-def _loss(fast: FastForward, batch: Batch, noise: Noise, config: TrainConfig) -> Tensor:
+def _loss(fast: FastForward, batch: TrainBatch, noise: Noise, config: TrainConfig) -> Tensor:
     output = fast(batch.ids_BS, batch.valid_BS, noise)
     positions = torch.cat((batch.label_positions, batch.text_positions))
     logits = fast.logits(output.hidden_TD, positions)

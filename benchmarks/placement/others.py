@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.placement.layout import Layout
-from planner.placement.lines import Line, first_homes, line_of, ranks_of
 from planner.placement.objective import PlacementCosts
 from planner.placement.routing import LayerRouting
-from planner.placement.samples import sample_of
-from planner.placement.solve import LOCAL, price_with_ids
-from planner.placement.starts import balanced
+from planner.placement.search import balanced
+from planner.placement.slots import Line, first_homes, line_of, ranks_of
+from planner.placement.solve import LOCAL, price_with_ids, sample_of
 
 
 def load_alone(routing: LayerRouting, slots_per_rank: Sequence[int]) -> Line:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pymetis
 
-from planner.placement.lines import Line, held, layer_slots, line_of
+from planner.placement.layout import Floats, Ints, totals
 from planner.placement.routing import LayerRouting, local_fraction, measure
-from planner.placement.sums import Floats, Ints, totals
+from planner.placement.slots import Line, held, layer_slots, line_of
 from planner.placement.token_ranks import token_ranks
 
 TOLERANCES = (10, 50, 100, 300)  # of a part's weight over the mean, thousandths

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.placement.layout import Ints
 from planner.placement.routing import LayerRouting, TokenCounts
-from planner.placement.sums import Ints
 
 DOCUMENT_TOKENS = 100
 

@@ -8,10 +8,10 @@ _SCHEDULER = ("tests/unit/actors/batching/test_scheduler.py",)
 _BOOKS = ("tests/property/test_block_manager.py", "tests/property/test_block_contents.py")
 _SAMPLER = ("tests/property/test_sampler.py", "tests/unit/actors/ranks/test_sampling_on_ranks.py")
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
-_MEMORY = ("tests/property/test_giving_way.py",)
+_MEMORY = ("tests/property/test_preemption_memory.py",)
 _YIELDS = ("tests/oracle/test_interrupted_tasks.py",)
 _BLOCKS = "actors/kv/block_manager.py"
-_SUMS = ("tests/unit/actors/experts/test_cached_plane.py",)
+_SUMS = ("tests/unit/actors/offload/test_cached_backend.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -37,7 +37,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "scheduler: a block counts as full one token early",
-        "actors/batching/forming_batch.py",
+        "actors/batching/batch_builder.py",
         "digest = hashes[place] if last <= chunk.stop else None",
         "digest = hashes[place] if last <= chunk.stop + 1 else None",
         (*_SCHEDULER, *_EXECUTOR),
@@ -149,21 +149,21 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "executor: a layer runs once one answer is missing",
-        "actors/experts/remote_plane.py",
+        "actors/moe/remote_backend.py",
         "        pending.missing -= 1\n",
         "        pending.missing -= 2 if pending.missing == 2 else 1\n",
         _EXECUTOR,
     ),
     Bug(
         "executor: the loss that follows is taken for the cause",
-        "actors/experts/remote_plane.py",
+        "actors/moe/remote_backend.py",
         "lost = lost or happening.error",
         "lost = happening.error",
         _EXECUTOR,
     ),
     Bug(
         "executor: answers to a failed batch keep their memory",
-        "actors/experts/remote_plane.py",
+        "actors/moe/remote_backend.py",
         "            packet.release()  # an answer to a batch that has failed, or no answer\n",
         "",
         _EXECUTOR,
@@ -177,7 +177,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "executor: best effort goes first",
-        "planner/findep/orders.py",
+        "planner/scheduling/task_order.py",
         "return (task.priority, task.due_s, task.batch, not task.begun, *position(task))",
         "return (-task.priority, task.due_s, task.batch, not task.begun, *position(task))",
         _EXECUTOR,

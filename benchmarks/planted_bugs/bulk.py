@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.planted_bugs.bug import Bug
 
-_OUTPUT = "cluster/bulk/output.py"
+_OUTPUT = "cluster/tools/bulk/output.py"
 _RESUME = ("tests/property/test_bulk_resume.py",)
 
 BUGS: tuple[Bug, ...] = (
@@ -24,7 +24,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "bulk: a journal is written on behind half a line",
-        "cluster/bulk/journal.py",
+        "cluster/tools/bulk/journal.py",
         "        self._file.truncate(size)\n",
         "",
         _RESUME,

@@ -7,7 +7,7 @@ from benchmarks.planted_bugs.bug import Bug
 _EXECUTOR = ("tests/unit/actors/engine/test_executor.py",)
 _DISPATCH = ("tests/property/test_dispatch.py", "tests/unit/actors/engine/test_executor.py")
 _HANDSHAKE = ("tests/unit/actors/channels/test_handshake.py",)
-_NEIGHBOUR = ("tests/unit/actors/channels/test_neighbour.py",)
+_NEIGHBOUR = ("tests/unit/actors/channels/test_local_process.py",)
 _TCP = "actors/channels/tcp.py"
 _LANES = ("tests/unit/actors/channels/test_tcp_lanes.py",)
 _SHAKES = "actors/channels/handshake.py"
@@ -15,42 +15,42 @@ _SHAKES = "actors/channels/handshake.py"
 BUGS: tuple[Bug, ...] = (
     Bug(
         "dispatch: a token on a group's edge is of the group after",
-        "actors/experts/dispatch.py",
+        "actors/moe/dispatch.py",
         "group_T[[start for start, _ in token_groups[1:]]]",
         "group_T[[start - 1 for start, _ in token_groups[1:]]]",
         _DISPATCH,
     ),
     Bug(
         "dispatch: weights stand in the tokens' order, pairs in the experts'",
-        "actors/experts/dispatch.py",
+        "actors/moe/dispatch.py",
         "weights_N = topk_weights_TK.take(order_N)",
         "weights_N = topk_weights_TK.ravel()",
         _DISPATCH,
     ),
     Bug(
         "dispatch: rows count from the group's start",
-        "actors/experts/dispatch.py",
+        "actors/moe/dispatch.py",
         "rows_U = rows_U - shift",
         "rows_U = rows_U - first",
         _DISPATCH,
     ),
     Bug(
         "dispatch: positions among the distinct tokens are one too high",
-        "actors/experts/dispatch.py",
+        "actors/moe/dispatch.py",
         "goes_W = goes_PW.ravel()[1:]",
         "goes_W = goes_PW.ravel()",
         _DISPATCH,
     ),
     Bug(
         "dispatch: a packet carries the layer that comes next",
-        "actors/experts/remote_plane.py",
+        "actors/moe/remote_backend.py",
         "            key.layer,\n            key.micro_batch,",
         "            key.layer + 1,\n            key.micro_batch,",
         _EXECUTOR,
     ),
     Bug(
         "dispatch: the shared experts' output is left out",
-        "actors/experts/remote_plane.py",
+        "actors/moe/remote_backend.py",
         "            yield from added(total_TD, shared_TD)\n",
         "            pass\n",
         _EXECUTOR,
@@ -113,14 +113,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: a neighbour that a debugger holds counts as stopped at once",
-        "actors/channels/neighbour.py",
+        "actors/channels/local_process.py",
         "return bool(fields) and fields[0] in _STOPPED",
         "return bool(fields) and fields[0] in _HALTED",
         _NEIGHBOUR,
     ),
     Bug(
         "repair: a neighbour behind a link is excused as one that waits for a core",
-        "actors/channels/neighbour.py",
+        "actors/channels/local_process.py",
         "if said is not None and said.network == _network() else None",
         "if said is not None else None",
         _NEIGHBOUR,

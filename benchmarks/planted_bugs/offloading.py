@@ -6,12 +6,12 @@ from benchmarks.planted_bugs.bug import Bug
 
 _CACHE = "models/experts/expert_cache.py"
 _CACHED = ("tests/unit/models/experts/test_expert_cache.py",)
-_RANK = "actors/experts/rank_experts.py"
-_ON_RANK = ("tests/unit/actors/experts/test_rank_experts.py",)
-_SUMS = ("tests/unit/actors/experts/test_cached_plane.py",)
+_RANK = "actors/moe/rank_experts.py"
+_ON_RANK = ("tests/unit/actors/moe/test_rank_experts.py",)
+_SUMS = ("tests/unit/actors/offload/test_cached_backend.py",)
 _SLOTS = "models/experts/device_tier.py"
-_IN_SLOTS = ("tests/unit/actors/experts/test_device_plane.py",)
-_FORESEEN = ("tests/unit/models/foresight/test_foresight.py",)
+_IN_SLOTS = ("tests/unit/actors/offload/test_device_backend.py",)
+_FORESEEN = ("tests/unit/models/prediction/test_expert_predictor.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -72,7 +72,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "offloading: a stored expert is that of another slot",
-        "models/experts/expert_form.py",
+        "models/experts/expert_format.py",
         "stored = {role: tensor[slot] for",
         "stored = {role: tensor[0] for",
         _SUMS,
@@ -86,14 +86,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "offloading: a lost rank's experts stay wanted",
-        "actors/experts/expert_server.py",
+        "actors/moe/expert_server.py",
         "                    self._experts.dropped(packet)\n",
         "",
         _ON_RANK,
     ),
     Bug(
         "offloading: what misses experts goes first",
-        "planner/findep/expert_queues.py",
+        "planner/scheduling/expert_queues.py",
         "head.missing > 0, not head.begun",
         "head.missing == 0, not head.begun",
         _ON_RANK,
@@ -142,35 +142,35 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "foretelling: a prompt runs what was foretold",
-        "actors/experts/looking_ahead.py",
+        "actors/moe/prefetcher.py",
         "is_run = key.decodes and self._foresight.is_run(key.layer)",
         "is_run = self._foresight.is_run(key.layer)",
         _SUMS,
     ),
     Bug(
         "foretelling: a layer that is to be exact runs what was foretold",
-        "models/foresight/foresight.py",
+        "models/prediction/expert_predictor.py",
         "speculation.layers is None or layer in speculation.layers",
         "True",
         _SUMS,
     ),
     Bug(
         "foretelling: the way that costs more is kept",
-        "planner/policies/read_ahead.py",
+        "planner/scheduling/prefetch_trial.py",
         "_usual(self._costs[True]) <= _usual(self._costs[False])",
         "_usual(self._costs[True]) >= _usual(self._costs[False])",
-        ("tests/unit/planner/policies/test_read_ahead.py",),
+        ("tests/unit/planner/scheduling/test_prefetch_trial.py",),
     ),
     Bug(
         "foretelling: a pass that finds what the other way has left counts",
-        "planner/policies/read_ahead.py",
+        "planner/scheduling/prefetch_trial.py",
         "        self._counts = False\n        if self._blocks == 1:",
         "        self._counts = True\n        if self._blocks == 1:",
-        ("tests/unit/planner/policies/test_read_ahead.py",),
+        ("tests/unit/planner/scheduling/test_prefetch_trial.py",),
     ),
     Bug(
         "foretelling: precision moves away from what came",
-        "models/foresight/foresight.py",
+        "models/prediction/expert_predictor.py",
         "means[rank] += _NEWEST * (right - means[rank])",
         "means[rank] -= _NEWEST * (right - means[rank])",
         _FORESEEN,

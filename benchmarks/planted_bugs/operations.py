@@ -6,32 +6,32 @@ from benchmarks.planted_bugs.bug import Bug
 
 _EXPORTERS = ("tests/unit/actors/telemetry/test_exporter.py",)
 _SCRAPE_KEY = ("tests/unit/actors/telemetry/test_scrape_key.py",)
-_TARGETS = ("tests/unit/cluster/fleet/test_scraped.py",)
-_TRACES = ("tests/unit/cluster/fleet/test_tracing.py",)
-_KEYS = ("tests/unit/cluster/api/test_keys_file.py",)
-_CORES = "planner/findep/shared_cores.py"
+_TARGETS = ("tests/unit/cluster/fleet/test_scrape_targets.py",)
+_TRACES = ("tests/unit/cluster/observe/test_tracing.py",)
+_KEYS = ("tests/unit/cluster/http/test_key_reloader.py",)
+_CORES = "planner/schedule/shared_cores.py"
 
 BUGS: tuple[Bug, ...] = (
     Bug(
         "doctor: a list that somebody else wrote is believed",
-        "cluster/files/targets_file.py",
+        "cluster/fleet/targets_file.py",
         "if owner not in (0, os.geteuid()):",
         "if owner < 0:",
-        ("tests/unit/cluster/client/test_exporters.py",),
+        ("tests/unit/cluster/tools/doctor/test_exporter_checks.py",),
     ),
     Bug(
         "doctor: a rank that is not listed is not missed",
-        "cluster/client/exporters.py",
+        "cluster/tools/doctor/server_checks.py",
         "for rank in ranks if rank not in named]",
         "for rank in ranks if rank in named]",
-        ("tests/unit/cluster/client/test_exporters.py",),
+        ("tests/unit/cluster/tools/doctor/test_exporter_checks.py",),
     ),
     Bug(
         "doctor: a move that its deadline ends is fine",
-        "cluster/capacity/expert_moves.py",
+        "cluster/tools/doctor/expert_checks.py",
         "if most_bytes > in_time:",
         "if most_bytes > 1 << 62:",
-        ("tests/unit/cluster/capacity/test_expert_moves.py",),
+        ("tests/unit/cluster/tools/doctor/test_expert_checks.py",),
     ),
     Bug(
         "keys: an exporter takes a file in the middle of being written",
@@ -49,14 +49,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "keys: a file is taken in the middle of being written",
-        "cluster/api/keys_follower.py",
+        "cluster/http/key_reloader.py",
         "elif seen == before and seen != self._judged:",
         "elif seen != self._judged:",
         _KEYS,
     ),
     Bug(
         "keys: who is not in the file is let in until it is read",
-        "cluster/api/callers.py",
+        "cluster/http/authenticator.py",
         "self._is_open = not needs_keys and not api_keys",
         "self._is_open = not api_keys",
         _KEYS,
@@ -70,24 +70,24 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "logs: what a bug says of a request is logged",
-        "cluster/api/app.py",
+        "cluster/http/app.py",
         "error, is_private=True, ",
         "error, ",
-        ("tests/unit/cluster/api/test_logged_text.py",),
+        ("tests/unit/cluster/http/test_logs.py",),
     ),
     Bug(
         "logs: the stacks of a held loop are told at each look",
-        "actors/channels/loop_watch.py",
+        "actors/channels/loop_watchdog.py",
         "            self._has_told = True\n",
         "",
-        ("tests/unit/actors/channels/test_loop_watch.py",),
+        ("tests/unit/actors/channels/test_loop_watchdog.py",),
     ),
     Bug(
         "logs: a rank's sequences do not carry their request's id",
-        "cluster/api/callers.py",
+        "cluster/http/authenticator.py",
         "next(self._numbers), caller.salt, name)",
         "next(self._numbers), caller.salt)",
-        ("tests/unit/cluster/api/test_logged_text.py",),
+        ("tests/unit/cluster/http/test_logs.py",),
     ),
     Bug(
         "metrics: what is added up before anybody asks is not told",
@@ -112,14 +112,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "metrics: two clusters of a name share a list of targets",
-        "cluster/fleet/scraped.py",
+        "cluster/fleet/scrape_targets.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         _TARGETS,
     ),
     Bug(
         "metrics: a process that has said nothing for long is still scraped",
-        "cluster/fleet/scraped.py",
+        "cluster/fleet/scrape_targets.py",
         "if lease[1] > now_s}",
         "if lease}",
         _TARGETS,
@@ -147,14 +147,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "plan: a group of short prompts is as many calls as prompts",
-        "planner/costs/attention_calls.py",
+        "planner/costs/model_shape.py",
         "if fits and (members + 1) * high <= GROUP_SLOTS:",
         "if fits and members < 1:",
         ("tests/property/test_attention_calls.py",),
     ),
     Bug(
         "plan: decode is padded without end",
-        "planner/costs/attention_calls.py",
+        "planner/costs/model_shape.py",
         "if fits and width >= MIN_FILL * longest:",
         "if fits:",
         ("tests/property/test_attention_calls.py",),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from benchmarks.planted_bugs.bug import Bug
 
-_GENERATIONS = "actors/experts/generations.py"
-_SWITCHING = "actors/experts/switching.py"
+_GENERATIONS = "actors/rebalance/expert_generations.py"
+_SWITCHING = "actors/rebalance/placement_transition.py"
 _FOLLOWING = ("tests/property/test_generations.py",)
-_FOLLOWER = "planner/placement/following.py"
-_FOLLOWER_TESTS = ("tests/unit/planner/placement/test_following.py",)
-_RESIZED = ("tests/property/test_resized.py",)
-_RESIZING = ("tests/unit/actors/experts/test_switching.py",)
+_FOLLOWER = "planner/placement/rebalance_policy.py"
+_FOLLOWER_TESTS = ("tests/unit/planner/placement/test_rebalance_policy.py",)
+_RESIZED = ("tests/property/test_placement_resize.py",)
+_RESIZING = ("tests/unit/actors/rebalance/test_placement_transition.py",)
 _PLACED = (
     "tests/property/test_placement_solver.py",
     "tests/unit/planner/placement/test_solve.py",
@@ -110,17 +110,17 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "placement: kinds of traffic in quick turns are a turn",
-        "planner/placement/turn.py",
+        "planner/placement/routing_window.py",
         "if found is None or any(_place(",
         "if found is None or any(() and _place(",
-        ("tests/unit/planner/placement/test_turn.py",),
+        ("tests/unit/planner/placement/test_traffic_shift.py",),
     ),
     Bug(
         "placement: one strange second is a turn",
-        "planner/placement/turn.py",
+        "planner/placement/routing_window.py",
         "return at + 1 if _is_clean(shares_BN, at + 1) else None",
         "return at + 1",
-        ("tests/unit/planner/placement/test_turn.py",),
+        ("tests/unit/planner/placement/test_traffic_shift.py",),
     ),
     Bug(
         "placement: a move brings in more than it may",
@@ -138,10 +138,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "placement: the mean stands for layers that differ",
-        "planner/findep/split_search.py",
+        "planner/schedule/deployment_search.py",
         "for stages in layers or (spec.stages,) * spec.num_layers",
         "for stages in (spec.stages,) * spec.num_layers",
-        ("tests/unit/planner/findep/test_placed_routing.py",),
+        ("tests/unit/planner/schedule/test_placed_routing.py",),
     ),
     Bug(
         "placement: tokens that go to both of two experts count as if they came apart",
@@ -180,10 +180,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "placement: a file for another tokenizer is read",
-        "cluster/files/placement_file.py",
+        "cluster/fleet/placements.py",
         "if written != digest.hex()",
         'if written != digest.hex() and name != "tokenizer"',
-        ("tests/unit/cluster/files/test_placement_file.py",),
+        ("tests/unit/cluster/fleet/test_placement_file.py",),
     ),
     Bug(
         "resizing: gone over to without the rank that comes",
@@ -215,21 +215,21 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "resizing: a rank that has no part is missed",
-        "actors/experts/attendance.py",
+        "actors/rebalance/expert_membership.py",
         "for expert in self.absent.keys() - set(experts):",
         "for expert in ():",
-        ("tests/unit/actors/experts/test_attendance.py",),
+        ("tests/unit/actors/rebalance/test_expert_membership.py",),
     ),
     Bug(
         "resizing: what another has too is kept, and what nobody has is not",
-        "planner/placement/resized.py",
+        "planner/placement/resize.py",
         "while copies.total() - len(+copies) > spare and any(copies[one] > 1 for one in own):",
         "while False:",
         _RESIZED,
     ),
     Bug(
         "resizing: more experts move than must",
-        "planner/placement/resized.py",
+        "planner/placement/resize.py",
         "key=lambda rank: -had[rank] if rank < len(had) else 0)",
         "key=lambda rank: had[rank] if rank < len(had) else 0)",
         _RESIZED,

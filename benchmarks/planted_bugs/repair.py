@@ -5,18 +5,21 @@ from __future__ import annotations
 from benchmarks.planted_bugs.bug import Bug
 
 _ADOPTION = ("tests/unit/cluster/fleet/test_adoption.py",)
-_ENDS = ("tests/property/test_ends.py",)
-_GOING_ON = ("tests/property/test_going_on.py",)
-_PENDING = "actors/experts/remote_pending.py"
-_AGAIN = ("tests/unit/actors/experts/test_remote_pending.py",)
+_ENDS = ("tests/property/test_retry_limit.py",)
+_GOING_ON = ("tests/property/test_resumed_generation.py",)
+_PENDING = "actors/moe/remote_pending.py"
+_AGAIN = ("tests/unit/actors/moe/test_remote_pending.py",)
 _RANK_GROUP = ("tests/unit/cluster/fleet/test_rank_group.py",)
-_WANTED, _WANTING = "actors/experts/wanted.py", ("tests/property/test_wanted.py",)
-_ATTENDANCE = ("tests/unit/actors/experts/test_attendance.py",)
+_WANTED, _WANTING = (
+    "actors/rebalance/placement_leases.py",
+    ("tests/property/test_placement_leases.py",),
+)
+_ATTENDANCE = ("tests/unit/actors/rebalance/test_expert_membership.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
         "repair: a rank that has been replaced is taken back",
-        "actors/channels/joiner.py",
+        "actors/channels/link_setup.py",
         "if epoch < newest:",
         "if epoch < 0:",
         ("tests/unit/actors/channels/test_links.py",),
@@ -44,17 +47,17 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: what is cut anew answers for another part of its token group",
-        "actors/experts/resend.py",
+        "actors/moe/remote_pending.py",
         "first_group + len(slices),",
         "piece.token_group,",
         _AGAIN,
     ),
     Bug(
         "repair: local experts are those of another placement",
-        "actors/experts/resend.py",
+        "actors/moe/remote_pending.py",
         "low, high = before.bounds[piece.rank]",
         "low, high = placed.bounds[piece.rank]",
-        ("tests/property/test_stand_in.py",),
+        ("tests/property/test_failover.py",),
     ),
     Bug(
         "repair: half of the attention ranks have an expert rank killed that the others have",
@@ -72,14 +75,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: who stands in is used before all have said that they do",
-        "actors/experts/attendance.py",
+        "actors/rebalance/expert_membership.py",
         "all(self.can(e, wanted) for e in present)",
         "any(self.can(e, wanted) for e in present)",
         _ATTENDANCE,
     ),
     Bug(
         "repair: who stands in is left while something under way needs it",
-        "actors/experts/attendance.py",
+        "actors/rebalance/expert_membership.py",
         "if generation not in in_use:",
         "if generation:",
         _ATTENDANCE,
@@ -93,7 +96,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "going on: penalties and choices forget what another rank has generated",
-        "actors/batching/logit_rules.py",
+        "actors/batching/logits_processor.py",
         "self._noted = submit.prompt_tokens",
         "self._noted = len(submit.token_ids)",
         _GOING_ON,
@@ -107,24 +110,24 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "going on: ranks go on asking a planner that is lost",
-        "cluster/fleet/told_planner.py",
+        "cluster/fleet/planner_discovery.py",
         "if self._told.get(member.name) != now:",
         "if member.name not in self._told:",
-        ("tests/unit/cluster/fleet/test_told_planner.py",),
+        ("tests/unit/cluster/fleet/test_planner_discovery.py",),
     ),
     Bug(
         "going on: a choice that is complete goes on",
-        "cluster/routing/endings.py",
+        "cluster/routing/finish_reason.py",
         "return way.at_end",
         "return False",
         _GOING_ON,
     ),
     Bug(
         "going on: one look that finds no sequence is enough",
-        "cluster/serving/serve_end.py",
+        "cluster/serving/shutdown.py",
         "if (was_idle and not left) or",
         "if not left or",
-        ("tests/unit/cluster/serving/test_serve_end.py",),
+        ("tests/unit/cluster/serving/test_shutdown.py",),
     ),
     Bug(
         "repair: a token makes up for every lost rank before it",
@@ -142,7 +145,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "adoption: ranks of another launch are taken over",
-        "cluster/fleet/ledger.py",
+        "cluster/fleet/fleet_store.py",
         "fits = (record.launch_id, record.config) == (self.launch_id, self.config_digest)",
         "fits = record.config == self.config_digest",
         _ADOPTION,
@@ -163,21 +166,21 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "adoption: a launcher that ends forgets the next one's ledger",
-        "cluster/fleet/ledger.py",
+        "cluster/fleet/fleet_store.py",
         "if record is None or record.writer == self._writer:",
         "if True:",
         _ADOPTION,
     ),
     Bug(
         "adoption: whoever has a launcher's pid is that launcher",
-        "actors/channels/neighbour.py",
+        "actors/channels/local_process.py",
         "    if process.started == said.started:\n",
         "    if True:\n",
         _ADOPTION,
     ),
     Bug(
         "adoption: a rank that was replaced is not written down",
-        "cluster/fleet/ledger.py",
+        "cluster/fleet/fleet_store.py",
         "if body != self._written and",
         "if not self._written and",
         _ADOPTION,
@@ -219,17 +222,17 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: an expert rank that is silent holds up those that are there",
-        "actors/ranks/joining.py",
+        "actors/ranks/lifecycle.py",
         "done, _ = wait(dials.values(), self._patience_s)",
         "done, _ = wait(dials.values())",
-        ("tests/unit/actors/ranks/test_joining.py",),
+        ("tests/unit/actors/ranks/test_peer_connector.py",),
     ),
     Bug(
         "repair: a request is blamed for a rank that had no expert ranks",
-        "cluster/routing/admission.py",
+        "cluster/routing/pipeline_backend.py",
         "return is_gone and ticket.client is not None and ticket.client.waits",
         "return False",
-        ("tests/unit/cluster/routing/test_placed_again.py",),
+        ("tests/unit/cluster/routing/test_retries.py",),
     ),
     Bug(
         "repair: what waits to be read is read again for the next that wants it",
@@ -275,7 +278,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "repair: a late answer to what was left is taken for the next one",
-        "actors/experts/attendance.py",
+        "actors/rebalance/expert_membership.py",
         "elif attempt == self._asked[expert].get(generation):",
         "elif generation in self._asked[expert]:",
         _ATTENDANCE,

@@ -10,7 +10,7 @@ _LEVELS = "planner/placement/levels.py"
 _FEW_PAIRS = "planner/placement/few_pairs.py"
 _FEW_RANKS = "planner/placement/few_ranks.py"
 _LEVELLED = ("tests/property/test_levels.py",)
-_COUNTS = ("tests/unit/models/foresight/test_routing_counts.py",)
+_COUNTS = ("tests/unit/models/prediction/test_routing_counts.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(
@@ -78,31 +78,31 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "replicas: what leaves a rank is counted as if no rank had any for itself",
-        "planner/findep/placed_routing.py",
+        "planner/schedule/placed_routing.py",
         "placed.of_pairs(mine[start : start + BATCH_TOKENS], home)",
         "placed.of_pairs(mine[start : start + BATCH_TOKENS])",
-        ("tests/unit/planner/findep/test_placed_routing.py",),
+        ("tests/unit/planner/schedule/test_placed_routing.py",),
     ),
     Bug(
         "replicas: experts are loaded from whatever checkpoint is there now",
-        "actors/experts/bringing.py",
+        "actors/rebalance/expert_loading.py",
         "if fingerprint(folder) != self._loaded:",
         "if not folder.exists():",
         ("tests/faults/test_moving_experts.py",),
     ),
     Bug(
         "replicas: a noted token has the path of another",
-        "actors/experts/routing_sample.py",
+        "actors/moe/routing_sample.py",
         "topk_ids_TK[noted.rows]",
         "topk_ids_TK[: len(noted.rows)]",
-        ("tests/unit/actors/experts/test_routing_sample.py",),
+        ("tests/unit/actors/moe/test_routing_sample.py",),
     ),
     Bug(
         "replicas: what was counted before experts moved is forgotten",
-        "actors/experts/dispatch_counts.py",
+        "actors/moe/dispatch.py",
         "pairs_E = self._before_E.copy()",
         "pairs_E = np.zeros_like(self._before_E)",
-        ("tests/unit/actors/experts/test_dispatch_counts.py",),
+        ("tests/unit/actors/moe/test_dispatch_counts.py",),
     ),
     Bug(
         "replicas: of two ranks the busier gets more",
@@ -120,52 +120,52 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "counts: what comes often is left out",
-        "models/foresight/bounded_counts.py",
+        "models/prediction/bounded_counts.py",
         "np.partition(times, -most - 1)[-most - 1]",
         "np.partition(times, most)[most]",
         _COUNTS,
     ),
     Bug(
         "counts: what was taken is not said",
-        "models/foresight/bounded_counts.py",
+        "models/prediction/bounded_counts.py",
         "self._short += taken",
         "self._short = taken",
         _COUNTS,
     ),
     Bug(
         "counts: of two profiles one sample is kept",
-        "models/foresight/path_sample.py",
+        "models/prediction/path_sample.py",
         "return _joined(some(one, of_one), some(other, most - of_one))",
         "return some(one, most)",
         _COUNTS,
     ),
     Bug(
         "counts: late tokens replace early ones always",
-        "models/foresight/path_sample.py",
+        "models/prediction/path_sample.py",
         "self._random.random(len(late)) * (late + 1)",
         "self._random.random(len(late)) * self._most",
         _COUNTS,
     ),
     Bug(
         "counts: a layer's experts are looked up in another one's",
-        "models/foresight/routing_counts.py",
+        "models/prediction/routing_counts.py",
         "self.paths.paths_PLK[:, position]",
         "self.paths.paths_PLK[:, 0]",
         _COUNTS,
     ),
     Bug(
         "counts: another tokenizer's are read",
-        "models/foresight/routing_counts.py",
+        "models/prediction/routing_counts.py",
         "        check_fingerprint(file, _TOKENIZER, tokenizer_digest(folder), folder)\n",
         "",
-        ("tests/unit/models/foresight/test_counts_file.py",),
+        ("tests/unit/models/prediction/test_counts_file.py",),
     ),
     Bug(
         "counts: unseen tokens are nobody's",
-        "models/foresight/unseen.py",
+        "models/prediction/count_predictor.py",
         "found_W[some] = profiled_N[nearest.numpy()]",
         "found_W[some] = profiled_N[0]",
-        ("tests/unit/models/foresight/test_count_guesses.py",),
+        ("tests/unit/models/prediction/test_count_predictor.py",),
     ),
     Bug(
         "counts: a rank that has gone is not missed",

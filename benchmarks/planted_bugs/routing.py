@@ -5,12 +5,15 @@ from __future__ import annotations
 from benchmarks.planted_bugs.bug import Bug
 
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
-_PROMISES = ("tests/property/test_promises.py", "tests/property/test_router.py")
+_PROMISES = ("tests/property/test_pending_blocks.py", "tests/property/test_router.py")
 _JOURNAL = ("tests/unit/actors/ranks/test_worker_log.py",)
-_DOOR = "cluster/routing/door.py"
-_LATER = "planner/policies/appointments.py"
-_DOORS = ("tests/unit/cluster/routing/test_door.py", "tests/unit/planner/policies/test_drain.py")
-_APPOINTMENTS = ("tests/unit/planner/policies/test_appointments.py",)
+_DOOR = "cluster/routing/admission_controller.py"
+_LATER = "planner/scheduling/retry_reservations.py"
+_DOORS = (
+    "tests/unit/cluster/routing/test_admission_controller.py",
+    "tests/unit/planner/scheduling/test_drain_rate.py",
+)
+_APPOINTMENTS = ("tests/unit/planner/scheduling/test_retry_reservations.py",)
 _ROUTES = "planner/routing/router.py"
 _STATE = "planner/routing/worker_state.py"
 
@@ -52,7 +55,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "router: a promise ends with the first of two that made it",
-        "planner/routing/promises.py",
+        "planner/routing/pending_blocks.py",
         "            if run.workers[worker] == 0:\n                self._drop(run, worker)\n",
         "            self._drop(run, worker)\n",
         _PROMISES,

@@ -6,13 +6,16 @@ from benchmarks.planted_bugs.bug import Bug
 
 _CAPACITY = ("tests/property/test_capacity.py",)
 _EXPERT_STAGE = ("tests/unit/planner/online/test_expert_stage.py",)
-_GROWS = "planner/policies/scaling.py"
-_GROWTH = ("tests/property/test_scaling.py",)
-_SCALER = ("tests/unit/cluster/fleet/test_scaler.py",)
-_COMES = ("tests/unit/cluster/routing/test_prefill_backlog.py",)
-_RANK_BY_RANK, _RESIZED = "cluster/fleet/growth.py", ("tests/unit/cluster/fleet/test_resizing.py",)
-_HANDED = ("tests/unit/cluster/routing/test_handed_over.py",)
-_LEAVING = ("tests/unit/actors/ranks/test_leaving.py",)
+_GROWS = "planner/scheduling/prefill_scaling.py"
+_GROWTH = ("tests/property/test_prefill_scaling.py",)
+_SCALER = ("tests/unit/cluster/fleet/test_autoscaler.py",)
+_COMES = ("tests/unit/cluster/routing/test_prefill_placer.py",)
+_RANK_BY_RANK, _RESIZED = (
+    "cluster/fleet/membership.py",
+    ("tests/unit/cluster/fleet/test_resizing.py",),
+)
+_HANDED = ("tests/unit/cluster/routing/test_drained_ranks.py",)
+_LEAVING = ("tests/unit/actors/ranks/test_rank_drain.py",)
 _ROUTER = ("tests/property/test_router.py", "tests/unit/planner/routing/test_router.py")
 _ROUTES = "planner/routing/router.py"
 
@@ -75,7 +78,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "capacity: another expert rank leaves the others their experts",
-        "planner/costs/resized.py",
+        "planner/costs/cost_model.py",
         "stages.expert.beta_ms * by.token",
         "stages.expert.beta_ms",
         _CAPACITY,
@@ -145,73 +148,73 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "scaling: what is handed over costs an attempt",
-        "cluster/routing/admission.py",
+        "cluster/routing/pipeline_backend.py",
         "counts = is_its_own and (is_new or not has_others)",
         "counts = is_new or not has_others",
         _HANDED,
     ),
     Bug(
         "scaling: one that hands over and stays is never given up",
-        "cluster/routing/admission.py",
+        "cluster/routing/pipeline_backend.py",
         " and client is not None and client.is_leaving",
         "",
         _HANDED,
     ),
     Bug(
         "scaling: one that has left the directory gets requests",
-        "cluster/routing/least_work.py",
+        "cluster/routing/least_work_placer.py",
         "            rank.serves = False\n",
         "            rank.serves = True\n",
         _HANDED,
     ),
     Bug(
         "scaling: a rank hands over before it says that it leaves",
-        "actors/ranks/leaving.py",
+        "actors/ranks/lifecycle.py",
         "            self._told_s = now_s\n            self._loop.say_leaving()\n",
         "            self._told_s = now_s\n",
         _LEAVING,
     ),
     Bug(
         "scaling: what is on its way to a rank that leaves is cut off",
-        "actors/ranks/leaving.py",
+        "actors/ranks/lifecycle.py",
         "if now_s - self._told_s >= ON_ITS_WAY_S:",
         "if now_s >= self._told_s:",
         _LEAVING,
     ),
     Bug(
         "scaling: an expert rank is let go with tokens under way to it",
-        "actors/experts/attendance.py",
+        "actors/rebalance/expert_membership.py",
         "if set(in_use) <= {self.placement.generation}:",
         "if self._leaving:",
-        ("tests/unit/actors/experts/test_attendance.py",),
+        ("tests/unit/actors/rebalance/test_expert_membership.py",),
     ),
     Bug(
         "scaling: the planner plans for as many as were launched",
-        "cluster/fleet/told_planner.py",
+        "cluster/fleet/planner_discovery.py",
         'planner.handle.call("resize", *size)',
         "pass",
-        ("tests/unit/cluster/fleet/test_told_planner.py",),
+        ("tests/unit/cluster/fleet/test_planner_discovery.py",),
     ),
     Bug(
         "capacity: each token of a call reads its experts anew",
-        "planner/online/expert_stage.py",
+        "planner/online/stages.py",
         "return self.call_ms + self.read_ms * _hit(x, self.hit_per_token) + self.token_ms * x",
         "return self.call_ms + self.read_ms * x + self.token_ms * x",
         _EXPERT_STAGE,
     ),
     Bug(
         "capacity: a machine is as quick as it ever was",
-        "planner/online/expert_stage.py",
+        "planner/online/stages.py",
         "if self._times is None or self._added % _SAMPLES_BETWEEN == 0:",
         "if self._times is None:",
         _EXPERT_STAGE,
     ),
     Bug(
         "capacity: logits are of each layer",
-        "planner/online/micro_batches.py",
+        "planner/online/stages.py",
         "return finish.alpha_ms / self._layers +",
         "return finish.alpha_ms +",
-        ("tests/unit/planner/online/test_micro_batches.py",),
+        ("tests/unit/planner/online/test_micro_batch_stage.py",),
     ),
     Bug(
         "capacity: nothing lies between batches",
@@ -243,10 +246,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "capacity: a further expert rank needs no packet",
-        "planner/online/micro_batches.py",
+        "planner/online/stages.py",
         "token_ms = max(0.0, more) * _BOTH_WAYS * send.beta_ms",
         "token_ms = 0.0 * send.beta_ms",
-        ("tests/unit/planner/online/test_micro_batches.py",),
+        ("tests/unit/planner/online/test_micro_batch_stage.py",),
     ),
     Bug(
         "scaling: a launcher that takes over does not go on",
@@ -271,7 +274,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "scaling: who is leaving is not written down",
-        "cluster/fleet/ledger.py",
+        "cluster/fleet/fleet_store.py",
         "leaving = [one for one in group.leaving if one not in ranks]",
         "leaving = list[Member]()",
         ("tests/unit/cluster/fleet/test_adoption.py",),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from benchmarks.planted_bugs.bug import Bug
 
-_SHARES = ("tests/property/test_share_floor.py",)
-_CHOICE = ("tests/unit/planner/policies/test_preemption.py",)
-_USER = "planner/user/policy.py"
-_SHARE = "planner/policies/share.py"
-_PREEMPTION = "planner/policies/preemption.py"
-_OWN = ("tests/unit/planner/user/test_policy.py",)
+_SHARES = ("tests/property/test_share_credit.py",)
+_CHOICE = ("tests/unit/planner/scheduling/test_preemption.py",)
+_USER = "planner/scheduling/user_policy.py"
+_SHARE = "planner/scheduling/preemption.py"
+_PREEMPTION = "planner/scheduling/preemption.py"
+_OWN = ("tests/unit/planner/scheduling/test_user_policy.py",)
 
 BUGS: tuple[Bug, ...] = (
     Bug(

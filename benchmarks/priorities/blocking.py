@@ -22,8 +22,8 @@ from benchmarks.load.on_rank import Endless
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.slice_trace import Part
-from cluster.load.arrivals import Lengths, always, poisson
-from cluster.load.outcome import mean, percentile
+from cluster.tools.bench.outcome import mean, percentile
+from cluster.tools.bench.workload import Lengths, always, poisson
 
 ENDLESS = (Endless(16, Lengths(512, 1)),)
 LS_PER_S, LS_LENGTHS = 1.0, always(64, 50)

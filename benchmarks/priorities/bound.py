@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.priorities.paper import LS_PART, MOST, OFF
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.load.arrivals import Arrival, Lengths, like_chats, poisson
-from cluster.load.outcome import mean, percentile
+from cluster.tools.bench.outcome import mean, percentile
+from cluster.tools.bench.workload import Lengths, RequestArrival, chat_lengths, poisson
 from contracts.requests import Priority
 
 SLOTS, BUDGET_TOKENS = 32, 2048  # as in the paper's run
@@ -60,7 +60,7 @@ class Job:
 
     __slots__ = ("arrival", "end_s", "first_s", "left", "tokens")
 
-    def __init__(self, arrival: Arrival) -> None:
+    def __init__(self, arrival: RequestArrival) -> None:
         self.arrival = arrival
         self.tokens, self.left = arrival.lengths
         self.first_s = self.end_s = -1.0
@@ -85,7 +85,7 @@ class Machine:
         self._waiting: list[Job] = []
         self._running: list[Job] = []
 
-    def play(self, arrivals: list[Arrival]) -> list[Job]:
+    def play(self, arrivals: list[RequestArrival]) -> list[Job]:
         jobs = [Job(arrival) for arrival in arrivals]
         coming = iter(jobs)
         following = next(coming, None)
@@ -139,7 +139,7 @@ class Machine:
         return True
 
 
-def at_once(times: PassTimes, arrivals: list[Arrival]) -> list[Waits]:
+def at_once(times: PassTimes, arrivals: list[RequestArrival]) -> list[Waits]:
     """LS's, if each request had the machine to itself from when it came."""
     found = []
     for prompt, output in (a.lengths for a in arrivals if a.priority is Priority.LS):
@@ -158,7 +158,7 @@ POLICIES = {
 
 def capacity_per_s(times: PassTimes, policy: str) -> float:
     """Jobs per second of a policy that never runs out of them."""
-    burst = poisson(1e4, 0.05, like_chats(MOST), LS_PART, random.Random(5))
+    burst = poisson(1e4, 0.05, chat_lengths(MOST), LS_PART, random.Random(5))
     machine = Machine(times, **POLICIES[policy])
     machine.play(burst)
     return len(burst) / machine._now_s
@@ -195,12 +195,15 @@ async def _measured(group: Group) -> dict[tuple[int, int], float]:
     found: dict[tuple[int, int], float] = {}
     for number in range(2):  # the first time compiles products
         for tokens in PROMPTS:
-            lone = [Arrival(0.1 * each, Priority.LS, Lengths(tokens, 1)) for each in range(REPEATS)]
+            lone = [
+                RequestArrival(0.1 * each, Priority.LS, Lengths(tokens, 1))
+                for each in range(REPEATS)
+            ]
             lone = [arrival._replace(at_s=3 * arrival.at_s) for arrival in lone]
             measured, _ = await group.measure(lone, 0.1, VOCABULARY, number)
             found[0, tokens] = measured["ls"]["ttft_p50_ms"] / 1e3
         for decodes in DECODES:
-            together = [Arrival(0.0, Priority.LS, Lengths(16, OUTPUT))] * decodes
+            together = [RequestArrival(0.0, Priority.LS, Lengths(16, OUTPUT))] * decodes
             _, outcomes = await group.measure(together, 0.1, VOCABULARY, number)
             gaps_s = [gap for each in outcomes for gap in each.gaps_s[len(each.gaps_s) // 4 :]]
             found[decodes, 0] = percentile(gaps_s, 0.5)
@@ -219,7 +222,7 @@ def _at(times: PassTimes, rate: float, seconds: float, seeds: int) -> dict[str, 
     """Of LS, in ms, at so many jobs per second: first tokens by policy, and whole answers."""
     waits: dict[str, list[Waits]] = {name: [] for name in (*POLICIES, ALONE, AT_ONCE)}
     for seed in range(seeds):
-        arrivals = poisson(rate, seconds, like_chats(MOST), LS_PART, random.Random(seed))
+        arrivals = poisson(rate, seconds, chat_lengths(MOST), LS_PART, random.Random(seed))
         waits[AT_ONCE] += at_once(times, arrivals)
         for name, policy in POLICIES.items():
             jobs = Machine(times, **policy).play(arrivals)

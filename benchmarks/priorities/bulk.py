@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.load.on_rank import Endless
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.load.arrivals import Lengths, always, poisson
-from cluster.load.outcome import mean
+from cluster.tools.bench.outcome import mean
+from cluster.tools.bench.workload import Lengths, always, poisson
 
 ROWS = (Endless(32, Lengths(256, 1)),)
 LS_TOKENS, LS_PER_S = 64, 2.0

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.ranks.process import RankProcess
 from actors.ranks.rendezvous import (
-    Formation,
+    GroupSpec,
     Seat,
     contiguous_placements,
     form_group,
@@ -22,11 +21,12 @@ from benchmarks.load.on_rank import Endless, Generator
 from benchmarks.pinned_batches import bench_client, pin_to_core
 from benchmarks.policy_rank import ENVIRONMENT
 from benchmarks.random_checkpoint import MEDIUM
-from cluster.load.arrivals import Arrival
-from cluster.load.outcome import Outcome
 from cluster.routing.rank_client import RankClient
+from cluster.tools.bench.outcome import RequestResult
+from cluster.tools.bench.workload import RequestArrival
 from contracts.loading import load_config
 from contracts.requests import Priority
+from tests.support.rank_process import RankProcess
 
 _TOKEN = b"benchmark token, of no secret"
 _CALL_S, _READY_S = 60.0, 180.0
@@ -74,10 +74,10 @@ class Group:
         config = load_config(None, overrides)
         ranks = {"prefill_ranks": 1} if variant.prefill else {"expert_ranks": 1}
         placements = contiguous_placements(str(folder), **ranks)
-        formation = Formation(config, str(folder), _TOKEN, 1, "shm", placements=placements)
+        group_spec = GroupSpec(config, str(folder), _TOKEN, 1, "shm", placements=placements)
         seat = [Seat("cpu", "127.0.0.1", 1)]
         seats = ((), (), (), seat) if variant.prefill else (seat, seat)
-        specs = make_specs(formation, *seats)
+        specs = make_specs(group_spec, *seats)
         os.environ[ENVIRONMENT] = variant.batching
         self.processes = [RankProcess(s.name, module=module) for s in specs]
         self._ready = form_group(specs, self.processes, timeout_s=_READY_S)
@@ -88,7 +88,9 @@ class Group:
 
     async def join(self) -> None:
         first = self._ready[0]
-        self.client = await bench_client(first.name, first.client_address, _TOKEN, silence_s=30.0)
+        self.client = await bench_client(
+            first.name, first.client_address, _TOKEN, heartbeat_timeout_s=30.0
+        )
 
     def metrics(self) -> str:
         return "\n".join(process.call("metrics").result(_CALL_S) for process in self.processes)
@@ -110,12 +112,12 @@ class Group:
 
     async def measure(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: Sequence[RequestArrival],
         seconds: float,
         vocabulary: int,
         seed: int,
         endless: Sequence[Endless] = (),
-    ) -> tuple[dict[str, Any], list[Outcome]]:
+    ) -> tuple[dict[str, Any], list[RequestResult]]:
         """LS's figures, BE's where it is not endless, and BE's tokens per second where it is;
         seconds of the ranks' processors."""
         variant, before_s = self.variant, self.processor_s()

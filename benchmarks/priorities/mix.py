@@ -11,8 +11,8 @@ from typing import Any
 from benchmarks.load.on_rank import Endless
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.load.arrivals import Arrival, Lengths, always, poisson
-from cluster.load.outcome import mean
+from cluster.tools.bench.outcome import mean
+from cluster.tools.bench.workload import Lengths, RequestArrival, always, poisson
 
 ENDLESS = (Endless(16, Lengths(512, 1)),)
 LOADS = {"1 out, 2/s": (2.0, 1), "50 out, 1/s": (1.0, 50)}
@@ -57,7 +57,7 @@ async def _load(path: Path, options: argparse.Namespace, rate: float, output: in
     shared: dict[tuple[Any, ...], Group] = {}  # variants that differ in the load alone
     for number in range(options.rounds + 1):  # the first one warms up
         seconds = options.seconds if number else WARM_S
-        arrivals: list[Arrival] = poisson(
+        arrivals: list[RequestArrival] = poisson(
             rate, seconds, always(64, output), 1.0, random.Random(number)
         )
         for variant in wanted if number % 2 else reversed(wanted):

@@ -11,12 +11,12 @@ from typing import Any
 
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.load.arrivals import Arrival, Lengths
+from cluster.tools.bench.workload import Lengths, RequestArrival
 from contracts.requests import Priority
 
 LOADS = {  # all come at once, and are waited for: no part of a batch is left out or counted twice
-    "LS decode": [Arrival(0.0, Priority.LS, Lengths(64, 160))] * 16,
-    "BE prefill": [Arrival(0.0, Priority.BE, Lengths(512, 1))] * 64,
+    "LS decode": [RequestArrival(0.0, Priority.LS, Lengths(64, 160))] * 16,
+    "BE prefill": [RequestArrival(0.0, Priority.BE, Lengths(512, 1))] * 64,
 }
 VARIANTS = [Variant("on"), Variant("off", ["priority.preempt=false"])]
 
@@ -41,7 +41,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         return samples
 
 
-async def _one(group: Group, arrivals: list[Arrival], seed: int) -> dict[str, float]:
+async def _one(group: Group, arrivals: list[RequestArrival], seed: int) -> dict[str, float]:
     before_s = group.processor_s()
     _, outcomes = await group.measure(arrivals, 0.1, VOCABULARY, seed)
     tokens = sum(sum(arrival.lengths) for arrival in arrivals)

@@ -24,11 +24,10 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.server import ServerProcess
 from benchmarks.soak.served import others, processes
 from benchmarks.soak.watch import read_metrics
-from cluster.files.model_folder import resolve_model_folder
-from cluster.load.arrivals import Arrival, Lengths, fitted, from_trace
-from cluster.load.on_http import HttpGenerator, Target
-from cluster.load.outcome import Outcome
-from cluster.load.traces import read_trace
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
+from cluster.tools.bench.outcome import RequestResult
+from cluster.tools.bench.workload import Lengths, RequestArrival, fit_trace, from_trace, read_trace
 from contracts.config import BUNDLED
 from contracts.requests import Priority
 
@@ -85,15 +84,19 @@ class _Client:
         self._ours = processes(server)
         self._others = others(server, self._ours)
         model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"]
-        self._target = Target(url=server.url, model=model, fields={"ignore_eos": True})
+        self._target = LoadTarget(url=server.url, model=model, fields={"ignore_eos": True})
 
     async def capacity(self, rows: Sequence[tuple[float, Lengths]]) -> float:
         """Jobs per second while there are enough of them; the second time, when all is warm."""
         found = 0.0
         for seed in range(2):
-            picked = fitted(rows[seed * CAPACITY_REQUESTS :], 0.1, CAPACITY_REQUESTS / 0.1, DIVISOR)
-            outcomes = [Outcome(Arrival(0.0, Priority.LS, lengths)) for _, lengths in picked]
-            generator = HttpGenerator(self._target, seed)
+            picked = fit_trace(
+                rows[seed * CAPACITY_REQUESTS :], 0.1, CAPACITY_REQUESTS / 0.1, DIVISOR
+            )
+            outcomes = [
+                RequestResult(RequestArrival(0.0, Priority.LS, lengths)) for _, lengths in picked
+            ]
+            generator = HttpLoadGenerator(self._target, seed)
             await generator.run(outcomes, LONGEST_S)
             ends_s = sorted(each.end_s for each in outcomes if not each.error)
             most = len(ends_s) * 3 // 4
@@ -104,9 +107,9 @@ class _Client:
     async def play(
         self, rows: Sequence[tuple[float, Lengths]], rate: float, seconds: float
     ) -> dict[str, Any]:
-        arrivals = from_trace(fitted(rows, seconds, rate, DIVISOR), LS_PART, seed=7)
-        outcomes = [Outcome(arrival) for arrival in arrivals]
-        generator = HttpGenerator(self._target, 1, comes_back=True)
+        arrivals = from_trace(fit_trace(rows, seconds, rate, DIVISOR), LS_PART, seed=7)
+        outcomes = [RequestResult(arrival) for arrival in arrivals]
+        generator = HttpLoadGenerator(self._target, 1, retries_refused=True)
         looks: list[dict[str, float]] = []
         looking = asyncio.create_task(self._look(looks))
         await generator.run(outcomes, LONGEST_S)
@@ -139,7 +142,7 @@ class _Client:
             return told.blocks
 
 
-def _became(outcome: Outcome) -> dict[str, Any]:
+def _became(outcome: RequestResult) -> dict[str, Any]:
     return {
         "priority": outcome.arrival.priority.label,
         "error": outcome.error,

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.files.pictures import pyplot, saved
-from cluster.load.arrivals import Lengths, like_chats, poisson
-from cluster.load.outcome import mean
+from cluster.tools.bench.outcome import mean
+from cluster.tools.bench.workload import Lengths, chat_lengths, poisson
+from cluster.tools.plots import pyplot, saving_figure
 
 LS_PART = 0.2
 WHOLE, FCFS = "run to completion", "iteration FCFS"
@@ -31,7 +31,7 @@ ALONE = "LS alone"  # ours, without BE: no policy's first tokens come sooner
 RATES = ((0.45, WHOLE), (0.9, WHOLE), (0.8, FCFS), (0.95, FCFS), (1.2, FCFS))  # of whose capacity
 ITERATIONS = 10  # of a decode: the paper's objective for a first token
 MOST = Lengths(512, 160)
-BURST = poisson(1e4, 0.012, like_chats(MOST), LS_PART, random.Random(5))
+BURST = poisson(1e4, 0.012, chat_lengths(MOST), LS_PART, random.Random(5))
 WARM_JOBS = 24
 
 
@@ -54,7 +54,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                     continue
                 rng = random.Random(17 * number + round(100 * part))
                 rate = part * capacities[whose]
-                arrivals = poisson(rate, options.seconds, like_chats(MOST), LS_PART, rng)
+                arrivals = poisson(rate, options.seconds, chat_lengths(MOST), LS_PART, rng)
                 for variant in _turns(number):
                     if not _wanted(options.only, variant.name):
                         continue
@@ -151,7 +151,7 @@ def picture(found: dict[str, Any], path: Path) -> None:
         ("LS turnaround, s", "ls_turnaround_s"),
         ("BE turnaround, s", "be_turnaround_s"),
     )
-    with saved(figure, path, "--picture"):
+    with saving_figure(figure, path, "--picture"):
         for ax, (title, key) in zip(axes, panels, strict=True):
             for name, rows in curves.items():
                 rows = sorted(rows, key=lambda row: row["rate"])

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.load.on_rank import Endless, Generator
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant
 from benchmarks.random_checkpoint import write_random_checkpoint
-from cluster.load.arrivals import Lengths
+from cluster.tools.bench.workload import Lengths
 from contracts.requests import Priority
 
 LS = Endless(96, Lengths(128, 8), Priority.LS)

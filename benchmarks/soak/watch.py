@@ -101,7 +101,7 @@ def read_metrics(text: str, at_s: float) -> Told:
             if sample.name == "tandem_kv_blocks":
                 states = blocks.setdefault(sample.labels["rank"], {})
                 states[sample.labels["state"]] = int(sample.value)
-            elif sample.name == "tandem_queue_depth":
+            elif sample.name == "tandem_requests_waiting":
                 waiting += int(sample.value)
             elif sample.name == "tandem_rank_restarts_total":
                 restarts += int(sample.value)

@@ -2,10 +2,10 @@
 
 import sys
 
-from cluster.files.current_folder import leave_current_folder
+from cluster.cli.current_folder import remove_current_folder
 
 if __name__ == "__main__":
-    leave_current_folder()  # before anything else of ours is imported
+    remove_current_folder()  # before anything else of ours is imported
 
     from cluster.cli.main import main
 

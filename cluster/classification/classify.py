@@ -31,9 +31,8 @@ from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Caller, Priority, Usage
-from models.text.continuations import END_CHARACTERS
-from models.text.steps import PIECE_CHARACTERS, PIECE_TEXTS, Steps, finish
-from models.text.tokenizer import Tokenizer
+from models.text.encoding_steps import PIECE_CHARACTERS, PIECE_TEXTS, EncodingSteps, finish
+from models.text.tokenizer import SUFFIX_CHARACTERS, Tokenizer
 
 DEFAULT_TEMPLATE = "{prefix}{text}"
 MAX_LABELS = 256
@@ -45,11 +44,11 @@ _PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
 
 class Scorer(Protocol):
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
         """The answer of a prefill-only job. patient: wait for room rather than be refused."""
 
 
-class Places(NamedTuple):
+class PlaceholderCounts(NamedTuple):
     """How often each placeholder occurs in a template."""
 
     text: int
@@ -68,8 +67,8 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = Priority.BE
     max_context_tokens: int = 1 << 30
     max_label_tokens: int = 1 << 30
-    asked: str | None = None
-    places: Places | None = None
+    target: str | None = None
+    placeholders: PlaceholderCounts | None = None
 
     @property
     def answers(self) -> Sequence[str]:
@@ -77,13 +76,13 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
         return SYMBOLS[: len(self.labels)] if OPTIONS in self.template else self.labels
 
 
-class Row(msgspec.Struct, frozen=True):
+class TokenizedRow(msgspec.Struct, frozen=True):
     """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`. caller:
     whose it is."""
 
     prompt_ids: list[int]
     labels: LabelTrie
-    patient: bool = False
+    wait_for_slot: bool = False
     caller: Caller = Caller()
 
 
@@ -123,36 +122,38 @@ def check_task(task: ClassifyTask) -> None:
         )
 
 
-def fill(task: ClassifyTask, text: str) -> str:
+def render_prompt(task: ClassifyTask, text: str) -> str:
     """The row's prompt. Plain replacement, once: braces in `text` are just text."""
     values = {"text": text, "prefix": task.prefix}
-    if task.asked is not None:
-        values["label"] = task.asked
+    if task.target is not None:
+        values["label"] = task.target
     if OPTIONS in task.template:
         options = zip(task.answers, task.labels, strict=True)
         values["options"] = "\n".join(f"{symbol}. {label}" for symbol, label in options)
     return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
 
 
-def places_in(template: str) -> Places:
+def count_placeholders(template: str) -> PlaceholderCounts:
     """What is filled in, and how often."""
-    return Places(*(template.count(f"{{{name}}}") for name in Places._fields))
+    return PlaceholderCounts(*(template.count(f"{{{name}}}") for name in PlaceholderCounts._fields))
 
 
 def prompt_characters(task: ClassifyTask, text: str) -> int:
-    """How many `fill` would make, without making them."""
-    places = places_in(task.template) if task.places is None else task.places
-    count = len(task.template) + places.text * (len(text) - len("{text}"))
-    count += places.prefix * (len(task.prefix) - len("{prefix}"))
-    if task.asked is not None:
-        count += places.label * (len(task.asked) - len("{label}"))
-    if places.options:
+    """How many `render_prompt` would make, without making them."""
+    placeholders = (
+        count_placeholders(task.template) if task.placeholders is None else task.placeholders
+    )
+    count = len(task.template) + placeholders.text * (len(text) - len("{text}"))
+    count += placeholders.prefix * (len(task.prefix) - len("{prefix}"))
+    if task.target is not None:
+        count += placeholders.label * (len(task.target) - len("{label}"))
+    if placeholders.options:
         listed = sum(len(label) + len("A. \n") for label in task.labels) - 1
-        count += places.options * (listed - len(OPTIONS))
+        count += placeholders.options * (listed - len(OPTIONS))
     return count
 
 
-def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
+def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> TokenizedRow:
     """Raises RequestError for an empty prompt, TooLongError beyond the context."""
     (row,) = tokenize_rows(tokenizer, [(text, task)])
     if isinstance(row, RequestError):
@@ -161,65 +162,67 @@ def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> Row:
 
 
 def tokenize_rows(
-    tokenizer: Tokenizer, asked: Sequence[tuple[str, ClassifyTask]]
-) -> list[Row | RequestError]:
+    tokenizer: Tokenizer, target: Sequence[tuple[str, ClassifyTask]]
+) -> list[TokenizedRow | RequestError]:
     """`tokenize_row` of many texts at once; a row's error in its place."""
-    found: list[Row | RequestError] = []
-    finish(tokenize_steps(tokenizer, asked, found.append))
+    found: list[TokenizedRow | RequestError] = []
+    finish(tokenize_steps(tokenizer, target, found.append))
     return found
 
 
 def tokenize_steps(
     tokenizer: Tokenizer,
-    asked: Sequence[tuple[str, ClassifyTask]],
-    on_row: Callable[[Row | RequestError], None],
-) -> Steps[None]:
+    target: Sequence[tuple[str, ClassifyTask]],
+    on_row: Callable[[TokenizedRow | RequestError], None],
+) -> EncodingSteps[None]:
     """Fills and tokenises some rows at a time, the tries of their labels with them. on_row: given
     each in order, or what is wrong with it; what it raises ends the steps."""
-    made = _Tries()
-    for some in _pieces(asked):
+    tries = _TrieCache()
+    for batch in _pieces(target):
         pairs = []
-        for text, task in some:
-            prompt = fill(task, text)
-            pairs.append((prompt, _joined(prompt, task)))
-        most = max(task.max_context_tokens for _, task in some)
+        for text, task in batch:
+            prompt = render_prompt(task, text)
+            pairs.append((prompt, _label_texts(prompt, task)))
+        max_tokens = max(task.max_context_tokens for _, task in batch)
         try:
-            rows = yield from tokenizer.continuation_steps(pairs, param="input", max_tokens=most)
+            rows = yield from tokenizer.continuation_steps(
+                pairs, param="input", max_tokens=max_tokens
+            )
         except (
             TooLongError
         ) as error:  # only of one that is too long for a piece, and so alone in it
             on_row(error)
             continue
-        for (_, task), (prompt_ids, label_ids) in zip(some, rows, strict=True):
+        for (_, task), (prompt_ids, label_ids) in zip(batch, rows, strict=True):
             try:
-                row = _checked_row(task, prompt_ids, label_ids, made)
+                row = _check_row(task, prompt_ids, label_ids, tries)
             except RequestError as error:
                 on_row(error)
             else:
                 on_row(row)
-        yield made.take_new_tokens()
+        yield tries.take_new_tokens()
 
 
 def _pieces(
-    asked: Sequence[tuple[str, ClassifyTask]],
+    target: Sequence[tuple[str, ClassifyTask]],
 ) -> Iterator[list[tuple[str, ClassifyTask]]]:
     """Neighbours whose prompts and labels are not too long to be put together at once."""
-    some: list[tuple[str, ClassifyTask]] = []
+    batch: list[tuple[str, ClassifyTask]] = []
     room = 0
-    for text, task in asked:
-        labels = sum(map(len, task.answers)) + END_CHARACTERS * len(task.answers)
+    for text, task in target:
+        labels = sum(map(len, task.answers)) + SUFFIX_CHARACTERS * len(task.answers)
         characters = prompt_characters(task, text) + labels
-        if some and (len(some) == PIECE_TEXTS or characters > room):
-            yield some
-            some = []
-        if not some:
+        if batch and (len(batch) == PIECE_TEXTS or characters > room):
+            yield batch
+            batch = []
+        if not batch:
             room = PIECE_CHARACTERS
-        some.append((text, task))
+        batch.append((text, task))
         room -= characters
-    yield some
+    yield batch
 
 
-class _Tries:
+class _TrieCache:
     """The tries of one request's rows: neighbours with the same labels share theirs."""
 
     def __init__(self) -> None:
@@ -239,9 +242,9 @@ class _Tries:
         return new
 
 
-def _checked_row(
-    task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]], tries: _Tries
-) -> Row:
+def _check_row(
+    task: ClassifyTask, prompt_ids: list[int], label_ids: list[list[int]], tries: _TrieCache
+) -> TokenizedRow:
     if not prompt_ids:
         raise RequestError("input: the prompt is empty", "input")
     for label, ids in zip(task.answers, label_ids, strict=True):
@@ -261,43 +264,43 @@ def _checked_row(
             f" {task.max_context_tokens}",
             "input",
         )
-    return Row(prompt_ids, tries.of(label_ids))
+    return TokenizedRow(prompt_ids, tries.of(label_ids))
 
 
-def _joined(prompt: str, task: ClassifyTask) -> list[str]:
+def _label_texts(prompt: str, task: ClassifyTask) -> list[str]:
     """The labels as they follow the prompt."""
     spaced = prompt[-1:].isspace()
     return [label if spaced or label[:1].isspace() else f" {label}" for label in task.answers]
 
 
-async def classify_row(scorer: Scorer, task: ClassifyTask, row: Row) -> Classified:
+async def classify_row(scorer: Scorer, task: ClassifyTask, row: TokenizedRow) -> Classified:
     """The row's probabilities; raises what `scorer` raises."""
     passes = row.labels.passes
 
     async def score(numbered: tuple[int, LabelPass]) -> Scored:
         number, each = numbered
-        patient = row.patient or number > 0
-        return await scorer.score(_submit(task, row, each), patient=patient)
+        wait_for_slot = row.wait_for_slot or number > 0
+        return await scorer.score(_submit(task, row, each), wait_for_slot=wait_for_slot)
 
     scores = await map_bounded(score, enumerate(passes), CONCURRENT_PASSES)
     edges: dict[int, float] = {}
     for each, scored in zip(passes, scores, strict=True):
-        on_the_way = each.length - each.scored_from
-        tokens = checked_scores(scored.token_logprobs, on_the_way) if on_the_way else ()
+        path_tokens = each.length - each.scored_from
+        tokens = checked_scores(scored.token_logprobs, path_tokens) if path_tokens else ()
         edges |= each.edges(tokens, checked_scores(scored.candidate_logprobs, len(each.candidates)))
     probs = softmax(row.labels.logprobs(edges))
     return Classified(probs, add_usage([scored.usage for scored in scores]))
 
 
-def _submit(task: ClassifyTask, row: Row, each: LabelPass) -> Submit:
-    on_the_way = each.scored_from < each.length
+def _submit(task: ClassifyTask, row: TokenizedRow, each: LabelPass) -> Submit:
+    path_tokens = each.scored_from < each.length
     return Submit(
         request_id=0,
         token_ids=[*row.prompt_ids, *each.path],
         sampling=None,
         priority=task.priority,
         candidates=each.candidates,
-        score_from=len(row.prompt_ids) + each.scored_from if on_the_way else None,
+        score_from=len(row.prompt_ids) + each.scored_from if path_tokens else None,
         caller=row.caller,
     )
 

@@ -21,7 +21,7 @@ import msgspec
 
 from contracts.token_trie import ROOT, TokenTrie
 
-REMEMBERED_TOKENS = 1024  # tries of more label tokens than this are made anew for each request
+CACHED_TOKENS = 1024  # tries of more label tokens than this are made anew for each request
 
 Path = tuple[int, ...]
 
@@ -50,9 +50,9 @@ class LabelPass(msgspec.Struct, frozen=True):
     ) -> dict[int, float]:
         """By node of the trie: the log-probability of its token, given the prompt and what is
         before."""
-        on_the_way = self.trie.way_to(self.end, start=self.scored_from)
+        path_nodes = self.trie.path_to(self.end, start=self.scored_from)
         after = self.trie.followers(self.end).values()
-        scored = dict(zip(on_the_way, token_logprobs, strict=True))
+        scored = dict(zip(path_nodes, token_logprobs, strict=True))
         return scored | dict(zip(after, candidate_logprobs, strict=True))
 
 
@@ -75,7 +75,7 @@ class LabelTrie:
         """Per label, the sum over its tokens: the log of the probability that the model writes it.
         edges: those of all passes."""
         trie = self._trie
-        return [math.fsum(edges[node] for node in trie.way_to(end)) for end in trie.ends]
+        return [math.fsum(edges[node] for node in trie.path_to(end)) for end in trie.ends]
 
 
 def _passes(trie: TokenTrie) -> list[LabelPass]:
@@ -95,11 +95,11 @@ def _passes(trie: TokenTrie) -> list[LabelPass]:
 
 def label_trie(label_ids: Sequence[Sequence[int]]) -> LabelTrie:
     """The labels' trie; rows of one task, and requests with the same short labels, share one."""
-    if sum(map(len, label_ids)) > REMEMBERED_TOKENS:
+    if sum(map(len, label_ids)) > CACHED_TOKENS:
         return LabelTrie(label_ids)
-    return _remembered(tuple(map(tuple, label_ids)))
+    return _cached_trie(tuple(map(tuple, label_ids)))
 
 
 @functools.lru_cache(maxsize=256)
-def _remembered(label_ids: tuple[Path, ...]) -> LabelTrie:
+def _cached_trie(label_ids: tuple[Path, ...]) -> LabelTrie:
     return LabelTrie(label_ids)

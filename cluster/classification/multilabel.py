@@ -23,7 +23,7 @@ from contracts.errors import RequestError
 
 ANSWERS = ("yes", "no")
 YES = 0  # its place among the answers
-APPLIES_FROM = 0.5
+THRESHOLD = 0.5
 
 
 def check_questions(task: ClassifyTask) -> None:
@@ -39,10 +39,10 @@ def check_questions(task: ClassifyTask) -> None:
         )
 
 
-def questions(task: ClassifyTask) -> list[ClassifyTask]:
+def label_tasks(task: ClassifyTask) -> list[ClassifyTask]:
     """One task per label, to be answered with yes or no."""
-    return [msgspec.structs.replace(task, labels=ANSWERS, asked=label) for label in task.labels]
+    return [msgspec.structs.replace(task, labels=ANSWERS, target=label) for label in task.labels]
 
 
-def applying(labels: Sequence[str], probs: Sequence[float]) -> list[str]:
-    return [label for label, p in zip(labels, probs, strict=True) if p >= APPLIES_FROM]
+def applicable_labels(labels: Sequence[str], probs: Sequence[float]) -> list[str]:
+    return [label for label, p in zip(labels, probs, strict=True) if p >= THRESHOLD]

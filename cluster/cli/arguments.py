@@ -18,7 +18,7 @@ else:
     Commands = Any
 
 EXIT_ERROR = 2
-EXIT_BEYOND_REPAIR = 3  # of a server that has served, and can no more: start it again
+EXIT_UNRECOVERABLE = 3  # of a server that has served, and can no more: start it again
 Run = Callable[[argparse.Namespace, MutableMapping[str, str]], int]
 
 
@@ -35,8 +35,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        said = " ".join(message.split())
-        self.exit(EXIT_ERROR, f"{self.prog}: error: {said}{self._nearest(said)}\n")
+        line = " ".join(message.split())
+        self.exit(EXIT_ERROR, f"{self.prog}: error: {line}{self._nearest(line)}\n")
 
     def _nearest(self, message: str) -> str:
         """What may have been meant by the first word that is none of ours."""

@@ -35,7 +35,7 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--name", help='of the application on its Ray cluster (default "tandem")')
 
 
-def config_of(options: argparse.Namespace) -> TandemConfig:
+def config_from_options(options: argparse.Namespace) -> TandemConfig:
     """The file, then --set, then the named options, each overriding the one before."""
     named = {
         "model.path": options.model,
@@ -57,7 +57,7 @@ def config_of(options: argparse.Namespace) -> TandemConfig:
     return with_absolute_paths(load_config(options.config, [*options.set, *extra]), Path.cwd())
 
 
-def with_key_of(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
+def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
     """`config`, with the key of KEY_VARIABLE where it has none itself. Raises ConfigError."""
     key = environment.get(KEY_VARIABLE)
     if key is None or config.http.has_keys:
@@ -89,6 +89,6 @@ def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
     return tree
 
 
-def sizes_of(options: argparse.Namespace) -> tuple[int | None, ...]:
+def group_sizes(options: argparse.Namespace) -> tuple[int | None, ...]:
     """Ranks of each group as given: attention, expert, prefill."""
     return options.attention_ranks, options.expert_ranks, options.prefill_ranks

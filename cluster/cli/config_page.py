@@ -9,7 +9,7 @@ import inspect
 from itertools import groupby
 from pathlib import Path
 
-from cluster.cli.config_table import Key, keys_of, sections, shown
+from cluster.cli.config_table import ConfigKey, config_keys, format_value, sections
 from contracts.config import TandemConfig
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -30,7 +30,9 @@ _ROW = "| `{}` | {} | {} | {} |"
 def page() -> str:
     kinds = {name: kind.cls for name, kind in sections()}
     parts = [_HEAD]
-    for section, keys in groupby(keys_of(TandemConfig()), lambda key: key.key.partition(".")[0]):
+    for section, keys in groupby(
+        config_keys(TandemConfig()), lambda key: key.key.partition(".")[0]
+    ):
         parts += [
             "",
             f"## `{section}`",
@@ -42,9 +44,9 @@ def page() -> str:
     return "\n".join(parts).replace("\n\n\n", "\n\n") + "\n"
 
 
-def _row(key: Key) -> str:
+def _row(key: ConfigKey) -> str:
     name = key.key.partition(".")[2]
-    default = shown(key.default) or '""'
+    default = format_value(key.default) or '""'
     if name.endswith("_bytes") and key.default >= 1 << 20:
         default += f" ({key.default >> 20} MiB)"
     return _ROW.format(name, default, key.takes, key.meaning.replace("|", "\\|"))

@@ -21,7 +21,7 @@ from contracts.config import TandemConfig
 _BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
 
 
-class Key(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigKey(msgspec.Struct, frozen=True, kw_only=True):
     """value: in the configuration that was asked about."""
 
     key: str
@@ -40,14 +40,14 @@ def sections() -> Iterator[tuple[str, types.StructType]]:
         yield section.name, section.type
 
 
-def keys_of(config: TandemConfig) -> list[Key]:
+def config_keys(config: TandemConfig) -> list[ConfigKey]:
     """In the order of the sections."""
     defaults, values = msgspec.to_builtins(TandemConfig()), msgspec.to_builtins(config)
-    keys: list[Key] = []
+    keys: list[ConfigKey] = []
     for section, kind in sections():
         meanings = _meanings(kind.cls)
         keys += (
-            Key(
+            ConfigKey(
                 key=f"{section}.{field.name}",
                 value=_open(field.name, values[section][field.name]),
                 default=defaults[section][field.name],
@@ -66,19 +66,19 @@ def _open(name: str, value: Any) -> Any:
     return "…" if name in ("metrics_key", "operator_key") and value else value
 
 
-def table_of(keys: list[Key]) -> Table:
+def render_table(keys: list[ConfigKey]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("key", "value", "takes", "meaning"):
         table.add_column(heading, overflow="fold", no_wrap=heading == "key")  # to be copied
     for key in keys:
-        value = escape(shown(key.value))
+        value = escape(format_value(key.value))
         if key.value != key.default:
-            value = f"[bold]{value}[/] (default {escape(shown(key.default))})"
+            value = f"[bold]{value}[/] (default {escape(format_value(key.default))})"
         table.add_row(key.key, value, key.takes, key.meaning)
     return table
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     return "–" if value is None else msgspec.json.encode(value).decode().strip('"')
 
 
@@ -89,7 +89,7 @@ def _meanings(section: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for field, below in pairwise(struct.body):
         match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+            case [ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text)))]:
                 found[name] = " ".join(text.split())
     return found
 

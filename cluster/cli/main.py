@@ -13,22 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from cluster.cli.arguments import EXIT_ERROR, Parser, version
-from cluster.cli.commands import (
-    bench,
-    bulk,
-    config,
-    demo,
-    doctor,
-    place,
-    plan,
-    profile,
-    scale,
-    serve,
-    status,
-    stop,
-    trace,
-)
-from cluster.serving.ray_environment import before_ray_is_imported
+from cluster.cli.commands import operate, plan, profile, serve, workload
+from cluster.serving.ray_environment import prepare_ray_environment
 from contracts.config import LogConfig
 from contracts.errors import TandemError
 from contracts.logs import set_up_logging
@@ -37,7 +23,7 @@ from contracts.logs import set_up_logging
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
-    before_ray_is_imported(os.environ, has_terminal=sys.stderr.isatty())
+    prepare_ray_environment(os.environ, has_terminal=sys.stderr.isatty())
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options, os.environ))
@@ -57,20 +43,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tandem", description="Serves Mixture-of-Experts language models on Ray.")
     parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (
-        serve,
-        demo,
-        status,
-        scale,
-        trace,
-        plan,
-        place,
-        profile,
-        bulk,
-        bench,
-        doctor,
-        config,
-        stop,
+    for add_command in (
+        serve.add_serve,
+        workload.add_demo,
+        operate.add_status,
+        operate.add_scale,
+        operate.add_trace,
+        plan.add_plan,
+        plan.add_place,
+        profile.add_profile,
+        workload.add_bulk,
+        workload.add_bench,
+        operate.add_doctor,
+        operate.add_config,
+        serve.add_stop,
     ):
-        command.add(commands)
+        add_command(commands)
     return parser

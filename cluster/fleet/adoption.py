@@ -27,84 +27,94 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.ranks.remote import NAMESPACE, RayRank
-from actors.ranks.rendezvous import Formation
+from actors.ranks.rendezvous import GroupSpec
 from cluster.fleet.fleet import Fleet
-from cluster.fleet.ledger import Entry, GroupEntry, Ledger, Record, placed_of
-from cluster.fleet.member import Member, Place
-from cluster.fleet.nodes import Placed
+from cluster.fleet.fleet_store import (
+    FleetRecord,
+    FleetStore,
+    GroupRecord,
+    RankRecord,
+    restore_placement,
+)
+from cluster.fleet.member import Member, RankBundle
+from cluster.fleet.nodes import RankPlacement
 from cluster.fleet.rank_group import RankGroup
-from cluster.fleet.scraped import scraped_of
+from cluster.fleet.scrape_targets import create_scrape_targets
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError, TandemError
 from contracts.logs import event
 
 log = logging.getLogger("tandem.fleet")
 
-ANSWER_S = 5.0  # for all ranks together to say who they are
+REPLY_TIMEOUT_S = 5.0  # for all ranks together to say who they are
 ENDING_S = 60.0  # for a launcher that lives to say that it ends, or to be gone
-_LOOK_PERIOD_S = 0.2
+_POLL_PERIOD_S = 0.2
 
 
-def adopt(config: TandemConfig, model_folder: str, ledger: Ledger) -> Fleet | None:
+def adopt(config: TandemConfig, model_folder: str, ledger: FleetStore) -> Fleet | None:
     """The fleet that another launcher of this application has left; None: there is none, and
     nothing of it any more but what ends by itself."""
     ending = _ending(ledger)
     record = ledger.read()
     if record is not None:
         try:
-            end_remnants(ledger.application, record.names)
+            kill_orphans(ledger.application, record.names)
             groups = _groups(config, model_folder, record, ledger.application)
             event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
-            scraped = scraped_of(config)
-            return Fleet(record.token, groups, scraped, config, ledger, record.scale)
+            scrape_targets = create_scrape_targets(config)
+            return Fleet(record.token, groups, scrape_targets, config, ledger, record.scale)
         except (TandemError, RayError) as error:
-            event(log, "fleet_not_adopted", logging.ERROR, error=error)
-    end_remnants(ledger.application, set() if ending is None else ending.names)
+            event(log, "fleet_adoption_failed", logging.ERROR, error=error)
+    kill_orphans(ledger.application, set() if ending is None else ending.names)
     ledger.forget()
     return None
 
 
-def _ending(ledger: Ledger) -> Record | None:
+def _ending(ledger: FleetStore) -> FleetRecord | None:
     """What a launcher that lives says it ends. One that says nothing is killed, or hangs: it is
     waited for, and then taken for gone."""
     end_s = time.monotonic() + ENDING_S
     while (record := ledger.other()) is not None and time.monotonic() < end_s:
         if record.is_ending:
-            event(log, "fleet_ends_beside", ranks=sum(len(one.ranks) for one in record.groups))
+            event(
+                log,
+                "previous_launcher_draining",
+                ranks=sum(len(one.ranks) for one in record.groups),
+            )
             return record
-        time.sleep(_LOOK_PERIOD_S)
+        time.sleep(_POLL_PERIOD_S)
     return None
 
 
-def end_remnants(application: str, kept: Collection[str] = ()) -> None:
+def kill_orphans(application: str, kept: Collection[str] = ()) -> None:
     """Ends every rank of an application, and gives back all room that it has taken. kept: names of
     those that stay."""
     prefix = f"{application}/"
 
-    def is_left(name: str) -> bool:
+    def is_orphan(name: str) -> bool:
         return name.startswith(prefix) and name not in kept
 
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and is_left(actor["name"]):
-            event(log, "remnant_ended", logging.WARNING, name=actor["name"])
+        if actor["namespace"] == NAMESPACE and is_orphan(actor["name"]):
+            event(log, "orphan_killed", logging.WARNING, name=actor["name"])
             with contextlib.suppress(ValueError):  # it has ended by itself meanwhile
                 ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
     for id, room in ray.util.placement_group_table().items():
-        if is_left(room["name"]) and room["state"] != "REMOVED":
-            event(log, "remnant_ended", logging.WARNING, name=room["name"])
+        if is_orphan(room["name"]) and room["state"] != "REMOVED":
+            event(log, "orphan_killed", logging.WARNING, name=room["name"])
             found = PlacementGroup(PlacementGroupID(bytes.fromhex(id)))
             ray.util.remove_placement_group(found)
 
 
 def _groups(
-    config: TandemConfig, model_folder: str, record: Record, application: str
+    config: TandemConfig, model_folder: str, record: FleetRecord, application: str
 ) -> list[RankGroup]:
     """Raises LaunchError for a rank that is somebody else, ResourceError for room that is gone."""
     used = {entry.room for group in record.groups for entry in group.ranks}
-    rooms: dict[str, Placed] = {}
+    rooms: dict[str, RankPlacement] = {}
     for room in record.rooms:
         with contextlib.suppress(*() if room.name in used else (ResourceError,)):
-            rooms[room.name] = placed_of(room, application)
+            rooms[room.name] = restore_placement(room, application)
     found = [[_member(entry, rooms) for entry in group.ranks] for group in record.groups]
     _check_identities([member for members in found for member in members], record.token)
     groups = [
@@ -112,51 +122,51 @@ def _groups(
         for members, entry in zip(found, record.groups, strict=True)
     ]
     for group, entry in zip(groups, record.groups, strict=True):
-        leaving = [_found(one, rooms) for one in entry.leaving if one.room in rooms]
-        group.leaving = [one for one in leaving if one is not None]
+        draining = [_found(one, rooms) for one in entry.draining if one.room in rooms]
+        group.draining = [one for one in draining if one is not None]
     return groups
 
 
 def _group(
     config: TandemConfig,
     model_folder: str,
-    record: Record,
+    record: FleetRecord,
     members: list[Member],
-    entry: GroupEntry,
+    entry: GroupRecord,
 ) -> RankGroup:
     placements = {member.spec.group: member.spec.placement for member in members}
     token, epoch = record.token, entry.epoch
-    formation = Formation(config, model_folder, token, epoch, entry.backend, None, placements)
-    return RankGroup(members, formation)
+    group_spec = GroupSpec(config, model_folder, token, epoch, entry.backend, None, placements)
+    return RankGroup(members, group_spec)
 
 
-def _member(entry: Entry, rooms: dict[str, Placed]) -> Member:
+def _member(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member:
     """In the place of one whose actor is gone: a process that knows nothing. It says so when it is
     asked for its status, and is replaced."""
     found = _found(entry, rooms)
     if found is not None:
         return found
-    place = Place(rooms[entry.room], entry.bundle)
+    place = RankBundle(rooms[entry.room], entry.bundle)
     return Member(entry.spec, place, place.start(), entry.ready)
 
 
-def _found(entry: Entry, rooms: dict[str, Placed]) -> Member | None:
+def _found(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member | None:
     """None: its actor is gone."""
     try:
         actor = ray.get_actor(entry.actor, namespace=NAMESPACE)
     except ValueError:
         return None
     handle = RayRank(entry.spec.name, actor, entry.actor)
-    return Member(entry.spec, Place(rooms[entry.room], entry.bundle), handle, entry.ready)
+    return Member(entry.spec, RankBundle(rooms[entry.room], entry.bundle), handle, entry.ready)
 
 
 def _check_identities(members: list[Member], token: bytes) -> None:
     """Raises LaunchError for one who is somebody else. Who does not answer is asked again by the
     supervisor."""
-    asked = [(member, member.handle.call("identity")) for member in members]
+    pending = [(member, member.handle.call("identity")) for member in members]
     digest = hashlib.sha256(token).digest()
-    end_s = time.monotonic() + ANSWER_S
-    for member, answer in asked:
+    end_s = time.monotonic() + REPLY_TIMEOUT_S
+    for member, answer in pending:
         found = _answer(answer, end_s)
         expected = (member.name, member.spec.epoch, digest)
         if found is not None and tuple(found) != expected:

@@ -8,9 +8,9 @@ import msgspec
 import contracts.errors
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
-from contracts.scaling import ScaleState, ScaleWanted
-from contracts.traces import TraceAnswer
-from contracts.worker import RankReady
+from contracts.ranks import RankReady
+from contracts.scaling import ScaleState, ScaleTarget
+from contracts.traces import TraceResponse
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
@@ -24,7 +24,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
     ranks: list[RankReady]
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ScrapeTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A process. address: "host:port/path". group, rank, node: labels of all that it exports."""
 
     address: str
@@ -44,9 +44,9 @@ class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
 _decode_config = msgspec.json.Decoder(TandemConfig).decode
 _decode_directory = msgspec.msgpack.Decoder(Directory | LaunchFailure).decode
 _decode_failure = msgspec.msgpack.Decoder(LaunchFailure).decode
-_decode_target = msgspec.msgpack.Decoder(Target).decode
-_decode_trace = msgspec.json.Decoder(TraceAnswer).decode
-_decode_wanted = msgspec.msgpack.Decoder(ScaleWanted).decode
+_decode_target = msgspec.msgpack.Decoder(ScrapeTarget).decode
+_decode_trace = msgspec.json.Decoder(TraceResponse).decode
+_decode_wanted = msgspec.msgpack.Decoder(ScaleTarget).decode
 _decode_scale = msgspec.msgpack.Decoder(ScaleState).decode
 
 
@@ -62,11 +62,11 @@ def encode_directory(directory: Directory) -> bytes:
     return msgspec.msgpack.encode(directory)
 
 
-def encode_target(target: Target) -> bytes:
+def encode_target(target: ScrapeTarget) -> bytes:
     return msgspec.msgpack.encode(target)
 
 
-def decode_target(body: bytes) -> Target:
+def decode_target(body: bytes) -> ScrapeTarget:
     return _decode_target(body)
 
 
@@ -83,19 +83,19 @@ def decode_failure(body: bytes) -> TandemError:
     return _error_of(_decode_failure(body))
 
 
-def encode_trace(answer: TraceAnswer) -> bytes:
+def encode_trace(answer: TraceResponse) -> bytes:
     return msgspec.json.encode(answer)
 
 
-def decode_trace(body: bytes) -> TraceAnswer:
+def decode_trace(body: bytes) -> TraceResponse:
     return _decode_trace(body)
 
 
-def encode_scale(answer: ScaleWanted | ScaleState) -> bytes:
+def encode_scale(answer: ScaleTarget | ScaleState) -> bytes:
     return msgspec.msgpack.encode(answer)
 
 
-def decode_wanted(body: bytes) -> ScaleWanted:
+def decode_wanted(body: bytes) -> ScaleTarget:
     return _decode_wanted(body)
 
 

@@ -11,26 +11,25 @@ from typing import Any
 
 from actors.telemetry.rank_metrics import growth
 from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.codec import Directory
-from cluster.fleet.ledger import Ledger
+from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.member import Member
+from cluster.fleet.planner_discovery import PlannerDiscovery
 from cluster.fleet.rank_group import RankGroup, kill_all
-from cluster.fleet.resizing import Resizing
-from cluster.fleet.scaler import Scaler
-from cluster.fleet.scraped import Scraped
+from cluster.fleet.resizing import Resizer
+from cluster.fleet.scrape_targets import ScrapeTargets
 from cluster.fleet.supervisor import Supervisor
-from cluster.fleet.told_planner import ToldPlanner
-from cluster.fleet.tracing import gather, trace_answer
+from cluster.fleet.tracing import gather_traces, trace_answer
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.errors import RequestError
-from contracts.events import TaskSpan
 from contracts.logs import event
 from contracts.plan import Plan
-from contracts.scaling import KeptScale, ScaleState, ScaleWanted
-from contracts.traces import TraceAnswer
-from contracts.worker import Group, RankStatus
+from contracts.ranks import Group, RankStatus
+from contracts.scaling import ScaleCheckpoint, ScaleState, ScaleTarget
+from contracts.traces import TaskSpan, TraceResponse
 
 log = logging.getLogger("tandem.fleet")
 
@@ -43,35 +42,35 @@ class Fleet:
         self,
         token: bytes,
         groups: Sequence[RankGroup],
-        scraped: Scraped | None = None,
+        scrape_targets: ScrapeTargets | None = None,
         config: TandemConfig | None = None,
-        ledger: Ledger | None = None,
-        kept: KeptScale | None = None,
+        ledger: FleetStore | None = None,
+        kept: ScaleCheckpoint | None = None,
     ) -> None:
         """config: what they were launched with, where their number may change. ledger: where the
         ranks are written down, now and whenever one comes, goes or is replaced. kept: of whoever
         had them before, which is gone on with."""
         self._token, self._ledger, self._all_groups = token, ledger, groups
-        self._writing = threading.Lock()  # guards the ledger
-        self._resizing: Resizing | None = None
-        self._scalers: list[Scaler] = []
+        self._store_lock = threading.Lock()  # guards the ledger
+        self._resizer: Resizer | None = None
+        self._scalers: list[Autoscaler] = []
         if config is not None:
             if config.scaling.max_prefill_ranks is not None:
                 workers = [group for group in groups if group.kind is Group.PREFILL]
-                self._scalers = [Scaler(group, config) for group in workers]
-            self._resizing = Resizing(groups, config, self._scalers, self._write_down)
+                self._scalers = [Autoscaler(group, config) for group in workers]
+            self._resizer = Resizer(groups, config, self._scalers, self._save_record)
         if kept is None:  # else they are written down as they are
-            self._write_down()
+            self._save_record()
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
         self._telemetry = Telemetry()
-        self._show()
-        self.scraped = scraped
-        if scraped is not None:
-            scraped.open(self._telemetry)
-        self._told_planner = ToldPlanner(groups)
-        self._supervisor = Supervisor(groups, self._each_round)
-        if self._resizing is not None and kept is not None:
-            self._resizing.resume(kept)
+        self._register_metrics()
+        self.scrape_targets = scrape_targets
+        if scrape_targets is not None:
+            scrape_targets.open(self._telemetry)
+        self._planner_discovery = PlannerDiscovery(groups)
+        self._supervisor = Supervisor(groups, self._on_round)
+        if self._resizer is not None and kept is not None:
+            self._resizer.resume(kept)
         self._supervisor.start()
         for scaler in self._scalers:
             scaler.start()
@@ -99,22 +98,22 @@ class Fleet:
         for group in self._prefill:
             group.suspect(suspects)
 
-    def scale(self, wanted: ScaleWanted) -> ScaleState:
-        """Begins to make the ranks as many as wanted. Raises as `Resizing.begin`."""
-        if self._resizing is None:
+    def scale(self, requested: ScaleTarget) -> ScaleState:
+        """Begins to make the ranks as many as wanted. Raises as `Resizer.begin`."""
+        if self._resizer is None:
             raise RequestError("the ranks of this server are as many as they are", None)
-        return self._resizing.begin(wanted)
+        return self._resizer.begin(requested)
 
     @property
-    def scaled(self) -> ScaleState:
+    def scale_state(self) -> ScaleState:
         """How far that has come."""
-        return ScaleState() if self._resizing is None else self._resizing.state
+        return ScaleState() if self._resizer is None else self._resizer.state
 
     def status(self, timeout_s: float) -> list[RankStatus]:
         """What each rank says of itself (the planner is none); one that does not answer is
         unhealthy."""
         answers = []
-        for member, future in self._ask("status", self._groups):
+        for member, future in self._call_all("status", self._groups):
             try:
                 answers.append(future.result(timeout_s))
             except Exception as error:  # noqa: BLE001 - whatever it is, it is that rank's state
@@ -124,7 +123,7 @@ class Fleet:
     def metrics(self, timeout_s: float) -> list[str]:
         """Prometheus text of each process that answers, and of their launcher."""
         texts: list[str] = []
-        for member, future in self._ask("metrics", self._all_groups):
+        for member, future in self._call_all("metrics", self._all_groups):
             try:
                 texts.append(future.result(timeout_s))
             except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
@@ -134,39 +133,39 @@ class Fleet:
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         """Recorded by all ranks, in order of their start. Raises what a rank raises."""
-        asked = self._ask("spans", self._groups)
-        spans = [span for _, future in asked for span in future.result(timeout_s)]
+        pending = self._call_all("spans", self._groups)
+        spans = [span for _, future in pending for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
 
-    def trace(self, seconds: float, since_s: float, first_pid: int) -> TraceAnswer:
+    def trace(self, seconds: float, since_s: float, first_pid: int) -> TraceResponse:
         """Of all ranks and the planner, since then. seconds: how long ago that is; 0: their clocks
         alone."""
         members = [member for group in self._all_groups for member in group.members]
-        found = gather(members, since_s, monotonic_s, spans=seconds > 0)
+        found = gather_traces(members, since_s, monotonic_s, spans=seconds > 0)
         return trace_answer(found, seconds, first_pid)
 
     def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
         """The plan of all batches from now on; None: one is chosen for each."""
-        for _, future in self._ask("pin_plan", self._groups, plan):
+        for _, future in self._call_all("pin_plan", self._groups, plan):
             future.result(timeout_s)
 
-    def end_alone(self) -> None:
+    def block_adoption(self) -> None:
         """From now on no other launcher may take these ranks over."""
         if self._ledger is not None:
-            with self._writing:
+            with self._store_lock:
                 self._ledger.end()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Ends scaling and supervision, then the loops in order, then the actors; gives the
         resources back."""
-        if self._resizing is not None:
-            self._resizing.close(timeout_s)
+        if self._resizer is not None:
+            self._resizer.close(timeout_s)
         for scaler in self._scalers:
             scaler.close(timeout_s)
         self._supervisor.close(timeout_s)
-        if self.scraped is not None:
-            self.scraped.close()
-        for member, future in self._ask("stop", self._all_groups):
+        if self.scrape_targets is not None:
+            self.scrape_targets.close()
+        for member, future in self._call_all("stop", self._all_groups):
             try:
                 future.result(timeout_s)
             except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
@@ -179,7 +178,7 @@ class Fleet:
         if self._ledger is not None:
             self._ledger.leave()
 
-    def _show(self) -> None:
+    def _register_metrics(self) -> None:
         """What the launcher alone knows, read at each scrape."""
         read = self._telemetry.read
         self._telemetry.read_each(metrics.RANK_UP, self._up)
@@ -194,18 +193,18 @@ class Fleet:
         members = [member for group in self._all_groups for member in group.members]
         return {(member.spec.group, member.name): float(member.is_up) for member in members}
 
-    def _each_round(self) -> None:
-        self._told_planner.update()
-        self._write_down()
-        if self.scraped is not None:
-            self.scraped.update(self._all_groups)
+    def _on_round(self) -> None:
+        self._planner_discovery.update()
+        self._save_record()
+        if self.scrape_targets is not None:
+            self.scrape_targets.update(self._all_groups)
 
-    def _write_down(self) -> None:
+    def _save_record(self) -> None:
         """For a launcher that takes over. From any thread."""
         if self._ledger is None:
             return
-        with self._writing:
-            kept = None if self._resizing is None else self._resizing.kept
+        with self._store_lock:
+            kept = None if self._resizer is None else self._resizer.kept
             self._ledger.write(self._token, self._all_groups, kept)
 
     @property
@@ -213,7 +212,7 @@ class Fleet:
         return [group for group in self._groups if group.kind is Group.PREFILL]
 
     @staticmethod
-    def _ask(
+    def _call_all(
         method: str, groups: Sequence[RankGroup], *arguments: Any
     ) -> list[tuple[Member, Future[Any]]]:
         """The same of all their ranks at once."""

@@ -15,13 +15,13 @@ import ray
 
 from actors.channels.handshake import new_token
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
-from cluster.files.hardware import load_hardware
+from actors.ranks.rendezvous import GroupSpec, Seat, form_group, make_specs
 from cluster.fleet.fleet import Fleet
-from cluster.fleet.ledger import Ledger
-from cluster.fleet.member import Member, Place
+from cluster.fleet.fleet_store import FleetStore
+from cluster.fleet.hardware import load_hardware
+from cluster.fleet.member import Member, RankBundle
 from cluster.fleet.nodes import (
-    Placed,
+    RankPlacement,
     check_resources,
     kv_ranks,
     later_ranks,
@@ -33,10 +33,10 @@ from cluster.fleet.nodes import (
 )
 from cluster.fleet.placements import configured_placements
 from cluster.fleet.rank_group import RankGroup, kill_all
-from cluster.fleet.scraped import scraped_of
+from cluster.fleet.scrape_targets import create_scrape_targets
 from contracts.config import TandemConfig
 from contracts.logs import event
-from contracts.worker import Group
+from contracts.ranks import Group
 from models.spec.model import read_spec
 
 log = logging.getLogger("tandem.fleet")
@@ -45,7 +45,7 @@ FIRST_EPOCH = 1
 PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
-def launch(config: TandemConfig, model_folder: str, ledger: Ledger | None = None) -> Fleet:
+def launch(config: TandemConfig, model_folder: str, ledger: FleetStore | None = None) -> Fleet:
     """Starts all ranks on the Ray cluster that this process is connected to. ledger: where they are
     written down, for they are to outlive this process; None: they end with it.
 
@@ -55,11 +55,11 @@ def launch(config: TandemConfig, model_folder: str, ledger: Ledger | None = None
     folder = Path(model_folder)
     placements = configured_placements(config, folder, read_spec(folder))
     backend = config.channel.backend
-    formation = Formation(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
+    group_spec = GroupSpec(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
     places = _place(config, "" if ledger is None else ledger.application)
     with_kv = kv_ranks(places) + later_ranks(places, config)
     with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time
-        launched = [threads.submit(launch_pipeline, formation, one, with_kv) for one in places]
+        launched = [threads.submit(launch_pipeline, group_spec, one, with_kv) for one in places]
     errors = [future.exception() for future in launched]
     groups = [
         group
@@ -69,19 +69,19 @@ def launch(config: TandemConfig, model_folder: str, ledger: Ledger | None = None
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups, scraped_of(config), config, ledger)
+        return Fleet(token, groups, create_scrape_targets(config), config, ledger)
     if groups:
         Fleet(token, groups).close()
     raise error
 
 
-def _place(config: TandemConfig, application: str) -> list[Placed]:
+def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
     """Room for each pipeline that is wanted; each must know of the other's ranks, which share its
     nodes' memory. Raises ResourceError; no room is taken then."""
     available = ray.cluster_resources()
     device = resolve_device(config, available)
     check_resources(rank_requests(config, device), available)
-    places: list[Placed] = []
+    places: list[RankPlacement] = []
     try:
         for wanted in PIPELINES:
             if requests := rank_requests(config, device, wanted):
@@ -93,7 +93,9 @@ def _place(config: TandemConfig, application: str) -> list[Placed]:
     return places
 
 
-def launch_pipeline(common: Formation, placed: Placed, with_kv: Counter[str]) -> list[RankGroup]:
+def launch_pipeline(
+    common: GroupSpec, placed: RankPlacement, with_kv: Counter[str]
+) -> list[RankGroup]:
     """Starts and joins ranks where they are `placed`. common: to all pipelines, with the backend
     that is configured. with_kv: as `seat_ranks` takes it.
 
@@ -102,31 +104,31 @@ def launch_pipeline(common: Formation, placed: Placed, with_kv: Counter[str]) ->
     """
     handles: list[RayRank] = []
     try:
-        formation = _formation(common, placed)
+        group_spec = _formation(common, placed)
         handles = [placed.start(bundle) for bundle in range(len(placed.requests))]
         seats: defaultdict[Group, list[Seat]] = defaultdict(list)
         for request, seat in zip(placed.requests, seat_ranks(placed, with_kv), strict=True):
             seats[request.group].append(seat)
         order = (Group.ATTENTION, Group.EXPERT, Group.PLANNER, Group.PREFILL)
-        specs = make_specs(formation, *(seats[group] for group in order))
+        specs = make_specs(group_spec, *(seats[group] for group in order))
         ready = form_group(specs, handles, timeout_s=common.config.groups.ready_timeout_s)
     except BaseException:
         kill_all(handles)
         placed.release()
         raise
-    epoch, backend = formation.epoch, formation.backend
+    epoch, backend = group_spec.epoch, group_spec.backend
     if seats[Group.PREFILL]:
         event(log, "prefill_ready", epoch=epoch, backend=backend, workers=len(specs))
     else:
         event(log, "group_ready", epoch=epoch, backend=backend, ranks=len(specs))
-    found = [Place(placed, bundle) for bundle in range(len(specs))]
+    found = [RankBundle(placed, bundle) for bundle in range(len(specs))]
     members = [Member(*each) for each in zip(specs, found, handles, ready, strict=True)]
     planners = [member for member in members if member.spec.group is Group.PLANNER]
     ranks = [member for member in members if member.spec.group is not Group.PLANNER]
-    return [RankGroup(some, formation) for some in (ranks, planners) if some]
+    return [RankGroup(some, group_spec) for some in (ranks, planners) if some]
 
 
-def _formation(common: Formation, placed: Placed) -> Formation:
+def _formation(common: GroupSpec, placed: RankPlacement) -> GroupSpec:
     """With what depends on where the ranks are, and what the planner starts from."""
     config, hosts = common.config, [node.host for node in placed.nodes]
     name = config.planner.hardware

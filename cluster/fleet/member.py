@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import ray
 
-from actors.channels.neighbour import end
+from actors.channels.local_process import kill_process
 from actors.ranks.remote import RayRank
-from cluster.fleet.nodes import Node, Placed
+from cluster.fleet.nodes import Node, RankPlacement
 from contracts.logs import event
-from contracts.worker import RankReady, RankStatus, WorkerSpec
+from contracts.ranks import RankReady, RankSpec, RankStatus
 
 log = logging.getLogger("tandem.fleet")
 
@@ -20,14 +20,14 @@ CHECK_PERIOD_S = 0.25
 HUNG_AFTER_S = 3.0  # without an answer to `status`, which nothing that the rank does holds up
 
 
-class Place(NamedTuple):
+class RankBundle(NamedTuple):
     """A bundle of a placement group, where a rank's process runs."""
 
-    placed: Placed
+    placed: RankPlacement
     bundle: int
 
     def start(self) -> RayRank:
-        """As `Placed.start`."""
+        """As `RankPlacement.start`."""
         return self.placed.start(self.bundle)
 
     @property
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return self.placed.node(self.bundle)
 
     @property
-    def is_its_own(self) -> bool:
+    def is_exclusive(self) -> bool:
         """Whether nobody else is placed with it: Ray takes no bundle out of a placement group."""
         return len(self.placed.requests) == 1
 
@@ -49,18 +49,20 @@ class Member:
     """replaced_for: why whoever is in it is being replaced; empty: he is not. status: what he has
     said of himself last, if he has said anything."""
 
-    def __init__(self, spec: WorkerSpec, place: Place, handle: RayRank, ready: RankReady) -> None:
+    def __init__(
+        self, spec: RankSpec, place: RankBundle, handle: RayRank, ready: RankReady
+    ) -> None:
         self.place = place
-        self.settle(spec, handle, ready)
+        self.assign(spec, handle, ready)
 
-    def settle(self, spec: WorkerSpec, handle: RayRank, ready: RankReady) -> None:
+    def assign(self, spec: RankSpec, handle: RayRank, ready: RankReady) -> None:
         """Puts another process in this place."""
         self.spec, self.handle, self.ready = spec, handle, ready
-        self.replaced_for = ""
+        self.replacement_reason = ""
         self.status: RankStatus | None = None
         self._problem = ""
-        self._asked: Future[RankStatus] | None = None
-        self._asked_s = 0.0
+        self._status_call: Future[RankStatus] | None = None
+        self._status_called_s = 0.0
 
     @property
     def name(self) -> str:
@@ -69,7 +71,7 @@ class Member:
     @property
     def is_up(self) -> bool:
         """Whether it was of use when it was last checked."""
-        return not self.replaced_for and not self._problem
+        return not self.replacement_reason and not self._problem
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         """Of whoever is in it now."""
@@ -79,34 +81,34 @@ class Member:
         """Why the rank is of no use, as far as is known; empty: it is of use. To be called every
         CHECK_PERIOD_S or so, from one thread. stalled_s: how long the caller itself stood still
         since the last time."""
-        if self._asked is None:
-            self._asked, self._asked_s = self.handle.call("status"), now_s
-        elif not self._asked.done():
-            self._asked_s += stalled_s
-            silent_s = now_s - self._asked_s
+        if self._status_call is None:
+            self._status_call, self._status_called_s = self.handle.call("status"), now_s
+        elif not self._status_call.done():
+            self._status_called_s += stalled_s
+            silent_s = now_s - self._status_called_s
             if silent_s > HUNG_AFTER_S:
                 self._problem = f"no answer for {silent_s:.1f} s"
         else:
-            asked, self._asked = self._asked, None
-            self._problem = _problem(asked)
-            if asked.exception() is None:
-                self.status = asked.result()
+            reply, self._status_call = self._status_call, None
+            self._problem = _problem(reply)
+            if reply.exception() is None:
+                self.status = reply.result()
         return self._problem
 
     def kill(self) -> None:
         """Ray lets a process that hangs have five seconds to end by itself; one of this machine
         need not."""
         try:
-            if not end(self.ready.whereabouts):
-                event(log, "worker_not_here", name=self.name)
+            if not kill_process(self.ready.process_identity):
+                event(log, "worker_process_not_found", name=self.name)
         except OSError as error:
-            event(log, "worker_not_killed", name=self.name, error=error)
+            event(log, "worker_kill_failed", name=self.name, error=error)
         ray.kill(self.handle.actor)
 
 
-def _problem(asked: Future[RankStatus]) -> str:
-    error = asked.exception()
+def _problem(reply: Future[RankStatus]) -> str:
+    error = reply.exception()
     if error is not None:
         return str(error) or type(error).__name__
-    status = asked.result()
+    status = reply.result()
     return "" if status.healthy else status.reason or "not healthy"

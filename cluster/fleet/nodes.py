@@ -14,12 +14,12 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.ranks.remote import NAMESPACE, AloneShell, RayRank, rank_class
+from actors.ranks.remote import NAMESPACE, OrphanGuardShell, RayRank, rank_class
 from actors.ranks.rendezvous import Seat
 from actors.ranks.shell import LoggedShell
 from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
-from contracts.worker import Group, rank_name
+from contracts.ranks import Group, rank_name
 
 _NODE_SHARE = 0.001  # of the resource "node:<ip>", which every Ray node has one of
 
@@ -142,7 +142,7 @@ class Node(NamedTuple):
     listen_host: str
 
 
-class Placed(NamedTuple):
+class RankPlacement(NamedTuple):
     """Ranks with room for each. Bundle i of the placement group is request i's. nodes: where they
     were at first. application: of which they are, and with which they outlive this process; "":
     they end with it. name: of the placement group."""
@@ -161,7 +161,7 @@ class Placed(NamedTuple):
         name = rank_name(request.group, request.rank)
         shell, key, outliving = LoggedShell, "", dict[str, str]()
         if self.application:
-            shell, key = AloneShell, f"{self.name}/{name}/{secrets.token_hex(4)}"
+            shell, key = OrphanGuardShell, f"{self.name}/{name}/{secrets.token_hex(4)}"
             outliving = {"name": key, "namespace": NAMESPACE, "lifetime": "detached"}
         actor = (
             rank_class(name, shell)
@@ -202,17 +202,17 @@ def place_ranks(
     application: str = "",
     *,
     beside: str | None = None,
-) -> Placed:
+) -> RankPlacement:
     """Takes room for these ranks, and for the planner beside attention ranks. application: as
-    `Placed` has it. beside: they are one more of a group that runs, on this host ("": on any).
-    Raises ResourceError."""
+    `RankPlacement` has it. beside: they are one more of a group that runs, on this host ("": on
+    any). Raises ResourceError."""
     if beside is None and requests[0].group is Group.ATTENTION and config.planner.enabled:
         planner = RankRequest(Group.PLANNER, 0, {})  # it computes now and then only
         requests = [*requests, planner]
     name = f"{application}/{secrets.token_hex(4)}" if application else ""
     placement = _place(requests, config.groups, name, beside or "")
     found = [_node_of(placement, bundle) for bundle in range(len(requests))]
-    return Placed(requests, placement, device, found, application, name)
+    return RankPlacement(requests, placement, device, found, application, name)
 
 
 def _node_of(placement: PlacementGroup, bundle: int) -> Node:
@@ -237,7 +237,7 @@ def session_folder() -> Path:
     return Path(global_worker.node.get_session_dir_path())
 
 
-def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:
+def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
     """How many ranks keep KV on each node, by its id: attention ranks and prefill workers."""
     return Counter(
         node.id
@@ -247,7 +247,7 @@ def kv_ranks(placed: Sequence[Placed]) -> Counter[str]:
     )
 
 
-def later_ranks(placed: Sequence[Placed], config: TandemConfig) -> Counter[str]:
+def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counter[str]:
     """As `kv_ranks`, the prefill workers that may be started later, wherever one is now: each finds
     room on whichever node it comes to."""
     later = config.prefill_slots - config.groups.prefill_ranks
@@ -260,7 +260,7 @@ def later_ranks(placed: Sequence[Placed], config: TandemConfig) -> Counter[str]:
     return Counter(dict.fromkeys(nodes, later))
 
 
-def seat_ranks(placed: Placed, with_kv: Counter[str]) -> list[Seat]:
+def seat_ranks(placed: RankPlacement, with_kv: Counter[str]) -> list[Seat]:
     """Where each rank runs. with_kv: the ranks of all pipelines that share a node's memory, unless
     each has a GPU of its own."""
     # Ray shows each actor its own GPU only: it is number 0 there.

@@ -8,16 +8,18 @@ import msgspec
 import numpy as np
 
 from actors.ranks.rendezvous import contiguous_placements
-from cluster.files.placement_file import read_placement
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
+from contracts.json_input import read_json_file, struct_from
 from contracts.machine import available_bytes
-from contracts.placement import Placement
-from contracts.worker import Group
+from contracts.placement import Placement, PlacementFile
+from contracts.ranks import Group
+from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import ModelSpec
+from models.text.tokenizer_files import tokenizer_digest
 from models.weights import layout
 from models.weights.checkpoint import resolve_dtype
-from planner.placement.lines import contiguous_line
+from planner.placement.slots import check_fits, contiguous_line
 
 MIB = 1 << 20
 
@@ -35,7 +37,9 @@ def configured_placements(
         group, ranks = _of_file(config)
         placement = read_placement(Path(config.placement.file), folder, spec, ranks=ranks)
         placements[group] = msgspec.structs.replace(placement, generation=0)
-    elif config.placement.spare_slots and config.placement.follow != "off" and groups.expert_ranks:
+    elif (
+        config.placement.spare_slots and config.placement.rebalance != "off" and groups.expert_ranks
+    ):
         placements[Group.EXPERT] = _with_spare(
             placements[Group.EXPERT], config.placement.spare_slots
         )
@@ -95,3 +99,42 @@ def _of_file(config: TandemConfig) -> tuple[Group, int]:
             "all_to_all, or leave placement.file out"
         )
     return Group.PREFILL, groups.prefill_ranks
+
+
+def read_placement(path: Path, folder: Path, spec: ModelSpec, *, ranks: int) -> Placement:
+    """The placement in `path`, for that many ranks over the checkpoint in `folder`. Raises
+    ConfigError: one line."""
+    file = struct_from(read_json_file(path), PlacementFile, str(path))
+    mismatched = [
+        name
+        for name, written, digest in (
+            ("checkpoint", file.checkpoint, checkpoint_digest(folder)),
+            ("tokenizer", file.tokenizer, tokenizer_digest(folder)),
+        )
+        if written != digest.hex()
+    ]
+    if mismatched:
+        raise ConfigError(
+            f"{path}: a placement for another {mismatched[0]} than that of {folder}; make one with "
+            "`tandem place`"
+        )
+    try:
+        check_fits(file.placement, ranks, spec.num_experts, spec.moe_layers)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+    return file.placement
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError where a placement could not be written to `path`."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "a folder" if path.is_dir() else f"no folder {path.absolute().parent}"
+        raise ConfigError(f"--output {path}: cannot be written: {reason}")
+
+
+def write_placement(file: PlacementFile, path: Path) -> None:
+    """Raises ConfigError if `path` cannot be written."""
+    try:
+        path.write_bytes(msgspec.json.encode(file) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written: {error.strerror}") from None

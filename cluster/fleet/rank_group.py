@@ -18,13 +18,13 @@ import msgspec
 import ray
 
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, form_group, introduce
+from actors.ranks.rendezvous import GroupSpec, form_group, introduce
 from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, resolve_backend
-from cluster.fleet.repair import GroupHealth, most_missed, policy_of
+from cluster.fleet.repair import GroupHealth, most_missed, repair_policy
 from contracts.errors import TandemError
 from contracts.logs import event
-from contracts.worker import Group, RankReady, WorkerSpec
+from contracts.ranks import Group, RankReady, RankSpec
 
 log = logging.getLogger("tandem.fleet")
 
@@ -37,17 +37,17 @@ class RankGroup:
     why it can serve no more; empty: it can, or may yet. Any thread may ask; the supervisor's
     changes it."""
 
-    def __init__(self, members: Sequence[Member], formation: Formation) -> None:
+    def __init__(self, members: Sequence[Member], group_spec: GroupSpec) -> None:
         self.members = list(members)
-        self.leaving: list[Member] = []
+        self.draining: list[Member] = []
         self.kind = members[0].spec.group
-        self.policy = policy_of(self.kind, formation.config)
-        self.backend = formation.backend
-        self.epoch = formation.epoch
+        self.policy = repair_policy(self.kind, group_spec.config)
+        self.backend = group_spec.backend
+        self.epoch = group_spec.epoch
         self.restarts = 0
         self.beyond_repair = ""
-        self._config = formation.config
-        self._out_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
+        self._config = group_spec.config
+        self._unavailable_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
         self._introduced_s = -math.inf
         self._missed_since_s: dict[str, float] = {}  # expert ranks that half of those who ask miss
         self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
@@ -60,7 +60,7 @@ class RankGroup:
     @property
     def working(self) -> list[Member]:
         """Those that are not being replaced."""
-        return [member for member in self.members if not member.replaced_for]
+        return [member for member in self.members if not member.replacement_reason]
 
     @property
     def client_addresses(self) -> dict[str, str]:
@@ -80,33 +80,40 @@ class RankGroup:
             for member in self.working
             if (reason := self._check(member, now_s, stalled_s))
         }
-        problems = self._told_lost(now_s) | problems
-        replaced = {one.name: one.replaced_for for one in self.members if one.replaced_for}
-        since_s = self._out_since_s
-        self._out_since_s = {
+        problems = self._reported_lost(now_s) | problems
+        replaced = {
+            one.name: one.replacement_reason for one in self.members if one.replacement_reason
+        }
+        since_s = self._unavailable_since_s
+        self._unavailable_since_s = {
             name: since_s[name] + stalled_s if name in since_s else now_s
             for name in (*problems, *replaced)
         }
-        out_s = now_s - min(self._out_since_s.values(), default=now_s)
+        unavailable_s = now_s - min(self._unavailable_since_s.values(), default=now_s)
         names = [member.name for member in self.members]
-        return GroupHealth(names, problems, out_s, replaced)
+        return GroupHealth(names, problems, unavailable_s, replaced)
 
-    def _told_lost(self, now_s: float) -> dict[str, str]:
+    def _reported_lost(self, now_s: float) -> dict[str, str]:
         """Expert ranks that are well by their own account, and that most attention ranks have lost
         for MOST_S, or half of them for TIE_S: why. Whom fewer miss, or for less, or an earlier one
         of the name, is introduced again."""
-        told: Counter[str] = Counter()
-        asked = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
-        lost = [one.status.sections.get("lost", {}) for one in asked if one.status]
-        there = {one.name: one.spec.epoch for one in self.members if one.is_up}
+        reported: Counter[str] = Counter()
+        reporters = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
+        lost = [one.status.sections.get("lost", {}) for one in reporters if one.status]
+        epochs_in_use = {one.name: one.spec.epoch for one in self.members if one.is_up}
         missed = [
-            (name, epoch) for epochs in lost for name, epoch in epochs.items() if name in there
+            (name, epoch)
+            for epochs in lost
+            for name, epoch in epochs.items()
+            if name in epochs_in_use
         ]
-        told.update(name for name, epoch in missed if epoch == there[name])
+        reported.update(name for name, epoch in missed if epoch == epochs_in_use[name])
         if missed and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
             self._introduce()
-        most, self._missed_since_s = most_missed(told, len(asked), self._missed_since_s, now_s)
+        most, self._missed_since_s = most_missed(
+            reported, len(reporters), self._missed_since_s, now_s
+        )
         return dict.fromkeys(most, "attention ranks have lost it, and it does not say why")
 
     def next_epoch(self) -> int:
@@ -124,12 +131,12 @@ class RankGroup:
     def leave(self, member: Member) -> None:
         """Out of the directory, and nobody takes its place: not even where it is being replaced.
         What becomes of it is the caller's business."""
-        self.leaving = [*self.leaving, member]
+        self.draining = [*self.draining, member]
         self.members = [one for one in self.members if one is not member]
 
     def gone(self, member: Member) -> None:
         """It has left."""
-        self.leaving = [one for one in self.leaving if one is not member]
+        self.draining = [one for one in self.draining if one is not member]
 
     def of_kind(self, kind: Group) -> list[Member]:
         """In the order of their ranks."""
@@ -143,7 +150,7 @@ class RankGroup:
     def _is_all(self, members: Sequence[Member]) -> bool:
         return len(members) == len(self.members)
 
-    def start_again(self, lost: Sequence[Member], closing: threading.Event) -> None:
+    def restart(self, lost: Sequence[Member], closing: threading.Event) -> None:
         """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
         from starting; their actors are gone then."""
         epoch, timeout_s = self.next_epoch(), self._config.groups.ready_timeout_s
@@ -159,7 +166,7 @@ class RankGroup:
                 handles,
                 timeout_s=timeout_s,
                 others=lambda: [one.ready for one in self.working],
-                goes_without=not self._is_all(lost),
+                allow_unreachable=not self._is_all(lost),
             )
         except BaseException as error:
             kill_all(handles)
@@ -170,8 +177,8 @@ class RankGroup:
         if closing.is_set() or not self.has(lost):
             kill_all(handles)
             return
-        for member, spec, handle, told in zip(lost, specs, handles, ready, strict=True):
-            member.settle(spec, handle, told)
+        for member, spec, handle, reported in zip(lost, specs, handles, ready, strict=True):
+            member.assign(spec, handle, reported)
             self._count(member)
         if not self._is_all(lost):  # else they have been joined as a whole
             self._introduce()
@@ -181,10 +188,10 @@ class RankGroup:
             suspected = self._suspects.pop(member.ready.client_address, "")
             return suspected or member.check(now_s, stalled_s)
         except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
-            event(log, "worker_not_asked", logging.WARNING, name=member.name, error=error)
+            event(log, "worker_status_failed", logging.WARNING, name=member.name, error=error)
             return ""
 
-    def _specs(self, lost: Sequence[Member], found: list[Node], epoch: int) -> list[WorkerSpec]:
+    def _specs(self, lost: Sequence[Member], found: list[Node], epoch: int) -> list[RankSpec]:
         """With the backend that fits where they are now, if that is for them alone to say. (Workers
         that gather from each other serve those of other nodes too.)"""
         if self._is_all(lost):
@@ -209,7 +216,7 @@ class RankGroup:
         """Where its process has started. While no node has room for it, it waits; else raises
         TimeoutError after groups.ready_timeout_s."""
         started, timeout_s = handle.started(), self._config.groups.ready_timeout_s
-        end_s, told = time.monotonic() + timeout_s, False
+        end_s, reported = time.monotonic() + timeout_s, False
         while not closing.is_set() and time.monotonic() < end_s and self.has([member]):
             try:
                 started.result(PLACE_PERIOD_S)
@@ -218,9 +225,9 @@ class RankGroup:
                 if member.place.placed.is_complete:
                     continue
             end_s = time.monotonic() + timeout_s
-            if not told:
-                told, needs = True, member.place.needs
-                event(log, "worker_has_no_node", logging.ERROR, name=member.name, needs=needs)
+            if not reported:
+                reported, needs = True, member.place.needs
+                event(log, "worker_node_unknown", logging.ERROR, name=member.name, needs=needs)
         raise TimeoutError
 
     def _count(self, member: Member) -> None:

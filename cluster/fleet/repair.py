@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from contracts.config import TandemConfig
-from contracts.worker import Group
+from contracts.ranks import Group
 
 
 class GroupHealth(NamedTuple):
@@ -23,7 +23,7 @@ class GroupHealth(NamedTuple):
 
     names: Sequence[str]
     problems: Mapping[str, str]
-    out_s: float
+    unavailable_s: float
     replaced: Mapping[str, str] = {}
 
 
@@ -43,27 +43,36 @@ class GiveUp(NamedTuple):
 
 Action = Replace | GiveUp
 
-MOST_S = 1.0  # for so long most of them must miss it: it is introduced again meanwhile
-TIE_S = 10.0  # for so long half of them may miss one that the others have: it may be a link's fault
+MAJORITY_TIMEOUT_S = 1.0  # for so long most of them must miss it: it is introduced again meanwhile
+TIE_TIMEOUT_S = (
+    10.0  # for so long half of them may miss one that the others have: it may be a link's fault
+)
 Policy = Callable[[GroupHealth], Sequence[Action]]
 
 
-def policy_of(group: Group, config: TandemConfig) -> Policy:
+def repair_policy(group: Group, config: TandemConfig) -> Policy:
     """Of the group that this kind of rank belongs to."""
     if group in (Group.ATTENTION, Group.EXPERT):
-        return partial(repair, within_s=config.groups.repair_s)
+        return partial(repair, within_s=config.groups.recovery_timeout_s)
     in_lockstep = group is Group.PREFILL and config.prefill.experts == "all_to_all"
     return rebuild if in_lockstep else replace_each
 
 
 def most_missed(
-    told: Mapping[str, int], asked: int, since_s: Mapping[str, float], now_s: float
+    reports: Mapping[str, int], num_reporters: int, since_s: Mapping[str, float], now_s: float
 ) -> tuple[list[str], dict[str, float]]:
     """Expert ranks that most attention ranks miss for MOST_S, or half of them for TIE_S; and since
     when half of them or more have missed each, to be given back the next time. told: by how many of
     those that were asked."""
-    half = {name: since_s.get(name, now_s) for name, count in told.items() if 2 * count >= asked}
-    limits_s = {name: MOST_S if 2 * told[name] > asked else TIE_S for name in half}
+    half = {
+        name: since_s.get(name, now_s)
+        for name, count in reports.items()
+        if 2 * count >= num_reporters
+    }
+    limits_s = {
+        name: MAJORITY_TIMEOUT_S if 2 * reports[name] > num_reporters else TIE_TIMEOUT_S
+        for name in half
+    }
     most = [name for name, at_s in half.items() if now_s - at_s >= limits_s[name]]
     return most, half
 
@@ -81,8 +90,8 @@ def rebuild(health: GroupHealth) -> Sequence[Action]:
 def repair(health: GroupHealth, *, within_s: float) -> Sequence[Action]:
     """Others stand in for a lost one, or wait for another in its place, which may take so long."""
     replacing = replace_each(health)
-    if health.out_s < within_s:
+    if health.unavailable_s < within_s:
         return replacing
     problems = {**health.replaced, **health.problems}
-    told = [why if name in why else f"{name}: {why}" for name, why in problems.items()]
-    return [*replacing, GiveUp("; ".join(told))]
+    reports = [why if name in why else f"{name}: {why}" for name, why in problems.items()]
+    return [*replacing, GiveUp("; ".join(reports))]

@@ -4,8 +4,8 @@ begin ── can it be? ─> a thread: more ranks, one after the other, then few
     what has been done stays where a later step fails: `state` says how many there are
 
 A launcher that ends in between is followed by one that goes on with it (`resume`; ledger.py).
-`tandem scale` asks for it (cluster/api/scaled.py). Prefill workers that follow the load
-(cluster/fleet/scaler.py) are told how many there are to be at least, and come by themselves.
+`tandem scale` asks for it (cluster/http/admin.py). Prefill workers that follow the load
+(cluster/fleet/autoscaler.py) are told how many there are to be at least, and come by themselves.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+import ray
 from ray.exceptions import RayError
 
-from actors.ranks.placing import Working, expert_ranks_in_use, place_experts
-from cluster.fleet.growth import add_member, end_member, finish_leaving
+from actors.ranks.expert_resize import RunningRank, expert_ranks_in_use, place_experts
+from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.member import Member
+from cluster.fleet.membership import add_member, find_kept_place, finish_draining, remove_member
 from cluster.fleet.rank_group import RankGroup
-from cluster.fleet.scalable import KIND_OF, check_changes
-from cluster.fleet.scaler import Scaler
-from contracts.config import TandemConfig
-from contracts.errors import LaunchError, OverloadError, TandemError
+from contracts.config import SCALABLE, TandemConfig
+from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
+from contracts.ranks import Group, rank_name
 from contracts.scaling import (
-    KeptScale,
-    Progress,
+    ScaleCheckpoint,
     ScaleState,
-    ScaleWanted,
-    check_wanted,
-    in_words,
+    ScaleStatus,
+    ScaleTarget,
+    check_target,
+    format_counts,
 )
-from contracts.worker import Group, rank_name
 
 log = logging.getLogger("tandem.fleet")
 
-AGAIN_S = 5.0
-LOOK_S = 0.2
-MOST_RESUMED = 2  # launchers that go on with one change
+RETRY_AFTER_S = 5.0
+POLL_S = 0.2
+MAX_RESUMES = 2  # launchers that go on with one change
 
 
-class Resizing:
+class Resizer:
     """Of one fleet, from any thread. scalers: of its prefill workers."""
 
     def __init__(
         self,
         groups: Sequence[RankGroup],
         config: TandemConfig,
-        scalers: Sequence[Scaler] = (),
+        scalers: Sequence[Autoscaler] = (),
         keep: Callable[[], None] = lambda: None,
     ) -> None:
         """keep: writes `kept` down, for another launcher; called before anything is done."""
         self._groups, self._config, self._scalers = groups, config, scalers
-        self._keep, self._resumed, self._least = keep, 0, 0
+        self._keep, self._resumed, self._min_prefill = keep, 0, 0
         self._lock = threading.Lock()  # guards what `state` tells
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress: Progress = "idle"
+        self._progress: ScaleStatus = "idle"
         self._number, self._reason = 0, ""
-        self._wanted, self._steps = ScaleWanted(), list[str]()
-        self._begun_s = self._ended_s = 0.0
+        self._requested, self._steps = ScaleTarget(), list[str]()
+        self._started_s = self._ended_s = 0.0
 
     @property
     def state(self) -> ScaleState:
@@ -73,83 +73,89 @@ class Resizing:
             return ScaleState(
                 state=self._progress,
                 number=self._number,
-                wanted=self._wanted,
-                ranks=self._there(),
+                requested=self._requested,
+                ranks=self._counts(),
                 steps=list(self._steps),
                 reason=self._reason,
-                seconds=round(until_s - self._begun_s, 1),
+                seconds=round(until_s - self._started_s, 1),
             )
 
-    def begin(self, wanted: ScaleWanted) -> ScaleState:
+    def begin(self, requested: ScaleTarget) -> ScaleState:
         """Raises RequestError for what can never be, NotReadyError where there is no room,
         OverloadError while another one is under way."""
         with self._lock:
             if self._progress == "running":
-                raise OverloadError(self._under_way(), AGAIN_S)
-            changes = check_wanted(wanted, self._there())
+                raise OverloadError(self._under_way(), RETRY_AFTER_S)
+            changes = check_target(requested, self._counts())
             check_changes(changes, self._groups, self._config, follows_load=bool(self._scalers))
             self._number, self._resumed = self._number + 1, 0
-            self._wanted, self._reason, self._begun_s = wanted, "", time.monotonic()
+            self._requested, self._reason, self._started_s = requested, "", time.monotonic()
             self._steps = [] if changes else ["there are so many already"]
-            self._progress, self._ended_s = "running" if changes else "done", self._begun_s
+            self._progress, self._ended_s = "running" if changes else "done", self._started_s
         if changes:
             self._begin(changes)
         return self.state
 
-    def resume(self, kept: KeptScale) -> None:
+    def resume(self, kept: ScaleCheckpoint) -> None:
         """Of a launcher that takes over: ranks that were leaving go on leaving, and what was under
         way is begun again from what is there now: each of its steps is none where it has been done.
         One that has outlived its launcher MOST_RESUMED times is not: expert ranks that nobody asks
         go then. Waits for nobody."""
-        state, self._least = kept.state, kept.least_prefill
-        for scaler in self._scalers if self._least else ():
-            scaler.keep(self._least)
+        state, self._min_prefill = kept.state, kept.min_prefill
+        for scaler in self._scalers if self._min_prefill else ():
+            scaler.keep(self._min_prefill)
         with self._lock:
-            self._number, self._wanted, self._reason = state.number, state.wanted, state.reason
+            self._number, self._requested, self._reason = (
+                state.number,
+                state.requested,
+                state.reason,
+            )
             self._progress, self._steps = state.state, list(state.steps)
-            self._begun_s = self._ended_s = time.monotonic()
+            self._started_s = self._ended_s = time.monotonic()
             self._resumed = kept.resumed + (state.state == "running")
         if state.state == "running":
-            self._begin(state.wanted.counts)
+            self._begin(state.requested.counts)
         else:
-            threading.Thread(target=self._end_leaving, name="leaving", daemon=True).start()
+            threading.Thread(target=self._finish_draining, name="leaving", daemon=True).start()
 
     @property
-    def kept(self) -> KeptScale:
+    def kept(self) -> ScaleCheckpoint:
         """What another launcher goes on with; the same as long as nothing is done."""
         with self._lock:
             state = ScaleState(
                 state=self._progress,
                 number=self._number,
-                wanted=self._wanted,
+                requested=self._requested,
                 steps=list(self._steps),
                 reason=self._reason,
             )
-            return KeptScale(state, self._resumed, self._least)
+            return ScaleCheckpoint(state, self._resumed, self._min_prefill)
 
     def close(self, timeout_s: float) -> None:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _there(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, int]:
         """How many there are, of the kinds that the server has."""
         counts = {name: len(self._members(kind)) for name, kind in KIND_OF.items()}
         return {name: count for name, count in counts.items() if count}
 
     def _under_way(self) -> str:
-        wanted = in_words(self._wanted.counts)
-        seconds = time.monotonic() - self._begun_s
+        requested = format_counts(self._requested.counts)
+        seconds = time.monotonic() - self._started_s
         return (
-            f"another scale is under way ({wanted}, for {seconds:.0f} s): wait until it has ended"
+            f"another scale is in progress ({requested}, for {seconds:.0f} s): wait until it ends"
         )
 
     # ---- in its thread
 
     def _begin(self, changes: dict[str, int]) -> None:
-        self._write_down()
+        self._save_record()
         resumed = self._resumed
-        event(log, "scale_begins", logging.WARNING, wanted=in_words(changes), resumed=resumed)
+        event(
+            log, "scale_started", logging.WARNING, requested=format_counts(changes), resumed=resumed
+        )
         self._thread = threading.Thread(
             target=self._run, args=(changes,), name="resizing", daemon=True
         )
@@ -159,7 +165,7 @@ class Resizing:
         reason = ""
         try:
             if self._resumed:
-                self._go_on()
+                self._resume_change()
             for name, count in changes.items():
                 self._resize(KIND_OF[name], count)
         except (TandemError, RayError) as error:
@@ -167,40 +173,46 @@ class Resizing:
         except (FutureTimeoutError, CancelledError) as error:
             reason = f"no answer in time ({type(error).__name__})"
         except Exception as error:  # noqa: BLE001 - logged; whoever waits is told
-            event(log, "scale_broken", logging.ERROR, error)
+            event(log, "scale_failed", logging.ERROR, error)
             reason = f"{type(error).__name__}: see the log of the launcher"
         with self._lock:
             self._ended_s, self._reason = time.monotonic(), reason
             self._progress = "failed" if reason else "done"
-        self._write_down()
+        self._save_record()
         level = logging.ERROR if reason else logging.WARNING
-        event(log, "scale_ended", level, reason=reason or "none", ranks=in_words(self._there()))
+        event(
+            log,
+            "scale_finished",
+            level,
+            reason=reason or "none",
+            ranks=format_counts(self._counts()),
+        )
 
     def _resize(self, kind: Group, count: int) -> None:
         if kind is Group.PREFILL and self._scalers:
             self._follow_load(count)
             return
         if kind is Group.EXPERT:
-            self._divide_experts(count)
+            self._redistribute_experts(count)
             return
-        while (there := len(self._members(kind))) < count and not self._closing.is_set():
-            self._add(kind, there, share=count - there)
+        while (current := len(self._members(kind))) < count and not self._closing.is_set():
+            self._add(kind, current, share=count - current)
         while len(self._members(kind)) > count and not self._closing.is_set():
             self._end(self._members(kind)[-1])
         if self._closing.is_set():
             raise LaunchError("the server ends")
 
-    def _divide_experts(self, count: int) -> None:
+    def _redistribute_experts(self, count: int) -> None:
         """Ranks that come have nothing until experts have moved there, those that go have nothing
         left. Where they cannot move, all is as it was."""
-        there = self._experts_in_use() if self._resumed else len(self._members(Group.EXPERT))
+        current = self._experts_in_use() if self._resumed else len(self._members(Group.EXPERT))
         try:
             for rank in range(len(self._members(Group.EXPERT)), count):
                 self._add(Group.EXPERT, rank, share=1)
-            self._tell(f"experts move to {count} ranks")
+            self._add_step(f"experts move to {count} ranks")
             place_experts(self._working, count, self._config, self._closing)
         except BaseException:
-            for member in self._members(Group.EXPERT)[there:]:
+            for member in self._members(Group.EXPERT)[current:]:
                 self._end(member)
             raise
         for member in reversed(self._members(Group.EXPERT)[count:]):
@@ -210,16 +222,16 @@ class Resizing:
         """Expert ranks that attention ranks ask; others have come for a change, or are to go."""
         return expert_ranks_in_use(self._working) if self._members(Group.EXPERT) else 0
 
-    def _working(self) -> list[Working]:
+    def _working(self) -> list[RunningRank]:
         """Of the group that experts are moved in."""
         members = self._group(Group.EXPERT).members
-        return [Working(one.ready, one.handle) for one in members if not one.replaced_for]
+        return [RunningRank(one.ready, one.handle) for one in members if not one.replacement_reason]
 
-    def _go_on(self) -> None:
+    def _resume_change(self) -> None:
         """With what another launcher has begun. Raises LaunchError where that is not to be."""
-        self._tell("another launcher of the ranks has taken over")
-        self._end_leaving()
-        if self._resumed > MOST_RESUMED:
+        self._add_step("another launcher of the ranks has taken over")
+        self._finish_draining()
+        if self._resumed > MAX_RESUMES:
             for member in reversed(self._members(Group.EXPERT)[self._experts_in_use() :]):
                 self._end(member)
             raise LaunchError(
@@ -227,48 +239,48 @@ class Resizing:
                 "in the log, then scale again"
             )
 
-    def _end_leaving(self) -> None:
+    def _finish_draining(self) -> None:
         """Those that another launcher has told to leave, or was about to."""
         for group in self._groups:
-            for member in group.leaving:
-                finish_leaving(group, member, self._config.groups.drain_s, self._closing)
+            for member in group.draining:
+                finish_draining(group, member, self._config.groups.drain_timeout_s, self._closing)
 
     def _add(self, kind: Group, rank: int, *, share: int) -> None:
         name, closing = rank_name(kind, rank), self._closing
-        self._tell(f"{name} starts")
+        self._add_step(f"{name} starts")
         group = self._group(kind)
         seconds = add_member(group, kind, rank, self._config, share=share, closing=closing)
         if seconds is not None:
-            self._tell(f"{name} serves, after {seconds:g} s")
+            self._add_step(f"{name} serves, after {seconds:g} s")
 
     def _end(self, member: Member) -> None:
-        started_s, within_s = time.monotonic(), self._config.groups.drain_s
-        self._tell(f"{member.name} leaves: it has {within_s:g} s for what it has")
-        end_member(self._group(member.spec.group), member, within_s, self._closing)
+        started_s, within_s = time.monotonic(), self._config.groups.drain_timeout_s
+        self._add_step(f"{member.name} leaves: it has {within_s:g} s for what it has")
+        remove_member(self._group(member.spec.group), member, within_s, self._closing)
         seconds, place = time.monotonic() - started_s, member.place
-        kept = "" if place.is_its_own else f"; its seat is kept ({in_words(place.needs)})"
-        self._tell(f"{member.name} is gone, after {seconds:.1f} s{kept}")
+        kept = "" if place.is_exclusive else f"; its seat is kept ({format_counts(place.needs)})"
+        self._add_step(f"{member.name} is gone, after {seconds:.1f} s{kept}")
 
     def _follow_load(self, count: int) -> None:
         """They come one by one; those that are more go as the load lets them."""
-        self._tell(f"prefill workers follow the load: {count} at least from now on")
-        self._least = count
+        self._add_step(f"prefill workers follow the load: {count} at least from now on")
+        self._min_prefill = count
         for scaler in self._scalers:
             scaler.keep(count)
         end_s = time.monotonic() + count * self._config.groups.ready_timeout_s
         while len(self._members(Group.PREFILL)) < count:
-            if self._closing.wait(LOOK_S) or time.monotonic() > end_s:
+            if self._closing.wait(POLL_S) or time.monotonic() > end_s:
                 raise LaunchError(
                     f"prefill_workers={count}: {len(self._members(Group.PREFILL))} are there; the "
                     "log of the launcher says what keeps the others from starting"
                 )
 
-    def _tell(self, step: str) -> None:
+    def _add_step(self, step: str) -> None:
         with self._lock:
             self._steps.append(step)
-        self._write_down()
+        self._save_record()
 
-    def _write_down(self) -> None:
+    def _save_record(self) -> None:
         if not self._closing.is_set():  # else nobody goes on with it
             self._keep()
 
@@ -277,3 +289,72 @@ class Resizing:
 
     def _members(self, kind: Group) -> list[Member]:
         return [member for group in self._groups for member in group.of_kind(kind)]
+
+
+KIND_OF = {
+    "attention_ranks": Group.ATTENTION,
+    "expert_ranks": Group.EXPERT,
+    "prefill_workers": Group.PREFILL,
+}
+
+
+def check_changes(
+    changes: Mapping[str, int],
+    groups: Sequence[RankGroup],
+    config: TandemConfig,
+    *,
+    follows_load: bool,
+) -> None:
+    """changes: of kinds that there are. follows_load: prefill workers come and go with it. Raises
+    RequestError for what can never be, NotReadyError where the Ray cluster has no room now."""
+    if (count := changes.get("prefill_workers")) is not None:
+        _check_prefill(count, config, follows_load)
+    if (count := changes.get("expert_ranks")) is not None:
+        _check_experts(count, _group_of(Group.EXPERT, groups).of_kind(Group.EXPERT)[0])
+    for name, count in changes.items():
+        _check_room(name, count, _group_of(KIND_OF[name], groups))
+
+
+def _group_of(kind: Group, groups: Sequence[RankGroup]) -> RankGroup:
+    return next(group for group in groups if group.of_kind(kind))
+
+
+def _check_experts(count: int, first: Member) -> None:
+    experts = first.spec.placement.num_experts
+    if count > experts:
+        raise RequestError(
+            f"expert_ranks={count}: the model has {experts} experts per layer; "
+            "use at most that many ranks",
+            "expert_ranks",
+        )
+
+
+def _check_prefill(count: int, config: TandemConfig, follows_load: bool) -> None:
+    most, experts = config.prefill_slots, config.prefill.experts
+    if experts not in SCALABLE:
+        raise RequestError(
+            f"prefill_workers={count} with prefill.experts={experts}: its workers divide the "
+            f"experts among them; use {', '.join(SCALABLE)}",
+            "prefill_workers",
+        )
+    if count > most:
+        name = "scaling.max_prefill_ranks" if follows_load else "groups.prefill_ranks"
+        raise RequestError(
+            f"prefill_workers={count}: this server was started for {most} at most ({name}); "
+            "start it with a larger scaling.max_prefill_ranks",
+            "prefill_workers",
+        )
+
+
+def _check_room(name: str, count: int, group: RankGroup) -> None:
+    """What the Ray cluster has free now, of what they ask for."""
+    kind = KIND_OF[name]
+    current = group.of_kind(kind)
+    new = [n for n in range(len(current), count) if find_kept_place(group, kind, n) is None]
+    free = ray.available_resources() if new else {}
+    for resource, each in current[0].place.needs.items():
+        if new and each * len(new) > free.get(resource, 0.0) + 1e-9:
+            raise NotReadyError(
+                f"{name}={count}: {len(new)} more need {each * len(new):g} {resource}, the Ray "
+                f"cluster has {free.get(resource, 0.0):g} free; add nodes, or ask for fewer"
+            )

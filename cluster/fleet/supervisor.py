@@ -30,11 +30,11 @@ class Supervisor:
     """From `start` to `close`. Replacing takes threads of its own: nobody else's waits for it."""
 
     def __init__(
-        self, groups: Sequence[RankGroup], each_round: Callable[[], None] = lambda: None
+        self, groups: Sequence[RankGroup], on_round: Callable[[], None] = lambda: None
     ) -> None:
         """each_round: called after each."""
         self._groups = groups
-        self._each_round = each_round
+        self._on_round = on_round
         self._closing = threading.Event()
         ranks = sum(len(group.members) for group in groups)
         self._threads = ThreadPoolExecutor(ranks + SPARE_THREADS, thread_name_prefix="replace")
@@ -62,24 +62,24 @@ class Supervisor:
             stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
             checked_s = now_s
             self.check(now_s, stalled_s)
-            self._tell_round()
+            self._notify_round()
 
-    def _tell_round(self) -> None:
+    def _notify_round(self) -> None:
         try:
-            self._each_round()
+            self._on_round()
         except Exception as error:  # noqa: BLE001 - supervision must not end; it is told again
-            event(log, "round_not_told", logging.WARNING, error=error)
+            event(log, "supervision_publish_failed", logging.WARNING, error=error)
 
     def _act(self, group: RankGroup, action: Action) -> None:
         if isinstance(action, GiveUp):
             if not group.beyond_repair:
                 group.beyond_repair = action.reason
-                event(log, "group_given_up", logging.CRITICAL, reason=action.reason)
+                event(log, "group_recovery_abandoned", logging.CRITICAL, reason=action.reason)
             return
         event(log, "worker_lost", logging.ERROR, name=action.lost, reason=action.reason)
         lost = [member for member in group.members if member.name in action.names]
         for member in lost:
-            member.replaced_for = action.reason
+            member.replacement_reason = action.reason
         self._threads.submit(self._replace, group, lost)
 
     def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
@@ -90,10 +90,10 @@ class Supervisor:
             member.kill()
         while not self._closing.is_set() and group.has(lost):
             try:
-                group.start_again(lost, self._closing)
+                group.restart(lost, self._closing)
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
                 if not self._closing.is_set():
-                    event(log, "worker_not_replaced", logging.ERROR, name=names, error=error)
+                    event(log, "worker_replacement_failed", logging.ERROR, name=names, error=error)
             self._closing.wait(retry_s)
             retry_s = min(2 * retry_s, MAX_RETRY_S)

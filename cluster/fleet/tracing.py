@@ -13,15 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from actors.telemetry.chrome_trace import Event, missing_events, names_of, rank_events
+from actors.telemetry.chrome_trace import TraceEvent, missing_events, rank_events, requests_by_batch
 from contracts.clock import Clock
 from contracts.traces import (
     ClockOffset,
-    RankNote,
     RankTrace,
-    TraceAnswer,
-    TraceNote,
-    this_boot,
+    RankTraceInfo,
+    TraceInfo,
+    TraceResponse,
+    boot_identity,
 )
 
 ROUNDS = 12
@@ -29,7 +29,7 @@ CLOCK_TIMEOUT_S = 2.0
 TRACE_TIMEOUT_S = 10.0
 
 
-class Traced(Protocol):
+class TracedRank(Protocol):
     """A rank that is asked."""
 
     @property
@@ -38,7 +38,7 @@ class Traced(Protocol):
     def call(self, method: str, *arguments: Any) -> Future[Any]: ...
 
 
-class Found(NamedTuple):
+class TraceReply(NamedTuple):
     """trace None: the rank has not answered, for that reason."""
 
     name: str
@@ -50,12 +50,14 @@ class Found(NamedTuple):
 _UNKNOWN = ClockOffset(offset_ms=0.0, uncertainty_ms=0.0, is_shared=False)
 
 
-def offset_of(rounds: Sequence[tuple[float, float, float]], *, same_boot: bool) -> ClockOffset:
+def estimate_offset(
+    rounds: Sequence[tuple[float, float, float]], *, same_boot: bool
+) -> ClockOffset:
     """rounds: when each was asked, what the other clock showed, when that was known. same_boot: by
     what the other process says of its kernel, believed if the round trips do not contradict it."""
-    asked_s, shown_s, known_s = min(rounds, key=lambda one: one[2] - one[0])
-    uncertainty_s = (known_s - asked_s) / 2
-    offset_s = shown_s - (asked_s + known_s) / 2
+    sent_s, shown_s, known_s = min(rounds, key=lambda one: one[2] - one[0])
+    uncertainty_s = (known_s - sent_s) / 2
+    offset_s = shown_s - (sent_s + known_s) / 2
     return ClockOffset(
         offset_ms=1e3 * offset_s,
         uncertainty_ms=1e3 * uncertainty_s,
@@ -63,54 +65,56 @@ def offset_of(rounds: Sequence[tuple[float, float, float]], *, same_boot: bool) 
     )
 
 
-def gather(ranks: Sequence[Traced], since_s: float, clock: Clock, *, spans: bool) -> list[Found]:
+def gather_traces(
+    ranks: Sequence[TracedRank], since_s: float, clock: Clock, *, spans: bool
+) -> list[TraceReply]:
     """From all at once, so that one that does not answer holds up no other. since_s: on our clock.
     spans: False: their clocks alone."""
 
-    def ask(rank: Traced) -> Found:
+    def collect(rank: TracedRank) -> TraceReply:
         try:
-            return _asked(rank, since_s, clock, spans=spans)
+            return _request_trace(rank, since_s, clock, spans=spans)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others' is worth having
             reason = str(error).partition("\n")[0] or f"no answer ({type(error).__name__})"
-            return Found(rank.name, None, _UNKNOWN, reason)
+            return TraceReply(rank.name, None, _UNKNOWN, reason)
 
     with ThreadPoolExecutor(max(1, len(ranks))) as threads:
-        return list(threads.map(ask, ranks))
+        return list(threads.map(collect, ranks))
 
 
-def _asked(rank: Traced, since_s: float, clock: Clock, *, spans: bool) -> Found:
+def _request_trace(rank: TracedRank, since_s: float, clock: Clock, *, spans: bool) -> TraceReply:
     rounds = []
     for _ in range(ROUNDS):
-        asked_s = clock()
+        sent_s = clock()
         shown_s = rank.call("clock_s").result(CLOCK_TIMEOUT_S)
-        rounds.append((asked_s, shown_s, clock()))
-    roughly = offset_of(rounds, same_boot=False)
+        rounds.append((sent_s, shown_s, clock()))
+    roughly = estimate_offset(rounds, same_boot=False)
     ahead_s = (roughly.offset_ms - roughly.uncertainty_ms) / 1e3
     from_s = since_s + ahead_s if spans else float("inf")
     trace: RankTrace = rank.call("trace", from_s).result(TRACE_TIMEOUT_S)
-    same_boot = bool(trace.boot) and trace.boot == this_boot()
-    return Found(rank.name, trace, offset_of(rounds, same_boot=same_boot))
+    same_boot = bool(trace.boot) and trace.boot == boot_identity()
+    return TraceReply(rank.name, trace, estimate_offset(rounds, same_boot=same_boot))
 
 
-def trace_answer(found: Sequence[Found], seconds: float, first_pid: int) -> TraceAnswer:
+def trace_answer(found: Sequence[TraceReply], seconds: float, first_pid: int) -> TraceResponse:
     """Events and a note of what has been found. Ranks are processes from first_pid on."""
-    names = names_of(one.trace for one in found if one.trace is not None)
-    events: list[Event] = []
-    notes, missing = dict[str, RankNote](), dict[str, str]()
+    names = requests_by_batch(one.trace for one in found if one.trace is not None)
+    events: list[TraceEvent] = []
+    notes, missing = dict[str, RankTraceInfo](), dict[str, str]()
     for pid, one in enumerate(found, first_pid):
         if one.trace is None:
             missing[one.name] = one.reason
             events += missing_events(one.name, pid, one.reason)
             continue
         events += rank_events(one.trace, pid, one.clock.applied_s, names)
-        notes[one.name] = RankNote(
+        notes[one.name] = RankTraceInfo(
             clock=one.clock, spans=len(one.trace.spans), is_cut=one.trace.is_cut
         )
-    note = TraceNote(seconds=seconds, ranks=notes, missing=missing)
-    return TraceAnswer(note=note, events=msgspec.Raw(msgspec.json.encode(events)))
+    note = TraceInfo(seconds=seconds, ranks=notes, missing=missing)
+    return TraceResponse(note=note, events=msgspec.Raw(msgspec.json.encode(events)))
 
 
-class OneAtATime:
+class TraceLock:
     """Whether another trace is under way. On one event loop."""
 
     def __init__(self, clock: Clock) -> None:

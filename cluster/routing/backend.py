@@ -12,14 +12,14 @@ class Backend(Protocol):
     """What runs requests: `pipelines.Pipelines`, an `admission.Admission`, or a test's own."""
 
     def generate(
-        self, submit: Submit, *, patient: bool = False
+        self, submit: Submit, *, wait_for_slot: bool = False
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
         """Batches of events, a `Finished` last. Closing it cancels. Raises TandemError.
 
         patient: wait for room where otherwise OverloadError would be raised.
         """
 
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
         """The answer of a prefill-only job. Raises TandemError."""
 
     def pool_tokens(self, *, prefill: bool) -> int | None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any
 
-from cluster.routing.admission import Admission
+from cluster.routing.pipeline_backend import PipelineBackend
 from contracts.messages import Finished, Scored, Submit, Tokens
 
 POLL_S = 0.1
@@ -20,7 +20,9 @@ POLL_S = 0.1
 class Pipelines:
     """The API's backend. At least one of the two is given."""
 
-    def __init__(self, generating: Admission | None, prefilling: Admission | None) -> None:
+    def __init__(
+        self, generating: PipelineBackend | None, prefilling: PipelineBackend | None
+    ) -> None:
         both = (generating, prefilling)
         self._deployed = [admission for admission in both if admission is not None]
         if not self._deployed:
@@ -40,14 +42,14 @@ class Pipelines:
         """Returns once every rank of every pipeline takes requests."""
         await asyncio.gather(*(admission.wait_ready() for admission in self._deployed))
 
-    async def wait_serving(self, patience_s: float) -> None:
+    async def wait_serving(self, all_ready_timeout_s: float) -> None:
         """Returns once every rank takes requests; after patience_s, one of each pipeline is
         enough."""
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(all_ready_timeout_s):
                 await self.wait_ready()
         except TimeoutError:
-            while not all(admission.serves for admission in self._deployed):
+            while not all(admission.is_serving for admission in self._deployed):
                 await asyncio.sleep(POLL_S)
 
     def pool_tokens(self, *, prefill: bool) -> int | None:
@@ -63,10 +65,10 @@ class Pipelines:
         return total
 
     def generate(
-        self, submit: Submit, *, patient: bool = False
+        self, submit: Submit, *, wait_for_slot: bool = False
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
         admission = self._prefilling if submit.prefill_only else self._generating
-        return admission.generate(submit, patient=patient)
+        return admission.generate(submit, wait_for_slot=wait_for_slot)
 
-    def score(self, submit: Submit, *, patient: bool = False) -> Coroutine[Any, Any, Scored]:
-        return self._prefilling.score(submit, patient=patient)
+    def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Coroutine[Any, Any, Scored]:
+        return self._prefilling.score(submit, wait_for_slot=wait_for_slot)

@@ -28,8 +28,8 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     be_max_wait_s: float = 300.0
     be_share: float = 0.1
     max_attempts: int = 3
-    forgiving_tokens: int = 16
-    alone_s: float = 60.0
+    attempt_reset_tokens: int = 16
+    no_rank_timeout_s: float = 60.0
 
 
 class Peer(Protocol):
@@ -39,7 +39,7 @@ class Peer(Protocol):
     client: RankClient
 
     @property
-    def present(self) -> bool: ...
+    def is_available(self) -> bool: ...
 
     @property
     def problem(self) -> str | None: ...
@@ -55,14 +55,14 @@ class Placer(Protocol):
     @property
     def peers(self) -> Sequence[Peer]: ...
 
-    def listen(self, on_present: Callable[[], None]) -> None:
+    def subscribe(self, on_available: Callable[[], None]) -> None:
         """Before `start`. on_present: to be called when a rank is there that was not."""
 
     def put(self, ticket: Ticket) -> None:
-        """Sends the request to a rank, now or later, rather to none of `ticket.tried()`. Raises
-        what `Ticket.send` does."""
+        """Sends the request to a rank, now or later, rather to none of `ticket.failed_clients()`.
+        Raises what `Ticket.send` does."""
 
-    def answered(self, ticket: Ticket) -> None:
+    def record_answer(self, ticket: Ticket) -> None:
         """Something of it has come back. May be called again."""
 
     def remove(self, ticket: Ticket) -> None:
@@ -78,31 +78,33 @@ def problems(peers: Sequence[Peer]) -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
-async def ready(peer: Peer) -> None:
+async def wait_peer_ready(peer: Peer) -> None:
     """Returns once it takes requests."""
     await peer.client.wait_until(lambda _: peer.problem is None)
 
 
-class Loneliness:
-    """How long requests wait while there is no rank at all: after alone_s, `give_up` is called with
-    what they are told."""
+class NoRankTimeout:
+    """How long requests wait while there is no rank at all: after alone_s, `fail_requests` is
+    called with what they are told."""
 
-    def __init__(self, placer: Placer, give_up: Callable[[NotReadyError], None]) -> None:
-        self._placer, self._tell = placer, give_up
+    def __init__(self, placer: Placer, fail_requests: Callable[[NotReadyError], None]) -> None:
+        self._placer, self._fail_requests = placer, fail_requests
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Without effect if it has begun."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._placer.config.alone_s, self._give_up)
+            self._timer = loop.call_later(self._placer.config.no_rank_timeout_s, self._on_timeout)
 
-    def end(self) -> None:
+    def cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _give_up(self) -> None:
+    def _on_timeout(self) -> None:
         self._timer, placer = None, self._placer
         found = "; ".join(problems(placer.peers))
-        self._tell(NotReadyError(f"no {placer.kind} for {placer.config.alone_s:g} s: {found}"))
+        self._fail_requests(
+            NotReadyError(f"no {placer.kind} for {placer.config.no_rank_timeout_s:g} s: {found}")
+        )

@@ -10,7 +10,7 @@ from cluster.routing.rank_client import RankClient
 from contracts.errors import ChannelError, PeerDeadError
 from contracts.logs import event
 from contracts.messages import RankState
-from contracts.routing import WorkerReport, WorkerSnapshot
+from contracts.routing_messages import WorkerReport, WorkerSnapshot
 from planner.routing.router import Router
 from planner.routing.worker_state import MissingReportsError
 
@@ -39,69 +39,69 @@ class PrefillPeer:
         on_leaving: Callable[[int], None] = lambda worker: None,
     ) -> None:
         self.client = client
-        self.present = False
-        self.serves = bool(client.address)
+        self.is_available = False
+        self.is_member = bool(client.address)
         self._worker = worker
         self._router = router
         self._on_change = on_change
         self._on_lost, self._on_leaving = on_lost, on_leaving
-        self._is_sick = self._is_leaving = False
-        self.contradiction = ""
+        self._is_unhealthy = self._is_leaving = False
+        self.replace_reason = ""
         router.lose(worker, for_good=False)  # until it is heard
-        if not self.serves:
+        if not self.is_member:
             router.retire(worker)
-        client.listen(self)
+        client.subscribe(self)
 
     def settle(self, address: str | None) -> bool:
         """Where the worker is now; None: it is to go, when it has answered what it has. Whether it
         takes nothing more from here on."""
         if address is None:
             return self._retire()
-        if self.serves:
-            self.client.move(address)
+        if self.is_member:
+            self.client.set_address(address)
             return False
-        self.serves = True
+        self.is_member = True
         self._router.readmit(self._worker)
-        self.client.leave()  # one of this number that was there before
-        self.client.move(address)
+        self.client.disconnect()  # one of this number that was there before
+        self.client.set_address(address)
         self.client.start()
         event(log, "worker_joined", name=self.client.name)
         return False
 
     def _retire(self) -> bool:
-        if self.serves:
-            self.serves = False
+        if self.is_member:
+            self.is_member = False
             self._router.retire(self._worker)
-            event(log, "worker_leaves", name=self.client.name)
+            event(log, "worker_draining", name=self.client.name)
             return True
         if self.client.address and self.client.state is None:
-            self.client.leave()
+            self.client.disconnect()
         return False
 
     @property
     def problem(self) -> str | None:
         """Why it takes no requests now, or None."""
         name, problem = self.client.name, self.client.problem
-        if problem is None and not self.present:
-            problem = self.contradiction or "has not told its state yet"
+        if problem is None and not self.is_available:
+            problem = self.replace_reason or "has not told its state yet"
         return problem if problem is None or name in problem else f"{name}: {problem}"
 
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
         """Raises PeerDeadError if the entry contradicts what the worker said before: it is given
         up, until it is replaced."""
-        if not self.present and isinstance(entry, WorkerReport):
+        if not self.is_available and isinstance(entry, WorkerReport):
             return  # of the time before the next snapshot
         try:
-            self._fold(entry)
+            self._apply(entry)
         except (MissingReportsError, ValueError) as error:
             name = self.client.name
-            self.contradiction = f"{name}: its log contradicts itself: {error}"
-            event(log, "worker_given_up", logging.ERROR, reason=self.contradiction)
-            self._lose(for_good=not isinstance(error, MissingReportsError))
-            raise PeerDeadError(self.contradiction, name) from None
+            self.replace_reason = f"{name}: its log contradicts itself: {error}"
+            event(log, "worker_abandoned", logging.ERROR, reason=self.replace_reason)
+            self._mark_lost(for_good=not isinstance(error, MissingReportsError))
+            raise PeerDeadError(self.replace_reason, name) from None
         self._on_change()
 
-    def _fold(self, entry: WorkerReport | WorkerSnapshot) -> None:
+    def _apply(self, entry: WorkerReport | WorkerSnapshot) -> None:
         if entry.worker != self._worker:
             raise ValueError(f"an entry of worker {entry.worker} in the log of {self._worker}")
         if isinstance(entry, WorkerReport):
@@ -109,27 +109,27 @@ class PrefillPeer:
             return
         self._router.restore(entry)
         if self._router.is_present(self._worker):
-            self.present, self.contradiction = not self._is_sick, ""
+            self.is_available, self.replace_reason = not self._is_unhealthy, ""
 
     def on_state(self, state: RankState) -> None:
         if state.leaving and not self._is_leaving:  # another one of its number may come
             self._is_leaving = True
             self._router.retire(self._worker)
             self._on_leaving(self._worker)
-        if state.healthy and self._is_sick:  # what it said meanwhile was not listened to
-            self._is_sick = False
-            self.client.drop("is healthy again: connecting anew")
-        elif not state.healthy and not self._is_sick:
-            self._is_sick = True
-            self._lose(for_good=False)
+        if state.healthy and self._is_unhealthy:  # what it said meanwhile was not listened to
+            self._is_unhealthy = False
+            self.client.reset_connection("is healthy again: connecting anew")
+        elif not state.healthy and not self._is_unhealthy:
+            self._is_unhealthy = True
+            self._mark_lost(for_good=False)
 
     def on_lost(self, error: ChannelError) -> None:
-        self._is_sick = False
-        if self._is_leaving and self.serves:
+        self._is_unhealthy = False
+        if self._is_leaving and self.is_member:
             self._router.readmit(self._worker)
         self._is_leaving = False
-        self._lose(for_good=False)
+        self._mark_lost(for_good=False)
 
-    def _lose(self, *, for_good: bool) -> None:
-        self.present = False
+    def _mark_lost(self, *, for_good: bool) -> None:
+        self.is_available = False
         self._on_lost(self._worker, for_good=for_good)

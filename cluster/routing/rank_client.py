@@ -24,21 +24,21 @@ from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, NotReadyError, PeerDeadError, PeerError, PeerHungError
 from contracts.logs import event
 from contracts.messages import Cancel, Event, RankState, SequenceEvent, Submit, Tokens
-from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
+from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 
 _LOG = logging.getLogger("tandem.rank_client")
 
 
-class Sink(Protocol):
+class EventSink(Protocol):
     """Where the events of one request go, on the client's event loop."""
 
     def put(self, event: SequenceEvent) -> None: ...
 
-    def lose(self, error: ChannelError) -> None:
+    def on_rank_lost(self, error: ChannelError) -> None:
         """The rank is lost before it has ended the request; nothing more arrives."""
 
 
-class Listener(Protocol):
+class RankListener(Protocol):
     """Who must know more of a rank than its answers."""
 
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
@@ -48,7 +48,8 @@ class Listener(Protocol):
     def on_state(self, state: RankState) -> None: ...
 
     def on_lost(self, error: ChannelError) -> None:
-        """The connection is gone, or another attempt at it has failed; ahead of `Sink.lose`."""
+        """The connection is gone, or another attempt at it has failed; ahead of
+        `EventSink.on_rank_lost`."""
 
 
 class RankClient:
@@ -61,7 +62,7 @@ class RankClient:
         self,
         name: str,
         address: str,
-        me: Identity,
+        identity: Identity,
         config: RankClientConfig = RankClientConfig(),  # noqa: B008  (frozen)
         clock: Clock = monotonic_s,
     ) -> None:
@@ -70,47 +71,47 @@ class RankClient:
         self.state: RankState | None = None
         self.waits = False  # what it said last, before it was lost too: nothing goes on there
         self.connections = 0  # how many there have been
-        self._me = me
+        self._identity = identity
         self._config = config
         self._clock = clock
         self._socket: RankSocket | None = None
-        self._sinks: dict[int, Sink] = {}
-        self._listener: Listener | None = None
+        self._sinks: dict[int, EventSink] = {}
+        self._listener: RankListener | None = None
         self._ids = itertools.count(1)
-        self.lost: ChannelError | None = None
+        self.last_error: ChannelError | None = None
         self._changed = asyncio.Event()
-        self._broken: PeerError | None = None  # why we break the connection ourselves
+        self._reset_error: PeerError | None = None  # why we break the connection ourselves
         self._task: asyncio.Task[None] | None = None
 
     # ---- life
 
-    def listen(self, listener: Listener) -> None:
+    def subscribe(self, listener: RankListener) -> None:
         """Before `start`."""
         self._listener = listener
 
-    def move(self, address: str) -> None:
+    def set_address(self, address: str) -> None:
         """The rank is now there: connects at once. Without effect if it was there before."""
         if address == self.address:
             return
-        self.address, self._broken = address, None
+        self.address, self._reset_error = address, None
         if self._task is not None:
             self._task.cancel()
-            self._drop_all(PeerDeadError(f"{self.name} has been replaced", self.name))
+            self._fail_all(PeerDeadError(f"{self.name} has been replaced", self.name))
             self._task = None
             self.start()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """The rank has ended: no more attempts to reach it, until it has an address again."""
         self.address = ""
         if self._task is not None:
             self._task.cancel()
-            self._drop_all(PeerDeadError(f"{self.name} has ended", self.name))
+            self._fail_all(PeerDeadError(f"{self.name} has ended", self.name))
             self._task = None
 
-    def drop(self, reason: str) -> None:
+    def reset_connection(self, reason: str) -> None:
         """Breaks the connection; the client then connects again."""
         if self._socket is not None:
-            self._broken = PeerDeadError(f"{self.name}: {reason}", self.name)
+            self._reset_error = PeerDeadError(f"{self.name}: {reason}", self.name)
             self._socket.abort()
 
     def start(self) -> None:
@@ -123,13 +124,13 @@ class RankClient:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-            self._drop_all(ChannelError(f"{self.name}: this ingress is shutting down"))
+            self._fail_all(ChannelError(f"{self.name}: this ingress is shutting down"))
 
     @property
     def problem(self) -> str | None:
         """Why this rank takes no requests now, or None."""
         if self._socket is None:
-            return str(self.lost or f"{self.name} is not connected yet")
+            return str(self.last_error or f"{self.name} is not connected yet")
         if self.state is None:
             return f"{self.name} has not reported its state yet"
         if not self.state.healthy:
@@ -154,14 +155,14 @@ class RankClient:
     # ---- requests
 
     def post(
-        self, submit: Submit, sink: Sink, key: RequestKey | None = None, waited_s: float = 0.0
+        self, submit: Submit, sink: EventSink, key: RequestKey | None = None, waited_s: float = 0.0
     ) -> int:
         """Sends it under a request id of our own, which it returns, without waiting for a full
         socket: the caller bounds what is open. key: what a router calls it. waited_s: for how long
         it has waited here. Raises PeerError, NotReadyError or, for what is more than one message
         may hold, TooCostlyError."""
         if self._socket is None:
-            raise self.lost or NotReadyError(f"{self.name} is not connected yet")
+            raise self.last_error or NotReadyError(f"{self.name} is not connected yet")
         request_id = next(self._ids)
         sent = msgspec.structs.replace(submit, request_id=request_id, key=key, waited_s=waited_s)
         self._socket.send(sent)
@@ -174,8 +175,8 @@ class RankClient:
             self._socket.flush()
 
     def cancel(self, request_id: int) -> None:
-        known = self._sinks.pop(request_id, None)
-        if known is not None and self._socket is not None:
+        sink = self._sinks.pop(request_id, None)
+        if sink is not None and self._socket is not None:
             self._socket.send(Cancel(request_id))
 
     # ---- connection
@@ -186,34 +187,36 @@ class RankClient:
             try:
                 await self._connect_and_read()
             except ChannelError as error:
-                lost: ChannelError = error
+                last_error: ChannelError = error
             except TimeoutError:
-                lost = PeerHungError(
+                last_error = PeerHungError(
                     f"{self.name} at {self.address} did not answer within"
                     f" {self._config.connect_timeout_s:g} s",
                     self.name,
                 )
             except (OSError, EOFError) as error:
                 reason = str(error) or type(error).__name__
-                lost = PeerDeadError(f"{self.name} at {self.address} is gone: {reason}", self.name)
+                last_error = PeerDeadError(
+                    f"{self.name} at {self.address} is gone: {reason}", self.name
+                )
             finally:
                 was_connected = self._socket is not None
                 self._socket = None
-            if self._broken is not None:
-                lost, self._broken = self._broken, None
-            if str(self.lost) != str(lost):  # once, not with every attempt to reconnect
-                event(_LOG, "rank_lost", logging.WARNING, rank=self.name, reason=lost)
-            self._drop_all(lost)
+            if self._reset_error is not None:
+                last_error, self._reset_error = self._reset_error, None
+            if str(self.last_error) != str(last_error):  # once, not with every attempt to reconnect
+                event(_LOG, "rank_lost", logging.WARNING, rank=self.name, reason=last_error)
+            self._fail_all(last_error)
             backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
             await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
 
     async def _connect_and_read(self) -> NoReturn:
         """Runs until the connection is lost, which it reports by raising."""
         self._socket = await RankSocket.connect(
-            self.name, self.address, self._me, self._config, self._clock
+            self.name, self.address, self._identity, self._config, self._clock
         )
         self.connections += 1
-        self._announce()
+        self._notify_changed()
         await self._socket.receive(self._handle)
 
     def _handle(self, event: Event) -> None:
@@ -222,14 +225,14 @@ class RankClient:
             if self._listener is not None:
                 self._listener.on_state(event)
             if event.stuck:
-                self._give_up(PeerHungError(event.reason, self.name))
-            self._announce()
+                self._fail_hung(PeerHungError(event.reason, self.name))
+            self._notify_changed()
             return
         if isinstance(event, WorkerReport | WorkerSnapshot):
             if self._listener is not None:
                 self._listener.on_log(event)
                 if isinstance(event, WorkerSnapshot):
-                    self._announce()
+                    self._notify_changed()
             return
         sink = self._sinks.get(event.request_id)
         if sink is None:
@@ -238,24 +241,24 @@ class RankClient:
             del self._sinks[event.request_id]
         sink.put(event)
 
-    def _give_up(self, error: PeerHungError) -> None:
+    def _fail_hung(self, error: PeerHungError) -> None:
         """Ends every waiting request; should the rank go on after all, it need not answer them."""
         for request_id, sink in list(self._sinks.items()):
             self.cancel(request_id)
-            sink.lose(error)
+            sink.on_rank_lost(error)
 
-    def _drop_all(self, lost: ChannelError) -> None:
+    def _fail_all(self, last_error: ChannelError) -> None:
         """Ends every waiting request with an error that names the rank."""
-        self.lost = lost
+        self.last_error = last_error
         self.state = None
         sinks, self._sinks = self._sinks, {}
         if self._listener is not None:
-            self._listener.on_lost(lost)
+            self._listener.on_lost(last_error)
         for sink in sinks.values():
-            sink.lose(lost)
-        self._announce()
+            sink.on_rank_lost(last_error)
+        self._notify_changed()
 
-    def _announce(self) -> None:
+    def _notify_changed(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

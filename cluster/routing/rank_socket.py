@@ -1,7 +1,8 @@
 """One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
 
 A rank says something every STATE_PERIOD_S (a `RankState` if nothing else). One that is silent for
-longer than `silence_s` counts as hung (on this machine after four times as long, for it may wait
+longer than `heartbeat_timeout_s` counts as hung (on this machine after four times as long, for it
+may wait
 for a core, and a third as long if its process is stopped), one whose connection closed as dead.
 """
 
@@ -14,7 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from actors.channels.handshake import Identity, initiate_async
-from actors.channels.neighbour import Neighbour, found, is_hung
+from actors.channels.local_process import LocalProcess, find_process, is_hung
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
 from contracts.errors import (
@@ -24,7 +25,7 @@ from contracts.errors import (
     PeerHungError,
     TooCostlyError,
 )
-from contracts.frames import BAD_FRAME, framed, read_frame
+from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
 PURPOSE = "requests"  # what we say in the handshake that this connection is for
@@ -37,7 +38,7 @@ class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
     a fresh silence_s, because it was we who did not listen."""
 
     connect_timeout_s: float = 10.0
-    silence_s: float = ChannelConfig().silence_s
+    heartbeat_timeout_s: float = ChannelConfig().heartbeat_timeout_s
     stall_s: float = 0.5
     check_every_s: float = 0.1
     backoff_s: float = 0.05
@@ -61,13 +62,15 @@ class RankSocket:
         self._config = config
         self._clock = clock
         self._last_frame_s = clock()
-        self._neighbour: Neighbour | None = None  # the rank, if it is a process of this machine
+        self._local_process: LocalProcess | None = (
+            None  # the rank, if it is a process of this machine
+        )
         self._unsent = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
 
     @classmethod
     async def connect(
-        cls, name: str, address: str, me: Identity, config: RankClientConfig, clock: Clock
+        cls, name: str, address: str, identity: Identity, config: RankClientConfig, clock: Clock
     ) -> RankSocket:
         """Raises TimeoutError, OSError, EOFError or ChannelError."""
         async with asyncio.timeout(config.connect_timeout_s):
@@ -76,7 +79,7 @@ class RankSocket:
                 remote = await initiate_async(
                     reader,
                     writer,
-                    me,
+                    identity,
                     purpose=PURPOSE,
                     to=name,
                     deadline_s=config.connect_timeout_s,
@@ -84,9 +87,9 @@ class RankSocket:
             except BaseException:
                 writer.transport.abort()
                 raise
-        made = cls(name, reader, writer, config, clock)
-        made._neighbour = found(remote.extra)
-        return made
+        rank_socket = cls(name, reader, writer, config, clock)
+        rank_socket._local_process = find_process(remote.extra)
+        return rank_socket
 
     def send(self, message: ToRank) -> None:
         """Goes out with all others of this turn of the event loop: one system call for them.
@@ -100,13 +103,13 @@ class RankSocket:
             )
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._unsent += framed(body)
+        self._unsent += encode_frame(body)
 
     def abort(self) -> None:
         self._unsent.clear()
         self._writer.transport.abort()
-        if self._neighbour is not None:
-            self._neighbour.close()
+        if self._local_process is not None:
+            self._local_process.close()
 
     async def receive(self, handle: Callable[[Event], None]) -> NoReturn:
         """Hands out events until the connection is lost, which it reports by raising what `connect`
@@ -128,7 +131,7 @@ class RankSocket:
                 body = await read_frame(self._reader, MAX_FRAME_BYTES)
                 self._last_frame_s = self._clock()
                 events = _decode(body)
-            except BAD_FRAME as error:
+            except FRAME_ERRORS as error:
                 raise PeerDeadError(
                     f"{self.name} sent a broken frame: {error}", self.name
                 ) from None
@@ -145,7 +148,7 @@ class RankSocket:
             if now_s - slept_from_s > config.stall_s + config.check_every_s:
                 self._last_frame_s = now_s
             silent_s = now_s - self._last_frame_s
-            if is_hung(silent_s, config.silence_s, self._neighbour):
+            if is_hung(silent_s, config.heartbeat_timeout_s, self._local_process):
                 self._writer.transport.abort()
                 return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.routing.endings import ending_of
+from cluster.routing.finish_reason import finish_reason_of
 from cluster.routing.rank_client import RankClient
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import (
@@ -21,8 +21,8 @@ from contracts.errors import (
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
-from contracts.routing import RequestKey
-from planner.policies.drain import SHORTEST_S
+from contracts.routing_messages import RequestKey
+from planner.scheduling.drain_rate import SHORTEST_S
 
 _LOST_CODES = frozenset(
     {"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error", HandedOverError.code}
@@ -33,7 +33,7 @@ class Ticket:
     """A `rank_client.Sink`. lost: called when its rank is lost, or says that it cannot work.
 
     kind: its pipeline and class, as metrics name them. submit: what a rank is to be asked now; once
-    another one goes on with it (`go_on`) it ends with the tokens so far. patient: it is not
+    another one goes on with it (`resume`) it ends with the tokens so far. patient: it is not
     the first sequence of its client's request. waits: for a first answer. client: of the rank that
     has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
     each with the connection on which it did so last. attempts: failures that
@@ -44,32 +44,32 @@ class Ticket:
         self,
         submit: Submit,
         *,
-        patient: bool,
-        lost: Callable[[Ticket, Failed], None],
+        wait_for_slot: bool,
+        on_lost: Callable[[Ticket, Failed], None],
         clock: Clock = monotonic_s,
     ) -> None:
         self.kind = _kind_of(submit)
         self.submit = submit
-        self.patient = patient
+        self.wait_for_slot = wait_for_slot
         self.waits = True
         self.ended = False
         self.client: RankClient | None = None
         self.failed_on: dict[RankClient, int] = {}
         self.attempts = 0
         self.failure: Failed | None = None
-        self._lost = lost
+        self._on_lost = on_lost
         self._clock = clock
-        self._since_s = clock()
+        self._created_s = clock()
         self._request_id = self._connection = 0
         self._tokens = array.array("q")  # that have come since it was sent
-        self._forgiven_at = 0  # how many had come in all when earlier failures ceased to count
+        self._reset_at_tokens = 0  # how many had come in all when earlier failures ceased to count
         self._cached_tokens = 0  # where it was sent first
         self._hashes: tuple[bytes, ...] | None = None
         self._events: list[SequenceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def begun(self) -> bool:
+    def has_tokens(self) -> bool:
         """Whether tokens of it have come."""
         return bool(self._tokens or self.submit.generated)
 
@@ -83,7 +83,7 @@ class Ticket:
 
     def send(self, client: RankClient, key: RequestKey | None = None) -> None:
         """Raises what `RankClient.post` does."""
-        waited_s = self._clock() - self._since_s
+        waited_s = self._clock() - self._created_s
         self._request_id = client.post(self.submit, self, key, waited_s)
         self.client, self._connection = client, client.connections
 
@@ -93,7 +93,7 @@ class Ticket:
             self.client.cancel(self._request_id)
         self.ended = True
 
-    def note_failure(self, cause: Failed) -> bool:
+    def record_failure(self, cause: Failed) -> bool:
         """Of the rank that has it. Whether that is the first one of this connection."""
         assert self.client is not None
         self.failure = self.failure or cause
@@ -102,19 +102,19 @@ class Ticket:
         self.failed_on[client] = self._connection
         return known != self._connection
 
-    def count_failure(self, *, counts: bool, forgiving_tokens: int) -> None:
+    def count_failure(self, *, counts: bool, attempt_reset_tokens: int) -> None:
         """One more, if it counts, once the tokens that it has given have made up for earlier ones.
         What ends every rank that it meets gives none, or few."""
-        given = self.submit.generated + len(self._tokens)
-        if given - self._forgiven_at >= forgiving_tokens:
-            self.attempts, self._forgiven_at = 0, given
+        generated_tokens = self.submit.generated + len(self._tokens)
+        if generated_tokens - self._reset_at_tokens >= attempt_reset_tokens:
+            self.attempts, self._reset_at_tokens = 0, generated_tokens
         self.attempts += counts
 
-    def tried(self) -> list[RankClient]:
+    def failed_clients(self) -> list[RankClient]:
         """Ranks that have failed it and have not begun anew since, the last one last."""
         return [client for client, number in self.failed_on.items() if client.connections == number]
 
-    def go_on(self) -> bool:
+    def resume(self) -> bool:
         """Makes `submit` what is still wanted, for another rank: which draws what this one would
         have drawn. False: all that was missing is how it ended, and so it has ended."""
         if not self._tokens:
@@ -125,7 +125,7 @@ class Ticket:
             generated=self.submit.generated + len(self._tokens),
         )
         self._tokens, self._hashes = array.array("q"), None
-        reason = ending_of(submit)
+        reason = finish_reason_of(submit)
         if reason is None:
             return True
         usage = Usage(
@@ -140,23 +140,23 @@ class Ticket:
 
     def put(self, event: SequenceEvent) -> None:
         if isinstance(event, Tokens):
-            if not self.begun:
+            if not self.has_tokens:
                 self._cached_tokens = event.cached_tokens or 0
             self._tokens.extend(event.token_ids)
         elif isinstance(event, Failed) and event.code in _LOST_CODES:
             if not self.ended:
-                self._lost(self, event)
+                self._on_lost(self, event)
             return
-        self._deliver(self._as_of_one(event) if self.submit.generated else event)
+        self._deliver(self._with_total_usage(event) if self.submit.generated else event)
 
-    def lose(self, error: ChannelError) -> None:
+    def on_rank_lost(self, error: ChannelError) -> None:
         if not self.ended:
-            self._lost(self, _failed(error))
+            self._on_lost(self, _failed(error))
 
     def fail(self, error: TandemError | Failed) -> None:
         self._deliver(error if isinstance(error, Failed) else _failed(error))
 
-    def _as_of_one(self, event: SequenceEvent) -> SequenceEvent:
+    def _with_total_usage(self, event: SequenceEvent) -> SequenceEvent:
         """As if one rank had done it all."""
         if not isinstance(event, Finished):
             return event
@@ -188,8 +188,8 @@ def _kind_of(submit: Submit) -> tuple[str, str]:
 
 
 def _failed(error: TandemError) -> Failed:
-    again_s = error.retry_after_s if isinstance(error, OverloadError) else None
-    return Failed(0, error.code, error.message, error.status, again_s)
+    retry_after_s = error.retry_after_s if isinstance(error, OverloadError) else None
+    return Failed(0, error.code, error.message, error.status, retry_after_s)
 
 
 def failure_of(event: SequenceEvent) -> TandemError:

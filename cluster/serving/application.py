@@ -16,7 +16,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.fleet.adoption import end_remnants
+from cluster.fleet.adoption import kill_orphans
 from cluster.fleet.codec import decode_failure
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
@@ -26,12 +26,12 @@ from contracts.logs import event
 log = logging.getLogger("tandem.serving")
 
 STOP_TIMEOUT_S = 6.0
-LOOK_PERIOD_S = 0.5
+POLL_PERIOD_S = 0.5
 QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
-class Deployed(NamedTuple):
+class DeployedApp(NamedTuple):
     """What this process has deployed. launch_id: tells it from another one of the same name."""
 
     name: str
@@ -39,13 +39,13 @@ class Deployed(NamedTuple):
     groups: DeploymentHandle
 
 
-def groups_of(name: str) -> DeploymentHandle:
+def groups_handle(name: str) -> DeploymentHandle:
     """The handle of the application's Groups deployment, whether it is there or not."""
     return serve.get_deployment_handle("Groups", name)
 
 
-def ingress_of(name: str) -> DeploymentHandle:
-    """As `groups_of`, of its Ingress."""
+def ingress_handle(name: str) -> DeploymentHandle:
+    """As `groups_handle`, of its Ingress."""
     return serve.get_deployment_handle("Ingress", name)
 
 
@@ -64,11 +64,11 @@ def check_present(name: str) -> None:
     """Raises ResourceError, with the names that there are, unless the cluster has this one."""
     known = serve.status().applications
     if name not in known:
-        there = f"there are: {', '.join(known)}" if known else "there is none at all"
-        raise ResourceError(f"no application {name} on the Ray cluster; {there}")
+        known_names = f"there are: {', '.join(known)}" if known else "there is none at all"
+        raise ResourceError(f"no application {name} on the Ray cluster; {known_names}")
 
 
-def deploy(config: TandemConfig) -> Deployed:
+def deploy(config: TandemConfig) -> DeployedApp:
     """Starts the application, and waits for nothing. `remove` ends it, also where this raises what
     Serve raises in the middle of it."""
     serve.start(proxy_location="Disabled", logging_config=QUIET)
@@ -78,29 +78,29 @@ def deploy(config: TandemConfig) -> Deployed:
     try:
         serve.run_many([target], wait_for_applications_running=False)
     except BaseException:
-        remove(Deployed(name, launch_id, groups_of(name)), is_clusters_end=False)
+        remove(DeployedApp(name, launch_id, groups_handle(name)), is_clusters_end=False)
         raise
-    return Deployed(name, launch_id, groups_of(name))
+    return DeployedApp(name, launch_id, groups_handle(name))
 
 
-def answer_of(deployed: Deployed, method: str, timeout_s: float, what: str) -> Any:
+def wait_for_reply(deployed: DeployedApp, method: str, timeout_s: float, what: str) -> Any:
     """What Groups answers. Raises LaunchError as soon as Serve says that a deployment has failed,
     or at the limit, which says that `what` was not in time."""
     response = getattr(deployed.groups, method).remote()
     end_s = time.monotonic() + timeout_s
     while True:
         try:
-            return response.result(timeout_s=LOOK_PERIOD_S)
+            return response.result(timeout_s=POLL_PERIOD_S)
         except TimeoutError:
             check_deployed(deployed)
         except RayError as error:
             check_deployed(deployed)
-            raise LaunchError(f"Groups of {deployed.name}: {reason_in(str(error))}") from None
+            raise LaunchError(f"Groups of {deployed.name}: {extract_reason(str(error))}") from None
         if time.monotonic() > end_s:
             raise LaunchError(f"{what} within {timeout_s:g} s (groups.ready_timeout_s)")
 
 
-def check_deployed(deployed: Deployed) -> None:
+def check_deployed(deployed: DeployedApp) -> None:
     """Raises why the application will not come up: the error that its ingress has told, else the
     last line of what Serve says of a failed deployment."""
     found = serve.status().applications.get(deployed.name)
@@ -110,29 +110,29 @@ def check_deployed(deployed: Deployed) -> None:
         )
     failed = [one for one in found.deployments.values() if one.status in _FAILED]
     if found.status in _FAILED or failed:
-        said = "\n".join(one.message for one in (*failed, found) if one.message)
-        raise LaunchError(f"a deployment of {deployed.name} failed: {reason_in(said)}")
+        text = "\n".join(one.message for one in (*failed, found) if one.message)
+        raise LaunchError(f"a deployment of {deployed.name} failed: {extract_reason(text)}")
 
 
-def check_told(deployed: Deployed) -> None:
+def check_ingress(deployed: DeployedApp) -> None:
     """Raises the error that kept the ingress from starting, if it has told one."""
-    told = deployed.groups.ingress_failure.remote()
+    reply = deployed.groups.ingress_failure.remote()
     try:
-        failure: bytes = told.result(timeout_s=STOP_TIMEOUT_S)
+        failure: bytes = reply.result(timeout_s=STOP_TIMEOUT_S)
     except TimeoutError:
         return  # it is asked again
     if failure:
         raise decode_failure(failure)
 
 
-def reason_in(said: str) -> str:
+def extract_reason(text: str) -> str:
     """The one line of a traceback, or of several, that says why."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    telling = [line for line in lines if "Error: " in line or "Exception: " in line]
-    return (telling or lines or ["Serve does not say why"])[-1][:500]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    error_lines = [line for line in lines if "Error: " in line or "Exception: " in line]
+    return (error_lines or lines or ["Serve does not say why"])[-1][:500]
 
 
-def remove(deployed: Deployed, *, is_clusters_end: bool) -> None:
+def remove(deployed: DeployedApp, *, is_clusters_end: bool) -> None:
     """Ends the ranks in order and takes the application away, if it is still the one that was
     deployed. A cluster that ends next takes it along; on another one Serve stays, with what others
     run there. Raises nothing: the error that brought us here must get through."""
@@ -144,19 +144,19 @@ def remove(deployed: Deployed, *, is_clusters_end: bool) -> None:
             event(log, "application_replaced", logging.WARNING, name=deployed.name)
             return
     except Exception as error:  # noqa: BLE001 - nobody else may deploy under a name that is there
-        event(log, "application_not_asked", logging.WARNING, name=deployed.name, error=error)
+        event(log, "application_unreachable", logging.WARNING, name=deployed.name, error=error)
     end(deployed.name, is_clusters_end=is_clusters_end)
 
 
 def end(name: str, *, is_clusters_end: bool) -> None:
     """As `remove`, whoever has deployed it."""
     _warn(
-        "orderly_stop_failed",
-        lambda: groups_of(name).close.remote().result(timeout_s=STOP_TIMEOUT_S),
+        "graceful_stop_failed",
+        lambda: groups_handle(name).close.remote().result(timeout_s=STOP_TIMEOUT_S),
     )
     if not is_clusters_end:
-        _warn("application_not_deleted", lambda: serve.delete(name))
-        _warn("remnants_not_ended", lambda: end_remnants(name))
+        _warn("application_delete_failed", lambda: serve.delete(name))
+        _warn("orphan_cleanup_failed", lambda: kill_orphans(name))
 
 
 def _warn(name: str, action: Callable[[], Any]) -> None:

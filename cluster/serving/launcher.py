@@ -11,18 +11,18 @@ from ray.exceptions import RayError
 
 from actors.telemetry.telemetry import merge_expositions
 from cluster.fleet.codec import decode_scale, decode_trace, encode_scale
-from cluster.fleet.tracing import ROUNDS, offset_of
+from cluster.fleet.tracing import ROUNDS, estimate_offset
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError
 from contracts.logs import event
-from contracts.scaling import ScaleState, ScaleWanted
-from contracts.traces import ClockOffset, TraceAnswer, this_boot
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
+from contracts.scaling import ScaleState, ScaleTarget
+from contracts.traces import ClockOffset, TraceResponse, boot_identity
 
 log = logging.getLogger("tandem.ingress")
 
 
-class AskGroups(NamedTuple):
+class GroupsClient(NamedTuple):
     """What the launcher of the ranks tells of them. Raises RayError."""
 
     metrics: Callable[[], Awaitable[list[str]]]
@@ -35,40 +35,40 @@ class AskGroups(NamedTuple):
 class Launcher:
     """As the application asks it. Raises NotReadyError where it does not answer."""
 
-    def __init__(self, ask: AskGroups) -> None:
-        self._ask = ask
+    def __init__(self, groups: GroupsClient) -> None:
+        self._groups = groups
 
     async def metrics(self) -> str:
         """In Prometheus text format; nothing where it does not answer: the ingress's own are still
         worth a scrape."""
         try:
-            return merge_expositions(await self._ask.metrics())
+            return merge_expositions(await self._groups.metrics())
         except RayError as error:
             event(log, "rank_metrics_failed", logging.WARNING, error=error)
             return ""
 
     async def status(self) -> list[RankStatus]:
         with _answers("rank_status_failed"):
-            return await self._ask.status()
+            return await self._groups.status()
 
-    async def trace(self, seconds: float) -> TraceAnswer:
+    async def trace(self, seconds: float) -> TraceResponse:
         with _answers("trace_failed"):
-            return decode_trace(await self._ask.trace(seconds))
+            return decode_trace(await self._groups.trace(seconds))
 
-    async def scale(self, wanted: ScaleWanted | None) -> ScaleState:
-        with _answers("scale_not_asked"):
-            body = b"" if wanted is None else encode_scale(wanted)
-            return decode_scale(*await self._ask.scale(body))
+    async def scale(self, requested: ScaleTarget | None) -> ScaleState:
+        with _answers("scale_request_failed"):
+            body = b"" if requested is None else encode_scale(requested)
+            return decode_scale(*await self._groups.scale(body))
 
     async def offset(self) -> ClockOffset:
         """By how much our clock is ahead of its own."""
         rounds, boot = [], ""
         with _answers("trace_failed"):
             for _ in range(ROUNDS):
-                asked_s = monotonic_s()
-                shown_s, boot = await self._ask.clock()
-                rounds.append((-monotonic_s(), -shown_s, -asked_s))  # ours, as seen from there
-        return offset_of(rounds, same_boot=bool(boot) and boot == this_boot())
+                sent_s = monotonic_s()
+                shown_s, boot = await self._groups.clock()
+                rounds.append((-monotonic_s(), -shown_s, -sent_s))  # ours, as seen from there
+        return estimate_offset(rounds, same_boot=bool(boot) and boot == boot_identity())
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping, MutableMapping
 
 import msgspec
 
-from cluster.files.targets_file import LOCAL_TARGETS
+from cluster.fleet.targets_file import LOCAL_TARGETS
 from contracts.config import TandemConfig
 
 _ALWAYS = {
@@ -31,7 +31,7 @@ def with_targets(config: TandemConfig, environment: Mapping[str, str]) -> Tandem
     return msgspec.structs.replace(config, metrics=metrics)
 
 
-def before_ray_is_imported(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:
+def prepare_ray_environment(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:
     """What every command wants of Ray. What is set already stays."""
     for name, value in _ALWAYS.items():
         environment.setdefault(name, value)
@@ -39,7 +39,7 @@ def before_ray_is_imported(environment: MutableMapping[str, str], *, has_termina
         environment.setdefault("RAY_COLOR_PREFIX", "0")
 
 
-def before_a_cluster_is_started(
+def prepare_cluster_environment(
     config: TandemConfig, environment: MutableMapping[str, str]
 ) -> None:
     """A cluster of our own takes tokens: Ray listens on all interfaces, whatever its address, and

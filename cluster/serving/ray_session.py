@@ -16,11 +16,11 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from cluster.files.log_folder import keep_ray_logs
+from cluster.serving.log_folder import keep_ray_logs
 from cluster.serving.ray_environment import cluster_address
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
-from contracts.import_path import standing_in, workers_path
+from contracts.import_path import workers_path, working_directory
 from contracts.logs import event
 from contracts.machine import usable_cores
 
@@ -54,7 +54,7 @@ def ray_session(
     address = cluster_address(config, environment)
     if address is not None:
         with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-            with standing_in(Path(folder)):
+            with working_directory(Path(folder)):
                 _connect(address, environment, show_rank_logs)
             try:
                 yield
@@ -129,7 +129,7 @@ def _start_local(show_rank_logs: bool) -> str:
     for attempt in range(1, START_ATTEMPTS + 1):
         folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
         try:
-            with standing_in(Path(folder)):
+            with working_directory(Path(folder)):
                 _init_local(folder, show_rank_logs)
         except BaseException as error:
             ray.shutdown()

@@ -20,12 +20,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from actors.channels.loop_watch import EventLoopWatch
+from actors.channels.loop_watchdog import EventLoopWatchdog
 from actors.telemetry.telemetry import Telemetry
-from cluster.api.app import App
-from cluster.api.traced import FIRST_RANK_PID
-from cluster.files.model_folder import resolve_model_folder
-from cluster.fleet.adoption import adopt, end_remnants
+from cluster.fleet.adoption import adopt, kill_orphans
 from cluster.fleet.codec import (
     decode_config,
     decode_directory,
@@ -37,23 +34,25 @@ from cluster.fleet.codec import (
     encode_scale,
     encode_trace,
 )
-from cluster.fleet.exported import Exported
 from cluster.fleet.fleet import Fleet
+from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.launch import launch
-from cluster.fleet.ledger import Ledger
-from cluster.fleet.tracing import OneAtATime
-from cluster.serving.front import DirectFront
-from cluster.serving.launcher import AskGroups
-from cluster.serving.serve_end import wait_idle
-from cluster.serving.wiring import build_ingress_app
+from cluster.fleet.metrics_endpoint import MetricsEndpoint
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.tracing import TraceLock
+from cluster.http.admin import FIRST_RANK_PID
+from cluster.http.app import App
+from cluster.http.server import HttpServer
+from cluster.serving.ingress_app import build_ingress_app
+from cluster.serving.launcher import GroupsClient
+from cluster.serving.shutdown import wait_idle
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
-from contracts.events import TaskSpan
+from contracts.interpreter import watch_interpreter
 from contracts.logs import event, set_up_logging
-from contracts.stacks import watch_interpreter
-from contracts.traces import TraceAnswer, this_boot
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
+from contracts.traces import TaskSpan, TraceResponse, boot_identity
 
 log = logging.getLogger("tandem.serve")
 
@@ -72,12 +71,12 @@ class Groups:
         actor of a job, with which its ranks end: nobody takes them over."""
         self._config = decode_config(config)
         self._launch_id = launch_id
-        self._awaited = self._config.http.front == "direct"
+        self._launcher_waits = self._config.http.front == "direct"
         self._ingress_failure = b""
         self._ingress_listens = False
         set_up_logging("groups", self._config.log)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
-        self._tracing = OneAtATime(monotonic_s)
+        self._tracing = TraceLock(monotonic_s)
         self._is_closed = False
         if application is None:
             application = serve.get_replica_context().app_name
@@ -90,11 +89,11 @@ class Groups:
         folder = str(resolve_model_folder(self._config.model.path))
         if not self._application:
             return launch(self._config, folder)
-        ledger = Ledger(self._application, self._launch_id, self._config)
+        ledger = FleetStore(self._application, self._launch_id, self._config)
         adopted = adopt(self._config, folder, ledger)
         if adopted is None:
             return launch(self._config, folder, ledger)
-        self._awaited, self._ingress_listens = False, True
+        self._launcher_waits, self._ingress_listens = False, True
         return adopted
 
     async def _fleet(self) -> Fleet:
@@ -108,7 +107,7 @@ class Groups:
         """Keeps why an ingress did not start. Whether a launcher waits: it will tell the user, and
         end everything."""
         self._ingress_failure = failure
-        return self._awaited
+        return self._launcher_waits
 
     async def ingress_failure(self) -> bytes:
         """What an ingress has told last; empty: nothing."""
@@ -124,7 +123,7 @@ class Groups:
 
     async def served(self) -> None:
         """From the launcher: everything serves, and nobody waits any more."""
-        self._awaited = False
+        self._launcher_waits = False
 
     async def config(self) -> bytes:
         """What the application was started with."""
@@ -140,15 +139,15 @@ class Groups:
         fleet.replace(suspects or {})
         return encode_directory(fleet.directory)
 
-    async def scale(self, wanted: bytes) -> tuple[bytes, bytes]:
+    async def scale(self, requested: bytes) -> tuple[bytes, bytes]:
         """Begins to make the ranks as many as wanted: how far that has come, or why it cannot be.
         wanted: empty: it is only asked."""
         fleet = await self._fleet()
         try:
             state = (
-                await asyncio.to_thread(fleet.scale, decode_wanted(wanted))
-                if wanted
-                else fleet.scaled
+                await asyncio.to_thread(fleet.scale, decode_wanted(requested))
+                if requested
+                else fleet.scale_state
             )
         except TandemError as error:
             return b"", encode_failure(error)
@@ -158,8 +157,8 @@ class Groups:
         """From a process that is no rank: a Prometheus scrapes it there, for as long as it goes on
         saying so."""
         fleet = await self._fleet()
-        if fleet.scraped is not None:
-            fleet.scraped.lease(decode_target(target))
+        if fleet.scrape_targets is not None:
+            fleet.scrape_targets.lease(decode_target(target))
 
     async def problem(self, token: bytes) -> str:
         """Why the ranks launched with this token can serve no more; empty: they can."""
@@ -198,7 +197,7 @@ class Groups:
         """Of all ranks in the next seconds, on the clock of this process; one at a time."""
         fleet, since_s = await self._fleet(), monotonic_s()
         if (refused_s := self._tracing.begin(seconds)) is not None:
-            return encode_trace(TraceAnswer(refused_s=refused_s))
+            return encode_trace(TraceResponse(refused_s=refused_s))
         try:
             await asyncio.sleep(seconds)
             return await asyncio.to_thread(_traced, fleet, seconds, since_s, first_pid)
@@ -207,22 +206,22 @@ class Groups:
 
     async def clock(self) -> tuple[float, str]:
         """What the clock of this process shows, and whose it is."""
-        return monotonic_s(), this_boot()
+        return monotonic_s(), boot_identity()
 
     async def __del__(self) -> None:
         """From Serve behind whose proxy we are, when the application is removed or deployed anew:
         the ranks end once they have answered what they have. Under `tandem serve` they have ended
         by now, unless somebody else removes it: nothing may be left."""
         if not self._launch.done():
-            await asyncio.to_thread(end_remnants, self._application)
+            await asyncio.to_thread(kill_orphans, self._application)
             return
         if self._launch.exception() is None:
-            await asyncio.to_thread(self._launch.result().end_alone)
+            await asyncio.to_thread(self._launch.result().block_adoption)
         works = self._launch.exception() is None and not self._launch.result().beyond_repair
         if works and self._config.http.front != "direct":
-            limit_s = self._config.http.drain_s
+            limit_s = self._config.http.drain_timeout_s
             if left := await wait_idle(self.status, limit_s):
-                event(log, "sequences_cut_off", logging.WARNING, left=left, after_s=limit_s)
+                event(log, "sequences_aborted", logging.WARNING, left=left, after_s=limit_s)
         await self.close()
 
     async def close(self) -> None:
@@ -240,11 +239,11 @@ class Ingress:
     def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
         self._config = decode_config(config)
         self._groups = groups
-        self._front: DirectFront | None = None
+        self._front: HttpServer | None = None
         self._app: App | None = None
         set_up_logging("ingress", self._config.log)
-        self._exported: Exported | None = None
-        watch_interpreter(2 * self._config.log.stacks_after_s)
+        self._metrics_endpoint: MetricsEndpoint | None = None
+        watch_interpreter(2 * self._config.log.stall_threshold_s)
         self._token = b""  # that its ranks were launched with, once it is connected
         self._found: dict[str, str] = {}  # where they are
 
@@ -261,7 +260,7 @@ class Ingress:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 reason: str = await self._groups.problem.remote(token)
         except Exception as error:  # noqa: BLE001 - Serve replaces Groups; it is asked again
-            event(log, "groups_not_asked", logging.WARNING, error=error)
+            event(log, "groups_unreachable", logging.WARNING, error=error)
             return ""
         return reason
 
@@ -281,29 +280,31 @@ class Ingress:
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
         telemetry = Telemetry()
-        watch = EventLoopWatch("ingress", self._config.log.stacks_after_s)
+        watch = EventLoopWatchdog("ingress", self._config.log.stall_threshold_s)
         watch.start(asyncio.get_running_loop())
         app = self._app = await build_ingress_app(
             self._config,
             directory,
-            AskGroups(
+            GroupsClient(
                 self._rank_metrics, self._rank_status, self._rank_trace, self._clock, self._scale
             ),
             self._addresses,
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
-        self._exported = Exported(self._config, telemetry, "ingress", name, self._tell_scraped)
-        await self._exported.open()
+        self._metrics_endpoint = MetricsEndpoint(
+            self._config, telemetry, "ingress", name, self._register_target
+        )
+        await self._metrics_endpoint.open()
         if self._config.http.front == "direct":
             several = self._config.groups.ingress_replicas > 1
-            self._front = DirectFront(app, self._config.http, shares_port=several)
+            self._front = HttpServer(app, self._config.http, shares_port=several)
             await self._front.start()
             await self._groups.ingress_listens.remote()
         self._token = directory.token
         return app
 
-    async def _tell_scraped(self, target: bytes) -> None:
+    async def _register_target(self, target: bytes) -> None:
         await self._groups.export.remote(target)
 
     async def drain(self) -> tuple[str, int]:
@@ -332,8 +333,8 @@ class Ingress:
         body: bytes = await self._groups.trace.remote(seconds, FIRST_RANK_PID)
         return body
 
-    async def _scale(self, wanted: bytes) -> tuple[bytes, bytes]:
-        answer: tuple[bytes, bytes] = await self._groups.scale.remote(wanted)
+    async def _scale(self, requested: bytes) -> tuple[bytes, bytes]:
+        answer: tuple[bytes, bytes] = await self._groups.scale.remote(requested)
         return answer
 
     async def _clock(self) -> tuple[float, str]:
@@ -354,7 +355,7 @@ def _trace_of(error: Exception) -> str:
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
     """The application to hand to `serve.run`. launch_id: of whoever does."""
-    drain_s = 0.0 if config.http.front == "direct" else config.http.drain_s
+    drain_timeout_s = 0.0 if config.http.front == "direct" else config.http.drain_timeout_s
     on_head = {"num_cpus": 0, "resources": ON_HEAD}
     anywhere = {"num_cpus": 0}
     groups = serve.deployment(
@@ -362,7 +363,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         num_replicas=1,
         max_ongoing_requests=64,
         ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
-        graceful_shutdown_timeout_s=15 + drain_s,
+        graceful_shutdown_timeout_s=15 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(Groups)
     ingress = serve.deployment(
@@ -371,7 +372,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
         # listening itself on host:port is a promise about the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,
-        graceful_shutdown_timeout_s=5 + drain_s,
+        graceful_shutdown_timeout_s=5 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(serve.ingress()(Ingress))
     body = encode_config(config)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import httpx
 from ray.serve.handle import DeploymentHandle
 
-from cluster.files.log_folder import log_folder
-from cluster.files.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.codec import Directory, decode_directory
+from cluster.fleet.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.placements import check_placement_file
+from cluster.http.server import bind, check_public, check_tls
 from cluster.serving import application
-from cluster.serving.front import bind, check_public, check_tls
+from cluster.serving.log_folder import log_folder
 from cluster.serving.ray_environment import cluster_address, with_targets
 from cluster.serving.ray_session import ray_session
 from contracts.config import TandemConfig
@@ -26,10 +26,10 @@ from contracts.errors import ConfigError, LaunchError
 from contracts.keys_file import read_keys
 from contracts.logs import set_up_logging
 from models.weights.checkpoint import check_checkpoint
-from planner.user.policy import load_policy
+from planner.scheduling.user_policy import load_policy
 
 
-class Served(NamedTuple):
+class RunningServer(NamedTuple):
     """A server that answers. `groups` is the handle of the Groups deployment."""
 
     url: str
@@ -38,14 +38,14 @@ class Served(NamedTuple):
     ready_s: float
 
 
-def _say_nothing(_: str) -> None:
+def _ignore(_: str) -> None:
     pass
 
 
 @contextlib.contextmanager
 def serving(
-    config: TandemConfig, *, show_rank_logs: bool = False, say: Callable[[str], None] = _say_nothing
-) -> Iterator[Served]:
+    config: TandemConfig, *, show_rank_logs: bool = False, report: Callable[[str], None] = _ignore
+) -> Iterator[RunningServer]:
     """The whole server, ready inside and gone afterwards. say: is told where its logs will be.
     Raises TandemError, one line each."""
     started_s = time.monotonic()
@@ -57,19 +57,21 @@ def serving(
     ):
         config = with_targets(config, os.environ)
         set_up_logging("serve", config.log)
-        say(f"logs in {config.log.folder}")
+        report(f"logs in {config.log.folder}")
         ours = cluster_address(config, os.environ) is None
         if not ours:
             application.check_absent(config.serve.name)
         deployed = application.deploy(config)
         try:
             limit_s = config.groups.ready_timeout_s
-            body = application.answer_of(deployed, "directory", limit_s, "the ranks were not up")
+            body = application.wait_for_reply(
+                deployed, "directory", limit_s, "the ranks were not up"
+            )
             directory = decode_directory(body)
             scheme = "http" if config.http.tls_certificate is None else "https"
             url = f"{scheme}://{_url_host(config.http.host)}:{config.http.port}"
             _wait_healthy(url, deployed, limit_s)
-            yield Served(url, directory, deployed.groups, time.monotonic() - started_s)
+            yield RunningServer(url, directory, deployed.groups, time.monotonic() - started_s)
         finally:
             application.remove(deployed, is_clusters_end=ours)
 
@@ -105,7 +107,7 @@ def preflight(config: TandemConfig) -> None:
     bind(config.http.host, config.http.port).close()
 
 
-def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) -> None:
+def _wait_healthy(url: str, deployed: application.DeployedApp, timeout_s: float) -> None:
     """Returns once clients are answered. Raises what keeps the ingress from starting, within
     seconds, or LaunchError at the limit."""
     deadline_s = time.monotonic() + timeout_s
@@ -124,7 +126,7 @@ def _wait_healthy(url: str, deployed: application.Deployed, timeout_s: float) ->
                 reason = answer.text
         except httpx.HTTPError as error:
             reason = str(error)
-        application.check_told(deployed)
+        application.check_ingress(deployed)
         application.check_deployed(deployed)
         time.sleep(0.1)
     raise LaunchError(f"{url}/health was not 200 within {timeout_s:g} s: {reason}")

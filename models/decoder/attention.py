@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attention_steps
-from kernels.passes import norm_and_turn
-from kernels.steps import Steps, row_tiles, tile_by_tile
-from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
+from kernels.fused_ops import norm_and_rope
+from kernels.steps import Steps, map_tiles, row_tiles
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
@@ -23,21 +23,24 @@ class GroupedQueryAttention:
     """Holds q, k and v as one matrix [(H + 2G) * d, D], so that they are one product."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        wants = attention_tensors(spec, layer)
+        weight_specs = attention_tensors(spec, layer)
         self._layer = layer
         self._H, self._G, self._d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._eps = spec.rms_norm_eps
         self._window = spec.sliding_windows[layer]
         qkv, biased = ("q", "k", "v"), spec.attention_bias
         self._qkv = loader.linear(
-            *(wants[role] for role in qkv),
-            bias=[wants[f"{role}_bias"] for role in qkv] if biased else [],
+            *(weight_specs[role] for role in qkv),
+            bias=[weight_specs[f"{role}_bias"] for role in qkv] if biased else [],
         )
-        self._o = loader.linear(wants["o"], bias=[wants["o_bias"]] if biased else [])
-        self._sinks = loader.load(wants["sinks"]) if "sinks" in wants else None
+        self._o = loader.linear(weight_specs["o"], bias=[weight_specs["o_bias"]] if biased else [])
+        self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
         self._qk_norm_Hd: Tensor | None = None  # of query heads, then of KV heads
         if spec.qk_norm:
-            q_norm, k_norm = loader.load(wants["q_norm"]), loader.load(wants["k_norm"])
+            q_norm, k_norm = (
+                loader.load(weight_specs["q_norm"]),
+                loader.load(weight_specs["k_norm"]),
+            )
             self._qk_norm_Hd = torch.stack([q_norm] * self._H + [k_norm] * self._G)
 
     def steps(
@@ -45,25 +48,25 @@ class GroupedQueryAttention:
         hidden_TD: Tensor,
         x_TD: Tensor,
         batch: AttentionBatch,
-        prepared: Prepared,
+        metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastPrepared | None = None,
+        last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
         if last is None:
-            q_THd, k_TGd, v_TGd = yield from self._projected(x_TD, prepared)
+            q_THd, k_TGd, v_TGd = yield from self._project(x_TD, metadata)
         else:
-            q_THd, k_TGd, v_TGd = yield from self._projected_last(x_TD, prepared, last)
+            q_THd, k_TGd, v_TGd = yield from self._project_last(x_TD, metadata, last)
         yield
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, k_TGd, v_TGd)
         if last is not None:
-            prepared = last.prepared
+            metadata = last.metadata
             k_TGd, v_TGd = (x.index_select(0, last.rows_R) for x in (k_TGd, v_TGd))
         yield
         k_pool, v_pool = kv.entries(self._layer)
-        plan, scale = prepared.plans[self._window], self._d**-0.5
+        plan, scale = metadata.plans[self._window], self._d**-0.5
         attended_THd = yield from attention_steps(
             q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
         )
@@ -72,7 +75,9 @@ class GroupedQueryAttention:
             yield
             hidden_TD[tile].add_(self._o(attended_TD[tile]))
 
-    def _projected(self, x_TD: Tensor, prepared: Prepared) -> Steps[tuple[Tensor, Tensor, Tensor]]:
+    def _project(
+        self, x_TD: Tensor, metadata: AttentionMetadata
+    ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values, the former two normed and in their places: tile by tile, each
         while its products are in the cache."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
@@ -80,35 +85,37 @@ class GroupedQueryAttention:
         if len(tiles) == 1:
             qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
             yield
-            qk = self._turned(qkv[:, : H + G], slice(0, H + G), prepared, slice(None))
+            qk = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, slice(None))
             return qk[:, :H], qk[:, H:], qkv[:, H + G :]
         qk, v_TGd = (x_TD.new_empty((T, heads, d)) for heads in (H + G, G))
         for tile in tiles:
             qkv = self._qkv(x_TD[tile]).view(-1, H + 2 * G, d)
             yield
-            qk[tile] = self._turned(qkv[:, : H + G], slice(0, H + G), prepared, tile)
+            qk[tile] = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, tile)
             v_TGd[tile] = qkv[:, H + G :]
             yield
         return qk[:, :H], qk[:, H:], v_TGd
 
-    def _projected_last(
-        self, x_TD: Tensor, prepared: Prepared, last: LastPrepared
+    def _project_last(
+        self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRowsMetadata
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
         """The same with queries of the last rows alone."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
-        qkv = (yield from tile_by_tile(self._qkv, x_TD)).view(T, H + 2 * G, d)
+        qkv = (yield from map_tiles(self._qkv, x_TD)).view(T, H + 2 * G, d)
         keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
         for tile in row_tiles(x_TD):
             yield
-            k_TGd[tile] = self._turned(qkv[tile, keys], keys, prepared, tile)
+            k_TGd[tile] = self._norm_and_rotate(qkv[tile, keys], keys, metadata, tile)
         q_RHd, heads = qkv[:, :H].index_select(0, last.rows_R), slice(0, H)
         for tile in row_tiles(q_RHd):
             yield
-            q_RHd[tile] = self._turned(q_RHd[tile], heads, last.prepared, tile)
+            q_RHd[tile] = self._norm_and_rotate(q_RHd[tile], heads, last.metadata, tile)
         return q_RHd, k_TGd, qkv[:, H + G :]
 
-    def _turned(self, x_THd: Tensor, heads: slice, prepared: Prepared, rows: slice) -> Tensor:
+    def _norm_and_rotate(
+        self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
+    ) -> Tensor:
         """Queries or keys of `heads` (query heads, then KV heads) and those rows of a batch, normed
         and in their places."""
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
-        return norm_and_turn(x_THd, weight_Hd, self._eps, prepared.cos[rows], prepared.sin[rows])
+        return norm_and_rope(x_THd, weight_Hd, self._eps, metadata.cos[rows], metadata.sin[rows])

@@ -53,7 +53,7 @@ class SlotCopies:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prepared:
+class AttentionMetadata:
     """What `AttentionHalf.prepare` adds: rope tables and an attention plan per window."""
 
     cos: Tensor
@@ -65,7 +65,7 @@ class Prepared:
 class AttentionBatch:
     """token_ids_T, positions_T, slots_T int64; last_rows_B: the row of each sequence's last token.
 
-    `prepared` is filled in by the attention half that runs the batch.
+    `metadata` is filled in by the attention half that runs the batch.
     """
 
     token_ids_T: Tensor
@@ -74,7 +74,7 @@ class AttentionBatch:
     last_rows_B: Tensor
     sequences: tuple[SequenceRows, ...]
     copies: SlotCopies | None = None
-    prepared: Prepared | None = None
+    metadata: AttentionMetadata | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +88,7 @@ class AttentionBatch:
             sequences.append(SequenceRows(first, count, seq.context - count, seq.slots_S))
             rows.append(np.arange(stop - count, stop))
             first += count
-        rows_R = _joined(rows, self.token_ids_T.device)
+        rows_R = _concatenate(rows, self.token_ids_T.device)
         ends = [seq.first + seq.count - 1 for seq in sequences if seq.count]
         batch = AttentionBatch(
             token_ids_T=self.token_ids_T[rows_R],
@@ -118,19 +118,19 @@ class AttentionBatch:
         last_rows = [seq.first + seq.count - 1 for seq in sequences]
         return AttentionBatch(
             token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
-            positions_T=_joined(positions, device),
-            slots_T=_joined(slots, device),
+            positions_T=_concatenate(positions, device),
+            slots_T=_concatenate(slots, device),
             last_rows_B=torch.tensor(last_rows, dtype=torch.int64, device=device),
             sequences=tuple(sequences),
             copies=_slot_copies(slices, block_tokens, device),
         )
 
 
-class LastPrepared(NamedTuple):
+class LastRowsMetadata(NamedTuple):
     """rows_R of a batch, and what is prepared for them alone (`LastRows`)."""
 
     rows_R: Tensor
-    prepared: Prepared
+    metadata: AttentionMetadata
 
 
 class LastRows(NamedTuple):
@@ -179,7 +179,7 @@ def _slot_copies(
     )
 
 
-def _joined(
+def _concatenate(
     pieces: list[np.ndarray[tuple[int], np.dtype[np.int64]]], device: torch.device
 ) -> Tensor:
     if not pieces:

@@ -13,16 +13,16 @@ from torch.nn import functional
 
 from kernels.attention import plan_attention
 from kernels.experts import swiglu
-from kernels.linear import Linear
-from kernels.packed_attention import packs
-from kernels.passes import rms_norm
+from kernels.fused_ops import rms_norm
+from kernels.linear import PackedLinear
+from kernels.packed_attention import supports_packed
 from kernels.rope import cos_sin, inverse_frequencies
-from kernels.steps import LIGHT_ROWS, Steps, row_tiles, run_through, tile_by_tile
+from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import GroupedQueryAttention
-from models.decoder.batch import AttentionBatch, LastPrepared, LastRows, Prepared
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.decoder.kv_pool import KvPool
 from models.decoder.latent_attention import LatentAttention
-from models.experts.router import Routed, Router
+from models.experts.router import RoutedTokens, Router
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
@@ -30,18 +30,18 @@ from models.weights.loading import Loader, Progress, total_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Attended:
+class AttentionOutput:
     """hidden_TD: the residual stream, to which the experts' output is still to be added where
     `routed` is given (in any float dtype: `hidden_TD.add_(out)`)."""
 
     hidden_TD: Tensor
-    routed: Routed | None
+    routed: RoutedTokens | None
 
 
 class _Mlp:
-    def __init__(self, wants: layout.Wants, loader: Loader) -> None:
-        self._gate_up = loader.linear(wants["gate"], wants["up"])
-        self._down = loader.linear(wants["down"])
+    def __init__(self, weight_specs: layout.WeightSpecs, loader: Loader) -> None:
+        self._gate_up = loader.linear(weight_specs["gate"], weight_specs["up"])
+        self._down = loader.linear(weight_specs["down"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return swiglu(x_TD, self._gate_up, self._down)
@@ -51,9 +51,9 @@ class _Layer:
     """A layer without its routed experts: `mlp` is the router, or the whole MLP if dense."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        wants = layout.norm_tensors(spec, layer)
-        self.attention_norm = loader.load(wants["attention_norm"])
-        self.mlp_norm = loader.load(wants["mlp_norm"])
+        weight_specs = layout.norm_tensors(spec, layer)
+        self.attention_norm = loader.load(weight_specs["attention_norm"])
+        self.mlp_norm = loader.load(weight_specs["mlp_norm"])
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
         self.mlp: Router | _Mlp = (
@@ -75,12 +75,12 @@ class AttentionHalf:
         outer = layout.outer_tensors(spec)
         self._embed = loader.load(outer["embed"])
         self._final_norm = loader.load(outer["final_norm"])
-        self._head = loader.linear(outer["head"]) if "head" in outer else Linear(self._embed)
-        loader.layer_done()
+        self._head = loader.linear(outer["head"]) if "head" in outer else PackedLinear(self._embed)
+        loader.finish_layer()
         self._layers: list[_Layer] = []
         for layer in range(spec.num_layers):
             self._layers.append(_Layer(spec, layer, loader))
-            loader.layer_done()
+            loader.finish_layer()
         self._inv_freq = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
@@ -99,9 +99,9 @@ class AttentionHalf:
         loader = Loader(checkpoint, dtype, device, progress, whole)
         return AttentionHalf(spec, loader, dtype, device)
 
-    def prepare(self, batch: AttentionBatch) -> Prepared:
+    def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
-        if batch.prepared is None:
+        if batch.metadata is None:
             factor = self.spec.rope.attention_factor
             cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
@@ -112,12 +112,12 @@ class AttentionHalf:
                     dtype=self.dtype,
                     device=self.device,
                     short_together=plain,
-                    packed=plain and packs(self.dtype, self.device, self.spec.head_dim),
+                    packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
                 )
                 for window in self._windows
             }
-            batch.prepared = Prepared(cos, sin, plans)
-        return batch.prepared
+            batch.metadata = AttentionMetadata(cos, sin, plans)
+        return batch.metadata
 
     @property
     def embedding(self) -> Tensor:
@@ -135,9 +135,9 @@ class AttentionHalf:
         batch: AttentionBatch,
         kv: KvPool,
         last: LastRows | None = None,
-    ) -> Attended:
+    ) -> AttentionOutput:
         """As `steps`, without interruptions."""
-        return run_through(self.steps(layer, hidden_TD, batch, kv, last))
+        return run_to_end(self.steps(layer, hidden_TD, batch, kv, last))
 
     def steps(
         self,
@@ -146,28 +146,28 @@ class AttentionHalf:
         batch: AttentionBatch,
         kv: KvPool,
         last: LastRows | None = None,
-    ) -> Steps[Attended]:
+    ) -> Steps[AttentionOutput]:
         """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it;
         or, where only the `last` rows are wanted, a new tensor of those. What runs between steps
         may use the pool, but no block that `batch` writes."""
         weights = self._layers[layer]
-        x_TD = yield from self._normed(hidden_TD, weights.attention_norm)
-        alone = None
+        x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
+        last_metadata = None
         if last is not None:
-            alone = LastPrepared(last.rows_R, self.prepare(last.batch))
+            last_metadata = LastRowsMetadata(last.rows_R, self.prepare(last.batch))
             hidden_TD = hidden_TD.index_select(0, last.rows_R)
-        prepared = self.prepare(batch)
+        metadata = self.prepare(batch)
         yield
-        yield from weights.attention.steps(hidden_TD, x_TD, batch, prepared, kv, alone)
+        yield from weights.attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
         yield
-        x_TD = yield from self._normed(hidden_TD, weights.mlp_norm)
+        x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
         yield
         if isinstance(weights.mlp, Router):
-            return Attended(hidden_TD, (yield from weights.mlp.steps(x_TD)))
+            return AttentionOutput(hidden_TD, (yield from weights.mlp.steps(x_TD)))
         for tile in row_tiles(x_TD):
             hidden_TD[tile].add_(weights.mlp(x_TD[tile]))
             yield
-        return Attended(hidden_TD, None)
+        return AttentionOutput(hidden_TD, None)
 
     def router(self, layer: int) -> Router | None:
         """Of a layer with routed experts."""
@@ -184,20 +184,20 @@ class AttentionHalf:
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
         """As `shared_steps`, without interruptions."""
-        return run_through(self.shared_steps(layer, x_TD))
+        return run_to_end(self.shared_steps(layer, x_TD))
 
     def shared_steps(self, layer: int, x_TD: Tensor) -> Steps[Tensor | None]:
         """The shared expert's output for the routed x_TD, to be added to the residual; or None."""
         shared = self._layers[layer].shared
-        return None if shared is None else (yield from tile_by_tile(shared, x_TD))
+        return None if shared is None else (yield from map_tiles(shared, x_TD))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] float32 for the rows given (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
         return self._head(x_RD).float()
 
-    def _normed(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
-        return tile_by_tile(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
+    def _norm_tiles(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
+        return map_tiles(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
 
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.latent_attention import LatentUp, latent_attention_steps
-from kernels.linear import Linear
+from kernels.linear import PackedLinear
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope
-from kernels.steps import Steps, row_tiles, tile_by_tile
-from models.decoder.batch import AttentionBatch, LastPrepared, Prepared
+from kernels.steps import Steps, map_tiles, row_tiles
+from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.decoder.kv_pool import KvPool
-from models.spec.latent_spec import LatentSpec
+from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
 from models.weights.loading import Loader
@@ -35,16 +35,16 @@ class LatentAttention:
         self._H, self._d = spec.num_heads, spec.head_dim
         self._scale = spec.head_dim**-0.5 * spec.rope.softmax_factor
         self._window = spec.sliding_windows[layer]
-        wants = attention_tensors(spec, layer)
-        weights = {role: loader.load(wanted) for role, wanted in wants.items()}
+        weight_specs = attention_tensors(spec, layer)
+        weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}
         if self._latent.interleaved:
             for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
                 if role in weights:
                     _to_halves(weights[role], heads, self._latent.rope_dim)
-        self._queries = Linear(weights["q"]) if "q" in weights else _LowRankQueries(weights)
-        self._kv_a = Linear(weights["kv_a"], weights.get("kv_a_bias"))
+        self._queries = PackedLinear(weights["q"]) if "q" in weights else _LowRankQueries(weights)
+        self._kv_a = PackedLinear(weights["kv_a"], weights.get("kv_a_bias"))
         self._kv_norm = weights["kv_norm"]
-        self._o = Linear(weights["o"], weights.get("o_bias"))
+        self._o = PackedLinear(weights["o"], weights.get("o_bias"))
         up_HcC = weights["kv_b"].view(self._H, -1, self._latent.kv_rank)
         self._up = LatentUp(up_HcC, self._latent.nope_dim)
 
@@ -53,30 +53,30 @@ class LatentAttention:
         hidden_TD: Tensor,
         x_TD: Tensor,
         batch: AttentionBatch,
-        prepared: Prepared,
+        metadata: AttentionMetadata,
         kv: KvPool,
-        last: LastPrepared | None = None,
+        last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
         """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool.
         last: of those rows alone, which are hidden_TD's then."""
-        latent_T1C = (yield from tile_by_tile(self._kv_a, x_TD)).unsqueeze(1)
+        latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
-        latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], prepared.cos, prepared.sin)
+        latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], metadata.cos, metadata.sin)
         yield
         # All rows first, then attention: sequences may read what others of this batch write here.
         kv.write(self._layer, batch, latent_T1C)
         if last is not None:
-            prepared = last.prepared
+            metadata = last.metadata
             x_TD, latent_T1C = (x.index_select(0, last.rows_R) for x in (x_TD, latent_T1C))
         n = self._latent.nope_dim
         yield
-        q_TD = yield from tile_by_tile(self._queries, x_TD)
+        q_TD = yield from map_tiles(self._queries, x_TD)
         q_THd = q_TD.view(-1, self._H, self._d)
-        q_THd[..., n:] = apply_rope(q_THd[..., n:], prepared.cos, prepared.sin)
+        q_THd[..., n:] = apply_rope(q_THd[..., n:], metadata.cos, metadata.sin)
         yield
         (pool_P1C,) = kv.entries(self._layer)
-        plan = prepared.plans[self._window]
+        plan = metadata.plans[self._window]
         attended_THv = yield from latent_attention_steps(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
@@ -90,9 +90,9 @@ class _LowRankQueries:
     """q_b @ norm(q_a @ x)."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        self._a = Linear(weights["q_a"], weights.get("q_a_bias"))
+        self._a = PackedLinear(weights["q_a"], weights.get("q_a_bias"))
         self._norm = weights["q_norm"]
-        self._b = Linear(weights["q_b"])
+        self._b = PackedLinear(weights["q_b"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         return self._b(rms_norm(self._a(x_TD), self._norm, _EPS))

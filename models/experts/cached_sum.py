@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.experts import RUN_PAIRS, ClampedGate, weighted_run
+from models.experts.cache_requests import AcquiredExpert, ExpertRequest
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_wants import Taken, Want
 
 
 class CachedSum:
@@ -37,33 +37,35 @@ class CachedSum:
         for expert, count in pairs.items():
             self._first_of[expert] = first
             first += count
-        self._came: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
+        self._pending: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
         self._added = 0  # pairs
-        self._ended: dict[int, int] = {}  # pairs of experts that have more than a run may
+        self._computed: dict[int, int] = {}  # pairs of experts that have more than a run may
 
-    def go_on(self, cache: ExpertCache, want: Want) -> bool:
+    def advance(self, cache: ExpertCache, request: ExpertRequest) -> bool:
         """Computes with a run of experts that are there, or with some pairs of one that has many.
         Returns whether any was. Raises ChannelError if one cannot be had."""
-        taken = cache.take(want, self.pairs, RUN_PAIRS)
-        if not taken:
+        acquired = cache.acquire(request, self.pairs, RUN_PAIRS)
+        if not acquired:
             return False
-        expert, counts = taken[0].expert, [self.pairs[each] for each, _ in taken]
-        ended = self._ended.get(expert, 0)
-        left = counts[0] - ended
-        if len(taken) == 1:
+        expert, counts = acquired[0].expert, [self.pairs[each] for each, _ in acquired]
+        computed = self._computed.get(expert, 0)
+        left = counts[0] - computed
+        if len(acquired) == 1:
             counts[0] = min(RUN_PAIRS, left)
-        self._run(cache, taken, self._first_of[expert] + ended, counts)
+        self._run(cache, acquired, self._first_of[expert] + computed, counts)
         if counts[0] < left:
-            self._ended[expert] = ended + counts[0]
-            cache.put_back(want, taken)
+            self._computed[expert] = computed + counts[0]
+            cache.release(request, acquired)
         else:
-            cache.done(want, taken)
+            cache.done(request, acquired)
         return True
 
-    def _run(self, cache: ExpertCache, taken: list[Taken], first: int, counts: list[int]) -> None:
+    def _run(
+        self, cache: ExpertCache, acquired: list[AcquiredExpert], first: int, counts: list[int]
+    ) -> None:
         pairs = slice(first, first + sum(counts))
-        products = [cache.products(slot) for _, slot in taken]
-        self._came[first] = weighted_run(
+        products = [cache.products(slot) for _, slot in acquired]
+        self._pending[first] = weighted_run(
             self._x_UD.index_select(0, self._rows_N[pairs]),
             [gate_up for gate_up, _ in products],
             [down for _, down in products],
@@ -71,7 +73,7 @@ class CachedSum:
             self._weights_N[pairs],
             self._clamped,
         )
-        while (ready_ND := self._came.pop(self._added, None)) is not None:
+        while (ready_ND := self._pending.pop(self._added, None)) is not None:
             last = self._added + len(ready_ND)
             self.out_UD.index_add_(0, self._rows_N[self._added : last], ready_ND)
             self._added = last

@@ -25,7 +25,7 @@ Observe = Callable[[int, float, float], None]
 
 
 @dataclasses.dataclass(slots=True)
-class Loan:
+class BufferLease:
     """A buffer; on a GPU, with the events after which what was queued no longer writes to it, or
     reads it."""
 
@@ -43,14 +43,14 @@ class CopyLane(Protocol):
     @property
     def exposed_s(self) -> float: ...
 
-    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+    def copy(self, source: ExpertSource, layer: int, lease: BufferLease) -> None:
         """Fills the buffer, or queues that. Called by the store's thread; raises what the source
         raises."""
 
-    def take(self, loan: Loan) -> None:
+    def acquire(self, lease: BufferLease) -> None:
         """What is queued from here on by the calling thread reads the buffer."""
 
-    def give_back(self, loan: Loan) -> None:
+    def release(self, lease: BufferLease) -> None:
         """The calling thread has queued all that reads the buffer."""
 
     def drain(self) -> None:
@@ -70,18 +70,18 @@ class _HostLane:
         self.copied_s = 0.0
         self._observe, self._clock = observe, clock
 
-    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+    def copy(self, source: ExpertSource, layer: int, lease: BufferLease) -> None:
         start_s = self._clock()
-        source.copy(layer, loan.buffer)
+        source.copy(layer, lease.buffer)
         end_s = self._clock()
         self.copied_s += end_s - start_s
         if self._observe is not None:
             self._observe(layer, start_s, end_s)
 
-    def take(self, loan: Loan) -> None:
+    def acquire(self, lease: BufferLease) -> None:
         """It is filled."""
 
-    def give_back(self, loan: Loan) -> None:
+    def release(self, lease: BufferLease) -> None:
         """It is read."""
 
     def drain(self) -> None:
@@ -98,11 +98,11 @@ class _Copy(NamedTuple):
     end: torch.cuda.Event
 
 
-class _Wait(NamedTuple):
+class _ComputeWait(NamedTuple):
     """The compute stream: at a layer's experts, and with them there."""
 
-    asked: torch.cuda.Event
-    began: torch.cuda.Event
+    requested: torch.cuda.Event
+    started: torch.cuda.Event
 
 
 class _StreamLane:
@@ -114,7 +114,7 @@ class _StreamLane:
         # What had the buffers' memory before may still be at work.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copies: deque[_Copy] = deque()
-        self._waits: deque[_Wait] = deque()
+        self._waits: deque[_ComputeWait] = deque()
         self._settling = threading.Lock()
         self._copied_s = self._exposed_s = 0.0
 
@@ -128,31 +128,31 @@ class _StreamLane:
         self._settle()
         return self._exposed_s
 
-    def copy(self, source: ExpertSource, layer: int, loan: Loan) -> None:
+    def copy(self, source: ExpertSource, layer: int, lease: BufferLease) -> None:
         anchor, start, end = _event(), _event(), _event()
         anchor.record(self._idle)  # passes at once: nothing else is on that stream
         anchor_s = self._clock()
-        if loan.used is not None:
-            self._stream.wait_event(loan.used)
+        if lease.used is not None:
+            self._stream.wait_event(lease.used)
         start.record(self._stream)
         with torch.cuda.stream(self._stream):
-            source.copy(layer, loan.buffer)
+            source.copy(layer, lease.buffer)
         end.record(self._stream)
-        loan.copied = end
+        lease.copied = end
         self._copies.append(_Copy(layer, anchor, anchor_s, start, end))
         self._settle()
 
-    def take(self, loan: Loan) -> None:
+    def acquire(self, lease: BufferLease) -> None:
         compute = torch.cuda.current_stream(self._device)
-        asked, began = _event(), _event()
-        asked.record(compute)
-        if loan.copied is not None:
-            compute.wait_event(loan.copied)
-        began.record(compute)
-        self._waits.append(_Wait(asked, began))
+        requested, started = _event(), _event()
+        requested.record(compute)
+        if lease.copied is not None:
+            compute.wait_event(lease.copied)
+        started.record(compute)
+        self._waits.append(_ComputeWait(requested, started))
 
-    def give_back(self, loan: Loan) -> None:
-        loan.used = torch.cuda.current_stream(self._device).record_event()
+    def release(self, lease: BufferLease) -> None:
+        lease.used = torch.cuda.current_stream(self._device).record_event()
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -161,10 +161,10 @@ class _StreamLane:
     def _settle(self) -> None:
         """Adds the times of what is through."""
         with self._settling:
-            while self._waits and _is_through(self._waits[0].began):
+            while self._waits and _is_complete(self._waits[0].started):
                 wait = self._waits.popleft()
-                self._exposed_s += 1e-3 * wait.asked.elapsed_time(wait.began)
-            while self._copies and _is_through(self._copies[0].end):
+                self._exposed_s += 1e-3 * wait.requested.elapsed_time(wait.started)
+            while self._copies and _is_complete(self._copies[0].end):
                 copy = self._copies.popleft()
                 self._copied_s += 1e-3 * copy.start.elapsed_time(copy.end)
                 if self._observe is not None:
@@ -182,5 +182,5 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _is_through(event: torch.cuda.Event) -> bool:
+def _is_complete(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]

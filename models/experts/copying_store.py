@@ -18,7 +18,7 @@ import torch
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, TandemError
-from models.experts.copy_lanes import Loan, Observe, copy_lane
+from models.experts.copy_lanes import BufferLease, Observe, copy_lane
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.expert_store import ExpertBuffer, ExpertSource
@@ -30,7 +30,7 @@ _CLOSE_S = 5.0
 class CopyingStore:
     """After an error, which the `fetch` of that layer raises, the same layer is tried again."""
 
-    copies = True
+    is_streamed = True
 
     def __init__(
         self,
@@ -48,16 +48,16 @@ class CopyingStore:
         self._source, self._resident = source, resident
         self._deadline_s, self._clock = deadline_s, clock
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
-        self._copied = 0  # layers, so far
+        self._copied_layers = 0  # layers, so far
         self._next = 0  # in the order: to be copied
         self._expected = 0  # in the order: to be fetched
         buffers = min(2, len(self._order))
-        self._free = [Loan(ExpertBuffer(layout)) for _ in range(buffers)]
+        self._free = [BufferLease(ExpertBuffer(layout)) for _ in range(buffers)]
         self._lane = copy_lane(layout.device, observe, clock)
         self._queues = layout.device.type == "cuda"  # copies and compute, and the host goes on
-        self._filled: dict[int, Loan] = {}  # or to be filled by what is queued
-        self._held: tuple[int, Loan] | None = None  # what the last `fetch` returned
-        self._wanted: tuple[int, float] | None = None  # the layer waited for, and until when
+        self._filled: dict[int, BufferLease] = {}  # or to be filled by what is queued
+        self._held: tuple[int, BufferLease] | None = None  # what the last `fetch` returned
+        self._awaited: tuple[int, float] | None = None  # the layer waited for, and until when
         self._woken = False
         self._copying: int | None = None
         self._error: BaseException | None = None
@@ -74,7 +74,7 @@ class CopyingStore:
 
     @property
     def copy_s(self) -> float:
-        return self._lane.copied_s / max(1, self._copied)
+        return self._lane.copied_s / max(1, self._copied_layers)
 
     @property
     def waited_s(self) -> float:
@@ -86,16 +86,18 @@ class CopyingStore:
     def num_bytes(self) -> int:
         """Of the buffers."""
         held = [] if self._held is None else [self._held[1]]
-        return sum(loan.buffer.num_bytes for loan in [*self._free, *self._filled.values(), *held])
+        return sum(lease.buffer.num_bytes for lease in [*self._free, *self._filled.values(), *held])
 
-    def has(self, layer: int) -> bool:
+    def is_ready(self, layer: int) -> bool:
         if layer in self._resident or layer in self._filled:
             return True
         return self._held is not None and self._held[0] == layer
 
-    def bring(self, layer: int, timeout_s: float) -> bool:
+    def wait_ready(self, layer: int, timeout_s: float) -> bool:
         with self._changed:
-            return self.has(layer) or self._bring(layer, timeout_s, lambda: self._woken)
+            return self.is_ready(layer) or self._wait_until_ready(
+                layer, timeout_s, lambda: self._woken
+            )
 
     def wake(self) -> None:
         with self._changed:
@@ -105,19 +107,19 @@ class CopyingStore:
     def fetch(self, layer: int) -> ExpertLayer:
         with self._changed:
             if layer in self._resident:
-                self._give_back()
+                self._release_held()
                 return self._resident[layer]
             if self._held is not None and self._held[0] == layer:
                 return self._held[1].buffer.layer
-            self._bring(layer, self._deadline_s, lambda: False)
+            self._wait_until_ready(layer, self._deadline_s, lambda: False)
             self._held = (layer, self._filled.pop(layer))
-            self._lane.take(self._held[1])
+            self._lane.acquire(self._held[1])
             self._expected = self._after(self._expected)
             return self._held[1].buffer.layer
 
     def release(self) -> None:
         with self._changed:
-            self._give_back()
+            self._release_held()
 
     def close(self) -> None:
         """May be called twice. A copy that hangs is left to its thread, which ends with it."""
@@ -134,34 +136,34 @@ class CopyingStore:
         if self._queues:
             self._source.close()
 
-    def _give_back(self) -> None:
+    def _release_held(self) -> None:
         if self._held is not None:
-            _, loan = self._held
-            self._lane.give_back(loan)
+            _, lease = self._held
+            self._lane.release(lease)
             self._held = None
-            self._free.append(loan)
+            self._free.append(lease)
             self._changed.notify_all()
 
-    def _bring(self, layer: int, timeout_s: float, enough: Callable[[], bool]) -> bool:
+    def _wait_until_ready(self, layer: int, timeout_s: float, enough: Callable[[], bool]) -> bool:
         """Waits until the layer is there, or it is `enough`. Raises ChannelError once the layer has
         been wanted for the deadline."""
-        self._give_back()
+        self._release_held()
         self._check_open(layer)
-        if self._wanted is None or self._wanted[0] != layer:
-            self._wanted = (layer, self._clock() + self._deadline_s)
+        if self._awaited is None or self._awaited[0] != layer:
+            self._awaited = (layer, self._clock() + self._deadline_s)
         if layer != self._order[self._expected]:
-            self._start_over(layer)
-        self._wait(lambda: self._came(layer) or enough(), layer, timeout_s)
+            self._restart_at(layer)
+        self._wait(lambda: self._is_resolved(layer) or enough(), layer, timeout_s)
         self._woken = False
-        if self._came(layer):
-            self._wanted = None
+        if self._is_resolved(layer):
+            self._awaited = None
         self._raise_error(layer)
         return layer in self._filled
 
-    def _came(self, layer: int) -> bool:
+    def _is_resolved(self, layer: int) -> bool:
         return layer in self._filled or self._error is not None
 
-    def _start_over(self, layer: int) -> None:
+    def _restart_at(self, layer: int) -> None:
         """The pass does not go on where the last one was: what was brought in is not wanted."""
         at = self._order.index(layer)
         self._next = self._expected = at
@@ -178,18 +180,18 @@ class CopyingStore:
         """At most `timeout_s`. Raises ChannelError at the deadline of the layer."""
         if ready():
             return
-        assert self._wanted is not None
-        start_s, deadline_s = self._clock(), self._wanted[1]
-        came = self._changed.wait_for(
+        assert self._awaited is not None
+        start_s, deadline_s = self._clock(), self._awaited[1]
+        is_met = self._changed.wait_for(
             lambda: ready() or self._closing, max(0.0, min(timeout_s, deadline_s - start_s))
         )
         self._host_waited_s += self._clock() - start_s
         self._check_open(layer)
-        if not came and start_s + timeout_s >= deadline_s:
-            self._wanted = None
+        if not is_met and start_s + timeout_s >= deadline_s:
+            self._awaited = None
             raise ChannelError(
                 f"experts of layer {layer} did not arrive within {self._deadline_s:g} s; see "
-                "channel.deadline_s"
+                "channel.connect_timeout_s"
             )
 
     def _check_open(self, layer: int) -> None:
@@ -217,24 +219,24 @@ class CopyingStore:
                     )
                     if self._closing:
                         return
-                    loan, layer = self._free.pop(), self._order[self._next]
+                    lease, layer = self._free.pop(), self._order[self._next]
                     self._next, self._copying = self._after(self._next), layer
-                error = self._copy(layer, loan)
+                error = self._copy(layer, lease)
                 with self._changed:
                     self._copying = None
                     if error is None:
-                        self._copied += 1
-                        self._filled[layer] = loan
+                        self._copied_layers += 1
+                        self._filled[layer] = lease
                     else:
                         self._error = error
-                        self._free.append(loan)
+                        self._free.append(lease)
                         self._next = self._order.index(layer)
                     self._changed.notify_all()
 
-    def _copy(self, layer: int, loan: Loan) -> BaseException | None:
+    def _copy(self, layer: int, lease: BufferLease) -> BaseException | None:
         """Returns what went wrong: it is raised where the layer is wanted."""
         try:
-            self._lane.copy(self._source, layer, loan)
+            self._lane.copy(self._source, layer, lease)
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
         return None

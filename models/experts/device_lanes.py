@@ -30,10 +30,10 @@ class Mark(NamedTuple):
 
 
 class Arrival(Protocol):
-    """Of a tensor at the host. tensor: its values, once it `has_come`."""
+    """Of a tensor at the host. tensor: its values, once it `is_ready`."""
 
     @property
-    def has_come(self) -> bool: ...
+    def is_ready(self) -> bool: ...
     @property
     def tensor(self) -> Tensor: ...
 
@@ -75,9 +75,9 @@ def device_lane(device: torch.device) -> DeviceLane:
     return CudaLane(device) if device.type == "cuda" else InlineLane()
 
 
-class _Come(NamedTuple):
+class _ReadyTensor(NamedTuple):
     tensor: Tensor
-    has_come: bool = True
+    is_ready: bool = True
 
 
 class InlineLane:
@@ -106,8 +106,8 @@ class InlineLane:
     def has_passed(self, mark: Mark) -> bool:
         return True
 
-    def fetch(self, tensor: Tensor) -> _Come:
-        return _Come(tensor)
+    def fetch(self, tensor: Tensor) -> _ReadyTensor:
+        return _ReadyTensor(tensor)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -124,7 +124,7 @@ class _Fetched:
         self.tensor, self._event = tensor, event
 
     @property
-    def has_come(self) -> bool:
+    def is_ready(self) -> bool:
         return _has_passed(self._event)
 
 
@@ -175,25 +175,25 @@ class CudaLane:
         if _has_passed(copied.event):
             return
         compute = torch.cuda.current_stream(self._device)
-        asked, began = _event(timed=True), _event(timed=True)
-        asked.record(compute)
+        requested, started = _event(timed=True), _event(timed=True)
+        requested.record(compute)
         compute.wait_event(copied.event)
-        began.record(compute)
-        self._waits.append((asked, began))
+        started.record(compute)
+        self._waits.append((requested, started))
 
     def has_passed(self, mark: Mark) -> bool:
         return _has_passed(mark.event)
 
     def fetch(self, tensor: Tensor) -> _Fetched:
-        ready, come = _event(), _event()
+        ready, arrived = _event(), _event()
         ready.record(torch.cuda.current_stream(self._device))
         self._fetching.wait_event(ready)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._fetching):
             host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._fetching)  # its memory is not used again before
-        come.record(self._fetching)
-        return _Fetched(host, come)
+        arrived.record(self._fetching)
+        return _Fetched(host, arrived)
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self._device, non_blocking=True)
@@ -210,8 +210,8 @@ class CudaLane:
             self._copied_s += 1e-3 * start.elapsed_time(end)
             self._copies += 1
         while self._waits and _has_passed(self._waits[0][1]):
-            asked, began = self._waits.popleft()
-            self._exposed_s += 1e-3 * asked.elapsed_time(began)
+            requested, started = self._waits.popleft()
+            self._exposed_s += 1e-3 * requested.elapsed_time(started)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

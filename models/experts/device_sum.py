@@ -1,7 +1,7 @@
 """Weighted sums over experts in slots of a device, whatever order they came in.
 
 Few pairs, as of new tokens: what is there is computed before the host knows which experts are
-wanted, the rest once it is queued (kernels/slot_experts.py). Many, as of prompts: sorted by expert,
+wanted, the rest once it is queued (kernels/gpu_experts.py). Many, as of prompts: sorted by expert,
 each a product of its own, those that are there first. In both a row of y is one pair's output, and
 a token's sum is taken over its rows at the end, in the order of choice: bits depend on the pairs,
 not on which slots there are, nor on when what came.
@@ -18,15 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels import passes
+from kernels import fused_ops
 from kernels.experts import clamped_gated
-from kernels.gpu_experts import Pairs
-from kernels.slot_experts import slot_experts, takes_slots
+from kernels.gpu_experts import Pairs, slot_experts, supports_slots
+from models.experts.cache_requests import AcquiredExpert
 from models.experts.device_lanes import DeviceLane
 from models.experts.device_tier import DeviceTier
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_wants import Taken
-from models.experts.router import Routed
+from models.experts.router import RoutedTokens
 
 
 class DeviceSum(Protocol):
@@ -35,10 +34,10 @@ class DeviceSum(Protocol):
     def begin(self) -> Collection[int]:
         """Experts that need not be taken: what they give is queued to be computed."""
 
-    def wanted(self, ids_TK: Tensor) -> Sequence[int]:
+    def requested(self, ids_TK: Tensor) -> Sequence[int]:
         """Its experts, in ascending order. ids_TK: on the host."""
 
-    def compute(self, taken: Sequence[Taken]) -> None:
+    def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
         """Queues what they give."""
 
     def result(self) -> Tensor:
@@ -46,28 +45,33 @@ class DeviceSum(Protocol):
 
 
 def device_sum(
-    routed: Routed, layer: int, slots: ExpertLayer, tier: DeviceTier, lane: DeviceLane
+    routed: RoutedTokens, layer: int, slots: ExpertLayer, tier: DeviceTier, lane: DeviceLane
 ) -> DeviceSum:
     """slots: what stands in them."""
-    if takes_slots(routed.x_TD, routed.topk_ids_TK, slots.gate_up, slots.clamped):
-        return _Few(routed, layer, slots, tier, lane)
-    return _Many(routed, slots, tier)
+    if supports_slots(routed.x_TD, routed.topk_ids_TK, slots.gate_up, slots.clamped):
+        return _FewPairsSum(routed, layer, slots, tier, lane)
+    return _ManyPairsSum(routed, slots, tier)
 
 
-def _output(routed: Routed) -> Tensor:
+def _output(routed: RoutedTokens) -> Tensor:
     pairs, dim = routed.topk_ids_TK.numel(), routed.x_TD.shape[1]
     return torch.empty(pairs, dim, dtype=routed.x_TD.dtype, device=routed.x_TD.device)
 
 
-def _summed(y_ND: Tensor, places_TK: Tensor, routed: Routed) -> Tensor:
+def _weighted_sum(y_ND: Tensor, places_TK: Tensor, routed: RoutedTokens) -> Tensor:
     out_TD = torch.empty(routed.x_TD.shape, dtype=torch.float32, device=y_ND.device)
-    passes.add_up(y_ND, places_TK, routed.topk_weights_TK, out_TD)
+    fused_ops.weighted_sum(y_ND, places_TK, routed.topk_weights_TK, out_TD)
     return out_TD
 
 
-class _Few:
+class _FewPairsSum:
     def __init__(
-        self, routed: Routed, layer: int, slots: ExpertLayer, tier: DeviceTier, lane: DeviceLane
+        self,
+        routed: RoutedTokens,
+        layer: int,
+        slots: ExpertLayer,
+        tier: DeviceTier,
+        lane: DeviceLane,
     ) -> None:
         self._routed, self._layer, self._slots = routed, layer, slots
         self._tier, self._lane = tier, lane
@@ -75,38 +79,38 @@ class _Few:
         self._ids_TK: Tensor | None = None
 
     def begin(self) -> Collection[int]:
-        there = self._tier.there(self._layer)
-        if there.slots:
-            self._multiply(there.slots_E[self._routed.topk_ids_TK])
-            self._tier.used_layer(self._layer)
-        return there.slots.keys()
+        in_slots = self._tier.in_slots(self._layer)
+        if in_slots.slots:
+            self._multiply(in_slots.slots_E[self._routed.topk_ids_TK])
+            self._tier.mark_layer_used(self._layer)
+        return in_slots.slots.keys()
 
-    def wanted(self, ids_TK: Tensor) -> Sequence[int]:
+    def requested(self, ids_TK: Tensor) -> Sequence[int]:
         self._ids_TK = ids_TK
         return sorted(set(ids_TK.flatten().tolist()))
 
-    def compute(self, taken: Sequence[Taken]) -> None:
+    def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
         assert self._ids_TK is not None
         slots_TK = torch.full(self._ids_TK.shape, -1, dtype=torch.int32)
-        for expert, slot in taken:
+        for expert, slot in acquired:
             slots_TK[self._ids_TK == expert] = slot
-        slots = [slot for _, slot in taken]
-        self._tier.need(slots)
+        slots = [slot for _, slot in acquired]
+        self._tier.wait_for(slots)
         self._multiply(self._lane.upload(slots_TK))
-        self._tier.used(slots)
+        self._tier.mark_used(slots)
 
     def result(self) -> Tensor:
         ids_TK = self._routed.topk_ids_TK
         places_TK = torch.arange(ids_TK.numel(), device=ids_TK.device).view(ids_TK.shape)
-        return _summed(self._y_ND, places_TK, self._routed)
+        return _weighted_sum(self._y_ND, places_TK, self._routed)
 
     def _multiply(self, slots_TK: Tensor) -> None:
         slots = self._slots
         slot_experts(self._routed.x_TD, slots_TK, slots.gate_up, slots.down, self._y_ND)
 
 
-class _Many:
-    def __init__(self, routed: Routed, slots: ExpertLayer, tier: DeviceTier) -> None:
+class _ManyPairsSum:
+    def __init__(self, routed: RoutedTokens, slots: ExpertLayer, tier: DeviceTier) -> None:
         self._routed, self._slots, self._tier = routed, slots, tier
         self._y_ND = _output(routed)
         self._pairs: Pairs | None = None
@@ -115,24 +119,24 @@ class _Many:
     def begin(self) -> Collection[int]:
         return ()
 
-    def wanted(self, ids_TK: Tensor) -> Sequence[int]:
+    def requested(self, ids_TK: Tensor) -> Sequence[int]:
         counts = torch.bincount(ids_TK.flatten()).tolist()
         self._ends = list(itertools.accumulate(counts))
         self._pairs = Pairs(self._routed.topk_ids_TK, len(counts))
         return [expert for expert, count in enumerate(counts) if count]
 
-    def compute(self, taken: Sequence[Taken]) -> None:
+    def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
         assert self._pairs is not None
         gate_up, down, clamped = self._slots.gate_up, self._slots.down, self._slots.clamped
-        for expert, slot in sorted(taken, key=lambda each: self._tier.comes_at(each.slot)):
+        for expert, slot in sorted(acquired, key=lambda each: self._tier.arrival_order(each.slot)):
             rows = slice(self._ends[expert - 1] if expert else 0, self._ends[expert])
-            self._tier.need([slot])
-            x_nD = passes.rows_of(self._routed.x_TD, self._pairs.rows_N[rows])
+            self._tier.wait_for([slot])
+            x_nD = fused_ops.gather_rows(self._routed.x_TD, self._pairs.rows_N[rows])
             h_nF2 = gate_up[slot](x_nD)
-            h_nF = passes.gated(h_nF2) if clamped is None else clamped_gated(h_nF2, clamped)
+            h_nF = fused_ops.gated(h_nF2) if clamped is None else clamped_gated(h_nF2, clamped)
             self._y_ND[rows] = down[slot](h_nF)
-            self._tier.used([slot])
+            self._tier.mark_used([slot])
 
     def result(self) -> Tensor:
         assert self._pairs is not None
-        return _summed(self._y_ND, self._pairs.places_TK, self._routed)
+        return _weighted_sum(self._y_ND, self._pairs.places_TK, self._routed)

@@ -21,18 +21,21 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from contracts.expert_slots import ExpertKey
+from contracts.expert_eviction import ExpertKey
+from kernels.linear import Product
 from models.experts.device_lanes import DeviceLane, Mark
 from models.experts.expert_cache import HINT_URGENCY
-from models.experts.expert_form import SlotMemory
+from models.experts.expert_format import SlotMemory
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_tier import PartRead
+from models.experts.expert_loading import ExpertLayer
+from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_tier import CompletedRead
 
 PART_BYTES: Final = 4 << 20  # from there on a link is at its rate
-HINTS_UNDER_WAY: Final = 3  # parts: as many a demand may have to wait for
-_ROOM: Final = 1 << 20  # what is asked for is a few bytes here
-_LOOK_S: Final = 1e-4
-_LEAST_S: Final = 1e-9
+MAX_HINTS_IN_FLIGHT: Final = 3  # parts: as many a demand may have to wait for
+_QUEUE_DEPTH: Final = 1 << 20  # what is asked for is a few bytes here
+_POLL_S: Final = 1e-4
+_MIN_S: Final = 1e-9
 
 
 class HostExperts(Protocol):
@@ -40,7 +43,7 @@ class HostExperts(Protocol):
         """Its pieces in the host's memory, as the layout has them."""
 
 
-class _Range(NamedTuple):
+class _RowRange(NamedTuple):
     """Rows of a piece."""
 
     piece: int
@@ -48,13 +51,13 @@ class _Range(NamedTuple):
     last: int
 
 
-class _Asked(NamedTuple):
+class _PartRequest(NamedTuple):
     key: ExpertKey
     part: int
     urgency: int
 
 
-class _Stay(NamedTuple):
+class _SlotContent(NamedTuple):
     """An expert in a slot, from the mark on."""
 
     key: ExpertKey
@@ -62,7 +65,7 @@ class _Stay(NamedTuple):
     mark: Mark
 
 
-class There(NamedTuple):
+class InSlot(NamedTuple):
     """Experts of a layer that can be computed with at once. slots: of each; slots_E int32, on the
     device: the same, -1 where one is not."""
 
@@ -86,17 +89,19 @@ class DeviceTier:
         self._ranges = _ranges(layout, part_bytes)
         self.parts = len(self._ranges)
         self._device = layout.device
-        self._asked: dict[int, _Asked] = {}
+        self._requests: dict[int, _PartRequest] = {}
         self._skipped: set[int] = set()
-        self._given: set[int] = set()
+        self._issued: set[int] = set()
         self._numbers = 0
         self._hints: list[Mark] = []  # of parts that may be under way
         self._woken = threading.Event()
-        self._stays: dict[int, _Stay] = {}  # by slot
-        self._coming: deque[_Stay] = deque()
+        self._contents: dict[int, _SlotContent] = {}  # by slot
+        self._in_flight: deque[_SlotContent] = deque()
         self._reached = 0  # by the compute, of the numbers of copies
         self._slots: dict[int, dict[int, int]] = {each: {} for each in layout.spec.moe_layers}
-        self._told: dict[int, There] = {}  # what `there` has said of a layer and still holds
+        self._snapshots: dict[
+            int, InSlot
+        ] = {}  # what `in_slots` has said of a layer and still holds
         self._used: dict[int, Mark] = {}  # by slot
         self._layer_used: dict[int, Mark] = {}
 
@@ -105,65 +110,65 @@ class DeviceTier:
 
     @property
     def room(self) -> int:
-        return _ROOM - len(self._asked)
+        return _QUEUE_DEPTH - len(self._requests)
 
     def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
         self._numbers += 1
-        self._asked[self._numbers] = _Asked(ExpertKey(layer, expert), part, urgency)
+        self._requests[self._numbers] = _PartRequest(ExpertKey(layer, expert), part, urgency)
         return self._numbers
 
-    def begin(self) -> None:
-        """`ended` does."""
+    def submit(self) -> None:
+        """`poll_completed` does."""
 
-    def hurry(self, ticket: int, urgency: int) -> None:
-        asked = self._asked[ticket]
-        self._asked[ticket] = asked._replace(urgency=min(asked.urgency, urgency))
+    def expedite(self, ticket: int, urgency: int) -> None:
+        request = self._requests[ticket]
+        self._requests[ticket] = request._replace(urgency=min(request.urgency, urgency))
 
-    def skip(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         self._skipped.add(ticket)
 
-    def ended(self) -> Iterable[PartRead]:
+    def poll_completed(self) -> Iterable[CompletedRead]:
         """What may be queued now, the most urgent first; `copy` queues it."""
-        waiting = [ticket for ticket in self._asked if ticket not in self._given]
+        waiting = [ticket for ticket in self._requests if ticket not in self._issued]
         if not waiting:
             return ()
         self._hints = [mark for mark in self._hints if not self._lane.has_passed(mark)]
-        room, part_s, found = HINTS_UNDER_WAY - len(self._hints), self._part_s, []
-        for ticket in sorted(waiting, key=lambda each: (self._asked[each].urgency, each)):
+        room, part_s, found = MAX_HINTS_IN_FLIGHT - len(self._hints), self._part_s, []
+        for ticket in sorted(waiting, key=lambda each: (self._requests[each].urgency, each)):
             if ticket in self._skipped:
-                found.append(PartRead(ticket, 0.0))
-            elif self._asked[ticket].urgency < HINT_URGENCY:
-                found.append(PartRead(ticket, part_s))
+                found.append(CompletedRead(ticket, 0.0))
+            elif self._requests[ticket].urgency < HINT_URGENCY:
+                found.append(CompletedRead(ticket, part_s))
             elif room > 0:
                 room -= 1
-                found.append(PartRead(ticket, part_s))
-        self._given.update(each.ticket for each in found)
+                found.append(CompletedRead(ticket, part_s))
+        self._issued.update(each.ticket for each in found)
         return found
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         slot, pieces = into  # a DeviceSlot
-        key, part, urgency = self._asked[ticket]
+        key, part, urgency = self._requests[ticket]
         stored, ranges = self._experts.expert(*key), self._ranges[part]
         mark = self._lane.copy(
             [stored[piece][:, first:last] for piece, first, last in ranges],
             [pieces[piece][:, first:last] for piece, first, last in ranges],
-            self._leaves(slot),  # with the first part, which the others follow
+            self._evict(slot),  # with the first part, which the others follow
         )
         if urgency >= HINT_URGENCY:
             self._hints.append(mark)
         if part == self.parts - 1:
-            stay = self._stays[slot] = _Stay(key, slot, mark)
-            self._coming.append(stay)
+            content = self._contents[slot] = _SlotContent(key, slot, mark)
+            self._in_flight.append(content)
 
     def free(self, ticket: int) -> None:
-        del self._asked[ticket]
-        self._given.discard(ticket)
+        del self._requests[ticket]
+        self._issued.discard(ticket)
         self._skipped.discard(ticket)
 
     def wait(self, timeout_s: float) -> None:
         """Hints go on as the device comes along, which it does not tell: it is looked for."""
-        if self._asked and timeout_s > 0.0:
-            timeout_s = min(timeout_s, _LOOK_S)
+        if self._requests and timeout_s > 0.0:
+            timeout_s = min(timeout_s, _POLL_S)
         self._woken.wait(timeout_s)
         self._woken.clear()
 
@@ -176,71 +181,75 @@ class DeviceTier:
     def close(self) -> None:
         self._lane.drain()
 
-    def there(self, layer: int) -> There:
-        """What it names stays there for what is queued until the next `used_layer`."""
-        self._land()
-        told = self._told.get(layer)
-        if told is None:
+    def in_slots(self, layer: int) -> InSlot:
+        """What it names stays there for what is queued until the next `mark_layer_used`."""
+        self._settle_copies()
+        snapshot = self._snapshots.get(layer)
+        if snapshot is None:
             slots = dict(self._slots[layer])
             slots_E = torch.full((self._num_experts,), -1, dtype=torch.int32)
             if slots:
                 slots_E[list(slots)] = torch.tensor(list(slots.values()), dtype=torch.int32)
-            told = self._told[layer] = There(slots, self._lane.upload(slots_E))
-        return told
+            snapshot = self._snapshots[layer] = InSlot(slots, self._lane.upload(slots_E))
+        return snapshot
 
-    def used_layer(self, layer: int) -> None:
-        """All that reads what `there` has named is queued."""
+    def mark_layer_used(self, layer: int) -> None:
+        """All that reads what `in_slots` has named is queued."""
         self._layer_used[layer] = self._lane.mark()
 
-    def need(self, slots: Iterable[int]) -> None:
-        """What is queued from here on reads them, until `used`."""
-        marks = [self._stays[slot].mark for slot in slots]
+    def wait_for(self, slots: Iterable[int]) -> None:
+        """What is queued from here on reads them, until `mark_used`."""
+        marks = [self._contents[slot].mark for slot in slots]
         newest = max(marks, key=lambda mark: mark.number)
         if newest.number > self._reached:
             self._lane.wait(newest)
             self._reached = newest.number
 
-    def used(self, slots: Iterable[int]) -> None:
+    def mark_used(self, slots: Iterable[int]) -> None:
         self._used.update(dict.fromkeys(slots, self._lane.mark()))
 
-    def comes_at(self, slot: int) -> int:
+    def arrival_order(self, slot: int) -> int:
         """Slots of smaller numbers are there sooner; 0: it is there."""
-        self._land()
-        stay = self._stays[slot]
-        return 0 if self._slots[stay.key.layer].get(stay.key.expert) == slot else stay.mark.number
+        self._settle_copies()
+        content = self._contents[slot]
+        return (
+            0
+            if self._slots[content.key.layer].get(content.key.expert) == slot
+            else content.mark.number
+        )
 
-    def _land(self) -> None:
+    def _settle_copies(self) -> None:
         """Takes in which copies have passed, or are waited for by what is computed next."""
-        while self._coming:
-            stay = self._coming[0]
-            if stay.mark.number > self._reached and not self._lane.has_passed(stay.mark):
+        while self._in_flight:
+            content = self._in_flight[0]
+            if content.mark.number > self._reached and not self._lane.has_passed(content.mark):
                 return
-            self._coming.popleft()
-            if self._stays.get(stay.slot) is stay:
-                self._slots[stay.key.layer][stay.key.expert] = stay.slot
-                self._told.pop(stay.key.layer, None)
+            self._in_flight.popleft()
+            if self._contents.get(content.slot) is content:
+                self._slots[content.key.layer][content.key.expert] = content.slot
+                self._snapshots.pop(content.key.layer, None)
 
-    def _leaves(self, slot: int) -> Mark | None:
+    def _evict(self, slot: int) -> Mark | None:
         """What stands there is no more: after that mark nothing reads it."""
         marks = [self._used.pop(slot, None)]
-        stay = self._stays.pop(slot, None)
-        if stay is not None:
-            layer, expert = stay.key
+        content = self._contents.pop(slot, None)
+        if content is not None:
+            layer, expert = content.key
             marks.append(self._layer_used.get(layer))
             if self._slots[layer].get(expert) == slot:
                 del self._slots[layer][expert]
-                self._told.pop(layer, None)
+                self._snapshots.pop(layer, None)
         return max((mark for mark in marks if mark), key=lambda mark: mark.number, default=None)
 
     @property
     def _part_s(self) -> float:
         """To copy one, on average; hardly anything as long as nothing is known."""
-        return max(_LEAST_S, self._lane.copied_s / max(1, self._lane.copies))
+        return max(_MIN_S, self._lane.copied_s / max(1, self._lane.copies))
 
 
-def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_Range]]:
+def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_RowRange]]:
     """The parts of an expert: rows of its pieces, one after another."""
-    parts: list[list[_Range]] = [[]]
+    parts: list[list[_RowRange]] = [[]]
     room = part_bytes
     for piece, shape in enumerate(layout.shapes):
         row_bytes, first = math.prod(shape[1:]) * layout.dtype.itemsize, 0
@@ -249,7 +258,44 @@ def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_Range]]:
                 parts.append([])
                 room = part_bytes
             last = min(shape[0], first + max(1, room // row_bytes))
-            parts[-1].append(_Range(piece, first, last))
+            parts[-1].append(_RowRange(piece, first, last))
             room -= (last - first) * row_bytes
             first = last
     return parts
+
+
+class DeviceSlot(NamedTuple):
+    """pieces: [1, *shape] each, as the layout has them."""
+
+    number: int
+    pieces: Sequence[Tensor]
+
+
+class DeviceSlots:
+    """An `ExpertSlots`."""
+
+    def __init__(self, layout: ExpertLayout, count: int) -> None:
+        self._buffer = ExpertBuffer(layout, count)
+        self.num_bytes = self._buffer.num_bytes
+
+    @property
+    def layer(self) -> ExpertLayer:
+        """What stands in each slot, of whatever layer it is."""
+        return self._buffer.layer
+
+    def memory(self, slot: int) -> DeviceSlot:
+        return DeviceSlot(slot, self._buffer.part(slot, slot + 1))
+
+    def products(self, slot: int) -> tuple[Product, Product]:
+        return self.layer.gate_up[slot], self.layer.down[slot]
+
+
+class DeviceFormat:
+    """A `SlotFormat`: experts as they are computed with, never packed."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        assert not layout.packed
+        self.spec, self._layout = layout.spec, layout
+
+    def slots(self, count: int) -> DeviceSlots:
+        return DeviceSlots(self._layout, count)

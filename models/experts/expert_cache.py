@@ -3,8 +3,8 @@
     want(layer, ids) ──> Want ──> take(ids that are there) … done(ids) … until nothing is left
     hint(layer, ids with confidence)      read while nothing that is wanted is missing
 
-Owned by one thread, which computes; others read (`Tier`), and nothing here waits but `wait`. What
-a micro-batch waits for goes first, latency-sensitive work before best effort; then hints, best
+Owned by one thread, which computes; others read (`ExpertTier`), and nothing here waits but `wait`.
+What a micro-batch waits for goes first, latency-sensitive work before best effort; then hints, best
 guess first. Reads go in parts, of which few are under way: a demand never waits for more than
 those, and a hint whose layer turned out to want other experts is given up where it stands.
 
@@ -24,13 +24,22 @@ from typing import Final
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
-from contracts.expert_slots import Eviction, ExpertKey, ReadingAhead
+from contracts.expert_eviction import EvictionPolicy, ExpertKey, ShouldPrefetch
 from contracts.requests import Priority
 from kernels.linear import Product
-from models.experts.expert_form import SlotForm
-from models.experts.expert_tier import Tier
-from models.experts.expert_traffic import DEMAND, USED_HINT, WASTED_HINT, Traffic
-from models.experts.expert_wants import Guess, Hints, Taken, Want, running_mean
+from models.experts.cache_requests import (
+    DEMAND,
+    USED_HINT,
+    WASTED_HINT,
+    AcquiredExpert,
+    CacheTraffic,
+    ExpertRequest,
+    PredictedExpert,
+    PrefetchHints,
+    running_mean,
+)
+from models.experts.expert_format import SlotFormat
+from models.experts.expert_tier import ExpertTier
 
 HINT_PARTS: Final = 8  # of one hint, asked for at once: the computing thread asks for more later
 HINT_URGENCY: Final = len(Priority)  # after all that is wanted
@@ -56,20 +65,20 @@ class ExpertCache:
 
     def __init__(
         self,
-        tier: Tier,
-        form: SlotForm,
+        tier: ExpertTier,
+        slot_format: SlotFormat,
         slots: int,
-        order: Eviction,
-        pays: ReadingAhead,
+        eviction: EvictionPolicy,
+        is_worth_reading: ShouldPrefetch,
         *,
         deadline_s: float,
         clock: Clock = monotonic_s,
     ) -> None:
         """order: which leaves first. deadline_s: for the tier to move."""
-        self.slots, self.layers = slots, form.spec.moe_layers
-        self._tier, self._order, self._pays = tier, order, pays
+        self.slots, self.layers = slots, slot_format.spec.moe_layers
+        self._tier, self._eviction, self._is_worth_reading = tier, eviction, is_worth_reading
         self._deadline_s, self._clock = deadline_s, clock
-        self._held = form.slots(slots)
+        self._held = slot_format.slots(slots)
         self._memory = list(map(self._held.memory, range(slots)))
         self._free = list(range(slots))
         self._slot_of: dict[ExpertKey, int] = {}
@@ -80,15 +89,15 @@ class ExpertCache:
         self._reads: dict[ExpertKey, _Read] = {}
         self._read_of: dict[int, _Read] = {}  # by ticket
         self._failures: Counter[ExpertKey] = Counter()
-        self._wants: list[Want] = []  # LS before BE, the oldest first
-        self._wants_of: defaultdict[ExpertKey, list[Want]] = defaultdict(list)
-        self._hints = Hints()
+        self._requests: list[ExpertRequest] = []  # LS before BE, the oldest first
+        self._requests_of: defaultdict[ExpertKey, list[ExpertRequest]] = defaultdict(list)
+        self._hints = PrefetchHints()
         self._part_s = 0.0  # to read one
-        self._moved_s = clock()  # when the tier gave something last
+        self._progressed_s = clock()  # when the tier gave something last
         self._numbers = 0
         self._is_settled = True  # nothing more can be asked for, until something changes
         self._lacks_slots = False  # as the last time that something was asked for
-        self.traffic = Traffic()
+        self.traffic = CacheTraffic()
 
     @property
     def num_bytes(self) -> int:
@@ -106,118 +115,126 @@ class ExpertCache:
         """gate_up and down of what stands there."""
         return self._held.products(slot)
 
-    def want(
+    def request(
         self, layer: int, experts: Sequence[int], priority: Priority, owner: Hashable = None
-    ) -> Want:
+    ) -> ExpertRequest:
         """Begins to bring in what is missing. owner: whose hints for that layer have had their
         time."""
         self._numbers += 1
         now_s = self._clock()
-        self._take_in(now_s)
-        want = Want(layer, experts, priority, self._numbers, now_s)
+        self._collect_reads(now_s)
+        request = ExpertRequest(layer, experts, priority, self._numbers, now_s)
         if priority is Priority.LS:
             self._ls_s = now_s
             self._of_be.difference_update(ExpertKey(layer, expert) for expert in experts)
-        self._hints.wanted(owner, layer, now_s)
+        self._hints.requested(owner, layer, now_s)
         for expert in experts:
             key = ExpertKey(layer, expert)
-            self._wants_of[key].append(want)
+            self._requests_of[key].append(request)
             if key in self._slot_of:
-                want.ready.add(expert)
+                request.ready.add(expert)
             elif key in self._reads:
                 for ticket in self._reads[key].tickets:
-                    self._tier.hurry(ticket, priority)
-        self.traffic.hits[layer] += len(want.ready)
-        self.traffic.wanted[layer] += len(want.left)
-        self._wants.append(want)
-        self._wants.sort(key=lambda each: (each.priority, each.number))
-        self._give_up_hints()
-        if len(want.ready) < len(want.left):
+                    self._tier.expedite(ticket, priority)
+        self.traffic.hits[layer] += len(request.ready)
+        self.traffic.requested[layer] += len(request.left)
+        self._requests.append(request)
+        self._requests.sort(key=lambda each: (each.priority, each.number))
+        self._cancel_unneeded()
+        if len(request.ready) < len(request.left):
             self._is_settled = False
             self._issue()
-        return want
+        return request
 
-    def merge(self, wants: Sequence[Want], experts: Sequence[int]) -> Want:
+    def merge(self, requests: Sequence[ExpertRequest], experts: Sequence[int]) -> ExpertRequest:
         """What several want of one layer, in one class, as one want: for those `experts`, in that
         order. Nothing of them has been taken yet."""
-        first = min(wants, key=attrgetter("number"))
-        merged = Want(first.layer, experts, first.priority, first.number, first.begun_s)
-        merged.ready = set().union(*(want.ready for want in wants))
-        merged.error = next((want.error for want in wants if want.error), "")
+        first = min(requests, key=attrgetter("number"))
+        merged = ExpertRequest(first.layer, experts, first.priority, first.number, first.started_s)
+        merged.ready = set().union(*(request.ready for request in requests))
+        merged.error = next((request.error for request in requests if request.error), "")
         for expert in experts:
-            self._wants_of[ExpertKey(merged.layer, expert)].append(merged)
-        self._wants[self._wants.index(first)] = merged
-        for want in wants:
-            self.drop(want)
+            self._requests_of[ExpertKey(merged.layer, expert)].append(merged)
+        self._requests[self._requests.index(first)] = merged
+        for request in requests:
+            self.drop(request)
         return merged
 
-    def take(self, want: Want, pairs: Mapping[int, int], most_pairs: int) -> list[Taken]:
-        """Experts that are there and stand side by side in `want`, of no more than so many pairs
+    def acquire(
+        self, request: ExpertRequest, pairs: Mapping[int, int], max_pairs: int
+    ) -> list[AcquiredExpert]:
+        """Experts that are there and stand side by side in `request`, of no more than so many pairs
         (or one). They stay where they are until they are `done`. Raises ChannelError if one cannot
         be had."""
-        if not want.ready:
+        if not request.ready:
             self._advance()
-        if want.error:
-            raise ChannelError(want.error)
-        taken: list[Taken] = []
-        left = most_pairs
-        for expert, place in want.left.items():
-            if expert not in want.ready and not taken:
+        if request.error:
+            raise ChannelError(request.error)
+        acquired: list[AcquiredExpert] = []
+        left = max_pairs
+        for expert, place in request.left.items():
+            if expert not in request.ready and not acquired:
                 continue
-            beside = not taken or place == want.left[taken[-1].expert] + 1
-            if expert not in want.ready or not beside or (taken and pairs[expert] > left):
+            is_adjacent = not acquired or place == request.left[acquired[-1].expert] + 1
+            if (
+                expert not in request.ready
+                or not is_adjacent
+                or (acquired and pairs[expert] > left)
+            ):
                 break
-            key = ExpertKey(want.layer, expert)
-            taken.append(Taken(expert, self._slot_of[key]))
+            key = ExpertKey(request.layer, expert)
+            acquired.append(AcquiredExpert(expert, self._slot_of[key]))
             self._pinned.add(key)
             left -= pairs[expert]
-        return taken
+        return acquired
 
-    def take_ready(self, want: Want) -> list[Taken]:
-        """As `take`, of all that are there, in any place."""
+    def acquire_ready(self, request: ExpertRequest) -> list[AcquiredExpert]:
+        """As `acquire`, of all that are there, in any place."""
         self._advance()
-        if want.error:
-            raise ChannelError(want.error)
-        ready = [ExpertKey(want.layer, expert) for expert in want.left if expert in want.ready]
+        if request.error:
+            raise ChannelError(request.error)
+        ready = [
+            ExpertKey(request.layer, expert) for expert in request.left if expert in request.ready
+        ]
         self._pinned.update(ready)
-        return [Taken(key.expert, self._slot_of[key]) for key in ready]
+        return [AcquiredExpert(key.expert, self._slot_of[key]) for key in ready]
 
-    def done(self, want: Want, taken: Sequence[Taken]) -> None:
+    def done(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
         """They have been computed with."""
-        for expert, _ in taken:
-            key = ExpertKey(want.layer, expert)
+        for expert, _ in acquired:
+            key = ExpertKey(request.layer, expert)
             self._pinned.discard(key)
-            self._order.used(key)
-            self._forget(want, key)
+            self._eviction.on_use(key)
+            self._forget(request, key)
             if key in self._unused_hints:
                 self._unused_hints.remove(key)
                 self._count(USED_HINT)
-        if taken and not want.left:
-            self._wants.remove(want)
+        if acquired and not request.left:
+            self._requests.remove(request)
         self._is_settled = self._is_settled and not self._lacks_slots
         self._advance()
 
-    def put_back(self, want: Want, taken: Sequence[Taken]) -> None:
+    def release(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
         """They are wanted still. What is more urgent may have their slots meanwhile."""
-        self._pinned.difference_update(ExpertKey(want.layer, expert) for expert, _ in taken)
+        self._pinned.difference_update(ExpertKey(request.layer, expert) for expert, _ in acquired)
         self._is_settled = self._is_settled and not self._lacks_slots
 
-    def drop(self, want: Want) -> None:
+    def drop(self, request: ExpertRequest) -> None:
         """Nothing of it is wanted any more."""
-        for expert in list(want.left):
-            key = ExpertKey(want.layer, expert)
+        for expert in list(request.left):
+            key = ExpertKey(request.layer, expert)
             self._pinned.discard(key)
-            self._forget(want, key)
-        if want in self._wants:
-            self._wants.remove(want)
+            self._forget(request, key)
+        if request in self._requests:
+            self._requests.remove(request)
         self._is_settled = False
-        self._give_up_hints()
+        self._cancel_unneeded()
 
     def hint(
         self,
         owner: Hashable,
         layer: int,
-        guesses: Iterable[Guess],
+        guesses: Iterable[PredictedExpert],
         priority: Priority = Priority.LS,
     ) -> None:
         """What `owner` may want there next, the best guess first, in place of what it said before.
@@ -227,29 +244,29 @@ class ExpertCache:
         missing = [
             guess for guess in guesses if ExpertKey(layer, guess.expert) not in self._slot_of
         ]
-        self._hints.say(owner, layer, missing, self._clock())
-        self._give_up_hints()
+        self._hints.put(owner, layer, missing, self._clock())
+        self._cancel_unneeded()
         if missing:
             self._is_settled = False
             self._issue()
 
     def forget_hints(self, owner: Hashable) -> None:
         self._hints.forget(owner)
-        self._give_up_hints()
+        self._cancel_unneeded()
 
     def wait(self, timeout_s: float) -> bool:
         """Until something can go on, at most so long, or `wake`. Raises ChannelError if what is
         wanted has not moved for the deadline."""
         self._advance()
-        if self._can_go_on():
+        if self._is_any_ready():
             return True
         start_s = self._clock()
         self._tier.wait(timeout_s)
         now_s = self._clock()
-        if self._wants:
+        if self._requests:
             self.traffic.waited_s += now_s - start_s
         self._advance()
-        if self._can_go_on():
+        if self._is_any_ready():
             return True
         self._check_deadline(now_s)
         return False
@@ -264,45 +281,45 @@ class ExpertCache:
     def check(self) -> None:
         """Raises AssertionError unless each slot is free, being filled, or some expert's."""
         reading = [read.slot for read in self._reads.values()]
-        taken = [*self._free, *reading, *self._slot_of.values()]
-        assert sorted(taken) == list(range(self.slots)), taken
+        acquired = [*self._free, *reading, *self._slot_of.values()]
+        assert sorted(acquired) == list(range(self.slots)), acquired
         assert self._pinned <= set(self._slot_of), self._pinned
         assert self._of_be <= {*self._slot_of, *self._reads}, self._of_be
-        for want in self._wants:
-            there = {e for e in want.left if ExpertKey(want.layer, e) in self._slot_of}
-            assert want.ready == there, (want.ready, there)
+        for request in self._requests:
+            there = {e for e in request.left if ExpertKey(request.layer, e) in self._slot_of}
+            assert request.ready == there, (request.ready, there)
 
     def close(self) -> None:
         self._tier.close()
 
-    def _can_go_on(self) -> bool:
-        return any(want.can_go_on for want in self._wants)
+    def _is_any_ready(self) -> bool:
+        return any(request.is_ready for request in self._requests)
 
     def _advance(self) -> None:
         """Takes in what has been read, and has the next parts read."""
-        self._take_in(self._clock())
+        self._collect_reads(self._clock())
         self._issue()
 
-    def _take_in(self, now_s: float) -> None:
+    def _collect_reads(self, now_s: float) -> None:
         if not self._read_of:
             return
-        for ended in self._tier.ended():
+        for poll_completed in self._tier.poll_completed():
             self._is_settled = False
-            read = self._read_of.pop(ended.ticket)
-            read.tickets.remove(ended.ticket)
-            if ended.error:
-                self._failed(read, ended.error)
-            elif ended.seconds:
-                self._moved_s = now_s
-                self._part_s = running_mean(self._part_s, ended.seconds)
+            read = self._read_of.pop(poll_completed.ticket)
+            read.tickets.remove(poll_completed.ticket)
+            if poll_completed.error:
+                self._record_failure(read, poll_completed.error)
+            elif poll_completed.seconds:
+                self._progressed_s = now_s
+                self._part_s = running_mean(self._part_s, poll_completed.seconds)
                 read.done += 1
                 if not read.cancelled:
                     start_s = self._clock()
-                    self._tier.copy(ended.ticket, self._memory[read.slot])
+                    self._tier.copy(poll_completed.ticket, self._memory[read.slot])
                     self.traffic.copied_s += self._clock() - start_s
-            self._tier.free(ended.ticket)
+            self._tier.free(poll_completed.ticket)
             if read.cancelled:
-                self._end(read)
+                self._discard(read)
             elif read.done == self._tier.parts:
                 self._place(read)
 
@@ -312,54 +329,54 @@ class ExpertCache:
             return
         self._is_settled, self._lacks_slots = True, False
         room = self._tier.room
-        asked = 0
+        issued = 0
         for read, urgency in self._to_read():
-            while asked < room and read.next_part < self._tier.parts:
-                if urgency == HINT_URGENCY and self._hints_under_way() >= HINT_PARTS:
+            while issued < room and read.next_part < self._tier.parts:
+                if urgency == HINT_URGENCY and self._hints_in_flight() >= HINT_PARTS:
                     break
                 key = read.key
                 ticket = self._tier.read(key.layer, key.expert, read.next_part, urgency)
                 read.tickets.add(ticket)
                 self._read_of[ticket] = read
                 read.next_part += 1
-                asked += 1
+                issued += 1
             if read.next_part < self._tier.parts:
                 break
-        if asked:
-            self._tier.begin()
+        if issued:
+            self._tier.submit()
 
     def _to_read(self) -> Iterator[tuple[_Read, int]]:
         """Experts of which parts are still to be read, with their urgency, in this order."""
         is_missing = False
-        for want in self._wants:
-            for expert in want.left if not want.error else ():
-                key = ExpertKey(want.layer, expert)
+        for request in self._requests:
+            for expert in request.left if not request.error else ():
+                key = ExpertKey(request.layer, expert)
                 if key in self._slot_of:
                     continue
                 is_missing = True
-                read = self._reads.get(key) or self._begin(key, want.priority)
+                read = self._reads.get(key) or self._begin(key, request.priority)
                 if read is None:  # every slot holds what is wanted: some of it is computed first
                     self._lacks_slots = True
-                    self._make_room(want)
+                    self._make_room(request)
                     break
                 if not read.cancelled:
-                    yield read, want.priority
+                    yield read, request.priority
         if self._hints and not is_missing:
-            yield from self._to_read_ahead()
+            yield from self._to_prefetch()
 
-    def _to_read_ahead(self) -> Iterator[tuple[_Read, int]]:
-        guesses = self._hints.best_first()
+    def _to_prefetch(self) -> Iterator[tuple[_Read, int]]:
+        guesses = self._hints.by_confidence()
         hinted = {key for _, key in guesses}
         for confidence, key in guesses:
             if key in self._slot_of or not (key in self._reads or self._is_worth_it(confidence)):
                 continue
             read = self._reads.get(key)
             if read is None:
-                if self._hints_under_way():  # two at once come later than the better one alone
+                if self._hints_in_flight():  # two at once come later than the better one alone
                     return
                 slot = self._free.pop() if self._free else None
                 if slot is None:
-                    slot = self._evict(key.layer, lambda k: k in hinted or k in self._wants_of)
+                    slot = self._evict(key.layer, lambda k: k in hinted or k in self._requests_of)
                 if slot is None:
                     self._lacks_slots = True
                     return
@@ -367,14 +384,14 @@ class ExpertCache:
             if not read.cancelled:
                 yield read, HINT_URGENCY
 
-    def _hints_under_way(self) -> int:
+    def _hints_in_flight(self) -> int:
         return sum(len(read.tickets) for read in self._reads.values() if read.hinted)
 
     def _is_worth_it(self, confidence: float) -> bool:
-        ahead_s = self._hints.ahead_s
-        if not ahead_s or not self._part_s:
+        lead_time_s = self._hints.lead_time_s
+        if not lead_time_s or not self._part_s:
             return True  # nothing has been measured yet
-        return self._pays(confidence, min(self.read_s, ahead_s), self._part_s)
+        return self._is_worth_reading(confidence, min(self.read_s, lead_time_s), self._part_s)
 
     def _begin(self, key: ExpertKey, priority: Priority) -> _Read | None:
         slot = self._slot_for(key.layer, priority)
@@ -388,45 +405,47 @@ class ExpertCache:
     def _slot_for(self, layer: int, priority: Priority) -> int | None:
         if self._free:
             return self._free.pop()
-        has_its_part = (
+        is_at_quota = (
             priority is Priority.BE
             and self._is_ls_live()
             and len(self._of_be) >= max(1, int(BE_FRACTION * self.slots))
         )
         return self._evict(
             layer,
-            lambda key: self._is_wanted(key, priority) or (has_its_part and key not in self._of_be),
+            lambda key: (
+                self._is_requested(key, priority) or (is_at_quota and key not in self._of_be)
+            ),
         )
 
     def _is_ls_live(self) -> bool:
         return self._clock() - self._ls_s < LS_LIVE_S
 
-    def _make_room(self, want: Want) -> None:
+    def _make_room(self, request: ExpertRequest) -> None:
         """Gives up as many reads of hints and of lower classes as it still lacks slots."""
-        keys = (ExpertKey(want.layer, expert) for expert in want.left)
+        keys = (ExpertKey(request.layer, expert) for expert in request.left)
         lacks = sum(key not in self._slot_of and key not in self._reads for key in keys)
         lacks -= sum(read.cancelled for read in self._reads.values())
         for key, read in list(self._reads.items()):
-            if lacks > 0 and not read.cancelled and not self._is_wanted(key, want.priority):
+            if lacks > 0 and not read.cancelled and not self._is_requested(key, request.priority):
                 self._cancel(read)
                 lacks -= 1
 
-    def _is_wanted(self, key: ExpertKey, priority: Priority) -> bool:
+    def _is_requested(self, key: ExpertKey, priority: Priority) -> bool:
         """By somebody of that class or a higher one."""
-        wants = self._wants_of.get(key, ())
-        return any(want.priority <= priority for want in wants)
+        requests = self._requests_of.get(key, ())
+        return any(request.priority <= priority for request in requests)
 
     def _evict(self, layer: int, is_kept: Callable[[ExpertKey], bool]) -> int | None:
         """The slot of what leaves first; None: nothing can."""
-        for key in self._order.leave(layer):
+        for key in self._eviction.candidates(layer):
             if key not in self._pinned and not is_kept(key):
                 break
         else:
             return None
-        self._order.gone(key)
+        self._eviction.on_evict(key)
         self._of_be.discard(key)
-        for want in self._wants_of.get(key, ()):
-            want.ready.discard(key.expert)
+        for request in self._requests_of.get(key, ()):
+            request.ready.discard(key.expert)
         if key in self._unused_hints:
             self._unused_hints.remove(key)
             self._count(WASTED_HINT)
@@ -438,40 +457,41 @@ class ExpertCache:
         self.traffic.read_bytes[cause] += self._tier.expert_bytes * parts // self._tier.parts
 
     def _check_deadline(self, now_s: float) -> None:
-        for want in self._wants:
-            since_s = max(want.begun_s, self._moved_s)
+        for request in self._requests:
+            since_s = max(request.started_s, self._progressed_s)
             if now_s - since_s > self._deadline_s:
-                missing = [expert for expert in want.left if expert not in want.ready]
+                missing = [expert for expert in request.left if expert not in request.ready]
                 raise ChannelError(
-                    f"experts {missing[:8]} of layer {want.layer} have not come: nothing could be "
-                    f"read from {self._tier} for {self._deadline_s:g} s; see channel.deadline_s"
+                    f"experts {missing[:8]} of layer {request.layer} are missing: nothing could be "
+                    f"read from {self._tier} for {self._deadline_s:g} s; see "
+                    "channel.connect_timeout_s"
                 )
 
-    def _forget(self, want: Want, key: ExpertKey) -> None:
-        want.left.pop(key.expert, None)
-        want.ready.discard(key.expert)
-        wants = self._wants_of[key]
-        if want in wants:
-            wants.remove(want)
-        if not wants:
-            del self._wants_of[key]
+    def _forget(self, request: ExpertRequest, key: ExpertKey) -> None:
+        request.left.pop(key.expert, None)
+        request.ready.discard(key.expert)
+        requests = self._requests_of[key]
+        if request in requests:
+            requests.remove(request)
+        if not requests:
+            del self._requests_of[key]
 
-    def _give_up_hints(self) -> None:
+    def _cancel_unneeded(self) -> None:
         """Reads that nobody wants any more, nor may want."""
         if not self._reads:
             return
         hinted = self._hints.keys()
         for key, read in list(self._reads.items()):
-            if key not in self._wants_of and key not in hinted and not read.cancelled:
+            if key not in self._requests_of and key not in hinted and not read.cancelled:
                 self._cancel(read)
 
     def _cancel(self, read: _Read) -> None:
         read.cancelled = True
         for ticket in read.tickets:
-            self._tier.skip(ticket)
-        self._end(read)
+            self._tier.cancel(ticket)
+        self._discard(read)
 
-    def _end(self, read: _Read) -> None:
+    def _discard(self, read: _Read) -> None:
         """It was given up; once nothing of it is under way its slot is free."""
         if read.tickets:
             return
@@ -481,29 +501,29 @@ class ExpertCache:
         if read.hinted:
             self._count(WASTED_HINT, read.done)
 
-    def _failed(self, read: _Read, error: str) -> None:
+    def _record_failure(self, read: _Read, error: str) -> None:
         key = read.key
         if not read.cancelled:
             read.cancelled = True
             for ticket in read.tickets:
-                self._tier.skip(ticket)
+                self._tier.cancel(ticket)
         self._failures[key] += 1
         if self._failures[key] < _TRIES:
             return
         del self._failures[key]
-        self._hints.cannot(key)
-        for want in self._wants_of.get(key, ()):
-            want.error = f"expert {key.expert} of layer {key.layer}: {error}"
+        self._hints.exclude(key)
+        for request in self._requests_of.get(key, ()):
+            request.error = f"expert {key.expert} of layer {key.layer}: {error}"
 
     def _place(self, read: _Read) -> None:
         key = read.key
         del self._reads[key]
         self._failures.pop(key, None)
         self._slot_of[key] = read.slot
-        self._order.placed(key)
+        self._eviction.on_insert(key)
         if read.hinted:
             self._unused_hints.add(key)
         else:
             self._count(DEMAND)
-        for want in self._wants_of.get(key, ()):
-            want.ready.add(key.expert)
+        for request in self._requests_of.get(key, ()):
+            request.ready.add(key.expert)

@@ -19,8 +19,8 @@ from typing import IO, Final, NamedTuple
 
 from contracts.logs import event
 from contracts.machine import available_bytes
-from models.experts.expert_form import ExpertForm, SlotMemory
-from models.experts.host_experts import fingerprint, open_expert_store
+from models.experts.expert_format import ExpertFormat, SlotMemory
+from models.experts.host_experts import fingerprint, open_host_file
 from models.weights.checkpoint import Checkpoint
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -29,14 +29,14 @@ ALIGNED: Final = 4096
 PART_BYTES: Final = 1 << 20  # from there on a disk is at its rate, with two under way
 
 
-class Place(NamedTuple):
+class FileRange(NamedTuple):
     """In a file, in bytes."""
 
     offset: int
     size: int
 
 
-class _Range(NamedTuple):
+class _TensorSlice(NamedTuple):
     """Bytes of a tensor, and where they stand in a part."""
 
     tensor: int
@@ -49,18 +49,18 @@ class ExpertFile:
     """Where each part of each expert stands in the file, and what of it belongs where. `descriptor`
     reads it; past the page cache if it `is_direct`: in whole multiples of ALIGNED bytes, then."""
 
-    def __init__(self, file: IO[bytes], form: ExpertForm, *, direct: bool) -> None:
+    def __init__(self, file: IO[bytes], slot_format: ExpertFormat, *, direct_io: bool) -> None:
         """file: open for as long as this is."""
         self._file, self.path = file, Path(file.name)
-        self._first_of = {layer: at for at, layer in enumerate(form.spec.moe_layers)}
-        self._experts, sizes = form.spec.num_experts, form.sizes
+        self._first_of = {layer: at for at, layer in enumerate(slot_format.spec.moe_layers)}
+        self._experts, sizes = slot_format.spec.num_experts, slot_format.sizes
         self.expert_bytes = sum(sizes)
         self.record_bytes = _aligned(self.expert_bytes)
         self._ranges = [
             _ranges(sizes, first, min(first + PART_BYTES, self.record_bytes))
             for first in range(0, self.record_bytes, PART_BYTES)
         ]
-        self._direct = self._open_direct() if direct else None
+        self._direct = self._open_direct() if direct_io else None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -84,12 +84,12 @@ class ExpertFile:
     def descriptor(self) -> int:
         return self._file.fileno() if self._direct is None else self._direct
 
-    def place(self, layer: int, expert: int, part: int) -> Place:
+    def range_of(self, layer: int, expert: int, part: int) -> FileRange:
         """Of a part in the file."""
         record = self._first_of[layer] * self._experts + expert
         first = part * PART_BYTES
         size = min(PART_BYTES, self.record_bytes - first)
-        return Place(record * self.record_bytes + first, size)
+        return FileRange(record * self.record_bytes + first, size)
 
     def scatter(self, part: int, read: memoryview, into: SlotMemory) -> None:
         """Copies what was read of that part to where it is computed with."""
@@ -114,7 +114,7 @@ class ExpertFile:
         except OSError as error:
             event(
                 log,
-                "experts_read_through_the_page_cache",
+                "direct_io_unavailable",
                 logging.WARNING,
                 file=str(self.path),
                 reason=f"no direct reads there: {error.strerror}",
@@ -125,11 +125,11 @@ class ExpertFile:
 
 def open_expert_file(
     folder: Path,
-    form: ExpertForm,
+    slot_format: ExpertFormat,
     *,
     store: Path | None,
     deadline_s: float,
-    direct: bool | None = None,
+    direct_io: bool | None = None,
 ) -> ExpertFile:
     """Of the checkpoint in `folder`; made if it is not there. store: the folder where it stands
     (None: the system's for temporary files). deadline_s: for another process to make it. direct:
@@ -138,26 +138,26 @@ def open_expert_file(
     Raises CheckpointError, ResourceError.
     """
     checkpoint = Checkpoint(folder)
-    name = f"records-{fingerprint(folder, form.name)}"
-    experts = len(form.spec.moe_layers) * form.spec.num_experts
-    size = experts * _aligned(sum(form.sizes))
+    name = f"records-{fingerprint(folder, slot_format.name)}"
+    experts = len(slot_format.spec.moe_layers) * slot_format.spec.num_experts
+    size = experts * _aligned(sum(slot_format.sizes))
     available = available_bytes()
 
     def write(path: Path) -> None:
-        _write(checkpoint, form, path, size)
+        _write(checkpoint, slot_format, path, size)
 
-    file = open_expert_store(store, name, size, write, deadline_s=deadline_s)
-    past = size > available if direct is None else direct
-    return ExpertFile(file, form, direct=past)
+    file = open_host_file(store, name, size, write, deadline_s=deadline_s)
+    bypass_cache = size > available if direct_io is None else direct_io
+    return ExpertFile(file, slot_format, direct_io=bypass_cache)
 
 
-def _write(checkpoint: Checkpoint, form: ExpertForm, path: Path, size: int) -> None:
-    event(log, "expert_file_is_made", file=str(path), bytes=size)
-    pieces = form.pieces(checkpoint)
-    rest = bytes(_aligned(sum(form.sizes)) - sum(form.sizes))
+def _write(checkpoint: Checkpoint, slot_format: ExpertFormat, path: Path, size: int) -> None:
+    event(log, "expert_file_write_started", file=str(path), bytes=size)
+    pieces = slot_format.pieces(checkpoint)
+    rest = bytes(_aligned(sum(slot_format.sizes)) - sum(slot_format.sizes))
     with path.open("x+b") as file:
-        for layer in form.spec.moe_layers:
-            for expert in range(form.spec.num_experts):
+        for layer in slot_format.spec.moe_layers:
+            for expert in range(slot_format.spec.num_experts):
                 for piece in pieces(layer, expert):
                     file.write(piece)
                 file.write(rest)
@@ -169,12 +169,12 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def _ranges(sizes: Sequence[int], first: int, last: int) -> list[_Range]:
+def _ranges(sizes: Sequence[int], first: int, last: int) -> list[_TensorSlice]:
     """Of tensors that stand behind each other, what lies in [first, last)."""
     found, begin = [], 0
     for tensor, size in enumerate(sizes):
         low, high = max(first, begin), min(last, begin + size)
         if low < high:
-            found.append(_Range(tensor, low - begin, high - begin, low - first))
+            found.append(_TensorSlice(tensor, low - begin, high - begin, low - first))
         begin += size
     return found

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear, is_packed
-from models.experts.expert_loading import expert_shapes
+from kernels.linear import PackedLinear, is_packed
+from models.experts.expert_loading import copy_experts, expert_shapes
 from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader
 
 _MATRICES = 2  # gate_up and down; what follows are biases, which are never packed
 
@@ -45,9 +47,9 @@ class ExpertLayout:
             self.shapes = (*matrices, *self.plain_shapes[_MATRICES:])
             self.digest = hashlib.sha256(b"".join(s.layout for s in samples)).digest()
 
-    def new_linear(self, matrix: int, bias_N: Tensor | None = None) -> Linear:
+    def new_linear(self, matrix: int, bias_N: Tensor | None = None) -> PackedLinear:
         """A packed product whose weight is still to be written. matrix 0: gate_up, 1: down."""
-        return Linear(torch.zeros(self.plain_shapes[matrix], dtype=self.dtype), bias_N)
+        return PackedLinear(torch.zeros(self.plain_shapes[matrix], dtype=self.dtype), bias_N)
 
     def empty(self, experts: int) -> tuple[Tensor, ...]:
         """A tensor [experts, *shape] for each of `shapes`, on the device."""
@@ -81,7 +83,7 @@ class ExpertLayout:
     def pack(self, plain: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """One expert's tensors, [1, *shape] of `plain_shapes`, into its pieces."""
         for number, (tensor, out) in enumerate(zip(plain, into, strict=True)):
-            out.copy_(Linear(tensor[0]).memory if number < _MATRICES else tensor)
+            out.copy_(PackedLinear(tensor[0]).memory if number < _MATRICES else tensor)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -90,7 +92,36 @@ class ExpertLayout:
         return [experts * math.prod(shape) * self.dtype.itemsize for shape in self.shapes]
 
 
-def of_expert(pieces: Sequence[Tensor], expert: int, experts: int) -> list[Tensor]:
+def expert_pieces(pieces: Sequence[Tensor], expert: int, experts: int) -> list[Tensor]:
     """Of packed pieces of `experts`, those of the one at `expert`."""
     matrices, biases = pieces[: _MATRICES * experts], pieces[_MATRICES * experts :]
     return [*matrices[expert::experts], *(bias[expert : expert + 1] for bias in biases)]
+
+
+class CheckpointParts:
+    """Reads, undoes quantisation, and lays out, at every call. keep: leaves the pages that it has
+    read in memory, to be read again."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout, *, keep: bool = False) -> None:
+        self._checkpoint, self._layout, self._keep = checkpoint, layout, keep
+        self._loader = Loader(checkpoint, layout.dtype, torch.device("cpu"), None, 0)
+
+    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
+        """Fills `into`, the pieces of experts [first, last). Raises CheckpointError."""
+        experts = range(first, last)
+        if self._layout.packed:
+            self._pack(layer, experts, into)
+        else:
+            self._copy(layer, experts, into)
+        if not self._keep:
+            self._loader.finish_layer()
+
+    def _pack(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
+        shapes = self._layout.plain_shapes
+        plain = [torch.empty((1, *shape), dtype=self._layout.dtype) for shape in shapes]
+        for number, expert in enumerate(experts):
+            self._copy(layer, range(expert, expert + 1), plain)
+            self._layout.pack(plain, expert_pieces(into, number, len(experts)))
+
+    def _copy(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
+        copy_experts(self._checkpoint, self._layout.spec, layer, experts, self._loader.copy, into)

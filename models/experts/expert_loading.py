@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from kernels.experts import ClampedGate
-from kernels.linear import Linears, linears
+from kernels.linear import ExpertLinears, linears
 from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
 from models.spec.model import ModelSpec
 from models.weights import layout
-from models.weights.checkpoint import Checkpoint, clamped_wants, is_fused
+from models.weights.checkpoint import Checkpoint, clamped_weight_specs, is_fused
 from models.weights.loading import Loader
 
 Copy = Callable[[Tensor, Tensor], object]
@@ -26,8 +26,8 @@ Copy = Callable[[Tensor, Tensor], object]
 class ExpertLayer:
     """Of each local expert: gate_up D -> 2F (gate rows first), down F -> D."""
 
-    gate_up: Linears
-    down: Linears
+    gate_up: ExpertLinears
+    down: ExpertLinears
     clamped: ClampedGate | None = None
 
 
@@ -42,20 +42,20 @@ def load_experts(
     return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped_gate(spec))
 
 
-def read_apart(
+def load_separately(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
     """As `load_experts`, each in memory of its own, so that it can be let go of by itself."""
     each = [load_experts(checkpoint, spec, layer, [expert], loader) for expert in ids]
-    return joined(each) if each else load_experts(checkpoint, spec, layer, ids, loader)
+    return join_layers(each) if each else load_experts(checkpoint, spec, layer, ids, loader)
 
 
-def joined(layers: Sequence[ExpertLayer]) -> ExpertLayer:
+def join_layers(layers: Sequence[ExpertLayer]) -> ExpertLayer:
     """One after the other. Their memory is theirs: it goes with the last layer that has it."""
     gate_up = [product for layer in layers for product in layer.gate_up]
     down = [product for layer in layers for product in layer.down]
     clamped = next((layer.clamped for layer in layers), None)
-    return ExpertLayer(Linears(gate_up, None), Linears(down, None), clamped)
+    return ExpertLayer(ExpertLinears(gate_up, None), ExpertLinears(down, None), clamped)
 
 
 def expert_shapes(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
@@ -81,9 +81,9 @@ def copy_experts(
     """Fills `into`, a tensor [e, *shape] for each of `expert_shapes`. Reads only these experts'
     tensors (slices of fused ones). Raises CheckpointError."""
     gate_up, down, *biases = into
-    of_layer = StoredLayer(checkpoint, spec, layer)
+    stored_layer = StoredLayer(checkpoint, spec, layer)
     for local, expert in enumerate(expert_ids):
-        stored = of_layer.expert(expert)
+        stored = stored_layer.expert(expert)
         lay_out_gate_up(stored, spec, copy, gate_up[local])
         lay_out_down(stored, spec, copy, down[local])
         if biases:
@@ -99,7 +99,7 @@ class StoredLayer:
         self._checkpoint, self._spec, self._layer = checkpoint, spec, layer
         self._fused: dict[str, Tensor] | None = None
         if spec.clamp is not None:
-            self._fused = self._stored(clamped_wants(checkpoint, spec, layer))
+            self._fused = self._stored(clamped_weight_specs(checkpoint, spec, layer))
         elif is_fused(checkpoint, spec, layer):
             self._fused = self._stored(layout.fused_expert_tensors(spec, layer))
 
@@ -110,10 +110,10 @@ class StoredLayer:
             return self._stored(layout.expert_tensors(self._spec, self._layer, expert))
         return {role: tensor[expert] for role, tensor in self._fused.items()}
 
-    def _stored(self, wants: layout.Wants) -> dict[str, Tensor]:
+    def _stored(self, weight_specs: layout.WeightSpecs) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for role, wanted in wants.items():
-            found[role], scale = self._checkpoint.stored(wanted)
+        for role, weight_spec in weight_specs.items():
+            found[role], scale = self._checkpoint.stored(weight_spec)
             if scale is not None:
                 found[f"{role}_scale"] = scale
         return found
@@ -132,14 +132,14 @@ def lay_out_gate_up(
     if spec.clamp is None:
         copy(rows, into)
     else:
-        _in_turns(rows, F, copy, into)
+        _deinterleave(rows, F, copy, into)
 
 
 def lay_out_gate_up_bias(
     stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
 ) -> None:
     """[2F]: the same of its bias."""
-    _in_turns(stored["gate_up_bias"], spec.expert_ffn_size, copy, into)
+    _deinterleave(stored["gate_up_bias"], spec.expert_ffn_size, copy, into)
 
 
 def lay_out_down(stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor) -> None:
@@ -147,7 +147,7 @@ def lay_out_down(stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into
     copy(_matrix(stored, "down", spec), into)
 
 
-def _in_turns(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
+def _deinterleave(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
     copy(rows[0::2], into[:F])
     copy(rows[1::2], into[F:])
 

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kernels.linear import Linears, plain_linears
+from kernels.linear import ExpertLinears, plain_linears
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer, clamped_gate
-from models.experts.moe import ExpertHalf
 
 
 class ExpertBuffer:
@@ -45,7 +45,7 @@ class ExpertBuffer:
         memory = [[product.memory for product in products] for products in (gate_up, down)]
         self._tensors = [*memory, *biases]
         self.layer = ExpertLayer(
-            Linears(gate_up, None), Linears(down, None), clamped_gate(self._layout.spec)
+            ExpertLinears(gate_up, None), ExpertLinears(down, None), clamped_gate(self._layout.spec)
         )
 
     def _hold_plain(self) -> None:
@@ -79,7 +79,7 @@ class ExpertStore(Protocol):
     """Used by one thread. Whatever the kind: equal weights, and so equal bits."""
 
     @property
-    def copies(self) -> bool:
+    def is_streamed(self) -> bool:
         """Whether layers come and go; else all stay."""
 
     @property
@@ -90,15 +90,15 @@ class ExpertStore(Protocol):
     def waited_s(self) -> float:
         """So far: time in which nothing was computed because a layer was not there yet."""
 
-    def has(self, layer: int) -> bool:
+    def is_ready(self, layer: int) -> bool:
         """Whether `fetch` would return at once."""
 
-    def bring(self, layer: int, timeout_s: float) -> bool:
+    def wait_ready(self, layer: int, timeout_s: float) -> bool:
         """Waits for what `fetch` would wait for, at most so long. Raises as `fetch`; whether the
         layer has come."""
 
     def wake(self) -> None:
-        """Ends a `bring` that waits. Called from any thread."""
+        """Ends a `wait_ready` that waits. Called from any thread."""
 
     def fetch(self, layer: int) -> ExpertLayer:
         """All experts of `layer`; begins to bring the next layers in. What an earlier call for
@@ -116,16 +116,16 @@ class ExpertStore(Protocol):
 class ResidentStore:
     """All experts of all layers, in the processor's own layout."""
 
-    copies = False
+    is_streamed = False
     copy_s = waited_s = 0.0
 
     def __init__(self, experts: ExpertHalf) -> None:
         self._experts = experts
 
-    def has(self, layer: int) -> bool:
+    def is_ready(self, layer: int) -> bool:
         return True
 
-    def bring(self, layer: int, timeout_s: float) -> bool:
+    def wait_ready(self, layer: int, timeout_s: float) -> bool:
         return True
 
     def wake(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from models.experts.expert_form import SlotMemory
+from models.experts.expert_format import SlotMemory
 
 
-class PartRead(NamedTuple):
+class CompletedRead(NamedTuple):
     """ticket: of the `read`. seconds: it took; 0: it was skipped. error: why it failed, if it
     did."""
 
@@ -17,7 +17,7 @@ class PartRead(NamedTuple):
     error: str = ""
 
 
-class Tier(Protocol):
+class ExpertTier(Protocol):
     """Reads parts of experts, beside the thread that owns it. parts: of an expert; room: how many
     more reads it takes now."""
 
@@ -29,21 +29,21 @@ class Tier(Protocol):
     def room(self) -> int: ...
 
     def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
-        """To be read from the next `begin` on; what is less urgent waits. Returns a ticket."""
+        """To be read from the next `submit` on; what is less urgent waits. Returns a ticket."""
 
-    def begin(self) -> None:
+    def submit(self) -> None:
         """What has been asked for so far is read."""
 
     def fileno(self) -> int:
         """A descriptor that can be read while a `wait` would return at once."""
 
-    def hurry(self, ticket: int, urgency: int) -> None:
+    def expedite(self, ticket: int, urgency: int) -> None:
         """It has become more urgent."""
 
-    def skip(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         """It is not wanted any more: if it has not begun it never does."""
 
-    def ended(self) -> Iterable[PartRead]:
+    def poll_completed(self) -> Iterable[CompletedRead]:
         """What has ended since the last time. Raises ChannelError if nothing will, any more."""
 
     def copy(self, ticket: int, into: SlotMemory) -> None:

@@ -24,12 +24,11 @@ from torch import Tensor
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
-from models.experts.checkpoint_part import CheckpointParts
-from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_layout import CheckpointParts, ExpertLayout
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_store import open_shared
-from models.spec.stored_names import ROUTING
-from models.weights.checkpoint import Checkpoint, expert_wants
+from models.experts.shared_file import open_shared_file
+from models.spec.checkpoint_files import ROUTING
+from models.weights.checkpoint import Checkpoint, expert_weight_specs
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -37,7 +36,7 @@ _FORMAT = 1
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-class Parts(Protocol):
+class ExpertParts(Protocol):
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
         """Fills `into`, the pieces of experts [first, last)."""
 
@@ -45,14 +44,14 @@ class Parts(Protocol):
 class HostSource:
     """An ExpertSource; of parts of layers too. pinned: memory of theirs that is, until `close`."""
 
-    def __init__(self, parts: Parts, num_experts: int, pinned: Sequence[Tensor] = ()) -> None:
+    def __init__(self, parts: ExpertParts, num_experts: int, pinned: Sequence[Tensor] = ()) -> None:
         self._parts, self._num_experts, self._pinned = parts, num_experts, pinned
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
         self._parts.copy_part(layer, 0, self._num_experts, into.pieces)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """As `Parts`."""
+        """As `ExpertParts`."""
         self._parts.copy_part(layer, first, last, into)
 
     def close(self) -> None:
@@ -66,7 +65,8 @@ def open_host_source(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> HostSource:
     """store: where the folder of files that had to be made is (None: the system's folder for
-    temporary files; models/experts/host_store.py). deadline_s: for another worker to make the file.
+    temporary files; models/experts/shared_file.py). deadline_s: for another worker to make the
+    file.
 
     Where there is no room for a file that saves packing, experts are packed as they are read.
     Raises CheckpointError, and ResourceError where a file without which it cannot be done has no
@@ -76,7 +76,7 @@ def open_host_source(
     mapped = CheckpointParts(checkpoint, layout, keep=True)
     on_cpu = layout.device.type == "cpu"
     can_map = on_cpu and _is_stored_as_computed(checkpoint, layout)
-    parts: Parts = mapped
+    parts: ExpertParts = mapped
     pinned: list[Tensor] = []
     if layout.packed or not can_map:
         try:
@@ -85,7 +85,7 @@ def open_host_source(
         except ResourceError as error:
             if not can_map:
                 raise
-            event(log, "experts_packed_as_read", logging.WARNING, reason=error.message)
+            event(log, "experts_packed_on_read", logging.WARNING, reason=error.message)
     return HostSource(parts, layout.spec.num_experts, pinned)
 
 
@@ -180,10 +180,10 @@ def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool
     if spec.clamp is not None:
         return False
     return all(
-        checkpoint.entry(checkpoint.find(wanted)).dtype == _STORED[layout.dtype]
+        checkpoint.entry(checkpoint.find(weight_spec)).dtype == _STORED[layout.dtype]
         for layer in spec.moe_layers
-        for wants in expert_wants(checkpoint, spec, layer, range(spec.num_experts))
-        for wanted in wants.values()
+        for weight_specs in expert_weight_specs(checkpoint, spec, layer, range(spec.num_experts))
+        for weight_spec in weight_specs.values()
     )
 
 
@@ -199,10 +199,10 @@ def _open_file(
     def write(path: Path) -> None:
         _write(checkpoint, layout, path, size)
 
-    return open_expert_store(store, name, size, write, deadline_s=deadline_s)
+    return open_host_file(store, name, size, write, deadline_s=deadline_s)
 
 
-def open_expert_store(
+def open_host_file(
     store: Path | None,
     name: str,
     size: int,
@@ -210,7 +210,7 @@ def open_expert_store(
     *,
     deadline_s: float,
 ) -> IO[bytes]:
-    """As `open_shared`, in `store` (None: the system's folder for temporary files). Raises
+    """As `open_shared_file`, in `store` (None: the system's folder for temporary files). Raises
     ResourceError, also where there is no room to make it."""
     parent = store or Path(tempfile.gettempdir())
 
@@ -224,7 +224,7 @@ def open_expert_store(
         write(path)
 
     try:
-        return open_shared(parent, name, size, write_if_it_fits, deadline_s=deadline_s)
+        return open_shared_file(parent, name, size, write_if_it_fits, deadline_s=deadline_s)
     except OSError as error:
         raise ResourceError(
             f"{parent}: {error.strerror}; set prefill.host_store to a folder with {size} free bytes"
@@ -242,10 +242,10 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
         os.fsync(file.fileno())
 
 
-def fingerprint(folder: Path, *form: object) -> str:
-    """Changes with the checkpoint's files, and with `form`: how experts are laid out."""
+def fingerprint(folder: Path, *layout_key: object) -> str:
+    """Changes with the checkpoint's files, and with `layout_key`: how experts are laid out."""
     weights = set(folder.glob("*.safetensors")) - {folder / ROUTING}
     files = sorted([*weights, folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    text = repr((_FORMAT, str(folder.resolve()), *form, stats))
+    text = repr((_FORMAT, str(folder.resolve()), *layout_key, stats))
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from kernels.linear import Linear
+from kernels.linear import PackedLinear
 from kernels.routing import (
     GroupLimit,
     limited_top_k,
@@ -25,7 +25,7 @@ from models.weights.loading import Loader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedTokens:
     """What the experts must see: x_TD in the model dtype, ids int64, weights float32."""
 
     x_TD: Tensor
@@ -37,23 +37,27 @@ class Router:
     """The router of one layer."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
-        wants = layout.router_tensors(spec, layer)
-        router = loader.load(wants["router"])
+        weight_specs = layout.router_tensors(spec, layer)
+        router = loader.load(weight_specs["router"])
         self._dtype = router.dtype
-        self._scores = Linear(router, loader.load(wants["bias"]) if "bias" in wants else None)
-        self._correction = loader.load(wants["correction"]) if "correction" in wants else None
+        self._scores = PackedLinear(
+            router, loader.load(weight_specs["bias"]) if "bias" in weight_specs else None
+        )
+        self._correction = (
+            loader.load(weight_specs["correction"]) if "correction" in weight_specs else None
+        )
         self.experts = spec.num_experts
         self._top_k = spec.top_k
         self._routing = spec.routing
         self._plain = spec.family.routing == "plain"
         self._rounds = spec.family.rounds_topk_weights
 
-    def __call__(self, x_TD: Tensor) -> Routed:
+    def __call__(self, x_TD: Tensor) -> RoutedTokens:
         return self.choose(x_TD, self.logits(x_TD))
 
-    def steps(self, x_TD: Tensor) -> Steps[Routed]:
+    def steps(self, x_TD: Tensor) -> Steps[RoutedTokens]:
         """As a call of it, tile by tile."""
-        chosen: list[Routed] = []
+        chosen: list[RoutedTokens] = []
         for tile in row_tiles(x_TD, LIGHT_ROWS):
             if chosen:
                 yield
@@ -61,13 +65,13 @@ class Router:
         if len(chosen) == 1:
             return chosen[0]
         ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
-        return Routed(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
+        return RoutedTokens(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """[T, E]"""
         return self._scores(x_TD.to(self._dtype))
 
-    def choose(self, x_TD: Tensor, logits_TE: Tensor) -> Routed:
+    def choose(self, x_TD: Tensor, logits_TE: Tensor) -> RoutedTokens:
         """The experts of x_TD and their weights, by the family's rule."""
         routing = self._routing
         if self._plain:
@@ -77,7 +81,7 @@ class Router:
                 normalize=routing.normalize,
                 round_to=self._round_to(logits_TE),
             )
-            return Routed(x_TD, ids_TK, weights_TK)
+            return RoutedTokens(x_TD, ids_TK, weights_TK)
         limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
         ids_TK, weights_TK = limited_top_k(
             self._scored(logits_TE),
@@ -86,19 +90,19 @@ class Router:
             bias_E=self._correction,
             normalize=routing.normalize,
         )
-        return Routed(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+        return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
 
-    def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> Routed:
+    def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> RoutedTokens:
         """Those experts, whoever chose them, with the weights that they have for x_TD."""
         logits_TE, routing = self.logits(x_TD), self._routing
         if self._plain:
             weights_TK = softmax_weights(
                 logits_TE, ids_TK, normalize=routing.normalize, round_to=self._round_to(logits_TE)
             )
-            return Routed(x_TD, ids_TK, weights_TK)
+            return RoutedTokens(x_TD, ids_TK, weights_TK)
         scores_TE = self._scored(logits_TE)
         weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
-        return Routed(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+        return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
 
     def _scored(self, logits_TE: Tensor) -> Tensor:
         is_sigmoid = self._routing.score == "sigmoid"

@@ -9,7 +9,7 @@ from contracts.errors import ConfigError
 from models.spec.model import ModelSpec
 
 
-def slots_for(
+def slot_count(
     config: ExpertsConfig,
     expert_bytes: int,
     model: ModelSpec,

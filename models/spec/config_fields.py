@@ -28,7 +28,7 @@ class ConfigFields:
     and spellings of one size must agree.
 
     A null counts as absent, but where `transformers` takes it for a value of its own: there the
-    readers ask `states_null`.
+    readers ask `is_null`.
     """
 
     def __init__(self, path: Path, tree: dict[str, Any], prefix: str = "") -> None:
@@ -42,12 +42,12 @@ class ConfigFields:
     def has(self, key: str) -> bool:
         return self._tree.get(key) is not None
 
-    def states(self, key: str) -> bool:
+    def is_present(self, key: str) -> bool:
         """Whether the key is there, with null perhaps."""
         return key in self._tree
 
-    def states_null(self, key: str) -> bool:
-        return self.states(key) and self._tree[key] is None
+    def is_null(self, key: str) -> bool:
+        return self.is_present(key) and self._tree[key] is None
 
     def items(self) -> Iterable[tuple[str, Any]]:
         return self._tree.items()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
+
 from models.spec.config_fields import ConfigFields
 from models.spec.families import Family
 
@@ -41,7 +45,9 @@ def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[
         return none
     if switched is not None and not config.boolean(switched, default=False):
         return none
-    if not config.has("sliding_window") and (default is None or config.states("sliding_window")):
+    if not config.has("sliding_window") and (
+        default is None or config.is_present("sliding_window")
+    ):
         return none
     first = config.raw("max_window_layers")
     if switched is not None and first not in (None, 0):
@@ -63,7 +69,132 @@ def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tupl
     for kind in types:
         if kind not in (_SLIDING, _FULL):
             raise config.error("layer_types", f"{kind!r} is not supported")
-    if config.states_null("sliding_window"):
+    if config.is_null("sliding_window"):
         raise config.error("sliding_window", "null is not supported where layers differ in it")
     window = config.positive_int("sliding_window", default=default)
     return tuple(window if kind == _SLIDING else None for kind in types)
+
+
+_DEFAULT_Q_RANK = 1536  # where the key is missing; null says that there is none
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes in elements. A head's query and key are `nope_dim` plain and `rope_dim` turned
+    elements; a token's cache entry is kv_rank + rope_dim. `q_rank` None: queries are projected
+    directly. `interleaved`: the pairs that rope turns are stored side by side."""
+
+    kv_rank: int
+    q_rank: int | None
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def entry_dim(self) -> int:
+        return self.kv_rank + self.rope_dim
+
+
+def read_latent(config: ConfigFields, *, num_heads: int, always_interleaved: bool) -> LatentSpec:
+    """Raises CheckpointError."""
+    if config.positive_int("num_key_value_heads", default=num_heads) != num_heads:
+        raise config.error(
+            "num_key_value_heads",
+            f"latent attention needs as many as num_attention_heads={num_heads}",
+        )
+    q_rank = None
+    if not config.is_null("q_lora_rank"):
+        q_rank = config.positive_int("q_lora_rank", default=_DEFAULT_Q_RANK)
+    halves = config.is_null("rope_interleave")
+    latent = LatentSpec(
+        kv_rank=config.positive_int("kv_lora_rank"),
+        q_rank=q_rank,
+        nope_dim=config.positive_int("qk_nope_head_dim"),
+        rope_dim=config.positive_int("qk_rope_head_dim"),
+        value_dim=config.positive_int("v_head_dim"),
+        interleaved=always_interleaved or config.boolean("rope_interleave", default=not halves),
+    )
+    if latent.rope_dim % 2:
+        raise config.error("qk_rope_head_dim", f"{latent.rope_dim} is odd; rope needs an even size")
+    return latent
+
+
+class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """`score`: of all experts' logits. Experts stand in `groups` of equal size, of which the best
+    `kept_groups` stay; a group's score is the sum of its `best_of_group` best experts'. Weights
+    are normalised over the chosen, if at all, then multiplied by `scale`."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool
+    groups: int = 1
+    kept_groups: int = 1
+    best_of_group: int = 1
+    scale: float = 1.0
+
+
+def read_routing(config: ConfigFields, family: Family, num_experts: int) -> RoutingSpec:
+    """Raises CheckpointError for what would be routed wrongly."""
+    normalize = family.always_norm_topk or config.boolean("norm_topk_prob", default=False)
+    if family.routing == "plain":
+        return RoutingSpec(normalize=normalize)
+    _refuse_others(config, family)
+    scale = config.number("routed_scaling_factor", default=family.default_routed_scale)
+    if family.routing == "deepseek_v2":
+        if config.is_null("topk_method"):
+            raise config.error("topk_method", "null is not supported; supported: greedy")
+        if config.raw("topk_method") in (None, "greedy"):
+            return RoutingSpec(normalize=False, scale=scale)
+        groups, kept = _groups(config, family, num_experts)
+        return RoutingSpec(normalize=False, groups=groups, kept_groups=kept, scale=scale)
+    groups, kept = _groups(config, family, num_experts)
+    if num_experts // groups < 2:
+        raise config.error(
+            "n_group", f"{groups} groups of {num_experts} experts: fewer than 2 each"
+        )
+    normalize = config.boolean("norm_topk_prob", default=not config.is_null("norm_topk_prob"))
+    return RoutingSpec(
+        score="sigmoid",
+        normalize=normalize,
+        groups=groups,
+        kept_groups=kept,
+        best_of_group=2,
+        scale=scale,
+    )
+
+
+def _refuse_others(config: ConfigFields, family: Family) -> None:
+    """Settings of the original files that `transformers` has no code for."""
+    second = family.routing == "deepseek_v2"
+    methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
+    allowed = {
+        "topk_method": methods,
+        "scoring_func": ("softmax",) if second else ("sigmoid",),
+        "moe_layer_freq": (1,),
+    }
+    for key, values in allowed.items():
+        if config.has(key) and config.raw(key) not in values:
+            known = ", ".join(str(value) for value in values)
+            raise config.error(key, f"{config.raw(key)!r} is not supported; supported: {known}")
+    if second and config.boolean("norm_topk_prob", default=False):
+        raise config.error(
+            "norm_topk_prob", "true is not supported for deepseek_v2: implementations differ in it"
+        )
+
+
+def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int, int]:
+    default_groups, default_kept = family.default_groups
+    groups = config.positive_int("n_group", default=default_groups)
+    kept = config.positive_int("topk_group", default=default_kept)
+    if num_experts % groups or kept > groups:
+        raise config.error(
+            "n_group",
+            f"{groups} groups, {kept} of them kept (topk_group), do not divide the {num_experts}"
+            " experts",
+        )
+    top_k = config.positive_int("num_experts_per_tok", default=family.default_top_k)
+    if top_k > kept * (num_experts // groups):
+        raise config.error(
+            "num_experts_per_tok",
+            f"{top_k} exceeds the {kept * (num_experts // groups)} experts of {kept} groups",
+        )
+    return groups, kept

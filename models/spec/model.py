@@ -14,13 +14,18 @@ import msgspec
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK
+from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES, Family
-from models.spec.latent_spec import LatentSpec, read_latent
-from models.spec.layer_spec import read_moe_layers, read_windows
+from models.spec.layer_spec import (
+    LatentSpec,
+    RoutingSpec,
+    read_latent,
+    read_moe_layers,
+    read_routing,
+    read_windows,
+)
 from models.spec.rope_spec import RopeSpec, read_rope
-from models.spec.routing_spec import RoutingSpec, read_routing
-from models.spec.stored_names import HEAD, stored_names
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -30,7 +35,7 @@ _DTYPES: dict[str, StoredDtype] = {
 }
 
 # What `transformers` reads, and we have no code for.
-_ONLY: dict[str, object] = {"is_causal": True, "per_layer_config": {}, "mlp_bias": False}
+_REQUIRED_VALUES: dict[str, object] = {"is_causal": True, "per_layer_config": {}, "mlp_bias": False}
 
 
 class ClampSpec(msgspec.Struct, frozen=True):
@@ -152,7 +157,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         latent=latent,
         clamp=_clamp(config) if family.experts is None else None,
     )
-    _check_across(config, spec)
+    _check_consistency(config, spec)
     return spec
 
 
@@ -217,7 +222,7 @@ def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
 
 
 def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
-    for key, supported in _ONLY.items():
+    for key, supported in _REQUIRED_VALUES.items():
         if config.has(key) and config.raw(key) != supported:
             raise config.error(
                 key, f"{config.raw(key)!r} is not supported; supported: {supported!r}"
@@ -266,7 +271,7 @@ def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _check_across(config: ConfigFields, spec: ModelSpec) -> None:
+def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise config.error(
             "num_key_value_heads",

@@ -44,8 +44,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     """Raises CheckpointError for a scaling that is not supported or lacks a field."""
-    scaling = _meant(config, default_theta)
-    theta = _theta(config, scaling, default_theta)
+    scaling = _rope_fields(config, default_theta)
+    theta = _read_theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
     if kind not in SUPPORTED_ROPE:
         raise scaling.error(
@@ -62,7 +62,7 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
         return RopeSpec(theta=theta, kind="linear", factor=scaling.number("factor"))
     longest = config.positive_int("max_position_embeddings")
     # The outer one goes first, as in `transformers`.
-    outer = config.states("original_max_position_embeddings")
+    outer = config.is_present("original_max_position_embeddings")
     original = (config if outer else scaling).positive_int(
         "original_max_position_embeddings", default=None if outer else longest
     )
@@ -78,7 +78,7 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     return _yarn(scaling, theta, original, longest)
 
 
-def _meant(config: ConfigFields, default_theta: float) -> ConfigFields:
+def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:
     """rope_scaling, where it says anything, replaces the whole of rope_parameters: `transformers`
     then takes theta from elsewhere, so the two must not contradict each other in it."""
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
@@ -88,7 +88,7 @@ def _meant(config: ConfigFields, default_theta: float) -> ConfigFields:
             raise meant.error(key, "rope parameters by layer type are not supported")
     if meant is old and new.has("rope_theta"):
         theta = new.number("rope_theta")
-        if _theta(config, old, default_theta) != theta:
+        if _read_theta(config, old, default_theta) != theta:
             raise config.error(
                 "rope_scaling",
                 f"stands beside rope_parameters.rope_theta={theta:g} and replaces it; write"
@@ -97,15 +97,15 @@ def _meant(config: ConfigFields, default_theta: float) -> ConfigFields:
     return meant
 
 
-def _theta(config: ConfigFields, scaling: ConfigFields, default: float) -> float:
-    holder = scaling if scaling.states("rope_theta") else config
-    return holder.number("rope_theta", default=None if holder.states("rope_theta") else default)
+def _read_theta(config: ConfigFields, scaling: ConfigFields, default: float) -> float:
+    holder = scaling if scaling.is_present("rope_theta") else config
+    return holder.number("rope_theta", default=None if holder.is_present("rope_theta") else default)
 
 
 def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> RopeSpec:
     """YaRN's temperature 0.1 ln(s) + 1 is on cos and sin. DeepSeek scales it twice: there by a
     ratio where both scales are given, and by mscale_all_dim on the softmax."""
-    ratio = longest / original if scaling.states_null("factor") else None
+    ratio = longest / original if scaling.is_null("factor") else None
     factor = scaling.number("factor", default=ratio)
 
     def temperature(mscale: float) -> float:
@@ -122,7 +122,7 @@ def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> R
         original_context_tokens=original,
         beta_fast=scaling.number("beta_fast", default=32.0),
         beta_slow=scaling.number("beta_slow", default=1.0),
-        truncate=scaling.boolean("truncate", default=not scaling.states_null("truncate")),
+        truncate=scaling.boolean("truncate", default=not scaling.is_null("truncate")),
         attention_factor=scaling.number("attention_factor", default=usual),
         softmax_factor=temperature(all_dim) ** 2 if all_dim else 1.0,
     )

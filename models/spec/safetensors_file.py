@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor's place in the file: `first_byte` counts from the start of the file."""
 
     dtype: str
@@ -48,9 +48,9 @@ class Entry:
 class SafetensorsFile:
     """Header read at once; mapped on first use. A mapping is private: the file is never written."""
 
-    def __init__(self, path: Path, *, most_header_bytes: int = _MAX_HEADER_BYTES) -> None:
+    def __init__(self, path: Path, *, max_header_bytes: int = _MAX_HEADER_BYTES) -> None:
         self.path = path
-        self.entries = _read_header(path, most_header_bytes)
+        self.entries = _read_header(path, max_header_bytes)
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
@@ -80,7 +80,7 @@ class SafetensorsFile:
         return self._map
 
 
-def _read_header(path: Path, most_bytes: int) -> dict[str, Entry]:
+def _read_header(path: Path, max_bytes: int) -> dict[str, TensorEntry]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -90,7 +90,7 @@ def _read_header(path: Path, most_bytes: int) -> dict[str, Entry]:
                     f"{path}: a Git LFS pointer, not the weights; run `git lfs pull`"
                 )
             length = int.from_bytes(prefix, "little")
-            if size < 8 or length > min(size - 8, most_bytes):
+            if size < 8 or length > min(size - 8, max_bytes):
                 raise CheckpointError(
                     f"{path}: truncated or not a safetensors file: {size} bytes, its header says"
                     f" {length}; download it again"
@@ -101,7 +101,7 @@ def _read_header(path: Path, most_bytes: int) -> dict[str, Entry]:
     return _entries(path, header, size)
 
 
-def _entries(path: Path, header: bytes, size: int) -> dict[str, Entry]:
+def _entries(path: Path, header: bytes, size: int) -> dict[str, TensorEntry]:
     try:
         tree = json.loads(header)
         tree.pop("__metadata__", None)
@@ -120,7 +120,7 @@ def _entries(path: Path, header: bytes, size: int) -> dict[str, Entry]:
     return entries
 
 
-def _entry(fields: dict[str, Any], data_start: int) -> Entry:
+def _entry(fields: dict[str, Any], data_start: int) -> TensorEntry:
     first, last = (int(offset) for offset in fields["data_offsets"])
     shape = tuple(int(size) for size in fields["shape"])
     if not 0 <= first <= last or any(size < 0 for size in shape):
@@ -128,4 +128,4 @@ def _entry(fields: dict[str, Any], data_start: int) -> Entry:
     dtype = str(fields["dtype"])
     if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != last - first:
         raise ValueError(f"{last - first} bytes for shape {list(shape)} of {dtype}")
-    return Entry(dtype, shape, data_start + first, last - first)
+    return TensorEntry(dtype, shape, data_start + first, last - first)

@@ -20,7 +20,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError, TooLongError
-from models.text.steps import Steps, finish
+from models.text.encoding_steps import EncodingSteps, finish
 
 Message = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
-        self.knows_developer_role = "developer" in source
+        self.has_developer_role = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -91,7 +91,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         variables: Mapping[str, object],
         max_characters: int | None = None,
-    ) -> Steps[str]:
+    ) -> EncodingSteps[str]:
         """The prompt up to where the assistant speaks, in steps of STEP_PIECES pieces of text.
         Raises RequestError about `messages`, TooLongError as soon as there are more characters."""
         pieces: list[str] = []
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
-        if plain.get("role") == "developer" and not self.knows_developer_role:
+        if plain.get("role") == "developer" and not self.has_developer_role:
             plain["role"] = "system"
         return plain
 

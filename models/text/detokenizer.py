@@ -62,7 +62,7 @@ class WindowDetokenizer:
         return "".join(self._push_one(token_id) for token_id in token_ids)
 
     def flush(self) -> str:
-        return self._give_out() if self._pending else ""
+        return self._emit() if self._pending else ""
 
     def _push_one(self, token_id: int) -> str:
         if not self._visible(token_id):
@@ -70,9 +70,9 @@ class WindowDetokenizer:
         self._pending.append(token_id)
         # Neighbouring byte tokens are one run: if a later one of them is no UTF-8, none of them is
         # shown as a character. So nothing of a run is certain before it has ended.
-        return "" if self._fallback_byte(token_id) is not None else self._give_out()
+        return "" if self._fallback_byte(token_id) is not None else self._emit()
 
-    def _give_out(self) -> str:
+    def _emit(self) -> str:
         before = self._decode(self._context)
         piece = self._decode(self._context + self._pending)[len(before) :]
         # A piece without text (a lone space that the decoder strips) stays in the window: what

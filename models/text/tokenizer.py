@@ -12,14 +12,13 @@ import tokenizers
 
 from contracts.errors import RequestError, TooLongError
 from models.text.chat_template import ChatTemplate, Message
-from models.text.continuations import END_CHARACTERS, end_of
 from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from models.text.steps import PIECE_CHARACTERS, Steps, finish, pieces_of
+from models.text.encoding_steps import PIECE_CHARACTERS, EncodingSteps, finish, pieces_of
 from models.text.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
 POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library
-MAX_REMEMBERED = 4096
+MAX_CACHED_TEXTS = 4096
 NORMALISED_CHARACTERS = 4  # so many may become one (NFC: three letters of Hangul)
 CUT_TOKENS = 64  # more than a word that is cut in two can have more than the whole word
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -44,7 +43,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = _is_byte_level(backend)
         self._bytes_cache: dict[int, bytes] = {}
-        self._remembered: dict[str, list[int]] = {}
+        self._ids_cache: dict[str, list[int]] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
     @classmethod
@@ -82,7 +81,7 @@ class Tokenizer:
         param: str,
         max_tokens: int | None = None,
         add_special_tokens: bool = True,
-    ) -> Steps[list[list[int]]]:
+    ) -> EncodingSteps[list[list[int]]]:
         """`encode_many` in pieces. Of a text that is longer than a piece, no more is tokenised than
         shows that it has more than max_tokens: then it raises TooLongError about `param`."""
         ids: list[list[int]] = []
@@ -92,17 +91,17 @@ class Tokenizer:
             yield sum(map(len, ids[-len(piece) :]))
         return ids
 
-    def _length_steps(self, text: str, max_tokens: int | None, param: str) -> Steps[None]:
+    def _length_steps(self, text: str, max_tokens: int | None, param: str) -> EncodingSteps[None]:
         """Raises TooLongError for a text of far more tokens. Those of its pieces are about as many
         as its own: words are cut at the ends of a piece at most."""
         if max_tokens is None or len(text) <= PIECE_CHARACTERS:
             return
         tokens = 0
         for start in range(0, len(text), PIECE_CHARACTERS):
-            most = max_tokens + CUT_TOKENS * (start // PIECE_CHARACTERS + 1)
+            max_piece_tokens = max_tokens + CUT_TOKENS * (start // PIECE_CHARACTERS + 1)
             (ids,) = self.encode_many([text[start : start + PIECE_CHARACTERS]], False)
             tokens += len(ids)
-            if tokens > most:
+            if tokens > max_piece_tokens:
                 raise TooLongError(
                     f"{param}: a text of {len(text)} characters has more than {max_tokens} tokens,"
                     " which is what the model's context holds: shorten it",
@@ -129,7 +128,7 @@ class Tokenizer:
         max_characters: int | None = None,
         max_tokens: int | None = None,
         add_special_tokens: bool = False,
-    ) -> Steps[list[int]]:
+    ) -> EncodingSteps[list[int]]:
         """`encode_chat` in steps. Raises TooLongError about `messages`."""
         text = yield from self._template.render_steps(messages, variables, max_characters)
         (ids,) = yield from self.encode_steps(
@@ -172,7 +171,7 @@ class Tokenizer:
         *,
         param: str,
         max_tokens: int | None = None,
-    ) -> Steps[list[tuple[list[int], list[list[int]]]]]:
+    ) -> EncodingSteps[list[tuple[list[int], list[list[int]]]]]:
         """`continuations_many` in steps: see `encode_steps`.
 
         What follows a prompt is encoded behind its last line or words only, where the prompt's own
@@ -180,33 +179,35 @@ class Tokenizer:
         """
         stems = [prompt.rstrip() for prompt, _ in pairs]
         prompt_ids = yield from self.encode_steps(stems, param=param, max_tokens=max_tokens)
-        ends = [end_of(stem) for stem in stems]
+        ends = [tokenization_suffix(stem) for stem in stems]
         known = self._encode_distinct(ends)
         heads = [
             end if end and ids[-len(known[end]) :] == known[end] else None
             for end, ids in zip(ends, prompt_ids, strict=True)
         ]
-        behind = [
+        following_texts = [
             [prompt[len(stem) :] + text for text in continuations]
             for stem, (prompt, continuations) in zip(stems, pairs, strict=True)
         ]
         short = [
             head + text
-            for head, texts in zip(heads, behind, strict=True)
+            for head, texts in zip(heads, following_texts, strict=True)
             if head is not None
             for text in texts
         ]
         known |= self._encode_distinct(short)
-        found = []
-        for head, stem, ids, texts in zip(heads, stems, prompt_ids, behind, strict=True):
+        results = []
+        for head, stem, ids, texts in zip(heads, stems, prompt_ids, following_texts, strict=True):
             if head is None:
-                follow = yield from self._behind_whole(stem, len(ids), texts)
+                follow = yield from self._encode_after(stem, len(ids), texts)
             else:
                 follow = [known[head + text][len(known[head]) :] for text in texts]
-            found.append((ids, follow))
-        return found
+            results.append((ids, follow))
+        return results
 
-    def _behind_whole(self, stem: str, skip: int, texts: Sequence[str]) -> Steps[list[list[int]]]:
+    def _encode_after(
+        self, stem: str, skip: int, texts: Sequence[str]
+    ) -> EncodingSteps[list[list[int]]]:
         """What follows `stem` where all of it has a say. Each text is encoded with a copy of it, a
         piece of them at a time."""
         follow: list[list[int]] = []
@@ -220,15 +221,15 @@ class Tokenizer:
         ids: dict[str, list[int]] = {}
         new = []
         for text in dict.fromkeys(texts):
-            known = self._remembered.get(text)
+            known = self._ids_cache.get(text)
             if known is None:
                 new.append(text)
             else:
                 ids[text] = known
         ids |= zip(new, self.encode_many(new, add_special_tokens=False), strict=True)
-        if len(self._remembered) > MAX_REMEMBERED:
-            self._remembered = {}
-        self._remembered |= {text: ids[text] for text in new if len(text) <= END_CHARACTERS}
+        if len(self._ids_cache) > MAX_CACHED_TEXTS:
+            self._ids_cache = {}
+        self._ids_cache |= {text: ids[text] for text in new if len(text) <= SUFFIX_CHARACTERS}
         return ids
 
     @functools.cached_property
@@ -265,10 +266,10 @@ class Tokenizer:
         """The bytes that a token stands for; b"" outside the vocabulary."""
         known = self._bytes_cache.get(token_id)
         if known is None:
-            known = self._bytes_cache[token_id] = self._look_up_bytes(token_id)
+            known = self._bytes_cache[token_id] = self._read_bytes(token_id)
         return known
 
-    def _look_up_bytes(self, token_id: int) -> bytes:
+    def _read_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -317,3 +318,20 @@ def _byte_level_alphabet() -> dict[int, str]:
     alphabet = {byte: chr(byte) for byte in printable}
     alphabet.update({byte: chr(0x100 + index) for index, byte in enumerate(others)})
     return alphabet
+
+
+SUFFIX_CHARACTERS = 64
+
+
+def tokenization_suffix(stem: str) -> str:
+    """The last line of `stem` if it is short, or else its last END_CHARACTERS and up to a space
+    between a word and a letter: no tokenizer of words looks across either. Empty where there is no
+    such place."""
+    line = stem.rfind("\n") + 1
+    if line > 0 and len(stem) - line <= SUFFIX_CHARACTERS // 2 and stem[line : line + 1].isalpha():
+        return stem[line:]
+    at = len(stem) - SUFFIX_CHARACTERS
+    while (at := stem.rfind(" ", SUFFIX_CHARACTERS, at)) > 0:
+        if stem[at - 1].isalnum() and stem[at + 1].isalpha():
+            return stem[at:]
+    return ""

@@ -5,6 +5,7 @@ Only safetensors are read: never a pickle.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
@@ -14,13 +15,12 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from kernels.quantization import FP8_BLOCK, MXFP4_GROUP, dequantize_fp8_blocks
+from models.spec.checkpoint_files import INDEX, SINGLE
 from models.spec.config_fields import read_json
 from models.spec.model import ModelSpec, read_spec
-from models.spec.safetensors_file import Entry, SafetensorsFile
-from models.spec.stored_names import INDEX, SINGLE
+from models.spec.safetensors_file import SafetensorsFile, TensorEntry
 from models.weights import layout
-from models.weights.layout import Wanted, Wants
-from models.weights.unread_tensors import refuse_unread
+from models.weights.layout import WeightSpec, WeightSpecs
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
@@ -53,7 +53,7 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self._file_of
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> TensorEntry:
         """The header entry of a tensor that exists."""
         return self._file_of[name].entries[name]
 
@@ -63,25 +63,26 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         return self._file_of[name].tensor(name)
 
-    def find(self, wanted: Wanted) -> str:
-        """The name under which `wanted` is stored. Raises CheckpointError."""
-        for name in wanted.names:
+    def find(self, weight_spec: WeightSpec) -> str:
+        """The name under which `weight_spec` is stored. Raises CheckpointError."""
+        for name in weight_spec.names:
             if name in self._file_of:
-                self._check(name, wanted)
+                self._check(name, weight_spec)
                 return name
         raise CheckpointError(
-            f"{self.folder}: tensor {wanted.names[0]} is missing from the checkpoint; expected"
-            f" shape {list(wanted.shape)}: is the download complete, does config.json belong to it?"
+            f"{self.folder}: tensor {weight_spec.names[0]} is missing from the checkpoint; expected"
+            f" shape {list(weight_spec.shape)}: is the download complete, does config.json "
+            "belong to it?"
         )
 
-    def load(self, wanted: Wanted) -> Tensor:
+    def load(self, weight_spec: WeightSpec) -> Tensor:
         """As `get`; of fp8 blocks a float32 copy."""
-        stored, scale = self.stored(wanted)
+        stored, scale = self.stored(weight_spec)
         return stored if scale is None else dequantize_fp8_blocks(stored, scale)
 
-    def stored(self, wanted: Wanted) -> tuple[Tensor, Tensor | None]:
+    def stored(self, weight_spec: WeightSpec) -> tuple[Tensor, Tensor | None]:
         """As `get`, with what blocks of fp8 are multiplied by; None: it is not of fp8."""
-        name = self.find(wanted)
+        name = self.find(weight_spec)
         is_fp8 = self.entry(name).dtype == _FP8
         return self.get(name), self.get(f"{name}_scale_inv") if is_fp8 else None
 
@@ -90,25 +91,25 @@ class Checkpoint:
         for file in set(self._file_of.values()):
             file.release()
 
-    def _check(self, name: str, wanted: Wanted) -> None:
+    def _check(self, name: str, weight_spec: WeightSpec) -> None:
         entry = self.entry(name)
         path = self._file_of[name].path
-        if entry.shape != wanted.shape:
+        if entry.shape != weight_spec.shape:
             raise CheckpointError(
                 f"{path}: tensor {name} has shape {list(entry.shape)}, config.json implies"
-                f" {list(wanted.shape)}; use the config.json that belongs to these weights"
+                f" {list(weight_spec.shape)}; use the config.json that belongs to these weights"
             )
-        if entry.dtype == _FP8 and len(entry.shape) == 2 and not wanted.packed:
+        if entry.dtype == _FP8 and len(entry.shape) == 2 and not weight_spec.packed:
             self._check_scales(name, entry.shape)
-        elif entry.dtype not in (("U8",) if wanted.packed else _LOADABLE):
-            supported = "U8 (MXFP4)" if wanted.packed else "F32, BF16, F16, F8_E4M3 matrices"
+        elif entry.dtype not in (("U8",) if weight_spec.packed else _LOADABLE):
+            supported = "U8 (MXFP4)" if weight_spec.packed else "F32, BF16, F16, F8_E4M3 matrices"
             raise CheckpointError(
                 f"{path}: tensor {name} is stored as {entry.dtype}; supported: {supported}"
             )
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         """An fp8 matrix has a scale for each of its blocks."""
-        scales = Wanted((f"{name}_scale_inv",), tuple(-(-size // FP8_BLOCK) for size in shape))
+        scales = WeightSpec((f"{name}_scale_inv",), tuple(-(-size // FP8_BLOCK) for size in shape))
         entry = self.entry(self.find(scales))
         if entry.dtype not in _LOADABLE:
             raise CheckpointError(
@@ -139,17 +140,17 @@ class Checkpoint:
 
 def check_checkpoint(folder: Path) -> ModelSpec:
     """The spec of a folder whose every needed tensor is there with the right shape and dtype, and
-    which has no others (models/weights/unread_tensors.py).
+    which has no others (models/weights/checkpoint.py).
 
     Reads config.json, the index and the shard headers only. Raises CheckpointError: one line that
     names file, tensor or field, and what to change.
     """
     spec = read_spec(folder)
     checkpoint = Checkpoint(folder)
-    read = {checkpoint.find(wanted) for wanted in layout.attention_half_tensors(spec)}
+    read = {checkpoint.find(weight_spec) for weight_spec in layout.attention_half_tensors(spec)}
     for layer in spec.moe_layers:
-        for wants in expert_wants(checkpoint, spec, layer, range(spec.num_experts)):
-            read.update(checkpoint.find(wanted) for wanted in wants.values())
+        for weight_specs in expert_weight_specs(checkpoint, spec, layer, range(spec.num_experts)):
+            read.update(checkpoint.find(weight_spec) for weight_spec in weight_specs.values())
     refuse_unread(folder, spec, checkpoint.names, read)
     return spec
 
@@ -159,12 +160,12 @@ def is_fused(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
     return checkpoint.has(layout.fused_expert_tensors(spec, layer)["gate_up"].names[0])
 
 
-def expert_wants(
+def expert_weight_specs(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: range
-) -> list[Wants]:
+) -> list[WeightSpecs]:
     """What must exist for `expert_ids` of a layer, in whichever form the layer is stored."""
     if spec.clamp is not None:
-        return [clamped_wants(checkpoint, spec, layer)]
+        return [clamped_weight_specs(checkpoint, spec, layer)]
     if is_fused(checkpoint, spec, layer):
         return [layout.fused_expert_tensors(spec, layer)]
     return [layout.expert_tensors(spec, layer, expert) for expert in expert_ids]
@@ -176,7 +177,7 @@ def is_packed(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
     return any(checkpoint.has(packed[role].names[0]) for role in ("gate_up_blocks", "down_blocks"))
 
 
-def clamped_wants(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> Wants:
+def clamped_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> WeightSpecs:
     """What must exist of a layer's clamped experts, floats or MXFP4. Raises CheckpointError."""
     if not is_packed(checkpoint, spec, layer):
         return layout.clamped_expert_tensors(spec, layer)
@@ -211,3 +212,35 @@ def _no_weights(folder: Path) -> CheckpointError:
             " them can run code; use the safetensors version of this checkpoint"
         )
     return CheckpointError(f"{folder}: no weights: neither {SINGLE} nor {INDEX} is there")
+
+
+_FP8_SCALE = "_scale_inv"
+_INVERSE_FREQUENCIES = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # we make them of config.json
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def refuse_unread(
+    folder: Path, spec: ModelSpec, stored: Collection[str], read: Collection[str]
+) -> None:
+    """Raises CheckpointError: one line with the number of tensors that are stored and not read,
+    and the first of them."""
+    unread = sorted(
+        name for name in stored if name not in read and not _is_ignorable(spec, name, read)
+    )
+    if unread:
+        others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        raise CheckpointError(
+            f"{folder}: tensor {unread[0]}{others} in the checkpoint would be left out of a"
+            f" {spec.architecture} as config.json describes it, and the answers would be wrong;"
+            " use the config.json that belongs to these weights"
+        )
+
+
+def _is_ignorable(spec: ModelSpec, name: str, read: Collection[str]) -> bool:
+    if name.endswith(_FP8_SCALE) and name.removesuffix(_FP8_SCALE) in read:
+        return True
+    if _INVERSE_FREQUENCIES.search(name):
+        return True
+    layer = _LAYER.match(name)
+    beyond = layer is not None and int(layer[1]) >= spec.num_layers
+    return beyond and spec.family.has_prediction_layers

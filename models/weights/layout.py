@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterator
 
 from kernels.quantization import MXFP4_GROUP
-from models.spec.latent_spec import LatentSpec
+from models.spec.checkpoint_files import HEAD
+from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
-from models.spec.stored_names import HEAD
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Wanted:
+class WeightSpec:
     """A tensor by its possible names (the first that exists is meant) and its shape.
 
     float32: it is held so, whatever the model's dtype. packed: it is stored as bytes.
@@ -30,22 +30,22 @@ class Wanted:
     packed: bool = False
 
 
-Wants = dict[str, Wanted]
+WeightSpecs = dict[str, WeightSpec]
 
 
-def outer_tensors(spec: ModelSpec) -> Wants:
+def outer_tensors(spec: ModelSpec) -> WeightSpecs:
     """embed [V, D], final_norm [D] and, untied, head [V, D]."""
     D, V = spec.hidden_size, spec.vocab_size
-    wants = {
+    weight_specs = {
         "embed": _one("model.embed_tokens.weight", V, D),
         "final_norm": _one("model.norm.weight", D),
     }
     if not spec.tie_word_embeddings:
-        wants["head"] = _one(HEAD, V, D)
-    return wants
+        weight_specs["head"] = _one(HEAD, V, D)
+    return weight_specs
 
 
-def norm_tensors(spec: ModelSpec, layer: int) -> Wants:
+def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """attention_norm and mlp_norm [D] of a layer."""
     at = f"model.layers.{layer}"
     return {
@@ -54,64 +54,66 @@ def norm_tensors(spec: ModelSpec, layer: int) -> Wants:
     }
 
 
-def attention_tensors(spec: ModelSpec, layer: int) -> Wants:
+def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """The projections q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
     if spec.latent is not None:
         return _latent_tensors(spec, spec.latent, layer)
     at = f"model.layers.{layer}"
     D, d = spec.hidden_size, spec.head_dim
     q, kv = spec.num_heads * d, spec.num_kv_heads * d
-    wants = {}
+    weight_specs = {}
     for role, rows, columns in (("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
-        wants[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
+        weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias:
-            wants[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
+            weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
     if spec.family.sinks:
-        wants["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
+        weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
     if spec.qk_norm:
-        wants["q_norm"] = _one(f"{at}.self_attn.q_norm.weight", d)
-        wants["k_norm"] = _one(f"{at}.self_attn.k_norm.weight", d)
-    return wants
+        weight_specs["q_norm"] = _one(f"{at}.self_attn.q_norm.weight", d)
+        weight_specs["k_norm"] = _one(f"{at}.self_attn.k_norm.weight", d)
+    return weight_specs
 
 
 def attention_parameters(spec: ModelSpec) -> int:
     """Elements of one layer's projections: multiply-adds of attention per token, context aside."""
-    wants = attention_tensors(spec, 0).values()
-    return sum(math.prod(wanted.shape) for wanted in wants if len(wanted.shape) == 2)
+    weight_specs = attention_tensors(spec, 0).values()
+    return sum(
+        math.prod(weight_spec.shape) for weight_spec in weight_specs if len(weight_spec.shape) == 2
+    )
 
 
-def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> Wants:
+def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSpecs:
     """kv_a [C, D] makes the cache entry (C = kv_rank + rope_dim), kv_b [H*(n+v), kv_rank] keys and
     values of it; queries come of q [H*d, D], or of q_b [H*d, q_rank] after q_a [q_rank, D]."""
     at = f"model.layers.{layer}.self_attn"
     D, H, C = spec.hidden_size, spec.num_heads, latent.entry_dim
     values = H * latent.value_dim
-    wants = {
+    weight_specs = {
         "kv_a": _one(f"{at}.kv_a_proj_with_mqa.weight", C, D),
         "kv_norm": _one(f"{at}.kv_a_layernorm.weight", latent.kv_rank),
         "kv_b": _one(f"{at}.kv_b_proj.weight", H * latent.nope_dim + values, latent.kv_rank),
         "o": _one(f"{at}.o_proj.weight", D, values),
     }
     if latent.q_rank is None:
-        wants["q"] = _one(f"{at}.q_proj.weight", H * spec.head_dim, D)
+        weight_specs["q"] = _one(f"{at}.q_proj.weight", H * spec.head_dim, D)
     else:
-        wants["q_a"] = _one(f"{at}.q_a_proj.weight", latent.q_rank, D)
-        wants["q_norm"] = _one(f"{at}.q_a_layernorm.weight", latent.q_rank)
-        wants["q_b"] = _one(f"{at}.q_b_proj.weight", H * spec.head_dim, latent.q_rank)
+        weight_specs["q_a"] = _one(f"{at}.q_a_proj.weight", latent.q_rank, D)
+        weight_specs["q_norm"] = _one(f"{at}.q_a_layernorm.weight", latent.q_rank)
+        weight_specs["q_b"] = _one(f"{at}.q_b_proj.weight", H * spec.head_dim, latent.q_rank)
     if spec.attention_bias:
-        wants["kv_a_bias"] = _one(f"{at}.kv_a_proj_with_mqa.bias", C)
-        wants["o_bias"] = _one(f"{at}.o_proj.bias", D)
+        weight_specs["kv_a_bias"] = _one(f"{at}.kv_a_proj_with_mqa.bias", C)
+        weight_specs["o_bias"] = _one(f"{at}.o_proj.bias", D)
         if latent.q_rank is not None:
-            wants["q_a_bias"] = _one(f"{at}.q_a_proj.bias", latent.q_rank)
-    return wants
+            weight_specs["q_a_bias"] = _one(f"{at}.q_a_proj.bias", latent.q_rank)
+    return weight_specs
 
 
-def dense_tensors(spec: ModelSpec, layer: int) -> Wants:
+def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """gate and up [F, D], down [D, F] of a dense layer's MLP."""
     return _mlp_tensors(f"model.layers.{layer}.mlp", spec.hidden_size, spec.dense_ffn_size)
 
 
-def shared_tensors(spec: ModelSpec, layer: int) -> Wants:
+def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """The same of a layer's shared experts, which are one MLP; nothing where there are none."""
     at = spec.family.shared
     if at is None or not spec.is_moe(layer):
@@ -119,7 +121,7 @@ def shared_tensors(spec: ModelSpec, layer: int) -> Wants:
     return _mlp_tensors(at.format(layer=layer), spec.hidden_size, spec.shared_ffn_size)
 
 
-def _mlp_tensors(at: str, D: int, F: int) -> Wants:
+def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
     return {
         "gate": _one(f"{at}.gate_proj.weight", F, D),
         "up": _one(f"{at}.up_proj.weight", F, D),
@@ -127,20 +129,20 @@ def _mlp_tensors(at: str, D: int, F: int) -> Wants:
     }
 
 
-def router_tensors(spec: ModelSpec, layer: int) -> Wants:
+def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """router [E, D] of a MoE layer, its bias and its correction bias [E] where it has them."""
     family, E = spec.family, spec.num_experts
     names = tuple(name.format(layer=layer) for name in family.router)
-    wants = {"router": Wanted(names, (E, spec.hidden_size), family.float32_router)}
+    weight_specs = {"router": WeightSpec(names, (E, spec.hidden_size), family.float32_router)}
     if family.router_bias is not None:
-        wants["bias"] = _one(family.router_bias.format(layer=layer), E)
+        weight_specs["bias"] = _one(family.router_bias.format(layer=layer), E)
     if family.correction_bias is not None:
         name = family.correction_bias.format(layer=layer)
-        wants["correction"] = Wanted((name,), (E,), float32=True)
-    return wants
+        weight_specs["correction"] = WeightSpec((name,), (E,), float32=True)
+    return weight_specs
 
 
-def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> Wants:
+def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> WeightSpecs:
     """gate and up [F, D], down [D, F] of one expert that is stored singly."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
@@ -152,7 +154,7 @@ def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> Wants:
     }
 
 
-def fused_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
+def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """gate_up [E, 2F, D] and down [E, D, F] of a layer whose experts are stored fused."""
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
@@ -163,7 +165,7 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
     }
 
 
-def clamped_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
+def clamped_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """gate_up [E, D, 2F] (columns gate, up, gate, up ...), down [E, F, D], and their biases."""
     at = f"model.layers.{layer}.mlp.experts"
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
@@ -175,17 +177,17 @@ def clamped_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
     }
 
 
-def packed_expert_tensors(spec: ModelSpec, layer: int) -> Wants:
+def packed_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """The same with MXFP4 matrices: rows of 32-element groups, one byte of exponent each, in blocks
     of 16 bytes; gate_up [E, 2F, D] (rows in turns) and down [E, D, F], not transposed."""
-    wants = clamped_expert_tensors(spec, layer)
+    weight_specs = clamped_expert_tensors(spec, layer)
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     for role, rows, columns in (("gate_up", 2 * F, D), ("down", D, F)):
-        (name,) = wants.pop(role).names
+        (name,) = weight_specs.pop(role).names
         shape = (E, rows, columns // MXFP4_GROUP)
-        wants[f"{role}_blocks"] = Wanted((f"{name}_blocks",), (*shape, 16), packed=True)
-        wants[f"{role}_scales"] = Wanted((f"{name}_scales",), shape, packed=True)
-    return wants
+        weight_specs[f"{role}_blocks"] = WeightSpec((f"{name}_blocks",), (*shape, 16), packed=True)
+        weight_specs[f"{role}_scales"] = WeightSpec((f"{name}_scales",), shape, packed=True)
+    return weight_specs
 
 
 def expert_elements(spec: ModelSpec) -> int:
@@ -194,19 +196,19 @@ def expert_elements(spec: ModelSpec) -> int:
     return 3 * D * F + (0 if spec.clamp is None else 2 * F + D)
 
 
-def attention_half_tensors(spec: ModelSpec) -> Iterator[Wanted]:
+def attention_half_tensors(spec: ModelSpec) -> Iterator[WeightSpec]:
     """Everything an attention rank holds."""
     yield from outer_tensors(spec).values()
     for layer in range(spec.num_layers):
         yield from attention_half_layer(spec, layer)
 
 
-def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[Wanted]:
+def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     """What it holds of one layer: all but the routed experts."""
     mlp = router_tensors if spec.is_moe(layer) else dense_tensors
     for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
         yield from tensors(spec, layer).values()
 
 
-def _one(name: str, *shape: int) -> Wanted:
-    return Wanted((name,), shape)
+def _one(name: str, *shape: int) -> WeightSpec:
+    return WeightSpec((name,), shape)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
-from kernels.linear import Linear
-from models.weights.layout import Wanted
+from kernels.linear import PackedLinear
+from models.weights.layout import WeightSpec
 
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes to load) after each layer."""
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 class TensorSource(Protocol):
     """Checkpoint, or whatever else has a model's tensors."""
 
-    def load(self, wanted: Wanted) -> Tensor: ...
+    def load(self, weight_spec: WeightSpec) -> Tensor: ...
 
     def release(self) -> None:
         """What was loaded so far has been copied."""
@@ -48,7 +48,7 @@ class Loader:
         self._total_bytes = total_bytes
         self._loaded_bytes = 0
 
-    def load(self, *parts: Wanted) -> Tensor:
+    def load(self, *parts: WeightSpec) -> Tensor:
         """The parts, one below the other in dim 0, as one new tensor."""
         rows = sum(part.shape[0] for part in parts)
         whole = self.empty(rows, *parts[0].shape[1:], float32=parts[0].float32)
@@ -58,9 +58,9 @@ class Loader:
             first += part.shape[0]
         return whole
 
-    def linear(self, *parts: Wanted, bias: Sequence[Wanted] = ()) -> Linear:
+    def linear(self, *parts: WeightSpec, bias: Sequence[WeightSpec] = ()) -> PackedLinear:
         """The product with the parts, one below the other, and their biases."""
-        return Linear(self.load(*parts), self.load(*bias) if bias else None)
+        return PackedLinear(self.load(*parts), self.load(*bias) if bias else None)
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
         out.copy_(stored)
@@ -70,17 +70,17 @@ class Loader:
         dtype = torch.float32 if float32 else self._dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def layer_done(self) -> None:
+    def finish_layer(self) -> None:
         self._source.release()
         if self._progress is not None:
             self._progress(self._loaded_bytes, self._total_bytes)
 
 
-def total_bytes(wants: Iterable[Wanted], dtype: torch.dtype) -> int:
-    """Bytes of `wants` once loaded as `dtype`."""
+def total_bytes(weight_specs: Iterable[WeightSpec], dtype: torch.dtype) -> int:
+    """Bytes of `weight_specs` once loaded as `dtype`."""
     return sum(
-        math.prod(wanted.shape) * (torch.float32 if wanted.float32 else dtype).itemsize
-        for wanted in wants
+        math.prod(weight_spec.shape) * (torch.float32 if weight_spec.float32 else dtype).itemsize
+        for weight_spec in weight_specs
     )
 
 

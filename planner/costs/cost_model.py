@@ -7,7 +7,7 @@ expert ranks is a `Spread`, uniform unless one is given. docs/notation.md restat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -61,9 +61,11 @@ def attention_model(
     Calls: exact where groups are full, and of one sample."""
     packets = _packets_model(cost, shape, spread)
     start, work = deployment.context_tokens, _sample_work(shape, deployment)
-    alone = layer_mean_batch(shape, [(start, start + deployment.sequence_tokens)])
-    begun_ms = max(0.0, _per_sample_ms(cost, alone) - _per_sample_ms(cost, work))
-    alpha_ms = cost.call_ms + shape.projections * cost.projection_ms + packets.alpha_ms + begun_ms
+    single_sample = layer_mean_batch(shape, [(start, start + deployment.sequence_tokens)])
+    first_call_ms = max(0.0, _per_sample_ms(cost, single_sample) - _per_sample_ms(cost, work))
+    alpha_ms = (
+        cost.call_ms + shape.projections * cost.projection_ms + packets.alpha_ms + first_call_ms
+    )
     packets_ms = packets.beta_ms * deployment.sequence_tokens
     return Linear(alpha_ms, _per_sample_ms(cost, work) + packets_ms)
 
@@ -173,9 +175,9 @@ def find_link(
         raise ConfigError(
             f"backend={backend}: hardware {hardware.name} has figures for {', '.join(backends)}"
         )
-    wanted = backend or backends[0]
+    chosen_backend = backend or backends[0]
     for link in hardware.links:
-        if link.backend != wanted or link.direction not in (direction, "both"):
+        if link.backend != chosen_backend or link.direction not in (direction, "both"):
             continue
         if link.attention_ranks in (None, deployment.attention_ranks) and link.expert_ranks in (
             None,
@@ -236,4 +238,48 @@ def _per_sample_ms(cost: AttentionCost, work: AttentionWork) -> float:
         + cost.context_ms_per_byte * work.context_bytes
         + cost.prompt_call_ms * work.prompt_calls
         + cost.decode_call_ms * work.decode_calls
+    )
+
+
+_UNIT = LinkCost(backend="", direction="both", alpha_ms=0.0, ms_per_byte=1.0)
+
+
+class ResizeFactors(NamedTuple):
+    """Of a group of another size, over this one's: of starting a call of experts, of a token in it,
+    and of a token on either way of a link."""
+
+    call: float
+    token: float
+    a2e: float
+    e2a: float
+
+
+def resize_factors(shape: ModelShape, now: Deployment, then: Deployment) -> ResizeFactors:
+    """An expert rank's call costs as many pairs as it has experts, and so does starting it: on the
+    processors that we know, that is the reading of weights. Links carry the busiest rank's bytes,
+    as in `link_model`; routing is taken to be as even as now."""
+    before, after = (uniform_spread(shape, each.expert_ranks) for each in (now, then))
+
+    def link(direction: Direction) -> float:
+        was, becomes = (link_model(_UNIT, shape, each, direction).beta_ms for each in (now, then))
+        return becomes / was
+
+    return ResizeFactors(
+        after.slots / before.slots,
+        after.busiest.pairs / before.busiest.pairs,
+        link("a2e"),
+        link("e2a"),
+    )
+
+
+def resized(
+    stages: StageModels, shape: ModelShape, now: Deployment, then: Deployment
+) -> StageModels:
+    """The stages of one layer under `then`. Attention is a rank's own, and stays."""
+    by = resize_factors(shape, now, then)
+    return msgspec.structs.replace(
+        stages,
+        expert=Linear(stages.expert.alpha_ms * by.call, stages.expert.beta_ms * by.token),
+        a2e=Linear(stages.a2e.alpha_ms, stages.a2e.beta_ms * by.a2e),
+        e2a=Linear(stages.e2a.alpha_ms, stages.e2a.beta_ms * by.e2a),
     )

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 HUBER_WIDTH = 1.5  # in robust standard deviations; beyond, a sample's pull stops growing
 _ROUNDS = 40
-_SETTLED = 1e-4
+_CONVERGED = 1e-4
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEAST_SIGMA = 1e-6  # of relative errors: below, everything is exact
 _ROUNDING = 1e-20  # of a sum of their squares: what differs by less differs by how a machine rounds
@@ -63,7 +63,7 @@ def fit_nonnegative(features_NF: Floats, times_N: Floats) -> NonNegativeFit:
     for _ in range(_ROUNDS):
         coefficients_F = _nonnegative(scaled_NF, weights_N)
         before_N, weights_N = weights_N, _huber_weights(scaled_NF @ coefficients_F - 1.0)
-        if np.abs(weights_N - before_N).max() < _SETTLED:
+        if np.abs(weights_N - before_N).max() < _CONVERGED:
             break
     coefficients_F = coefficients_F / size_F
     predicted_N = features_NF @ coefficients_F

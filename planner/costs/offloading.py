@@ -51,7 +51,7 @@ class Tier(NamedTuple):
         return min(1.0, self.kept / self.stored_fraction)
 
 
-def wanted(shape: ModelShape, sequences: int) -> float:
+def active_experts(shape: ModelShape, sequences: int) -> float:
     """Experts of a layer."""
     return shape.num_experts * (1.0 - (1.0 - shape.top_k / shape.num_experts) ** sequences)
 
@@ -69,7 +69,7 @@ def offloaded_token(
     hardware: Hardware, shape: ModelShape, tier: Tier, sequences: int, context_tokens: int
 ) -> OffloadedToken:
     """One token of each sequence, behind context_tokens."""
-    active = wanted(shape, sequences)
+    active = active_experts(shape, sequences)
     hits = tier.hits
     if hits is None:
         hits = tier.held if active <= tier.held * shape.num_experts * (1 + 1e-9) else 0.0

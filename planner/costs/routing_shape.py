@@ -72,7 +72,7 @@ class RoutingShape(NamedTuple):
         return len(set(self.layers)) == 1
 
 
-RoutingOf = Callable[[int], RoutingShape]
+RoutingByRanks = Callable[[int], RoutingShape]
 """By the number of ranks that experts are divided among."""
 
 

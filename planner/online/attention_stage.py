@@ -9,15 +9,15 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.hardware import AttentionCost
-from contracts.planning import MicroBatchTimes
+from contracts.planner_messages import MicroBatchReport
 from planner.costs.cost_model import attention_ms
 from planner.costs.fit import fit_nonnegative
 from planner.costs.model_shape import NO_WORK, AttentionWork, ModelShape, layer_mean_work
-from planner.costs.refit import OnlineLinear
+from planner.costs.online_fit import OnlineLinear
 from planner.costs.stages import Linear
-from planner.findep.batch_plan import ChunkTime
-from planner.online.buckets import Bucket, bucket_of
-from planner.online.sized_stage import COLD_SAMPLES, COLD_SIZES
+from planner.online.buckets import BatchBucket, bucket_of
+from planner.online.stages import COLD_SAMPLES, COLD_SIZES
+from planner.schedule.batch_plan import ChunkTime
 
 _PER_SIZE = 8  # times that are kept of each size
 _MORE_SIZES = 1.5  # so many times as many sizes as at the last fit: fit again
@@ -42,10 +42,10 @@ class AttentionStage:
         self._learns = cost is None
         self._fitted_sizes = 0
         self._added = 0  # since the last fit
-        self._samples: dict[Bucket, deque[_AttentionSample]] = {}
+        self._samples: dict[BatchBucket, deque[_AttentionSample]] = {}
         self._correction: OnlineLinear | None = None
 
-    def add(self, times: MicroBatchTimes) -> None:
+    def add(self, times: MicroBatchReport) -> None:
         self.largest_tokens = max(self.largest_tokens, tokens_of(times.batch))
         if self._learns:
             self._learn(times)
@@ -90,7 +90,7 @@ class AttentionStage:
             work = work.plus(layer_mean_work(self._shape, start, stop))
         return work
 
-    def _learn(self, times: MicroBatchTimes) -> None:
+    def _learn(self, times: MicroBatchReport) -> None:
         """Keeps some times of each size; fits when there are enough more sizes than last time, or
         enough more times if that fit said nothing: traffic may be of few sizes for ever."""
         bucket = bucket_of(times.batch)

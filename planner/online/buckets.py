@@ -9,7 +9,7 @@ from typing import NamedTuple
 STEPS_PER_OCTAVE = 4  # numbers in one bucket differ by less than 19 %; below 8, not at all
 
 
-class Bucket(NamedTuple):
+class BatchBucket(NamedTuple):
     """Steps of a ladder of sizes, 0 for none.
 
     decode_rows, prompts: sequences with one new token, and with more. decode_context,
@@ -24,13 +24,13 @@ class Bucket(NamedTuple):
     longest: int
 
 
-def bucket_of(batch: Sequence[tuple[int, int]]) -> Bucket:
+def bucket_of(batch: Sequence[tuple[int, int]]) -> BatchBucket:
     """The bucket of a batch of new tokens [start, stop) per sequence, in any order."""
     contexts = [stop for start, stop in batch if stop - start == 1]
     prompts = [(start, stop) for start, stop in batch if stop - start > 1]
     lengths = [stop - start for start, stop in prompts]
     pairs = sum((stop - start) * (start + stop + 1) // 2 for start, stop in prompts)
-    return Bucket(
+    return BatchBucket(
         step(len(contexts)),
         step(sum(contexts)),
         step(len(prompts)),

@@ -15,19 +15,19 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from contracts.planning import BatchReport, TrafficReport
+from contracts.planner_messages import BatchReport, TrafficReport
 from planner.costs.stages import PlanSpec
-from planner.findep.batch_plan import ChunkTime
-from planner.findep.solver import PlannedBatch
 from planner.online.attention_stage import Chunks, tokens_of
-from planner.online.replay import planned_batch, replayed_ms
+from planner.online.planned_batch import planned_batch, replayed_ms
+from planner.schedule.batch_plan import ChunkTime
+from planner.schedule.solver import PlannedBatch
 
 WINDOW_S = 60.0
 MAX_DEVICES = 16  # of which all splits are looked at; of more, those near the present one
 _NEAR = 4
 
 
-class Mix(NamedTuple):
+class TrafficMix(NamedTuple):
     """Of one attention rank, a second. positions: sum of where decoded tokens stand. prompts:
     chunks of prompts; starts: sum of the tokens before them. sequences: most that run at once."""
 
@@ -65,7 +65,7 @@ class Traffic:
     def add(self, report: TrafficReport, now_s: float) -> None:
         self._reports.setdefault(report.rank, deque(maxlen=1024)).append((now_s, report))
 
-    def mix(self, now_s: float, attention_ranks: int) -> Mix:
+    def mix(self, now_s: float, attention_ranks: int) -> TrafficMix:
         """The mean over all attention ranks, those that are idle too."""
         sums = [0.0] * 5
         pool_tokens = 0
@@ -85,7 +85,7 @@ class Traffic:
         decode_tokens, positions, prompts, prompt_tokens, starts = sums
         context = max(1.0, positions / decode_tokens if decode_tokens else 1.0)
         sequences = min(self._max_sequences, max(1, math.floor(pool_tokens / context)))
-        return Mix(decode_tokens, positions, prompts, prompt_tokens, starts, sequences)
+        return TrafficMix(decode_tokens, positions, prompts, prompt_tokens, starts, sequences)
 
 
 def _amounts(report: TrafficReport) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def _amounts(report: TrafficReport) -> tuple[int, ...]:
     )
 
 
-class Group(NamedTuple):
+class GroupSetup(NamedTuple):
     """A running group as the planner knows it, frozen: another thread may work on it. specs: by
     (attention ranks, expert ranks), one token a sample, as far as that can be said. chunk_times: of
     a sequence in a layer, by expert ranks. expected_ms: of a makespan by these models and the
@@ -111,13 +111,17 @@ class Group(NamedTuple):
     expected_ms: Callable[[float, int], float]
 
 
-def capacity(group: Group, mix: Mix, ran: Sequence[BatchReport] = ()) -> Capacity | None:
+def capacity(
+    group: GroupSetup, mix: TrafficMix, ran: Sequence[BatchReport] = ()
+) -> Capacity | None:
     """None while a stage is cold, or nothing has come. ran: some batches of late, the larger the
     better: how much longer than under the best plans they were under theirs, those at the knee are
     taken to be. Raises ValueError for a mix that no stage model can price."""
     ag, eg = group.attention_ranks, group.expert_ranks
-    longer, turns_out = longer_than_best(group, ran), group.expected_ms
-    group = group._replace(expected_ms=lambda ms, sequences: turns_out(longer * ms, sequences))
+    inefficiency, base_expected_ms = plan_inefficiency(group, ran), group.expected_ms
+    group = group._replace(
+        expected_ms=lambda ms, sequences: base_expected_ms(inefficiency * ms, sequences)
+    )
     now = _knee(group, mix, ag, eg)
     if now is None:
         return None
@@ -125,34 +129,34 @@ def capacity(group: Group, mix: Mix, ran: Sequence[BatchReport] = ()) -> Capacit
     for kind, more in (("attention", (ag + 1, eg)), ("expert", (ag, eg + 1))):
         then = _knee(group, mix, *more)
         if then is not None:
-            gains[kind] = _whole(then, more[0]) / _whole(now, ag) - 1
-    splits = {(ag, eg): _whole(now, ag)}
+            gains[kind] = _total_rate(then, more[0]) / _total_rate(now, ag) - 1
+    splits = {(ag, eg): _total_rate(now, ag)}
     for ranks in _splits(ag, eg):
         other = _knee(group, mix, *ranks)
         if other is not None:
-            splits[ranks] = _whole(other, ranks[0])
+            splits[ranks] = _total_rate(other, ranks[0])
     best = max(splits, key=lambda ranks: splits[ranks])
     return Capacity(1 / now.mix_s_per_s, gains, now.in_use, best)
 
 
-def longer_than_best(group: Group, ran: Sequence[BatchReport]) -> float:
+def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
     """The makespans of batches under their plans over those under the best ones, at least 1: a plan
     in use is for all batches of a shape, or the default while none is known."""
     spec = group.specs.get((group.attention_ranks, group.expert_ranks))
     if spec is None:
         return 1.0
     chunk_ms = group.chunk_times[group.expert_ranks]
-    best_ms = theirs_ms = 0.0
+    best_ms = actual_ms = 0.0
     for report in ran:
         parts = [times.batch for times in report.micro_batches]
         whole = [chunk for part in parts for chunk in part]
         if not report.plan.sequence_chunks and tokens_of(whole) <= spec.max_samples:
             best_ms += planned_batch(spec, whole, chunk_ms).makespan_ms
-            theirs_ms += replayed_ms(spec, chunk_ms, report.plan, parts)
-    return max(1.0, theirs_ms / best_ms) if best_ms > 0 else 1.0
+            actual_ms += replayed_ms(spec, chunk_ms, report.plan, parts)
+    return max(1.0, actual_ms / best_ms) if best_ms > 0 else 1.0
 
 
-class _Size(NamedTuple):
+class _GroupSize(NamedTuple):
     """A group of some size."""
 
     spec: PlanSpec
@@ -165,11 +169,11 @@ class _Knee(NamedTuple):
     in_use: dict[str, float]
 
 
-def _whole(knee: _Knee, attention_ranks: int) -> float:
+def _total_rate(knee: _Knee, attention_ranks: int) -> float:
     return knee.mix_s_per_s * attention_ranks
 
 
-def others(ag: int, eg: int) -> list[tuple[int, int]]:
+def other_sizes(ag: int, eg: int) -> list[tuple[int, int]]:
     """Sizes of group that `capacity` looks at beside the present one."""
     return [(ag + 1, eg), (ag, eg + 1), *_splits(ag, eg)]
 
@@ -182,11 +186,11 @@ def _splits(ag: int, eg: int) -> list[tuple[int, int]]:
     return [(each, devices - each) for each in ranks if each != ag]
 
 
-def _knee(group: Group, mix: Mix, ag: int, eg: int) -> _Knee | None:
+def _knee(group: GroupSetup, mix: TrafficMix, ag: int, eg: int) -> _Knee | None:
     spec = group.specs.get((ag, eg))
     if spec is None or mix.is_empty:
         return None
-    size = _Size(spec, group.chunk_times[eg], group.expected_ms)
+    size = _GroupSize(spec, group.chunk_times[eg], group.expected_ms)
     rows, prompts, mix_s = _fullest(mix, spec.max_samples)
     whole, part = math.floor(prompts), prompts - math.floor(prompts)
     less = _batch(size, mix, rows, whole)
@@ -198,7 +202,7 @@ def _knee(group: Group, mix: Mix, ag: int, eg: int) -> _Knee | None:
     return _Knee(1e3 * mix_s / ms, (more or less or idle).in_use)
 
 
-def _fullest(mix: Mix, max_tokens: int) -> tuple[int, float, float]:
+def _fullest(mix: TrafficMix, max_tokens: int) -> tuple[int, float, float]:
     """Of the fullest batch of the mix: rows that decode, chunks of prompts, seconds of the mix."""
     if mix.decode_tokens > 0:
         tokens_per_row = 1 + mix.prompt_tokens / mix.decode_tokens
@@ -212,7 +216,7 @@ def _fullest(mix: Mix, max_tokens: int) -> tuple[int, float, float]:
     return 0, float(chunks), chunks / mix.prompts
 
 
-def fullest_tokens(mix: Mix, max_tokens: int) -> float:
+def fullest_tokens(mix: TrafficMix, max_tokens: int) -> float:
     """Of the fullest batch of the mix."""
     if mix.is_empty:
         return float(max_tokens)
@@ -228,7 +232,7 @@ class PlannedBatchTime(NamedTuple):
     in_use: dict[str, float]
 
 
-def _batch(size: _Size, mix: Mix, rows: int, prompts: int) -> PlannedBatchTime | None:
+def _batch(size: _GroupSize, mix: TrafficMix, rows: int, prompts: int) -> PlannedBatchTime | None:
     """Under the plan that it would be given; None for an empty batch."""
     spec = size.spec
     at = _mean(mix.positions, mix.decode_tokens)
@@ -245,7 +249,7 @@ def _batch(size: _Size, mix: Mix, rows: int, prompts: int) -> PlannedBatchTime |
     return PlannedBatchTime(ms, _in_use(size, batch, planned))
 
 
-def _in_use(size: _Size, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
+def _in_use(size: _GroupSize, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
     spec = size.spec
     tokens = tokens_of(batch)
     plan, stages = planned.plan, spec.stages

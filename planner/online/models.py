@@ -14,18 +14,21 @@ from typing import NamedTuple
 import msgspec
 
 from contracts.hardware import Hardware
-from contracts.planning import BatchReport, ExpertReport, RowsTime
-from planner.costs.cost_model import Deployment, stage_models, tokens_per_expert
+from contracts.planner_messages import BatchReport, ExpertReport, RowsTime
+from planner.costs.cost_model import (
+    Deployment,
+    resize_factors,
+    resized,
+    stage_models,
+    tokens_per_expert,
+)
 from planner.costs.model_shape import ModelShape
-from planner.costs.refit import LEAST_MS
-from planner.costs.resized import factors, resized
+from planner.costs.online_fit import LEAST_MS
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.findep.batch_plan import ChunkTime
 from planner.online.attention_stage import AttentionStage, tokens_of
-from planner.online.expert_stage import ExpertStage
-from planner.online.micro_batches import MicroBatchStage
-from planner.online.sized_stage import SizedStage
+from planner.online.stages import ExpertStage, MicroBatchStage, SizedStage
+from planner.schedule.batch_plan import ChunkTime
 
 MAX_TOKEN_GROUPS = 16
 EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
@@ -72,11 +75,11 @@ class OnlineModels:
     def carry_over(self, before: OnlineModels) -> None:
         """Takes what models of a group of another size have measured. Attention, a shared expert
         and what ends a sequence are a rank's own: they are the same ones from now on. Experts and
-        links begin with theirs as `factors` has them, as with a hardware file's figures, and are
-        followed from there. What was cold is."""
+        links begin with theirs as `resize_factors` has them, as with a hardware file's figures, and
+        are followed from there. What was cold is."""
         self.attention, self._shared = before.attention, before._shared
         self._beside.carry_over(before._beside)
-        by = factors(self._setup.shape, _one_token(before._setup), _one_token(self._setup))
+        by = resize_factors(self._setup.shape, _one_token(before._setup), _one_token(self._setup))
         self._expert = before._expert.resized(by.call, by.token)
         self._a2e, self._e2a = before._a2e.resized(by.a2e), before._e2a.resized(by.e2a)
 

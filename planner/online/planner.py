@@ -1,34 +1,34 @@
 """Plans for batches as they come: cached by shape, on stage models that follow measured times.
 
-    PlanQuery   -> bucket -> known under the current models?  -> PlanAnswer
+    PlanRequest   -> bucket -> known under the current models?  -> PlanAnswer
                                    └─ no: plan_batch ────────────────┘
     BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
 
 With a hardware file there are two sets of stage models, the file's and those that follow what is
-measured; planner/online/trial.py says which are believed. A plain object: whoever owns it calls it
-from one thread and has the clock.
+measured; planner/online/planner.py says which are believed. A plain object: whoever owns it calls
+it from one thread and has the clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+import statistics
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
-from contracts.planning import BatchReport, ExpertReport
-from planner.costs.refit import OnlineLinear
+from contracts.planner_messages import BatchReport, ExpertReport
+from planner.costs.online_fit import OnlineLinear
 from planner.costs.routing_shape import Spread
 from planner.costs.stages import Linear, PlanSpec
-from planner.findep.solver import PlannedBatch
 from planner.online.attention_stage import Chunks, tokens_of
-from planner.online.buckets import Bucket, bucket_of
-from planner.online.capacity import Group, Mix, fullest_tokens, others
+from planner.online.buckets import BatchBucket, bucket_of
+from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
-from planner.online.replay import planned_batch, replayed_ms
-from planner.online.sized_stage import SizedStage
-from planner.online.trial import Trial
+from planner.online.planned_batch import planned_batch, replayed_ms
+from planner.online.stages import SizedStage
+from planner.schedule.solver import PlannedBatch
 
 DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
 REPORTS_BETWEEN = 32  # at least, from one version of the models to the next
@@ -50,20 +50,20 @@ class OnlinePlanner:
         """Raises ConfigError for a split that the hardware file has no figures for."""
         self.version = 1
         self._setup = setup
-        self._begin(setup)
+        self._reset(setup)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
         """The group has so many ranks from now on: of what was measured that is kept which holds
         (`OnlineModels.carry_over`), and what is believed. Raises ConfigError as above; it goes on
         as it was then."""
-        self._begin(
+        self._reset(
             self._setup._replace(attention_ranks=attention_ranks, expert_ranks=expert_ranks),
-            self._views,
-            self._trial.believed,
+            self._model_views,
+            self._selector.selected,
         )
         self.version += 1
 
-    def learn_anew(self, attention_ranks: int, expert_ranks: int) -> None:
+    def reset_models(self, attention_ranks: int, expert_ranks: int) -> None:
         """As `resize`, without the hardware file."""
         self._setup = self._setup._replace(hardware=None)
         self.resize(attention_ranks, expert_ranks)
@@ -73,39 +73,42 @@ class OnlinePlanner:
         """Attention and expert ranks that it plans for."""
         return self._setup.attention_ranks, self._setup.expert_ranks
 
-    def _begin(self, setup: OnlineSetup, before: Sequence[_View] = (), believed: int = 0) -> None:
+    def _reset(
+        self, setup: OnlineSetup, before: Sequence[_ModelView] = (), selected: int = 0
+    ) -> None:
         """before: of a group of another size; the last of them follows what is measured."""
         following = OnlineModels(setup)
         if before and setup.refit:
             following.carry_over(before[-1].models)
         file = None if setup.hardware is None else OnlineModels(setup)
         self._setup, self._following = setup, following
-        follower = _View(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-        self._views = [follower]
+        refit_view = _ModelView(self._following, OnlineLinear(Linear(0.0, 1.0), _EVEN))
+        self._model_views = [refit_view]
         if file is not None:
-            as_measured = _View(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
-            self._views = [_View(file, None), as_measured, follower]
-        self._trial = Trial(len(self._views))
-        if len(before) == len(self._views):
+            as_measured = _ModelView(file, OnlineLinear(Linear(0.0, 1.0), _EVEN))
+            self._model_views = [_ModelView(file, None), as_measured, refit_view]
+        self._selector = ModelSelector(len(self._model_views))
+        if len(before) == len(self._model_views):
             lines = [view.line for view in before]
-            self._views = [
-                view._replace(line=line) for view, line in zip(self._views, lines, strict=True)
+            self._model_views = [
+                view._replace(line=line)
+                for view, line in zip(self._model_views, lines, strict=True)
             ]
-            self._trial.believed = believed
-        self._known: OrderedDict[Bucket, PlannedBatch] = OrderedDict()
+            self._selector.selected = selected
+        self._known: OrderedDict[BatchBucket, PlannedBatch] = OrderedDict()
         self._reference = _reference_times(self._models)
         self._reports = 0
-        self._alone = OnlineLinear(Linear(0.0, 1.0), _EVEN)
+        self._solo_line = OnlineLinear(Linear(0.0, 1.0), _EVEN)
         self._between = SizedStage(None, _TYPICAL_SEQUENCES)
 
     @property
-    def believes_file(self) -> bool:
+    def uses_file_models(self) -> bool:
         """Whether plans are made with the hardware file's stages as they stand there."""
         return self._models is not self._following
 
     @property
-    def _view(self) -> _View:
-        return self._views[self._trial.believed]
+    def _view(self) -> _ModelView:
+        return self._model_views[self._selector.selected]
 
     @property
     def _models(self) -> OnlineModels:
@@ -154,13 +157,13 @@ class OnlinePlanner:
         if not self._setup.refit:
             return
         batches = [times.batch for times in report.micro_batches]
-        replayed = [_replayed_ms(view.models, report.plan, batches) for view in self._views]
+        replayed = [_replayed_ms(view.models, report.plan, batches) for view in self._model_views]
         known = [ms for ms in replayed if ms is not None]
-        if len(known) == len(self._views):
-            said = [v.expected_ms(ms) for v, ms in zip(self._views, known, strict=True)]
-            self._trial.add(said, report.measured_ms)
-            for view, ms in zip(self._views, known, strict=True):
-                view.learn(ms, report.measured_ms)
+        if len(known) == len(self._model_views):
+            expected = [v.expected_ms(ms) for v, ms in zip(self._model_views, known, strict=True)]
+            self._selector.add(expected, report.measured_ms)
+            for view, ms in zip(self._model_views, known, strict=True):
+                view.update_line(ms, report.measured_ms)
         self._following.add_batch(report)
         self._count_report()
 
@@ -173,23 +176,25 @@ class OnlinePlanner:
     def spread_over(self, spread: Spread) -> None:
         """Takes how tokens spread over the expert ranks from now on: experts have moved, or the
         traffic has turned. Makespans follow at once."""
-        for view in self._views:
+        for view in self._model_views:
             view.models.spread_over(spread)
-        self._look_at_drift(least_reports=0)
+        self._check_drift(least_reports=0)
 
     def unit_ms(self) -> tuple[float, float] | None:
         """As `OnlineModels.unit_ms`, of the models that are believed."""
         return self._models.unit_ms()
 
-    def group(self, mix: Mix) -> Group:
+    def group(self, mix: TrafficMix) -> GroupSetup:
         """For `capacity` of that mix: by the models that are believed."""
         ag, eg, models = self._setup.attention_ranks, self._setup.expert_ranks, self._models
         tokens = fullest_tokens(mix, self._setup.max_batch_tokens)
-        specs = {ranks: models.spec_of(*ranks, tokens) for ranks in [(ag, eg), *others(ag, eg)]}
+        specs = {
+            ranks: models.spec_of(*ranks, tokens) for ranks in [(ag, eg), *other_sizes(ag, eg)]
+        }
         known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
         chunks = {expert_ranks: models.chunk_time(expert_ranks) for _, expert_ranks in known}
-        line, between = self._alone.model, self._between.model or Linear(0.0, 0.0)
-        return Group(
+        line, between = self._solo_line.model, self._between.model or Linear(0.0, 0.0)
+        return GroupSetup(
             ag,
             eg,
             known,
@@ -197,7 +202,7 @@ class OnlinePlanner:
             lambda ms, sequences: max(0.0, line.at(ms)) + between.at(sequences),
         )
 
-    def observe_alone(self, report: BatchReport) -> None:
+    def observe_solo_batch(self, report: BatchReport) -> None:
         """Takes a batch that ran while other ranks left the experts to it: what no stage model has
         (logits, sampling, what lies between batches) is learned from it for `group`. Of others it
         would be learned together with the others' work, which the models of a full group have."""
@@ -205,26 +210,26 @@ class OnlinePlanner:
         spec = self._models.spec_of(1, self._setup.expert_ranks, _tokens(batches))
         alone_ms = _replayed_ms(self._models, report.plan, batches, spec)
         if alone_ms is not None:
-            self._alone.update(alone_ms, report.measured_ms)
+            self._solo_line.update(alone_ms, report.measured_ms)
         if report.between_ms > 0:
             self._between.add(sum(map(len, batches)), report.between_ms)
 
     def _count_report(self) -> None:
         self._reports += 1
-        self._look_at_drift(least_reports=REPORTS_BETWEEN)
+        self._check_drift(least_reports=REPORTS_BETWEEN)
 
-    def _look_at_drift(self, *, least_reports: int) -> None:
+    def _check_drift(self, *, least_reports: int) -> None:
         times = _reference_times(self._models)
-        grew_warm = bool(times) and not self._reference
+        warmed_up = bool(times) and not self._reference
         due = self._reports >= least_reports and _drifted(self._reference, times)
-        if grew_warm or due:
+        if warmed_up or due:
             self.version += 1
             self._reports = 0
             self._reference = times
             self._known.clear()
 
 
-class _View(NamedTuple):
+class _ModelView(NamedTuple):
     """Stage models, and the line from their makespans to measured ones (None: as they are)."""
 
     models: OnlineModels
@@ -233,7 +238,7 @@ class _View(NamedTuple):
     def expected_ms(self, replayed_ms: float) -> float:
         return replayed_ms if self.line is None else max(0.0, self.line.model.at(replayed_ms))
 
-    def learn(self, replayed_ms: float, measured_ms: float) -> None:
+    def update_line(self, replayed_ms: float, measured_ms: float) -> None:
         if self.line is not None:
             self.line.update(replayed_ms, measured_ms)
 
@@ -275,3 +280,38 @@ def _drifted(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) 
         for then, at in zip(before, now, strict=False)
         for was, new in zip(then, at, strict=True)
     )
+
+
+TRIAL_BATCHES = 16  # that the believed one and its successor have both predicted
+LEAST_GAIN = 0.2  # of the believed one's median error, which is relative
+LEAST_WINS = 12  # of TRIAL_BATCHES: by chance in 4 of 100 trials
+LEAST_DIFFERENCE = 0.005  # of the measured time: below, errors are alike
+
+
+class ModelSelector:
+    """`selected` is the index of a contender: at first 0."""
+
+    def __init__(self, contenders: int) -> None:
+        self.selected = 0
+        self._errors = [deque[float](maxlen=TRIAL_BATCHES) for _ in range(contenders)]
+
+    def add(self, predicted_ms: Sequence[float], measured_ms: float) -> None:
+        """Takes what each contender said of a batch before it ran. measured_ms: above 0."""
+        for errors, predicted_one_ms in zip(self._errors, predicted_ms, strict=True):
+            errors.append(abs(predicted_one_ms - measured_ms) / measured_ms)
+        if len(self._errors[0]) < TRIAL_BATCHES:
+            return
+        medians = [statistics.median(errors) for errors in self._errors]
+        best = min(range(len(medians)), key=medians.__getitem__)
+        selected_median, errors = medians[self.selected], self._errors[self.selected]
+        better_count = sum(
+            challenger_error < selected_error
+            for challenger_error, selected_error in zip(self._errors[best], errors, strict=True)
+        )
+        gain = selected_median - medians[best]
+        if better_count >= LEAST_WINS and gain > max(
+            LEAST_DIFFERENCE, LEAST_GAIN * selected_median
+        ):
+            self.selected = best
+            for errors in self._errors:
+                errors.clear()

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from planner.costs.refit import OnlineLinear
+from planner.costs.online_fit import OnlineLinear
 from planner.costs.stages import Linear
 
 WINDOW_S = 60.0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class FewPairs:
+class PairwiseChooser:
     """Of each expert of a layer: the ranks that have it, a bit for each, and its slots there."""
 
     def __init__(self, sets_E: list[int], slot_ER: list[list[int]], kind: Any) -> None:

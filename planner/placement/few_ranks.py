@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement.few_pairs import FewPairs
+from planner.placement.few_pairs import PairwiseChooser
 from planner.placement.levels import level_ranks
 from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
 
@@ -31,7 +31,7 @@ _MANY_PAIRS = 1024  # are worth to look at loads beforehand
 _SWEEPS = 3  # over the tokens, in the order of pairs, spread what a rank gets over the batch
 
 
-class FewRanks:
+class SmallGroupChooser:
     """The ranks that have each expert of a layer, and the choice among them."""
 
     def __init__(self, slot_ER: NDArray[Any]) -> None:
@@ -41,7 +41,7 @@ class FewRanks:
         self._sets_E = ((slot_ER >= 0) * bits_R).sum(axis=1)
         self._bytes_E = self._sets_E.astype(np.uint8)
         self._slot_N = slot_ER.ravel()
-        self._few = FewPairs(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
+        self._few = PairwiseChooser(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
         self._hitting = hitting_sets(self._ranks)
 
     def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:

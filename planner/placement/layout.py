@@ -10,15 +10,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.placement.objective import Objective
-from planner.placement.serving import serving_ranks
-from planner.placement.sums import Bools, Floats, Ints, Sums, sums_of, totals, with_replicas
 
 EMPTY = -1  # in the place of an expert: a slot that is still to be filled
 
 
-class Sample(NamedTuple):
+class WeightedSets(NamedTuple):
     """rows_E: of each expert, the tokens that go to it."""
 
     sets_MK: Ints
@@ -31,15 +30,15 @@ class Sample(NamedTuple):
         return len(self.rows_E)
 
 
-class Homes(NamedTuple):
+class HomeRanks(NamedTuple):
     """Ranks that had experts before; what one that moves has to save; and how many may."""
 
     held_ER: Bools
     price: float
-    most_moves: int
+    max_moves: int
 
 
-class Undo(NamedTuple):
+class LayoutChange(NamedTuple):
     """What a change took the place of."""
 
     slots: Ints
@@ -58,7 +57,7 @@ class Layout:
     time that is the same on every machine."""
 
     def __init__(
-        self, sample: Sample, experts_S: Ints, ranks_S: Ints, homes: Homes | None = None
+        self, sample: WeightedSets, experts_S: Ints, ranks_S: Ints, homes: HomeRanks | None = None
     ) -> None:
         self.sample, self.homes = sample, homes
         self.experts_S, self.ranks_S = experts_S.copy(), ranks_S.copy()
@@ -103,11 +102,11 @@ class Layout:
 
     # ---- changes
 
-    def change(self, slots: Ints, experts: Ints, ranks: Ints) -> Undo:
+    def change(self, slots: Ints, experts: Ints, ranks: Ints) -> LayoutChange:
         """Those slots get those experts and ranks; what they served, and may serve, is served
         anew."""
         rows = self._rows(np.concatenate([self.experts_S[slots], experts]))
-        undo = Undo(
+        undo = LayoutChange(
             slots,
             self.experts_S[slots],
             self.ranks_S[slots],
@@ -126,15 +125,15 @@ class Layout:
         self.sums = self.sums.changed(before, self._sums(rows))
         return undo
 
-    def exchange(self, i: int, j: int) -> Undo:
+    def exchange(self, i: int, j: int) -> LayoutChange:
         slots = np.array([i, j])
         return self.change(slots, self.experts_S[slots], self.ranks_S[slots[::-1]])
 
-    def replace(self, slot: int, expert: int) -> Undo:
+    def replace(self, slot: int, expert: int) -> LayoutChange:
         slots = np.array([slot])
         return self.change(slots, np.array([expert]), self.ranks_S[slots])
 
-    def take_back(self, undo: Undo) -> None:
+    def revert(self, undo: LayoutChange) -> None:
         self.experts_S[undo.slots], self.ranks_S[undo.slots] = undo.experts, undo.ranks
         self.slots_MK[undo.rows] = undo.slots_MK
         self.sums = undo.sums
@@ -162,3 +161,139 @@ class Layout:
             return sums
         sets_MK, holds_ER = self.sample.sets_MK[rows], self.slot_table() >= 0
         return with_replicas(sums, sets_MK, slots_MK, weights_M, self.ranks_S, holds_ER)
+
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+def totals(which: Ints, values: NDArray[np.generic], count: int) -> Floats:
+    """[count] sums of the values that fall to each number."""
+    return np.bincount(which.ravel(), values.ravel(), count).astype(np.float64, copy=False)
+
+
+class Sums(NamedTuple):
+    """pairs_S: served by each slot. The last three are empty where there are no replicas."""
+
+    copies: Floats
+    pairs_S: Floats
+    leave_S: Floats
+    enter_SR: Floats
+    beside_SS: Floats
+    give_S: Floats
+    join_ER: Floats
+    may_ER: Floats
+
+    def changed(self, before: Sums, after: Sums) -> Sums:
+        """With the sums over some tokens in the place of what they were."""
+        pairs = zip(self, before, after, strict=True)
+        return Sums(*(whole - old + new for whole, old, new in pairs))
+
+
+class _Tokens(NamedTuple):
+    """here_MR: ranks that a token goes to. alone_MK: the weight of a token, where the pair is the
+    only one that its rank serves."""
+
+    slots_MK: Ints
+    weights_M: Floats
+    ranks_MK: Ints
+    here_MR: Bools
+    alone_MK: Floats
+
+
+def sums_of(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> Sums:
+    """Of tokens whose pairs those slots serve, without what replicas ask."""
+    tokens = _tokens(slots_MK, weights_M, ranks_S, ranks)
+    K, S = slots_MK.shape[1], len(ranks_S)
+    new_MR = ~tokens.here_MR * weights_M[:, None]
+    both_MKK = slots_MK[:, :, None] * S + slots_MK[:, None, :]
+    none = np.zeros(0)
+    return Sums(
+        weights_M @ tokens.here_MR.sum(1),
+        totals(slots_MK, np.repeat(weights_M, K), S),
+        totals(slots_MK, tokens.alone_MK, S),
+        _by_rank(slots_MK, np.broadcast_to(new_MR[:, None, :], (*slots_MK.shape, ranks)), S),
+        totals(both_MKK, np.repeat(tokens.alone_MK, K), S * S).reshape(S, S),
+        none,
+        none,
+        none,
+    )
+
+
+def with_replicas(
+    sums: Sums, sets_MK: Ints, slots_MK: Ints, weights_M: Floats, ranks_S: Ints, holds_ER: Bools
+) -> Sums:
+    """`sums` of those tokens, and what replicas ask."""
+    E, R = holds_ER.shape
+    tokens = _tokens(slots_MK, weights_M, ranks_S, R)
+    other_MKR = np.broadcast_to(tokens.here_MR[:, None, :], (*slots_MK.shape, R)).copy()
+    np.put_along_axis(other_MKR, tokens.ranks_MK[:, :, None], False, axis=2)
+    alone_MKR = tokens.alone_MK[:, :, None]
+    weight_MK = np.repeat(weights_M, slots_MK.shape[1]).reshape(slots_MK.shape)
+    joined_MKR = alone_MKR * other_MKR
+    free_MKR = np.where(other_MKR, weight_MK[:, :, None], alone_MKR)
+    near_MK = (holds_ER[sets_MK] & other_MKR).any(2)
+    given_MK = np.where(near_MK, -tokens.alone_MK, weight_MK - tokens.alone_MK)
+    return sums._replace(
+        give_S=totals(slots_MK, given_MK, len(ranks_S)),
+        join_ER=_by_rank(sets_MK, joined_MKR, E),
+        may_ER=_by_rank(sets_MK, free_MKR, E),
+    )
+
+
+def _tokens(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> _Tokens:
+    rows_M = np.arange(len(slots_MK))
+    ranks_MK = ranks_S[slots_MK]
+    counts_MR = np.zeros((len(slots_MK), ranks), np.int64)
+    for ranks_M in ranks_MK.T:
+        counts_MR[rows_M, ranks_M] += 1
+    alone_MK = (counts_MR[rows_M[:, None], ranks_MK] == 1) * weights_M[:, None]
+    return _Tokens(slots_MK, weights_M, ranks_MK, counts_MR > 0, alone_MK)
+
+
+def _by_rank(which_MK: Ints, values_MKR: NDArray[np.generic], count: int) -> Floats:
+    """[count, R] sums of the values by slot or expert, and rank."""
+    R = values_MKR.shape[2]
+    at_MKR = which_MK[:, :, None] * R + np.arange(R)
+    return totals(at_MKR, values_MKR, count * R).reshape(count, R)
+
+
+LOAD_REFRESHES = 16  # at the loads, while the tokens are gone through
+
+
+def serving_ranks(sets_MK: Ints, weights_M: Floats, holds_ER: Bools, load_R: Floats) -> Ints:
+    """[M, K] the rank of each pair. load_R: pairs that ranks have beside these."""
+    ranks_MK = np.empty_like(sets_MK)
+    only_E = holds_ER.sum(1) == 1
+    where_E = holds_ER.argmax(1)
+    fixed_M = only_E[sets_MK].all(1)
+    ranks_MK[fixed_M] = where_E[sets_MK[fixed_M]]
+    K, R = sets_MK.shape[1], len(load_R)
+    load_R = load_R + totals(ranks_MK[fixed_M], np.repeat(weights_M[fixed_M], K), R)
+    free = np.flatnonzero(~fixed_M)
+    some = max(1, -(-len(free) // LOAD_REFRESHES))
+    for start in range(0, len(free), some):
+        rows = free[start : start + some]
+        chosen = _covered(sets_MK[rows], holds_ER, load_R)
+        ranks_MK[rows] = chosen
+        load_R = load_R + totals(chosen, np.repeat(weights_M[rows], K), R)
+    return ranks_MK
+
+
+def _covered(sets_MK: Ints, holds_ER: Bools, load_R: Floats) -> Ints:
+    """Of tokens at once: rounds in each of which a token takes one rank more."""
+    M, K = sets_MK.shape
+    order_R = np.argsort(np.argsort(load_R, kind="stable"))  # 0: the least loaded
+    open_MKR = holds_ER[sets_MK]
+    ranks_MK = np.full((M, K), -1)
+    rows = np.arange(M)
+    R = len(load_R)
+    while len(rows):
+        held_MR = open_MKR[rows].sum(1)
+        best_M = (held_MR * R - order_R).argmax(1)
+        served_MK = open_MKR[rows, :, best_M]
+        ranks_MK[rows] = np.where(served_MK, best_M[:, None], ranks_MK[rows])
+        open_MKR[rows] &= ~served_MK[:, :, None]
+        rows = rows[(ranks_MK[rows] < 0).any(1)]
+    return ranks_MK

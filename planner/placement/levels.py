@@ -29,9 +29,9 @@ def levelled(groups: Sequence[Group], pairs: int, load_R: list[int]) -> list[lis
     pairs each. load_R grows. All are looked at once more when all have their items."""
     parts = [shares(ranks, items, pairs, load_R) for ranks, items in groups]
     for number, (ranks, items) in enumerate(groups if len(groups) > 1 else ()):
-        mine = iter(parts[number])
+        own_part = iter(parts[number])
         for rank in ranks:
-            load_R[rank] -= next(mine) * pairs
+            load_R[rank] -= next(own_part) * pairs
         parts[number] = shares(ranks, items, pairs, load_R)
     return parts
 
@@ -94,9 +94,9 @@ def _apart(rank_N: Array) -> Array:
     """Each where it was before the turns."""
     apart_N, first = np.empty_like(rank_N), 0
     for turn in range(_TURNS):
-        mine = apart_N[turn::_TURNS]
-        mine[:] = rank_N[first : first + len(mine)]
-        first += len(mine)
+        own_part = apart_N[turn::_TURNS]
+        own_part[:] = rank_N[first : first + len(own_part)]
+        first += len(own_part)
     return apart_N
 
 

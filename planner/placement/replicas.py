@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement.few_pairs import FewPairs, members, take_commonest
+from planner.placement.few_pairs import PairwiseChooser, members, take_commonest
 from planner.placement.levels import levelled
 
 Array = NDArray[np.int64]
@@ -42,7 +42,7 @@ _FEW_PAIRS = 128  # are gone through one by one
 _OFTEN = 16  # where one pair in so many goes anywhere, others of its token may go there too
 
 
-class InTurn:
+class RoundRobinChooser:
     """For more ranks than sets are made of: token t of a batch takes replica t modulo their
     number."""
 
@@ -60,7 +60,7 @@ class InTurn:
         return slot_TK
 
 
-class Fewest:
+class ReplicaChooser:
     """The ranks that have each expert of a layer, and the choice among them."""
 
     def __init__(self, slot_ER: NDArray[Any]) -> None:
@@ -71,7 +71,7 @@ class Fewest:
         self._sets_E = (has_ER * self._bits_R).sum(axis=1).astype(np.uint64)
         self._only_E = np.where(has_ER.sum(axis=1) == 1, self._sets_E, np.uint64(0))
         self._slot_N = slot_ER.ravel()
-        self._few = FewPairs(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
+        self._few = PairwiseChooser(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
 
     def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
         """[T, K] slot of each pair; at most MAX_TOP_K of a token. free_rank: one that costs it

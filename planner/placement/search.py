@@ -13,17 +13,18 @@ Shapes: S slots, E experts, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from planner.placement.layout import EMPTY, Layout, Undo
-from planner.placement.sums import Bools, Floats
+from planner.placement.layout import EMPTY, Bools, Floats, Ints, Layout, LayoutChange, totals
+from planner.placement.routing import TokenCounts
+from planner.placement.token_ranks import rank_of_ids, shares
 
 GAIN = 1e-9  # less is none
-KEPT = 8  # of the layouts that were found
-IN_VAIN = 40  # rounds without a gain
-SHAKEN = 16  # one slot in so many is exchanged at random
+MAX_LAYOUTS = 8  # of the layouts that were found
+MAX_STALE_ROUNDS = 40  # rounds without a gain
+SLOTS_PER_EXCHANGE = 16  # one slot in so many is exchanged at random
 TRIES = 4  # of the best changes, where prices are estimates
 
 
@@ -46,7 +47,7 @@ def fill(layout: Layout) -> None:
             undo = layout.replace(slot, expert)
             found = (layout.price(), slot, expert)
             best = found if best is None else min(best, found)
-            layout.take_back(undo)
+            layout.revert(undo)
         assert best is not None
         layout.replace(best[1], best[2])
 
@@ -57,9 +58,9 @@ def improved(layout: Layout, work: int, rng: np.random.Generator) -> list[Layout
     vain; `layout` stays as it is."""
     best = layout
     found = [layout]
-    some = max(2, len(layout.ranks_S) // SHAKEN)
-    spent, in_vain = 0, 0
-    while spent < work and in_vain < IN_VAIN:
+    some = max(2, len(layout.ranks_S) // SLOTS_PER_EXCHANGE)
+    spent, stale_rounds = 0, 0
+    while spent < work and stale_rounds < MAX_STALE_ROUNDS:
         other = best.copy()
         other.work = 0
         for _ in range(some):
@@ -69,7 +70,7 @@ def improved(layout: Layout, work: int, rng: np.random.Generator) -> list[Layout
             other.exchange(*divmod(int(rng.choice(possible)), len(layout.ranks_S)))
         descend(other, 20 * len(layout.ranks_S))
         spent += other.work
-        in_vain = 0 if other.price() < best.price() - GAIN else in_vain + 1
+        stale_rounds = 0 if other.price() < best.price() - GAIN else stale_rounds + 1
         if other.price() <= best.price():
             best = other
         found = _with(found, other)
@@ -80,10 +81,10 @@ def _with(found: list[Layout], other: Layout) -> list[Layout]:
     """The cheapest of them, each price once."""
     if any(abs(each.price() - other.price()) < GAIN for each in found):
         return found
-    return sorted([*found, other], key=Layout.price)[:KEPT]
+    return sorted([*found, other], key=Layout.price)[:MAX_LAYOUTS]
 
 
-def _best(layout: Layout, prices: Floats, make: Callable[[int, int], Undo]) -> bool:
+def _best(layout: Layout, prices: Floats, make: Callable[[int, int], LayoutChange]) -> bool:
     """Whether one of the changes was made."""
     now = layout.price()
     for i, j in _cheapest(prices, TRIES if layout.replicated else 1):
@@ -92,7 +93,7 @@ def _best(layout: Layout, prices: Floats, make: Callable[[int, int], Undo]) -> b
         undo = make(i, j)
         if layout.price() < now - GAIN:
             return True
-        layout.take_back(undo)
+        layout.revert(undo)
     return False
 
 
@@ -109,15 +110,15 @@ def exchanges(layout: Layout) -> Floats:
     sums, ranks_S, load_R = layout.sums, layout.ranks_S, layout.loads()
     change_SS = sums.enter_SR[:, ranks_S] - sums.leave_S[:, None] + sums.beside_SS
     copies_SS = sums.copies + change_SS + change_SS.T
-    mine_SS = load_R[ranks_S][:, None] - sums.pairs_S[:, None] + sums.pairs_S[None, :]
+    own_SS = load_R[ranks_S][:, None] - sums.pairs_S[:, None] + sums.pairs_S[None, :]
     others_SS = _most_of_others(load_R)[ranks_S][:, ranks_S]
-    busiest_SS = np.maximum(np.maximum(mine_SS, mine_SS.T), others_SS)
+    busiest_SS = np.maximum(np.maximum(own_SS, own_SS.T), others_SS)
     price_SS = layout.sample.objective.price(copies_SS, busiest_SS)
     barred_SS = ranks_S[:, None] == ranks_S[None, :]
     if layout.replicated:
-        there_SS = (layout.slot_table() >= 0)[layout.experts_S][:, ranks_S]
+        present_SS = (layout.slot_table() >= 0)[layout.experts_S][:, ranks_S]
         empty_S = layout.experts_S == EMPTY
-        barred_SS |= there_SS | there_SS.T | empty_S[:, None] | empty_S
+        barred_SS |= present_SS | present_SS.T | empty_S[:, None] | empty_S
     if layout.homes is not None:
         moved_SR = ~layout.homes.held_ER[layout.experts_S]
         more_SS = moved_SR[:, ranks_S] - moved_SR[np.arange(len(ranks_S)), ranks_S, None].astype(
@@ -125,7 +126,7 @@ def exchanges(layout: Layout) -> Floats:
         )
         moves_SS = layout.moves() + more_SS + more_SS.T
         price_SS += layout.homes.price * moves_SS
-        barred_SS |= moves_SS > layout.homes.most_moves
+        barred_SS |= moves_SS > layout.homes.max_moves
     price_SS[barred_SS] = np.inf
     return price_SS
 
@@ -145,7 +146,7 @@ def replacements(layout: Layout) -> Floats:
         now_S = (experts_S != EMPTY) & moved_SE[np.arange(len(ranks_S)), experts_S]
         moves_SE = layout.moves() + moved_SE.astype(int) - now_S[:, None]
         price_SE += layout.homes.price * moves_SE
-        barred_SE |= moves_SE > layout.homes.most_moves
+        barred_SE |= moves_SE > layout.homes.max_moves
     price_SE[barred_SE] = np.inf
     return price_SE
 
@@ -158,13 +159,13 @@ def _busiest_replaced(layout: Layout, held_ER: Bools, load_R: Floats) -> Floats:
     filled = np.flatnonzero(layout.experts_S != EMPTY)
     served_ER[layout.experts_S[filled], ranks_S[filled]] = sums.pairs_S[filled]
     source_E = served_ER.argmax(1)
-    mine_S = load_R[ranks_S] - sums.pairs_S
-    even_SE = (load_R[source_E][None, :] - mine_S[:, None]) / 2
+    own_S = load_R[ranks_S] - sums.pairs_S
+    even_SE = (load_R[source_E][None, :] - own_S[:, None]) / 2
     may_SE, join_SE = sums.may_ER.T[ranks_S], sums.join_ER.T[ranks_S]
     moved_SE = np.clip(even_SE, join_SE, np.maximum(may_SE, join_SE))
     others_SE = _most_of_others(load_R)[ranks_S][:, source_E]
     left_SE = load_R[source_E][None, :] - np.minimum(moved_SE, served_ER.max(1))
-    busiest: Floats = np.maximum(np.maximum(mine_S[:, None] + moved_SE, left_SE), others_SE)
+    busiest: Floats = np.maximum(np.maximum(own_S[:, None] + moved_SE, left_SE), others_SE)
     return busiest
 
 
@@ -176,3 +177,89 @@ def _most_of_others(load_R: Floats) -> Floats:
     kept_RRR[:, each, each] = 0.0
     most: Floats = kept_RRR.max(2)
     return most
+
+
+RANDOM = 2
+ROUNDS = 12  # of ids to experts' ranks and back: then labels hardly change
+
+
+def in_order(homes_R: Ints) -> Ints:
+    """[E] ranks: the first experts on the first."""
+    return np.repeat(np.arange(len(homes_R)), homes_R)
+
+
+def balanced(load_E: Floats, homes_R: Ints) -> Ints:
+    """The hottest first, each to the rank that is least loaded and has room."""
+    ranks_E, load_R, room_R = np.zeros_like(load_E, np.int64), np.zeros(len(homes_R)), homes_R + 0
+    for expert in np.argsort(-load_E, kind="stable"):
+        rank = int(np.where(room_R > 0, load_R, np.inf).argmin())
+        ranks_E[expert] = rank
+        load_R[rank] += load_E[expert]
+        room_R[rank] -= 1
+    return ranks_E
+
+
+def grown(together_EE: Floats, homes_R: Ints) -> Ints:
+    """Rank by rank: the hottest expert that is left, then whichever goes with those there most
+    often, for its load."""
+    E = len(together_EE)
+    load_E = np.maximum(1.0, together_EE.diagonal())
+    ranks_E = np.full(E, -1)
+    for rank, room in enumerate(homes_R):
+        tied_E = np.zeros(E)
+        for n in range(room):
+            score_E = tied_E / load_E if n else load_E
+            chosen = int(np.where(ranks_E < 0, score_E, -np.inf).argmax())
+            ranks_E[chosen] = rank
+            tied_E = tied_E + together_EE[chosen]
+    return ranks_E
+
+
+def co_clustered(counts: TokenCounts, ranks_E: Ints, homes_R: Ints) -> Ints:
+    """From `ranks_E` on: token ids go where most of their experts are (load at most 1.1), experts
+    where most of their ids are, in turn."""
+    R, E = len(homes_R), len(ranks_E)
+    ids_N = np.unique(counts.ids_N, return_inverse=True)[1]
+    for _ in range(ROUNDS):
+        holds_ER = ranks_E[:, None] == np.arange(R)
+        label_V = rank_of_ids(shares(ids_N, counts.experts_N, counts.times_N, holds_ER))
+        at_N = counts.experts_N * R + label_V[ids_N]
+        seen_ER = totals(at_N, counts.times_N, E * R).reshape(E, R)
+        found_E = _divided(seen_ER, homes_R)
+        if (found_E == ranks_E).all():
+            break
+        ranks_E = found_E
+    return ranks_E
+
+
+def _divided(score_ER: Floats, homes_R: Ints) -> Ints:
+    """[E] ranks with so many experts each, for a high sum of scores: who would lose most chooses
+    first, then exchanges."""
+    E, room_R = len(score_ER), homes_R + 0
+    ranks_E = np.full(E, -1)
+    best_E2 = np.sort(score_ER, axis=1)[:, -2:]
+    for expert in np.argsort(best_E2[:, 0] - best_E2[:, -1], kind="stable"):
+        rank = int(np.where(room_R > 0, score_ER[expert], -np.inf).argmax())
+        ranks_E[expert] = rank
+        room_R[rank] -= 1
+    for _ in range(4 * E):
+        gain_EE = score_ER[:, ranks_E] - score_ER[np.arange(E), ranks_E][:, None]
+        gain_EE = gain_EE + gain_EE.T
+        i, j = divmod(int(gain_EE.argmax()), E)
+        if gain_EE[i, j] <= 0:
+            break
+        ranks_E[[i, j]] = ranks_E[[j, i]]
+    return ranks_E
+
+
+def starts(
+    counts: TokenCounts, together_EE: Floats, homes_R: Ints, rng: np.random.Generator
+) -> Iterator[Ints]:
+    """[E] ranks, of each start."""
+    yield in_order(homes_R)
+    yield balanced(together_EE.diagonal(), homes_R)
+    yield (packed := grown(together_EE, homes_R))
+    if len(counts.ids_N):
+        yield co_clustered(counts, packed, homes_R)
+    for _ in range(RANDOM):
+        yield rng.permutation(in_order(homes_R))

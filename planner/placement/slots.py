@@ -5,21 +5,23 @@ Shapes: T tokens, K experts of each, E experts, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import ConfigError
-from contracts.placement import Placement
-from planner.placement.few_ranks import FewRanks
+from contracts.placement import Placement, bounds_of
+from planner.placement.few_ranks import SmallGroupChooser
+from planner.placement.layout import Bools, Ints
 from planner.placement.rank_sets import FEW_RANKS
-from planner.placement.replicas import MAX_RANKS, Fewest, InTurn
-from planner.placement.two_ranks import FewestOfTwo
+from planner.placement.replicas import MAX_RANKS, ReplicaChooser, RoundRobinChooser
+from planner.placement.two_ranks import TwoRankChooser
 
 Array = NDArray[np.int64]
-_Choice = FewestOfTwo | FewRanks | Fewest | InTurn
+_Choice = TwoRankChooser | SmallGroupChooser | ReplicaChooser | RoundRobinChooser
 
 
 class LayerSlots:
@@ -73,10 +75,10 @@ class LayerSlots:
 def _choice(slot_ER: NDArray[Any]) -> _Choice:
     ranks = slot_ER.shape[1]
     if ranks == 2:
-        return FewestOfTwo(slot_ER)
+        return TwoRankChooser(slot_ER)
     if ranks <= FEW_RANKS:
-        return FewRanks(slot_ER)
-    return Fewest(slot_ER) if ranks <= MAX_RANKS else InTurn(slot_ER)
+        return SmallGroupChooser(slot_ER)
+    return ReplicaChooser(slot_ER) if ranks <= MAX_RANKS else RoundRobinChooser(slot_ER)
 
 
 class ExpertPlacement:
@@ -113,12 +115,103 @@ def check_fits(
     """Raises ConfigError where the placement is of another group or model. ranks: None: as many as
     have a use for an expert."""
     placed = [layer for layer, experts in enumerate(placement.expert_of_slot) if experts]
-    told = (placement.ranks, placement.num_experts, len(placed))
+    placed_shape = (placement.ranks, placement.num_experts, len(placed))
     fitting = ranks if ranks is not None else min(max(1, placement.ranks), num_experts)
-    if told != (fitting, num_experts, len(moe_layers)) or placed != list(moe_layers):
+    if placed_shape != (fitting, num_experts, len(moe_layers)) or placed != list(moe_layers):
         group = f"the group {ranks} ranks" if ranks is not None else f"1 to {num_experts} ranks"
         raise ConfigError(
-            f"the placement is of {told[1]} experts in {told[2]} layers on {told[0]} ranks, the "
-            f"model has {num_experts} in {len(moe_layers)} and {group}: "
-            "launch the group with a placement of its own"
+            f"the placement is of {placed_shape[1]} experts in {placed_shape[2]} layers on "
+            f"{placed_shape[0]} ranks, the model has {num_experts} in {len(moe_layers)} and "
+            f"{group}: launch the group with a placement of its own"
         )
+
+
+Line = tuple[int, ...]
+
+
+def ranks_of(slots_per_rank: Sequence[int]) -> Ints:
+    """The rank of each slot."""
+    return np.repeat(np.arange(len(slots_per_rank)), slots_per_rank)
+
+
+def layer_slots(line: Line, slots_per_rank: Sequence[int]) -> LayerSlots:
+    return LayerSlots(line, bounds_of(slots_per_rank))
+
+
+def held(line: Line, slots_per_rank: Sequence[int], num_experts: int) -> Bools:
+    """[E, R] whether the rank has the expert."""
+    return layer_slots(line, slots_per_rank).held(num_experts)
+
+
+def moved(before: Line, after: Line, slots_per_rank: Sequence[int]) -> tuple[int, ...]:
+    """Of each rank, the experts that it did not have."""
+    pairs = bounds_of(slots_per_rank)
+    return tuple(len(set(after[low:high]) - set(before[low:high])) for low, high in pairs)
+
+
+def check_slots(num_experts: int, slots_per_rank: Sequence[int]) -> None:
+    """Raises ConfigError where not every expert has a slot, or a rank has more slots than there are
+    experts."""
+    slots, most = sum(slots_per_rank), max(slots_per_rank, default=0)
+    if min(slots_per_rank, default=-1) < 0 or slots < num_experts or most > num_experts:
+        raise ConfigError(
+            f"slots_per_rank={tuple(slots_per_rank)}: {num_experts} experts need as many slots or "
+            f"more in all, and a rank has a use for {num_experts} at most"
+        )
+
+
+def first_homes(num_experts: int, slots_per_rank: Sequence[int]) -> Ints:
+    """[R] how many experts have their first slot there: alike, as far as there are slots."""
+    homes_R, room_R = np.zeros(len(slots_per_rank), np.int64), np.asarray(slots_per_rank)
+    while (left := num_experts - int(homes_R.sum())) > 0:
+        open_R = np.flatnonzero(homes_R < room_R)
+        level_R = open_R[homes_R[open_R] == homes_R[open_R].min()]
+        homes_R[level_R[:left]] += 1
+    return homes_R
+
+
+def contiguous_line(load_E: Ints, slots_per_rank: Sequence[int]) -> Line:
+    """Experts in order; in a rank's spare slots, after them, the hottest that it has not, where
+    each replica halves, thirds, … what an expert counts."""
+    homes_R = first_homes(len(load_E), slots_per_rank)
+    ranks_E = np.repeat(np.arange(len(homes_R)), homes_R)
+    lines = [np.flatnonzero(ranks_E == rank).tolist() for rank in range(len(homes_R))]
+    replicas_E = np.ones(len(load_E))
+    for _ in range(max(slots_per_rank)):
+        for line, slots in zip(lines, slots_per_rank, strict=True):
+            if len(line) < slots:
+                heat_E = load_E / replicas_E
+                heat_E[line] = -1.0
+                line.append(int(heat_E.argmax()))
+                replicas_E[line[-1]] += 1
+    return tuple(itertools.chain.from_iterable(lines))
+
+
+def line_of(experts_S: Ints, ranks_S: Ints, slots_per_rank: Sequence[int], start: Line) -> Line:
+    """Experts of each rank in ascending order; with a `start`, who stays on a rank stays in its
+    slot, and who comes takes the slot of one who left."""
+    line: list[int] = []
+    for rank, (low, high) in enumerate(bounds_of(slots_per_rank)):
+        rank_experts = sorted(experts_S[ranks_S == rank].tolist())
+        before = start[low:high]
+        arriving = iter(sorted(set(rank_experts) - set(before)))
+        line += (
+            [e if e in rank_experts else next(arriving) for e in before] if start else rank_experts
+        )
+    return tuple(line)
+
+
+def contiguous(
+    num_experts: int, ranks: int, *, num_layers: int, moe_layers: Collection[int]
+) -> Placement:
+    """Each expert once; the first `num_experts % ranks` ranks hold one more than the rest. Without
+    ranks nothing is placed."""
+    if ranks == 0:
+        return Placement()
+    base, extra = divmod(num_experts, ranks)
+    everyone = tuple(range(num_experts))
+    return Placement(
+        num_experts=num_experts,
+        slots_per_rank=tuple(base + (rank < extra) for rank in range(ranks)),
+        expert_of_slot=tuple(everyone if n in moe_layers else () for n in range(num_layers)),
+    )

@@ -14,8 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.placement.layout import EMPTY, Homes, Layout, Sample
-from planner.placement.lines import (
+from planner.placement.layout import EMPTY, Floats, HomeRanks, Ints, Layout, WeightedSets, totals
+from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
+from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
+from planner.placement.search import descend, fill, improved, starts
+from planner.placement.slots import (
     Line,
     check_slots,
     contiguous_line,
@@ -26,16 +29,10 @@ from planner.placement.lines import (
     moved,
     ranks_of,
 )
-from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
-from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
-from planner.placement.samples import sample_of, split
-from planner.placement.search import descend, fill, improved
-from planner.placement.starts import starts
-from planner.placement.sums import Floats, Ints, totals
 from planner.placement.token_ranks import local_share, token_ranks
 
 WORK = 100_000_000  # of the search among layouts, about two seconds; with replicas a fourth of it
-FOLLOW_WORK = WORK // 20  # of a search that begins where experts are
+REBALANCE_WORK = WORK // 20  # of a search that begins where experts are
 BEST = 2  # of the starts are searched on from
 NEARLY = 0.9  # where nothing is known, a load may be over even by so much of what it is in order
 MANY = 8  # experts of a rank, from which on evening out costs few copies: over by no more than ...
@@ -61,12 +58,12 @@ def solve_layer(
     *,
     costs: PlacementCosts | None = None,
     start: Sequence[int] | None = None,
-    most_moves: int | None = None,
+    max_moves: int | None = None,
     work: int = WORK,
     seed: int = 0,
 ) -> PlacedLayer:
     """costs: the usual ones where nothing is known. start: the expert of each slot as it is; the
-    search begins there, an expert that moves has to save `costs.move`, and at most `most_moves`
+    search begins there, an expert that moves has to save `costs.move`, and at most `max_moves`
     do. work: of the search from other starts, at most. The same arguments give the same placement.
     Raises ConfigError where slots do not fit."""
     check_slots(routing.num_experts, slots_per_rank)
@@ -82,13 +79,15 @@ def solve_layer(
     if ranks > 1 and len(kept.sets_PK):
         sample = sample_of(fitted, costs, ranks)
         if start is None:
-            layout = _placed(fitted, sample, slots_per_rank, work, seed)
+            layout = _from_scratch(fitted, sample, slots_per_rank, work, seed)
         else:
-            layout = _followed(sample, slots_per_rank, before, most_moves)
+            layout = _from_start(sample, slots_per_rank, before, max_moves)
         line = line_of(
             layout.experts_S, layout.ranks_S, slots_per_rank, () if start is None else before
         )
-    return _judged(routing, kept, slots_per_rank, costs, before, line, following=start is not None)
+    return _select_better(
+        routing, kept, slots_per_rank, costs, before, line, following=start is not None
+    )
 
 
 def _limit(over_in_order: float, experts_per_rank: float) -> float:
@@ -99,8 +98,8 @@ def _limit(over_in_order: float, experts_per_rank: float) -> float:
     return 1 + over
 
 
-def _placed(
-    routing: LayerRouting, sample: Sample, slots_per_rank: Sequence[int], work: int, seed: int
+def _from_scratch(
+    routing: LayerRouting, sample: WeightedSets, slots_per_rank: Sequence[int], work: int, seed: int
 ) -> Layout:
     E, homes_R = sample.experts, first_homes(sample.experts, slots_per_rank)
     rng = np.random.default_rng(seed)
@@ -139,22 +138,22 @@ def _with_replicas(layout: Layout, more_R: Ints) -> Layout:
     return wider
 
 
-def _followed(
-    sample: Sample, slots_per_rank: Sequence[int], start: Line, most_moves: int | None
+def _from_start(
+    sample: WeightedSets, slots_per_rank: Sequence[int], start: Line, max_moves: int | None
 ) -> Layout:
     experts_S, ranks_S = np.array(start, np.int64), ranks_of(slots_per_rank)
     as_it_is = Layout(sample, experts_S, ranks_S)
     price = sample.objective.costs.move * as_it_is.price()
-    most = len(start) if most_moves is None else most_moves
-    homes = Homes(held(start, slots_per_rank, sample.experts), price, most)
+    most = len(start) if max_moves is None else max_moves
+    homes = HomeRanks(held(start, slots_per_rank, sample.experts), price, most)
     layout = Layout(sample, experts_S, ranks_S, homes)
     descend(layout, 20 * len(start))
     if layout.loads().max() <= sample.objective.costs.load_limit * layout.loads().mean():
         return layout
-    return improved(layout, FOLLOW_WORK, np.random.default_rng(0))[0]
+    return improved(layout, REBALANCE_WORK, np.random.default_rng(0))[0]
 
 
-def _together(sample: Sample) -> Floats:
+def _together(sample: WeightedSets) -> Floats:
     """[E, E] how often experts go together; on the diagonal, how often each is chosen."""
     sets_MK, E = sample.sets_MK, sample.experts
     K = sets_MK.shape[1]
@@ -162,7 +161,7 @@ def _together(sample: Sample) -> Floats:
     return totals(at_N, np.repeat(sample.weights_M, K * K), E * E).reshape(E, E)
 
 
-def _judged(
+def _select_better(
     routing: LayerRouting,
     kept: LayerRouting,
     slots_per_rank: Sequence[int],
@@ -183,3 +182,41 @@ def _judged(
         after, now, moves = before, was, 0
     label_V = token_ranks(routing.counts, held(after, slots_per_rank, routing.num_experts))
     return PlacedLayer(after, label_V, now, was, moves)
+
+
+HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run of so many tokens is kept out
+SEARCHED_TOKENS = 32_768  # of a sample with more different sets of experts, so many
+
+
+def split(routing: LayerRouting) -> tuple[LayerRouting, LayerRouting]:
+    """What a placement is made of, and what it is judged on: runs of tokens, as those of one text
+    are alike."""
+    tokens = len(routing.sets_PK)
+    run = max(1, min(RUN_TOKENS, tokens // (2 * HELD_OUT)))
+    kept_P = np.arange(tokens) // run % HELD_OUT == HELD_OUT - 1
+    parts = [
+        routing._replace(sets_PK=routing.sets_PK[part_P], ids_P=routing.ids_P[part_P])
+        for part_P in (~kept_P, kept_P)
+    ]
+    return parts[0], parts[1]
+
+
+def sample_of(routing: LayerRouting, costs: PlacementCosts, ranks: int) -> WeightedSets:
+    """Equal sets as one; of very many different ones, some."""
+    sets_PK, E = np.sort(routing.sets_PK.astype(np.int64), axis=1), routing.num_experts
+    K = sets_PK.shape[1]
+    weights_M = np.ones(len(sets_PK))
+    if E**K < 2**62:
+        keys_P = sets_PK @ (E ** np.arange(K))
+        _, first_M, times_M = np.unique(keys_P, return_index=True, return_counts=True)
+        if len(first_M) <= SEARCHED_TOKENS:
+            sets_PK, weights_M = sets_PK[first_M], times_M.astype(float)
+    if len(sets_PK) > SEARCHED_TOKENS:
+        some = np.linspace(0, len(sets_PK) - 1, SEARCHED_TOKENS).astype(int)
+        sets_PK, weights_M = sets_PK[some], weights_M[some]
+    rows_N = np.argsort(sets_PK.ravel(), kind="stable") // K
+    sizes_E = np.bincount(sets_PK.ravel(), minlength=E)
+    tokens = float(weights_M.sum())
+    objective = Objective(costs, tokens, tokens * K, ranks)
+    rows_E = tuple(np.split(rows_N, np.cumsum(sizes_E)[:-1]))
+    return WeightedSets(sets_PK, weights_M, rows_E, objective)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.placement.layout import Bools, Floats, Ints, totals
 from planner.placement.routing import TokenCounts
-from planner.placement.sums import Bools, Floats, Ints, totals
 
 ID_LOAD = 1.1  # pairs of a rank's token ids over the mean, at most: the paper's relaxation
 
@@ -25,10 +25,10 @@ def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floa
 def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
     """[V] ranks, of `shares`. Who loses least goes elsewhere where a rank has too much; ids without
     a pair go to the ranks in turn."""
-    mine_VR, times_V = shares_VR1[:, :-1].copy(), shares_VR1[:, -1]
-    V, R = mine_VR.shape
+    local_VR, times_V = shares_VR1[:, :-1].copy(), shares_VR1[:, -1]
+    V, R = local_VR.shape
     room = limit * times_V.sum() / R
-    label_V: Ints = np.where(times_V > 0, mine_VR.argmax(1), np.arange(V) % R)
+    label_V: Ints = np.where(times_V > 0, local_VR.argmax(1), np.arange(V) % R)
     for _ in range(R):
         load_R = totals(label_V, times_V, R)
         over = int(load_R.argmax())
@@ -38,19 +38,19 @@ def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
         open_R[over] = False
         if not open_R.any():
             break
-        _give_away(label_V, mine_VR, times_V, over, load_R, room)
+        _give_away(label_V, local_VR, times_V, over, load_R, room)
     return label_V
 
 
 def _give_away(
-    label_V: Ints, mine_VR: Floats, times_V: Floats, over: int, load_R: Floats, room: float
+    label_V: Ints, local_VR: Floats, times_V: Floats, over: int, load_R: Floats, room: float
 ) -> None:
     """Ids of that rank to others with room, least regret a pair first, until it has no more than
     its share. Changes label_V and load_R."""
     ids = np.flatnonzero((label_V == over) & (times_V > 0))
-    other_VR = mine_VR[ids].copy()
+    other_VR = local_VR[ids].copy()
     other_VR[:, over] = -1.0
-    regret_V = (mine_VR[ids, over] - other_VR.max(1)) / times_V[ids]
+    regret_V = (local_VR[ids, over] - other_VR.max(1)) / times_V[ids]
     for n in np.argsort(regret_V, kind="stable"):
         if load_R[over] <= room:
             return

@@ -18,7 +18,7 @@ Array = NDArray[np.int64]
 _FIRST, _OTHER, _BOTH = 1, 2, 3
 
 
-class FewestOfTwo:
+class TwoRankChooser:
     """The rank of each expert of a layer, and the choice where both have it."""
 
     def __init__(self, slot_ER: NDArray[Any]) -> None:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from contracts.requests import Priority
-from contracts.routing import OpenRequest, Prompt, RequestKey
+from contracts.routing_messages import OpenRequest, Prompt, RequestKey
 from planner.routing.request_work import RequestWork
 
 
 class _Open:
-    __slots__ = ("done_tokens", "prompt", "remaining", "started", "under_way", "until_tokens")
+    __slots__ = ("done_tokens", "in_progress", "prompt", "remaining", "started", "until_tokens")
 
-    def __init__(self, request: OpenRequest, remaining: int, under_way: int) -> None:
+    def __init__(self, request: OpenRequest, remaining: int, in_progress: int) -> None:
         self.prompt = request.prompt
         self.done_tokens = request.done_tokens
         self.until_tokens = request.until_tokens
         self.started = request.started
         self.remaining = remaining
-        self.under_way = under_way
+        self.in_progress = in_progress
 
 
-class Totals:
+class RequestTotals:
     """Over some open requests:
 
     load        = Σ work(done, prompt)
@@ -40,7 +40,7 @@ class Totals:
 
     def count(self, entry: _Open, sign: int) -> None:
         self.load += sign * entry.remaining
-        self.queued += sign * (entry.remaining - entry.under_way)
+        self.queued += sign * (entry.remaining - entry.in_progress)
         self.running += sign * entry.started
         self.waiting += sign * (not entry.started)
         done_tokens = entry.done_tokens if entry.started else 0
@@ -52,7 +52,7 @@ class OpenRequests:
     off: no drift."""
 
     def __init__(self, work: RequestWork) -> None:
-        self._met = {priority: Totals() for priority in Priority}
+        self._totals = {priority: RequestTotals() for priority in Priority}
         self._work = work
         self._requests: dict[RequestKey, _Open] = {}
 
@@ -62,10 +62,10 @@ class OpenRequests:
     def __iter__(self) -> Iterator[RequestKey]:
         return iter(self._requests)
 
-    def met_by(self, priority: Priority) -> Totals:
+    def visible_to(self, priority: Priority) -> RequestTotals:
         """What a request of that class waits for: an LS one overtakes BE ones, and does not see
         them; a BE one sees all."""
-        return self._met[priority]
+        return self._totals[priority]
 
     def remaining(self, key: RequestKey) -> int:
         """Work that an open request still is."""
@@ -88,8 +88,8 @@ class OpenRequests:
         if key in self._requests:
             raise ValueError(f"request {tuple(key)} is already open on this worker")
         remaining = self._work(request.done_tokens, request.prompt.prompt_tokens)
-        under_way = self._under_way(request.done_tokens, request.until_tokens)
-        entry = self._requests[key] = _Open(request, remaining, under_way)
+        in_progress = self._in_progress(request.done_tokens, request.until_tokens)
+        entry = self._requests[key] = _Open(request, remaining, in_progress)
         self._count(entry, 1)
 
     def advance(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
@@ -105,7 +105,7 @@ class OpenRequests:
         entry.started = True
         entry.done_tokens, entry.until_tokens = done_tokens, until_tokens
         entry.remaining = self._work(done_tokens, entry.prompt.prompt_tokens)
-        entry.under_way = self._under_way(done_tokens, until_tokens)
+        entry.in_progress = self._in_progress(done_tokens, until_tokens)
         self._count(entry, 1)
 
     def close(self, key: RequestKey) -> Prompt:
@@ -121,10 +121,10 @@ class OpenRequests:
             raise ValueError(f"request {tuple(key)} is not open on this worker")
         return entry
 
-    def _under_way(self, done_tokens: int, until_tokens: int) -> int:
+    def _in_progress(self, done_tokens: int, until_tokens: int) -> int:
         return self._work(done_tokens, until_tokens) if until_tokens > done_tokens else 0
 
     def _count(self, entry: _Open, sign: int) -> None:
-        for priority, met in self._met.items():
+        for priority, totals in self._totals.items():
             if entry.prompt.priority <= priority:
-                met.count(entry, sign)
+                totals.count(entry, sign)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 LOAD_FOR_SAVED = 8  # load that a request may meet more of, for each unit of work that it saves
 
 
-class Candidate(NamedTuple):
+class RouteCandidate(NamedTuple):
     """A worker that takes requests, and what a request would meet there: an LS one counts no BE
     work, which it overtakes.
 
@@ -32,33 +32,33 @@ class Candidate(NamedTuple):
     saved: int = 0
 
 
-Policy = Callable[[Sequence[Candidate], int], Candidate | None]
+RoutePolicy = Callable[[Sequence[RouteCandidate], int], RouteCandidate | None]
 """(candidates in order of workers, at least one; how many requests were routed before) → the
 choice, or None: the request waits until a worker has reported."""
 
 
-def prefix_then_load(candidates: Sequence[Candidate], turn: int) -> Candidate | None:
+def prefix_then_load(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate | None:
     """MoE-Prefill, Section 7: of the workers that are not saturated the one with the longest match,
     then the least load, then the first."""
     open_ones = unsaturated(candidates)
     return min(open_ones, key=_by_match_then_load) if open_ones else None
 
 
-def prefix_within_round(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def prefix_within_round(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     """The same for a request that may have to wait (planner/routing/backlog.py): a worker is full
     where the request would be done one threshold later than at best. So siblings stay with a prefix
     that is dearer to compute again than to wait for."""
     return _near(candidates, lambda soonest, threshold: soonest + threshold)
 
 
-def prefix_while_busy(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def prefix_while_busy(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     """For one of many, of which the last one counts: full is also not before the request would be
     done twice as late as at best. What comes after it fills the other workers' lines, and if
     nothing comes they take over (`Backlog.take`)."""
     return _near(candidates, lambda soonest, threshold: soonest + max(soonest, threshold))
 
 
-def _near(candidates: Sequence[Candidate], limit: Callable[[int, int], int]) -> Candidate:
+def _near(candidates: Sequence[RouteCandidate], limit: Callable[[int, int], int]) -> RouteCandidate:
     """The longest match, then the least load, of those where the request would be done before
     `limit(soonest, threshold)`."""
     soonest = min(c.load + c.added for c in candidates)
@@ -66,36 +66,36 @@ def _near(candidates: Sequence[Candidate], limit: Callable[[int, int], int]) -> 
     return min(near, key=_by_match_then_load)
 
 
-def unsaturated(candidates: Sequence[Candidate]) -> list[Candidate]:
+def unsaturated(candidates: Sequence[RouteCandidate]) -> list[RouteCandidate]:
     """Below the threshold: F3 of the paper, for the next batch of a worker."""
     return [candidate for candidate in candidates if candidate.queued < candidate.threshold]
 
 
-def round_robin(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def round_robin(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     return candidates[turn % len(candidates)]
 
 
-def weighted_counts(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def weighted_queue_counts(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     """vLLM's choice among data-parallel engines (`DPLBAsyncMPClient`): 4 * waiting + running. Its
     counts are up to 100 ms old, ours are current."""
     return min(candidates, key=lambda c: (4 * c.waiting + c.running, c.worker))
 
 
-def token_load(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def token_load(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     """Least prompt tokens to compute, as if nothing were cached."""
     return min(candidates, key=lambda c: (c.open_tokens, c.worker))
 
 
-def least_finish(candidates: Sequence[Candidate], turn: int) -> Candidate:
+def earliest_finish(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
     """Least load before this request is done, its own work included; then the longest match. In
-    tokens that is how attention ranks are chosen (cluster/routing/least_work.py)."""
+    tokens that is how attention ranks are chosen (cluster/routing/least_work_placer.py)."""
     return min(candidates, key=_by_finish)
 
 
-def _by_match_then_load(candidate: Candidate) -> tuple[int, int, int]:
+def _by_match_then_load(candidate: RouteCandidate) -> tuple[int, int, int]:
     load = candidate.load - LOAD_FOR_SAVED * candidate.saved
     return -candidate.matched_blocks, load, candidate.worker
 
 
-def _by_finish(candidate: Candidate) -> tuple[int, int, int]:
+def _by_finish(candidate: RouteCandidate) -> tuple[int, int, int]:
     return candidate.load + candidate.added, -candidate.matched_blocks, candidate.worker

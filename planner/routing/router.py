@@ -15,12 +15,12 @@ from typing import NamedTuple
 import msgspec
 
 from contracts.requests import Priority
-from contracts.routing import Prompt, RequestKey, WorkerReport, WorkerSnapshot
+from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.open_requests import OpenRequests
+from planner.routing.pending_blocks import PendingBlocks
 from planner.routing.prefix_index import PrefixIndex
-from planner.routing.promises import Promises
 from planner.routing.request_work import RequestWork
-from planner.routing.route_policies import Candidate, Policy, prefix_then_load
+from planner.routing.route_policies import RouteCandidate, RoutePolicy, prefix_then_load
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import WorkerState, usable_tokens
 
@@ -39,7 +39,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"router.{name}={getattr(self, name)}: give 1 or more")
 
 
-class Decision(NamedTuple):
+class RouteDecision(NamedTuple):
     """Where a request goes. cached_tokens: of its prompt, as expected; added: its work there."""
 
     worker: int
@@ -51,17 +51,17 @@ class Router:
     """State and decisions of one router. Not thread-safe: one owner."""
 
     def __init__(
-        self, config: RouterConfig, work: RequestWork, policy: Policy = prefix_then_load
+        self, config: RouterConfig, work: RequestWork, policy: RoutePolicy = prefix_then_load
     ) -> None:
         self.config = config
         self._work = work
         self._policy = policy
         self._states = [WorkerState(work, config.block_tokens) for _ in range(config.workers)]
-        self._own = [OpenRequests(work) for _ in range(config.workers)]  # not accepted yet
+        self._unaccepted = [OpenRequests(work) for _ in range(config.workers)]  # not accepted yet
         self._placed: dict[RequestKey, int] = {}  # worker of each of those
         self._thresholds = [threshold(config.saturation, work, None)] * config.workers
         self._committed = PrefixIndex(config.workers)
-        self._pending = Promises()  # of all that is open, accepted or not
+        self._pending = PendingBlocks()  # of all that is open, accepted or not
         self._retired: set[int] = set()
         self._turn = 0
 
@@ -73,15 +73,15 @@ class Router:
         """A worker of this number takes requests again, once it is present."""
         self._retired.discard(worker)
 
-    def load(self, worker: int, met_by: Priority = Priority.BE) -> int:
+    def load(self, worker: int, visible_to: Priority = Priority.BE) -> int:
         """Work of its open requests and of those on their way that one of that class meets."""
-        books = self._states[worker].requests, self._own[worker]
-        return sum(open_requests.met_by(met_by).load for open_requests in books)
+        books = self._states[worker].requests, self._unaccepted[worker]
+        return sum(open_requests.visible_to(visible_to).load for open_requests in books)
 
-    def queued(self, worker: int, met_by: Priority = Priority.BE) -> int:
+    def queued(self, worker: int, visible_to: Priority = Priority.BE) -> int:
         """`load` without what its running batches compute."""
-        books = self._states[worker].requests, self._own[worker]
-        return sum(open_requests.met_by(met_by).queued for open_requests in books)
+        books = self._states[worker].requests, self._unaccepted[worker]
+        return sum(open_requests.visible_to(visible_to).queued for open_requests in books)
 
     def threshold(self, worker: int) -> int:
         """Queued work from which on it is saturated: its next batch is full."""
@@ -92,7 +92,7 @@ class Router:
         """Distinct blocks that some worker has, and that open requests promise."""
         return len(self._committed) + len(self._pending)
 
-    def route(self, prompt: Prompt) -> Decision | None:
+    def route(self, prompt: Prompt) -> RouteDecision | None:
         """Places a request and books it, or None: nobody takes it now, ask again after a report."""
         candidates = self.candidates(prompt)
         chosen = self._policy(candidates, self._turn) if candidates else None
@@ -100,7 +100,7 @@ class Router:
             return None
         return self._book(prompt, chosen.worker, chosen.matched_blocks, chosen.added)
 
-    def assign(self, prompt: Prompt, worker: int) -> Decision:
+    def assign(self, prompt: Prompt, worker: int) -> RouteDecision:
         """Books a request with a worker that was chosen elsewhere (planner/routing/backlog.py)."""
         matched_blocks = self._match(worker, prompt)
         return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
@@ -108,13 +108,13 @@ class Router:
     def candidates(
         self,
         prompt: Prompt,
-        beside: Promises | None = None,
+        extra_blocks: PendingBlocks | None = None,
         held: Sequence[OpenRequests] | None = None,
-    ) -> list[Candidate]:
-        """What each present worker is to the request. `beside` counts blocks that it will also
-        have, and `held` requests that it will also run."""
+    ) -> list[RouteCandidate]:
+        """What each present worker is to the request. `extra_blocks` counts blocks that it will
+        also have, and `held` requests that it will also run."""
         matches = self._committed.matches(prompt.hashes)
-        for promises in (self._pending, beside):
+        for promises in (self._pending, extra_blocks):
             if promises is not None:
                 for worker, blocks in promises.matches(prompt.hashes).items():
                     matches[worker] = max(matches[worker], blocks)
@@ -130,8 +130,8 @@ class Router:
 
     def is_open(self, worker: int, priority: Priority = Priority.BE) -> bool:
         """Takes requests, and is below its threshold for that class."""
-        takes = self._states[worker].present and worker not in self._retired
-        return takes and self.queued(worker, priority) < self._thresholds[worker]
+        accepts = self._states[worker].present and worker not in self._retired
+        return accepts and self.queued(worker, priority) < self._thresholds[worker]
 
     def added(self, prompt: Prompt, worker: int) -> int:
         """Work that the request would be to a worker."""
@@ -145,7 +145,7 @@ class Router:
         was accepted: the worker's log says when that ends."""
         worker = self._placed.pop(key, None)
         if worker is not None:
-            self._pending.remove(worker, self._own[worker].close(key).hashes)
+            self._pending.remove(worker, self._unaccepted[worker].close(key).hashes)
 
     def apply(self, report: WorkerReport) -> None:
         """A worker's report, in any order between workers. Raises MissingReportsError."""
@@ -155,7 +155,7 @@ class Router:
             return
         for prompt in report.accepted:
             self._pending.add(worker, prompt.hashes)
-        self._hand_over(worker, (prompt.key for prompt in report.accepted))
+        self._drop_accepted(worker, (prompt.key for prompt in report.accepted))
         for prompt in ended:
             self._pending.remove(worker, prompt.hashes)
         self._committed.add(worker, report.stored)
@@ -168,9 +168,12 @@ class Router:
         worker = snapshot.worker
         if not self._states[worker].restore(snapshot):
             return
-        self._hand_over(worker, (request.prompt.key for request in snapshot.requests))
+        self._drop_accepted(worker, (request.prompt.key for request in snapshot.requests))
         self._clear(worker)
-        for prompt in (*self._states[worker].requests.prompts(), *self._own[worker].prompts()):
+        for prompt in (
+            *self._states[worker].requests.prompts(),
+            *self._unaccepted[worker].prompts(),
+        ):
             self._pending.add(worker, prompt.hashes)
         self._committed.add(worker, snapshot.committed)
         self._set_threshold(worker)
@@ -185,9 +188,9 @@ class Router:
         for_good: this incarnation of it does not come back. Otherwise it only cannot be heard, and
         its next snapshot counts.
         """
-        state, own = self._states[worker], self._own[worker]
-        mine = [key for key in state.requests if key.router == self.config.number]
-        unaccepted = list(own)
+        state, unaccepted_requests = self._states[worker], self._unaccepted[worker]
+        accepted_keys = [key for key in state.requests if key.router == self.config.number]
+        unaccepted = list(unaccepted_requests)
         if for_good:
             state.lose()
         else:
@@ -196,15 +199,15 @@ class Router:
             self.withdraw(key)
         self._clear(worker)
         self._set_threshold(worker)
-        return [*mine, *unaccepted]
+        return [*accepted_keys, *unaccepted]
 
-    def _book(self, prompt: Prompt, worker: int, matched_blocks: int, added: int) -> Decision:
+    def _book(self, prompt: Prompt, worker: int, matched_blocks: int, added: int) -> RouteDecision:
         cached_tokens = self.cached_tokens(prompt, matched_blocks)
-        self._own[worker].open(prompt, cached_tokens)
+        self._unaccepted[worker].open(prompt, cached_tokens)
         self._pending.add(worker, prompt.hashes)
         self._placed[prompt.key] = worker
         self._turn += 1
-        return Decision(worker, cached_tokens, added)
+        return RouteDecision(worker, cached_tokens, added)
 
     def _added(self, prompt: Prompt, matched_blocks: int) -> int:
         return self._work(self.cached_tokens(prompt, matched_blocks), prompt.prompt_tokens)
@@ -216,31 +219,31 @@ class Router:
         matched_blocks: int,
         added: int,
         held: Sequence[OpenRequests] | None,
-    ) -> Candidate:
-        books = [self._states[worker].requests, self._own[worker]]
+    ) -> RouteCandidate:
+        books = [self._states[worker].requests, self._unaccepted[worker]]
         if held is not None:
             books.append(held[worker])
-        met = [open_requests.met_by(priority) for open_requests in books]
-        return Candidate(
+        per_book = [open_requests.visible_to(priority) for open_requests in books]
+        return RouteCandidate(
             worker=worker,
             matched_blocks=matched_blocks,
             added=added,
-            load=sum(totals.load for totals in met),
-            queued=sum(totals.queued for totals in met),
+            load=sum(totals.load for totals in per_book),
+            queued=sum(totals.queued for totals in per_book),
             threshold=self._thresholds[worker],
-            open_tokens=sum(totals.open_tokens for totals in met),
-            waiting=sum(totals.waiting for totals in met),
-            running=met[0].running,
+            open_tokens=sum(totals.open_tokens for totals in per_book),
+            waiting=sum(totals.waiting for totals in per_book),
+            running=per_book[0].running,
         )
 
     def _match(self, worker: int, prompt: Prompt) -> int:
         committed = self._committed.match(worker, prompt.hashes)
         return max(committed, self._pending.match(worker, prompt.hashes))
 
-    def _hand_over(self, worker: int, accepted: Iterable[RequestKey]) -> None:
+    def _drop_accepted(self, worker: int, accepted: Iterable[RequestKey]) -> None:
         """From here on the log speaks for those of its requests."""
         for key in accepted:
-            if key in self._own[worker]:
+            if key in self._unaccepted[worker]:
                 self.withdraw(key)
 
     def _clear(self, worker: int) -> None:

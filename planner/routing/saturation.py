@@ -11,7 +11,7 @@ import math
 import msgspec
 
 from contracts.config import PrefillConfig
-from contracts.routing import Calibration
+from contracts.routing_messages import Calibration
 from planner.routing.request_work import RequestWork
 
 MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
@@ -46,7 +46,7 @@ def saturation_of(prefill: PrefillConfig, context_tokens: int) -> SaturationConf
     """As configured; the same on the router and on its workers."""
     return SaturationConfig(
         fallback_prompts=reference_prompts(prefill.max_batch_tokens, context_tokens),
-        margin_fraction=prefill.margin,
+        margin_fraction=prefill.saturation_margin,
         pinned=prefill.saturation,
     )
 

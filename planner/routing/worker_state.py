@@ -1,6 +1,6 @@
 """What a worker's log amounts to: the same on every router, and on the worker itself.
 
-    log        report 0, report 1, …        (contracts/routing.py)
+    log        report 0, report 1, …        (contracts/routing_messages.py)
     committed  hashes of blocks in its prefix cache
     pending    hashes that its open requests will fill
     load       work of its open requests
@@ -13,10 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from contracts.routing import Calibration, OpenRequest, Prompt, WorkerReport, WorkerSnapshot
+from contracts.routing_messages import (
+    Calibration,
+    OpenRequest,
+    Prompt,
+    WorkerReport,
+    WorkerSnapshot,
+)
 from planner.routing.open_requests import OpenRequests
+from planner.routing.pending_blocks import PendingBlocks
 from planner.routing.prefix_index import leading_blocks
-from planner.routing.promises import Promises
 from planner.routing.request_work import RequestWork
 
 _SELF = 0  # the only worker of whose promises a state knows
@@ -40,7 +46,7 @@ class WorkerState:
         self.epoch, self.number = epoch, -1
         self.calibration: Calibration | None = None
         self.requests = OpenRequests(self._work)
-        self._pending = Promises()
+        self._pending = PendingBlocks()
         self._committed: dict[bytes, None] = {}  # in order of storing, so that copies are equal
 
     def committed(self) -> tuple[bytes, ...]:
@@ -71,7 +77,7 @@ class WorkerState:
         self.number = report.number
         if report.calibration is not None:
             self.calibration = report.calibration
-        self._follow_requests(report)
+        self._apply_requests(report)
         self._committed.update(dict.fromkeys(report.stored))
         for digest in report.evicted:
             self._committed.pop(digest, None)
@@ -80,7 +86,7 @@ class WorkerState:
     def _is_old(self, epoch: int, number: int) -> bool:
         return epoch <= self._closed_epoch or (epoch, number) <= (self.epoch, self.number)
 
-    def _follow_requests(self, report: WorkerReport) -> None:
+    def _apply_requests(self, report: WorkerReport) -> None:
         for prompt in report.accepted:
             blocks = self.match(prompt.hashes)
             self._add(OpenRequest(prompt, usable_tokens(prompt, blocks, self._block_tokens), False))

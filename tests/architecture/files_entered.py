@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 
-from cluster.api.app import build_app
-from cluster.api.schemas import ServedModel
 from cluster.fleet.codec import Directory
-from cluster.serving.wiring import pipelines
+from cluster.http.app import build_app
+from cluster.http.schemas import ModelInfo
+from cluster.serving.ingress_app import pipelines
 from contracts.config import HttpConfig
 from models.text.tokenizer import Tokenizer
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
@@ -91,14 +91,14 @@ async def entered_by_each() -> dict[str, list[str]]:
             backend = pipelines(config, directory)
             backend.start()
             await backend.wait_ready()
-            model = ServedModel(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
+            model = ModelInfo(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
             app = build_app(backend, Tokenizer.load(texts), model, HttpConfig())
-            found = {path: await _ask(entered, app, path, body) for path, body in REQUESTS}
+            found = {path: await _send_request(entered, app, path, body) for path, body in REQUESTS}
             await backend.close()
             return found
 
 
-async def _ask(entered: Entered, app: Any, path: str, body: dict[str, Any]) -> list[str]:
+async def _send_request(entered: Entered, app: Any, path: str, body: dict[str, Any]) -> list[str]:
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         each: list[set[str]] = []
@@ -112,8 +112,8 @@ async def _ask(entered: Entered, app: Any, path: str, body: dict[str, Any]) -> l
 
 def main() -> None:
     for path, files in asyncio.run(entered_by_each()).items():
-        told = "".join(f"    {name}\n" for name in files)
-        sys.stdout.write(f"{path}: {len(files)} files\n{told}")
+        report = "".join(f"    {name}\n" for name in files)
+        sys.stdout.write(f"{path}: {len(files)} files\n{report}")
 
 
 if __name__ == "__main__":

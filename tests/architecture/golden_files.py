@@ -14,9 +14,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cluster.api.openapi import openapi_document
-from cluster.api.schemas import ServedModel
 from cluster.cli.main import _parser
+from cluster.http.openapi import openapi_document
+from cluster.http.schemas import ModelInfo
 from contracts import metrics
 from contracts.config import HttpConfig
 
@@ -33,7 +33,7 @@ def golden_files() -> dict[str, str]:
 
 
 def _openapi() -> str:
-    model = ServedModel(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
+    model = ModelInfo(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
     document: dict[str, Any] = openapi_document(model, HttpConfig())
     document["info"].pop("version", None)
     return json.dumps(document, indent=1, sort_keys=True) + "\n"

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from contracts import metrics
-from contracts.metrics import Board, Kind, Metric
+from contracts.metrics import Board, Metric, MetricKind
 from tests.architecture.support import ROOT, modules
 
 FOLDER = ROOT / "dashboards"
@@ -145,10 +145,12 @@ def expressions(board: Board) -> list[str]:
 def _metric(name: str) -> Metric:
     """The declared metric behind a series name; a histogram's series have a suffix."""
     stem, _, suffix = name.rpartition("_")
-    if suffix in SUFFIXES and stem in KNOWN and KNOWN[stem].kind is Kind.HISTOGRAM:
+    if suffix in SUFFIXES and stem in KNOWN and KNOWN[stem].kind is MetricKind.HISTOGRAM:
         return KNOWN[stem]
     assert name in KNOWN, f"{name} is not in contracts/metrics.py"
-    assert KNOWN[name].kind is not Kind.HISTOGRAM, f"{name} is a histogram: it has no such series"
+    assert KNOWN[name].kind is not MetricKind.HISTOGRAM, (
+        f"{name} is a histogram: it has no such series"
+    )
     return KNOWN[name]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cluster.cli.main import main
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.support.documented import DOCUMENTS, ROOT, Command, commands_of, documented
@@ -94,7 +94,7 @@ def test_every_documented_command_is_in_the_table() -> None:
             print(f"not tried: {command.text}: {how.reason}")  # noqa: T201
 
 
-def test_what_the_table_says_is_there() -> None:
+def test_every_command_of_the_table_exists() -> None:
     files = {how.test for _, how in TABLE if isinstance(how, Tried)}
     assert all((ROOT / name).is_file() for name in files), files
     assert {command.document for command in COMMANDS} == set(DOCUMENTS)
@@ -118,10 +118,10 @@ def test_plans_are_made_as_documented(here: Run, text: str) -> None:
         shown = [line for page in PAGES for line in _ANSWER.findall(page)]
         assert shown
         assert all(line.startswith(first) for line in shown), shown
-    for asked, lines in (found for page in PAGES for found in _SIZED.findall(page)):
-        if asked == text:
-            told = {line.strip() for line in done.stdout.splitlines()}
-            assert {line.strip() for line in lines.splitlines()} <= told, done.stdout
+    for command, lines in (found for page in PAGES for found in _SIZED.findall(page)):
+        if command == text:
+            printed = {line.strip() for line in done.stdout.splitlines()}
+            assert {line.strip() for line in lines.splitlines()} <= printed, done.stdout
     if text == "tandem plan --help":
         assert all(option in done.stdout for option in ("--json", "--beyond", "--picture"))
 
@@ -175,6 +175,6 @@ serve run x &              (then)
     ]
 
 
-def test_a_command_in_no_list_is_told() -> None:
+def test_unlisted_command_is_reported() -> None:
     assert how_tried(Command("README.md", 1, "tandem fly --away")) is None
     assert how_tried(Command("README.md", 1, "", "rust")) is None

@@ -17,7 +17,7 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
 MAX_LINES, MAX_COLUMNS = 120, 100
 
-# `planner/findep/orders.py`, `docs/`, [words](docs/structure.md)
+# `planner/scheduling/task_order.py`, `docs/`, [words](docs/structure.md)
 _TICKED = re.compile(r"`([\w./-]+)`")
 _LINKED = re.compile(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"")
 _HEADED = re.compile(r"\]\(([^)#]*)#([^)]+)\)")

@@ -8,14 +8,14 @@ import functools
 import pytest
 
 from contracts import metrics
-from contracts.metrics import Kind, Metric
+from contracts.metrics import Metric, MetricKind
 from tests.architecture.support import modules
 
 DECLARED = {name: one for name, one in vars(metrics).items() if isinstance(one, Metric)}
 SETTERS = {  # of `Telemetry`
-    Kind.COUNTER: {"count", "read", "read_each"},
-    Kind.GAUGE: {"set", "read", "read_each"},
-    Kind.HISTOGRAM: {"observe", "_observe", "noting"},
+    MetricKind.COUNTER: {"count", "read", "read_each"},
+    MetricKind.GAUGE: {"set", "read", "read_each"},
+    MetricKind.HISTOGRAM: {"observe", "_observe", "noting"},
 }
 LABELS_OF_TARGETS = {
     "cluster",
@@ -61,7 +61,7 @@ def test_what_is_set_is_in_the_table_and_in_all() -> None:
     assert set(DECLARED.values()) == set(metrics.ALL)
 
 
-def test_nobody_makes_prometheus_objects_beside_the_table() -> None:
+def test_prometheus_objects_are_made_from_the_table_only() -> None:
     for path, tree in modules().items():
         if not path.startswith(("actors/", "cluster/", "models/", "kernels/", "planner/")):
             continue

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from tests.architecture.support import PACKAGES, ROOT, tracked_files
 
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from models.decoder.local import LocalModel
 from tests.support.known_streams import PROMPTS, TOKENS
+from tests.support.local_model import LocalModel
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from actors.channels import joiner, neighbour
-from actors.channels.base import Packet, Part, PeerJoined, PeerLost, transfers
+from actors.channels import link_setup, local_process
+from actors.channels.base import Packet, PeerJoined, PeerLost, TensorSpec, transfers
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerError
 from tests.support.channels_support import (
@@ -28,7 +28,7 @@ from tests.support.channels_support import (
 )
 
 NESTED = b"\x92" + b"\x91" * 4000 + b"\xc0\xc0"
-BIG = [Part("float32", (4 << 20,))]  # more than the first segment
+BIG = [TensorSpec("float32", (4 << 20,))]  # more than the first segment
 
 
 def fail(*_: object, **__: object) -> Any:
@@ -45,7 +45,7 @@ def test_a_receiving_thread_that_cannot_go_on_is_a_lost_peer_by_name(
     """FINDINGS B3: it died, and nobody was told."""
     with linked("tcp") as (left, right):
         link: Any = right._links["left"]  # type: ignore[attr-defined]
-        monkeypatch.setattr(link._pool, "take", fail)
+        monkeypatch.setattr(link._pool, "acquire", fail)
         send(left, "right", [torch.ones(3)], header())
         (lost,) = wait_for(right, PeerLost)
         assert lost.peer == "left"
@@ -106,12 +106,12 @@ def test_how_a_peer_fares_is_known_without_a_free_descriptor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """FINDINGS A8: it was read from /proc at every look."""
-    watched = neighbour.Neighbour(os.getpid())
+    watched = local_process.LocalProcess(os.getpid())
     monkeypatch.setattr(os, "open", no_descriptors)
     monkeypatch.setattr("builtins.open", no_descriptors)
-    assert watched.runs
+    assert watched.is_running
     watched.close()
-    assert not watched.runs
+    assert not watched.is_running
 
 
 def test_a_peer_that_gets_no_answer_is_let_go_by_name() -> None:
@@ -131,7 +131,7 @@ def test_a_transfer_between_machines_lasts_as_long_as_on_one_clock(
 ) -> None:
     """FINDINGS B14: two clocks were subtracted."""
     boots = iter(("one", "other", "one", "other"))  # each side looks once per socket
-    monkeypatch.setattr(joiner, "boot_id", lambda: next(boots, "other still"))
+    monkeypatch.setattr(link_setup, "boot_id", lambda: next(boots, "other still"))
     left = endpoint("left", "tcp", clock=lambda: monotonic_s() + ahead_s)
     right = endpoint("right", "tcp")
     try:

@@ -13,7 +13,7 @@ from benchmarks.chaos.plain import PlainTarget
 from benchmarks.chaos.questions import light_load
 from benchmarks.chaos.run import Run
 from benchmarks.chaos.schedule import Mix, drawn
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from tests.support.fork_server import fork_server, start_forked
 

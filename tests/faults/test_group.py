@@ -20,13 +20,11 @@ import torch
 
 from actors.channels.handshake import Identity, initiate
 from actors.channels.listener import dial
-from actors.experts.file_tier import FileTier
-from actors.experts.rank_experts import SomeThere
+from actors.moe.rank_experts import CachedExperts
+from actors.offload.file_tier import FileTier
 from actors.ranks.expert_rank import ExpertLoop
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.process import RankProcess
 from actors.ranks.rank import Rank
-from actors.ranks.rendezvous import Formation, Seat, contiguous_placements, form_group, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from contracts.config import ChannelConfig, TandemConfig
 from contracts.errors import (
     ChannelError,
@@ -36,11 +34,10 @@ from contracts.errors import (
     ResourceError,
 )
 from contracts.messages import Failed, Tokens
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
 from kernels.steps import Steps
-from models.decoder.local import LocalModel
 from models.experts.expert_cache import ExpertCache
-from models.experts.moe import ExpertHalf
+from models.experts.expert_half import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     DEADLINE_S,
@@ -53,6 +50,9 @@ from tests.support.group_harness import (
     half_of,
     until,
 )
+from tests.support.local_group import LocalGroup
+from tests.support.local_model import LocalModel
+from tests.support.rank_process import RankProcess
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 Checkpoints = Callable[..., Path]
@@ -91,7 +91,9 @@ def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator
         kv={"pool_tokens": 16 * 1024},
         schedule={"max_batch_sequences": 2},  # so that others wait
         # As in production, where silence is all there is to see.
-        channel={"silence_s": ChannelConfig().silence_s} if fault is signal.SIGSTOP else {},
+        channel={"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}
+        if fault is signal.SIGSTOP
+        else {},
     )
     with LocalGroup(str(folder), config, backend=backend) as group:
         pids = [process.pid for process in group.processes.values()]
@@ -157,7 +159,7 @@ def begun(clients: Iterable[RankConnection], max_tokens: int) -> list[tuple[Rank
 def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place(
     deep: Path,
 ) -> None:
-    config = group_config(2, 1, groups={"repair_s": 0.5})
+    config = group_config(2, 1, groups={"recovery_timeout_s": 0.5})
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
         running = begun((first, second), 4000)
         group.experts[0].stop()
@@ -168,7 +170,7 @@ def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place
             failed = client.failed(request)
             assert (failed.code, failed.status) == ("peer_lost", 503)
             assert "expert-0 is lost" in failed.message
-            assert "groups.repair_s" in failed.message
+            assert "groups.recovery_timeout_s" in failed.message
         for rank in group.attention:
             status = rank.status()
             assert status.healthy
@@ -211,7 +213,7 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
 def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_live(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = group_config(1, 2, channel={"stuck_s": 2.0, "silence_s": 1.5})
+    config = group_config(1, 2, channel={"step_timeout_s": 2.0, "heartbeat_timeout_s": 1.5})
     with ThreadGroup(deep, config) as group, group.client() as client:
         half, released = experts_of(group.experts[1]), threading.Event()
 
@@ -388,7 +390,9 @@ def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None
 def test_an_expert_rank_whose_reader_dies_or_stalls_ends_by_name_and_names_the_file(
     deep: Path, tmp_path: Path, fault: signal.Signals
 ) -> None:
-    config = cached_config(tmp_path, channel={"deadline_s": 1.0}, groups={"repair_s": 0.2})
+    config = cached_config(
+        tmp_path, channel={"connect_timeout_s": 1.0}, groups={"recovery_timeout_s": 0.2}
+    )
     with ThreadGroup(deep, config) as group, group.client() as client:
         assert len(client.generated(client.submit(tokens(1, 9), sampling=greedy(2)))[0]) == 2
         reader = tier_of(group.experts[0])._process
@@ -417,7 +421,7 @@ def test_the_other_attention_rank_goes_on_when_one_dies_whose_experts_are_being_
             found, _ = second.generated(living)
             assert found == local.greedy(ids, 12)
         cache = cache_of(group.experts[0])
-        until(lambda: not cache._wants)
+        until(lambda: not cache._requests)
         group.experts[0].stop()
         cache.check()
         assert not cache._hints
@@ -432,7 +436,7 @@ def cached_config(store: Path, **sections: Any) -> TandemConfig:
 def cache_of(rank: Rank) -> ExpertCache:
     assert isinstance(rank.loop, ExpertLoop)
     experts = rank.loop.server._experts
-    assert isinstance(experts, SomeThere)
+    assert isinstance(experts, CachedExperts)
     return experts._cache
 
 
@@ -475,12 +479,12 @@ def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(
 @contextlib.contextmanager
 def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess], dict[str, str]]]:
     """Processes of 1 + 2 ranks that have loaded and listen, and the expert ranks' addresses."""
-    config = group_config(1, 2, channel={"deadline_s": 1.0})
+    config = group_config(1, 2, channel={"connect_timeout_s": 1.0})
     placements = contiguous_placements(str(folder), expert_ranks=2)
-    formation = Formation(
+    group_spec = GroupSpec(
         config, str(folder), secrets.token_bytes(32), 1, backend, placements=placements
     )
-    specs = make_specs(formation, [Seat("cpu", "127.0.0.1", 1)], [Seat("cpu", "127.0.0.1", 1)] * 2)
+    specs = make_specs(group_spec, [Seat("cpu", "127.0.0.1", 1)], [Seat("cpu", "127.0.0.1", 1)] * 2)
     processes = {spec.name: RankProcess(spec.name) for spec in specs}
     try:
         ready = [processes[spec.name].call("prepare", spec) for spec in specs]
@@ -516,9 +520,9 @@ def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints
     config = group_config(1, 1)
     folder = str(tiny_checkpoint("qwen3_moe"))
     placements = contiguous_placements(folder, expert_ranks=1)
-    formation = Formation(config, folder, bytes(32), 1, "shm", placements=placements)
+    group_spec = GroupSpec(config, folder, bytes(32), 1, "shm", placements=placements)
     seats = [Seat("cpu", "127.0.0.1", 1)]
-    specs = make_specs(formation, seats, seats)
+    specs = make_specs(group_spec, seats, seats)
     processes = [RankProcess(spec.name) for spec in specs]
     processes[1].send_signal(signal.SIGKILL)
     with pytest.raises(LaunchError, match="expert-0: its process"):

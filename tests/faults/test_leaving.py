@@ -13,17 +13,16 @@ import pytest
 
 from actors.channels.base import Endpoint
 from actors.channels.handshake import Identity
-from actors.experts.remote_pending import RemotePending
+from actors.moe.remote_pending import RemotePending
 from actors.ranks.expert_rank import ExpertLoop
-from actors.ranks.local_group import LocalGroup
 from actors.ranks.rank import Rank
-from cluster.routing.admission import Admission
-from cluster.routing.least_work import LeastWork
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
 from contracts.messages import Finished, Submit, Tokens
+from contracts.ranks import DRAINED
 from contracts.requests import Sampling
-from contracts.worker import LEFT
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     ThreadGroup,
@@ -33,6 +32,7 @@ from tests.support.group_harness import (
     rank_of,
     until,
 )
+from tests.support.local_group import LocalGroup
 from tests.support.tiny_models import prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
@@ -53,12 +53,12 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 class Asked:
     """A generation that is read as it comes."""
 
-    def __init__(self, admission: Admission, sampling: Sampling) -> None:
+    def __init__(self, admission: PipelineBackend, sampling: Sampling) -> None:
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=sampling)
         self.tokens: list[int] = []
         self.task = asyncio.create_task(self._read(admission, submit))
 
-    async def _read(self, admission: Admission, submit: Submit) -> list[int]:
+    async def _read(self, admission: PipelineBackend, submit: Submit) -> list[int]:
         async for batch in admission.generate(submit):
             for event in batch:
                 assert isinstance(event, Tokens | Finished)
@@ -71,12 +71,14 @@ class Asked:
 
 
 def asking(
-    addresses: dict[str, str], token: bytes, body: Callable[[Admission], Coroutine[Any, Any, None]]
+    addresses: dict[str, str],
+    token: bytes,
+    body: Callable[[PipelineBackend], Coroutine[Any, Any, None]],
 ) -> None:
     async def main() -> None:
         me = Identity(name="ingress", token=token, epoch=None)
         clients = [RankClient(*each, me) for each in addresses.items()]
-        admission = Admission(LeastWork(clients, RoutingConfig(max_attempts=1)))
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(max_attempts=1)))
         admission.start()
         try:
             await admission.wait_ready()
@@ -98,12 +100,12 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
 ) -> None:
     """max_attempts is 1: whatever cost one would fail."""
 
-    async def body(admission: Admission) -> None:
+    async def body(admission: PipelineBackend) -> None:
         expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
         asked = {kind: Asked(admission, one) for kind, one in SAMPLINGS.items()}
         more = [Asked(admission, SAMPLINGS["greedy"]) for _ in range(3)]
         await asyncio.gather(*(each.has(3) for each in (*asked.values(), *more)))
-        group.attention[0].leave(within_s)
+        group.attention[0].drain(within_s)
         later = Asked(admission, SAMPLINGS["seeded"])
         assert await later.task == expected["seeded"]
         assert {kind: await each.task for kind, each in asked.items()} == expected
@@ -112,10 +114,10 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
     with ThreadGroup(folder, group_config(2, 1)) as group:
         addresses = {one.ready.name: one.ready.client_address for one in group.attention}
         asking(addresses, group.token, body)
-        assert group.attention[0].wait_left(10.0)
+        assert group.attention[0].wait_drained(10.0)
         status = group.attention[0].status()
         assert (status.healthy, status.running, status.waiting) == (True, 0, 0)
-        assert status.notes["leaving"] == LEFT
+        assert status.notes["leaving"] == DRAINED
         blocks = loop_of(group.attention[0]).scheduler.blocks
         blocks.check([])
         group.attention[0].stop()
@@ -126,7 +128,7 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
 def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
     folder: Path, doomed: str
 ) -> None:
-    async def body(admission: Admission) -> None:
+    async def body(admission: PipelineBackend) -> None:
         expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
         asked = [(kind, Asked(admission, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
         await asyncio.gather(*(each.has(3) for _, each in asked))
@@ -135,7 +137,7 @@ def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
             assert await each.task == expected[kind]
         assert await Asked(admission, SAMPLINGS["seeded"]).task == expected["seeded"]
 
-    config = group_config(2, 2, groups={"drain_s": 0.0})
+    config = group_config(2, 2, groups={"drain_timeout_s": 0.0})
     with LocalGroup(str(folder), config) as group:
         asking(group.client_addresses, group.token, body)
         assert group.processes[doomed].close() == 0
@@ -152,8 +154,8 @@ def test_nothing_waits_for_an_expert_rank_that_leaves(
             client.wait_begun(running[0])
             other.wait_begun(running[1])
             monkeypatch.setattr(RemotePending, "hold", lambda pending, piece: held.append(piece))
-            group.experts[1].leave(60.0)
-            assert group.experts[1].wait_left(30.0)
+            group.experts[1].drain(60.0)
+            assert group.experts[1].wait_drained(30.0)
             group.experts[1].stop()
             for each, number in zip((client, other), running, strict=True):
                 assert len(each.generated(number)[0]) == 400
@@ -166,16 +168,16 @@ def test_nothing_waits_for_an_expert_rank_that_leaves(
 
 def test_the_only_expert_rank_serves_until_its_time_is_over(folder: Path) -> None:
     with ThreadGroup(folder, group_config(1, 1)) as group, group.client(0) as client:
-        group.experts[0].leave(0.5)
+        group.experts[0].drain(0.5)
         request = client.submit(PROMPT, sampling=greedy(20))
         client.wait_begun(request)
-        assert group.experts[0].wait_left(10.0)
+        assert group.experts[0].wait_drained(10.0)
         group.replace("expert-0")
         assert len(client.generated(request)[0]) == 20
 
 
 def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
-    async def body(admission: Admission) -> None:
+    async def body(admission: PipelineBackend) -> None:
         asked = [Asked(admission, greedy(2000)) for _ in range(2)]
         await asyncio.gather(*(each.has(1) for each in asked))
         group.processes["attention-0"].send_signal(signal.SIGTERM)
@@ -184,7 +186,7 @@ def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
         group.processes["attention-0"].send_signal(signal.SIGTERM)
         await asyncio.to_thread(group.processes["attention-0"].close)
 
-    config = group_config(1, 1, groups={"drain_s": 3600.0})
+    config = group_config(1, 1, groups={"drain_timeout_s": 3600.0})
     with LocalGroup(str(folder), config) as group:
         asking(group.client_addresses, group.token, body)
 
@@ -196,9 +198,9 @@ def test_a_prefill_worker_that_leaves_hands_its_scores_over(folder: Path) -> Non
             patch.setattr(scheduler, "next_batch", lambda form: None)
             number = client.submit(PROMPT, candidates=[1, 2])
             until(lambda: worker.status().waiting == 1)
-            worker.leave(0.0)
+            worker.drain(0.0)
             failed = client.failed(number)
             assert (failed.code, client.state and client.state.leaving) == ("handed_over", True)
             late = client.submit(PROMPT, candidates=[1, 2])
             assert client.failed(late).code == "handed_over"
-        assert worker.wait_left(10.0)
+        assert worker.wait_drained(10.0)

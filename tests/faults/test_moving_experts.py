@@ -16,14 +16,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.ranks.local_group import LocalGroup
-from actors.weights.expert_exchange import ExpertTaker
+from actors.gather.expert_exchange import ExpertReceiver
 from contracts.config import ChannelConfig
 from contracts.errors import PeerHungError
-from contracts.planning import Outcome
-from contracts.worker import RankStatus
-from kernels.linear import Linear
-from models.decoder.local import LocalModel
+from contracts.planner_messages import MoveOutcome
+from contracts.ranks import RankStatus
+from kernels.linear import PackedLinear
 from models.spec.model import ModelSpec, read_spec
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.fake_planner import TOKEN, FakePlanner
@@ -35,6 +33,8 @@ from tests.support.group_harness import (
     group_config,
     until,
 )
+from tests.support.local_group import LocalGroup
+from tests.support.local_model import LocalModel
 from tests.support.placements import another
 from tests.support.tiny_models import prompts
 
@@ -57,7 +57,7 @@ def right(deep: Path) -> list[list[int]]:
 
 
 def config(bytes_per_s: float, **placement: Any) -> dict[str, Any]:
-    return {"placement": {"follow": "follow", "bytes_per_s": bytes_per_s, **placement}}
+    return {"placement": {"rebalance": "continuous", "bytes_per_s": bytes_per_s, **placement}}
 
 
 @contextlib.contextmanager
@@ -113,14 +113,14 @@ def own(spec: ModelSpec, generation: int, rank: int) -> int:
 def test_a_load_that_takes_too_long_ends_at_its_deadline_everywhere(
     deep: Path, right: list[list[int]]
 ) -> None:
-    with threads(deep, **config(SLOW / 300, deadline_s=0.5)) as (planner, group):
+    with threads(deep, **config(SLOW / 300, move_timeout_s=0.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client(0) as first, group.client(1) as second:
             planner.propose(another(read_spec(deep), 1))
             for rank in EXPERTS:
                 outcome = planner.outcome(rank, 1)
-                assert outcome.outcome is Outcome.FAILED
-                assert "placement.deadline_s" in outcome.reason or "refused" in outcome.reason
+                assert outcome.outcome is MoveOutcome.FAILED
+                assert "placement.move_timeout_s" in outcome.reason or "refused" in outcome.reason
             assert answers(first) == answers(second) == right
         until(lambda: [placed(rank.status()) for rank in group.experts] == before)
 
@@ -130,17 +130,17 @@ def test_what_reaches_one_expert_rank_only_is_refused_by_all_attention_ranks_and
 ) -> None:
     """The planner died in between."""
     spec = read_spec(deep)
-    with threads(deep, **config(FAST, deadline_s=2.5)) as (planner, group):
+    with threads(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client() as client:
             planner.propose(another(spec, 1), "expert-0")
             outcome = planner.outcome("expert-0", 1)
-            assert outcome.outcome is Outcome.FAILED
+            assert outcome.outcome is MoveOutcome.FAILED
             assert "no word of expert-1" in outcome.reason
             assert [placed(rank.status()) for rank in group.experts] == before
             planner.propose(another(spec, 2))
             for rank in EXPERTS:
-                assert planner.outcome(rank, 2).outcome is Outcome.RETIRED
+                assert planner.outcome(rank, 2).outcome is MoveOutcome.RETIRED
             assert answers(client) == right
 
 
@@ -149,7 +149,7 @@ def test_a_proposal_that_does_not_fit_is_refused_by_name(
     deep: Path, right: list[list[int]], change: str
 ) -> None:
     spec = read_spec(deep)
-    limit = {"move_bytes": 1} if change == "bytes" else {}
+    limit = {"max_move_bytes": 1} if change == "bytes" else {}
     with threads(deep, **config(SLOW if change == "twice" else FAST, **limit)) as (planner, group):
         proposal, words = (
             another(spec, 2),
@@ -157,7 +157,7 @@ def test_a_proposal_that_does_not_fit_is_refused_by_name(
                 "model": "the model has 8",
                 "ranks": "the group 2 ranks",
                 "old": "not newer than 2",
-                "bytes": "placement.move_bytes=1",
+                "bytes": "placement.max_move_bytes=1",
                 "twice": "generation 2 is under way",
             },
         )
@@ -170,12 +170,12 @@ def test_a_proposal_that_does_not_fit_is_refused_by_name(
         elif change in ("old", "twice"):
             planner.propose(proposal)
             if change == "old":
-                assert planner.outcome("expert-0", 2).outcome is Outcome.RETIRED
+                assert planner.outcome("expert-0", 2).outcome is MoveOutcome.RETIRED
             proposal = another(spec, 1 if change == "old" else 3)
         planner.propose(proposal)
         for rank in EXPERTS:
             outcome = planner.outcome(rank, proposal.generation)
-            assert outcome.outcome is Outcome.FAILED
+            assert outcome.outcome is MoveOutcome.FAILED
             told_first = change == "twice" and "has refused generation 3" in outcome.reason
             assert words[change] in outcome.reason or told_first
         with group.client() as client:
@@ -186,7 +186,7 @@ def test_experts_stay_where_they_are_unless_the_configuration_says_otherwise(dee
     with threads(deep) as (planner, _):
         planner.propose(another(read_spec(deep), 1))
         for rank in EXPERTS:
-            assert "placement.follow=off" in planner.outcome(rank, 1).reason
+            assert "placement.rebalance=off" in planner.outcome(rank, 1).reason
 
 
 def test_a_checkpoint_that_is_gone_or_replaced_fails_a_move_only_where_no_peer_gives_the_expert(
@@ -198,13 +198,13 @@ def test_a_checkpoint_that_is_gone_or_replaced_fails_a_move_only_where_no_peer_g
         shutil.rmtree(folder)
         planner.propose(another(spec, 1))
         for rank in EXPERTS:
-            assert planner.outcome(rank, 1).outcome is Outcome.RETIRED
+            assert planner.outcome(rank, 1).outcome is MoveOutcome.RETIRED
         before = [placed(rank.status()) for rank in group.experts]
 
         def hung(*_: object) -> None:
             raise PeerHungError("planted", "")
 
-        monkeypatch.setattr(ExpertTaker, "_fetch", hung)
+        monkeypatch.setattr(ExpertReceiver, "_fetch", hung)
         planner.propose(another(spec, 2))
         reasons = [planner.outcome(rank, 2).reason for rank in EXPERTS]
         assert any(f"{folder}: no such folder" in reason for reason in reasons)
@@ -232,12 +232,12 @@ def test_the_checkpoint_gives_what_peers_do_not(
     def hung(*_: object) -> None:
         raise PeerHungError("planted", "")
 
-    monkeypatch.setattr(ExpertTaker, "_fetch", hung)
+    monkeypatch.setattr(ExpertReceiver, "_fetch", hung)
     with threads(deep, **config(FAST)) as (planner, group), group.client() as client:
         for generation in (1, 2):
             planner.propose(another(read_spec(deep), generation))
             for rank in EXPERTS:
-                assert planner.outcome(rank, generation).outcome is Outcome.RETIRED
+                assert planner.outcome(rank, generation).outcome is MoveOutcome.RETIRED
             assert answers(client) == right
 
 
@@ -250,14 +250,14 @@ def test_experts_that_move_away_take_their_memory_with_them(deep: Path) -> None:
 
         def experts_there() -> int:
             gc.collect()
-            return sum(type(each) is Linear for each in gc.get_objects()) // 2
+            return sum(type(each) is PackedLinear for each in gc.get_objects()) // 2
 
         gc.unfreeze()
         others = experts_there() - sum(int(placed(r.status())[1]) for r in group.experts)
         for generation in range(1, 5):
             planner.propose(another(spec, generation))
             for rank in EXPERTS:
-                assert planner.outcome(rank, generation).outcome is Outcome.RETIRED
+                assert planner.outcome(rank, generation).outcome is MoveOutcome.RETIRED
             mine = [own(spec, generation, rank) for rank in (0, 1)]
             found = [placed(rank.status()) for rank in group.experts]
             assert found == [(generation, count) for count in mine]
@@ -314,7 +314,7 @@ def test_the_move_goes_on_when_an_attention_rank_is_killed_in_it(
         group.processes["attention-0"].send_signal(signal.SIGKILL)
         assert answers(other) == right
         for rank in EXPERTS:
-            assert planner.outcome(rank, 1).outcome is Outcome.RETIRED
+            assert planner.outcome(rank, 1).outcome is MoveOutcome.RETIRED
         assert answers(other) == right
         doomed.close()
         other.close()
@@ -326,7 +326,7 @@ def test_a_move_comes_to_nothing_when_the_rank_that_gives_the_experts_is_lost(
 ) -> None:
     """What had come is let go of; the other rank stands in for it."""
     spec = read_spec(deep)
-    channel = {"channel": {"silence_s": ChannelConfig().silence_s}}
+    channel = {"channel": {"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}}
     with processes(deep, **config(SLOW), **channel) as (planner, group):
         clients = clients_of(group)
         before = placed(status_of(group, "expert-0"))
@@ -340,7 +340,7 @@ def test_a_move_comes_to_nothing_when_the_rank_that_gives_the_experts_is_lost(
         for client, request in zip(clients, running, strict=True):
             assert client.generated(request)[0] == expected
         outcome = planner.outcome("expert-0", 1)
-        assert outcome.outcome is Outcome.FAILED
+        assert outcome.outcome is MoveOutcome.FAILED
         every = spec.num_experts * len(spec.moe_layers)
         until(lambda: placed(status_of(group, "expert-0")) == (0, every))
         group.replace("expert-1")
@@ -361,7 +361,7 @@ class Moves:
         self._spec = read_spec(folder)
 
     def round(self, moves: int) -> None:
-        with processes(self._folder, **config(17 * SLOW, deadline_s=20.0)) as (planner, group):
+        with processes(self._folder, **config(17 * SLOW, move_timeout_s=20.0)) as (planner, group):
             clients = clients_of(group)
             for generation in range(1, moves + 1):
                 asked = [self._ask(client) for client in clients]
@@ -369,7 +369,7 @@ class Moves:
                 self._check(asked)
                 for number, rank in enumerate(EXPERTS):
                     outcome = planner.outcome(rank, generation)
-                    assert outcome.outcome is Outcome.RETIRED, outcome
+                    assert outcome.outcome is MoveOutcome.RETIRED, outcome
                     expected = generation, own(self._spec, generation, number)
                     assert placed(status_of(group, rank)) == expected
             self._kill(planner, group, clients, moves)
@@ -403,7 +403,7 @@ class Moves:
         survivor = 1 - int(victim[-1])
         self._check([asked[survivor]])
         for rank in EXPERTS:
-            assert planner.outcome(rank, generation + 1).outcome is Outcome.RETIRED
+            assert planner.outcome(rank, generation + 1).outcome is MoveOutcome.RETIRED
         self._check([self._ask(clients[survivor])])
 
     def _ask(self, client: RankConnection) -> tuple[RankConnection, list[int]]:

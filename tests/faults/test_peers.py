@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from actors.channels.base import Kind, Packet, Part, PeerLost
+from actors.channels.base import Packet, PacketKind, PeerLost, TensorSpec
 from contracts.clock import monotonic_s
 from contracts.errors import PeerDeadError, PeerHungError
 from tests.support.channels_support import (
@@ -39,7 +39,7 @@ def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
             ]
             send(main, "peer", sent, header(number))
             packet = first_packet(main)
-            assert (packet.header.kind, packet.header.batch) == (Kind.E2A, number)
+            assert (packet.header.kind, packet.header.batch) == (PacketKind.E2A, number)
             assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
             packet.release()
 
@@ -47,10 +47,10 @@ def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) -> None:
     packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
-    options = {"packets": packets, "elements": elements, "silence_s": 20.0}
-    with with_peer(backend, "flood", options=options, silence_s=20.0) as (main, peer):
+    options = {"packets": packets, "elements": elements, "heartbeat_timeout_s": 20.0}
+    with with_peer(backend, "flood", options=options, heartbeat_timeout_s=20.0) as (main, peer):
         for index in range(packets):
-            reservation = main.reserve("peer", [Part("int32", (elements,))])
+            reservation = main.reserve("peer", [TensorSpec("int32", (elements,))])
             reservation.tensors[0].fill_(index)
             main.commit(reservation, header(index))
         for packet in wait_for(main, Packet, packets, deadline_s=60.0):
@@ -72,7 +72,7 @@ def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
         packet.release()
         assert main.peers() == ()
         with pytest.raises(PeerDeadError, match="peer"):
-            main.reserve("peer", [Part("int32", (1,))])
+            main.reserve("peer", [TensorSpec("int32", (1,))])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -98,7 +98,7 @@ def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str) -> None:
-    with with_peer(backend, "echo", silence_s=2.0, heartbeat_s=0.1) as (main, _):
+    with with_peer(backend, "echo", heartbeat_timeout_s=2.0, heartbeat_interval_s=0.1) as (main, _):
         end_s = monotonic_s() + 4.0
         matrix = torch.rand(400, 400)
         while monotonic_s() < end_s:
@@ -111,8 +111,8 @@ def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
-    options = {"silence_s": 1.5, "heartbeat_s": 0.1}
-    with with_peer(backend, "echo", options=options, silence_s=30.0) as (main, peer):
+    options = {"heartbeat_timeout_s": 1.5, "heartbeat_interval_s": 0.1}
+    with with_peer(backend, "echo", options=options, heartbeat_timeout_s=30.0) as (main, peer):
         peer.signal(signal.SIGSTOP)
         assert main.poll(3.0) == []
         peer.signal(signal.SIGCONT)
@@ -139,7 +139,7 @@ def test_a_peer_stopped_in_the_middle_of_a_payload_is_hung_by_name() -> None:
 
 
 def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
-    with with_peer("tcp", "echo", silence_s=30.0) as (main, peer):
+    with with_peer("tcp", "echo", heartbeat_timeout_s=30.0) as (main, peer):
         peer.signal(signal.SIGSTOP)  # so that the payload certainly stays under way
         for _ in range(3):
             send(main, "peer", [torch.ones(8 << 20)], header())
@@ -149,7 +149,7 @@ def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
 
 
 def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
-    with with_peer("tcp", "echo", silence_s=30.0, deadline_s=2.0) as (main, peer):
+    with with_peer("tcp", "echo", heartbeat_timeout_s=30.0, connect_timeout_s=2.0) as (main, peer):
         peer.signal(signal.SIGSTOP)
         for _ in range(3):
             send(main, "peer", [torch.ones(8 << 20)], header())
@@ -159,7 +159,7 @@ def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
 
 
 def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
-    with with_peer("tcp", "echo", silence_s=3.0, heartbeat_s=0.1) as (main, _):
+    with with_peer("tcp", "echo", heartbeat_timeout_s=3.0, heartbeat_interval_s=0.1) as (main, _):
         send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
         time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
         packet = first_packet(main)

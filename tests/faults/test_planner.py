@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.process import RankProcess
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
-from contracts.worker import Group, RankStatus
+from contracts.ranks import Group, RankStatus
 from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, group_config
+from tests.support.local_group import LocalGroup
+from tests.support.rank_process import RankProcess
 from tests.support.simulated_group import hardware
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
@@ -59,7 +59,8 @@ def test_requests_go_on_by_default_when_the_planner_dies_or_hangs_and_ask_the_ne
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     config = group_config(
-        planner={"report_s": 0.0, "answer_deadline_s": 0.2}, channel={"silence_s": 5.0}
+        planner={"report_interval_s": 0.0, "answer_timeout_s": 0.2},
+        channel={"heartbeat_timeout_s": 5.0},
     )
     with (
         LocalGroup(str(folder), config, planner=True, hardware=hardware()) as group,
@@ -103,7 +104,7 @@ def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("deepseek_v2")
-    config = group_config(planner={"report_s": 0.0}, channel={"silence_s": 5.0})
+    config = group_config(planner={"report_interval_s": 0.0}, channel={"heartbeat_timeout_s": 5.0})
     with (
         LocalGroup(str(folder), config, planner=True) as group,
         RankConnection("attention-0", group.client_addresses["attention-0"], group.token) as client,

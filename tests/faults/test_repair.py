@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
-from actors.ranks.local_group import LocalGroup
 from actors.ranks.rank import Rank
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     RankConnection,
@@ -27,6 +26,7 @@ from tests.support.group_harness import (
     until,
 )
 from tests.support.known_streams import PROMPTS, TOKENS
+from tests.support.local_group import LocalGroup
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
@@ -119,7 +119,7 @@ def test_two_expert_ranks_may_be_lost_at_once_or_one_in_the_take_over_of_the_oth
 def test_requests_wait_where_nobody_has_room_to_stand_in(
     deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.experts.bringing.available_bytes", lambda: 0)
+    monkeypatch.setattr("actors.rebalance.expert_loading.available_bytes", lambda: 0)
     with threads(deep, right, 1, 2) as (group, load):
         running = load()
         group.experts[1].stop()
@@ -201,7 +201,11 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 def test_an_expert_rank_that_is_killed_or_stopped_costs_no_stream_a_token(
     deep: Path, right: list[list[int]], fault: signal.Signals, backend: str
 ) -> None:
-    channel = {"silence_s": ChannelConfig().silence_s} if fault is signal.SIGSTOP else {}
+    channel = (
+        {"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}
+        if fault is signal.SIGSTOP
+        else {}
+    )
     with processes(deep, right, 2, 2, backend=backend, channel=channel) as (group, load):
         running = load()
         group.processes["expert-1"].send_signal(fault)

@@ -17,16 +17,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.ranks.local_group import LocalGroup
-from actors.ranks.placing import Working, _check_room, expert_ranks_in_use, place_experts
+from actors.ranks.expert_resize import RunningRank, _check_room, expert_ranks_in_use, place_experts
 from actors.ranks.rank import Rank
 from contracts.errors import TandemError
-from contracts.placement import PlacedExperts, Placement
-from contracts.worker import Group, RankStatus
-from kernels.linear import Linear
+from contracts.placement import Placement, PlacementState
+from contracts.ranks import Group, RankStatus
+from kernels.linear import PackedLinear
 from models.spec.model import read_spec
-from planner.placement.contiguous import contiguous
-from planner.placement.resized import resized
+from planner.placement.resize import resize_placement
+from planner.placement.slots import contiguous
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.fake_planner import FakePlanner
 from tests.support.group_harness import (
@@ -38,6 +37,7 @@ from tests.support.group_harness import (
     until,
 )
 from tests.support.known_streams import PROMPTS, TOKENS
+from tests.support.local_group import LocalGroup
 from tests.support.placements import another
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
@@ -127,8 +127,8 @@ def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize(
     "placement",
-    [{}, pytest.param({"follow": "follow"}, marks=pytest.mark.slow)],
-    ids=["off", "follow"],
+    [{}, pytest.param({"rebalance": "continuous"}, marks=pytest.mark.slow)],
+    ids=["off", "continuous"],
 )
 @pytest.mark.parametrize("is_replicated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_streams_go_on_as_expert_ranks_come_and_go(
@@ -209,10 +209,10 @@ def test_what_cannot_be_is_refused_in_a_line_before_anything_moves(
                 place_experts(group.working, ranks, group_config())
         with pytest.raises(TandemError, match="expert-2 is not there"):
             place_experts(group.working, 3, group_config())
-        few = PlacedExperts(placement=Placement(), newest=0, expert_bytes=1000, free_bytes=9)
+        few = PlacementState(placement=Placement(), newest=0, expert_bytes=1000, free_bytes=9)
         before = contiguous(8, 2, num_layers=1, moe_layers=[0])
         with pytest.raises(TandemError, match="bring 4000 bytes of experts into 9 bytes of free"):
-            _check_room(before, resized(before, 1, generation=1), {"expert-0": few})
+            _check_room(before, resize_placement(before, 1, generation=1), {"expert-0": few})
         check_settled(group, deep, 2)
 
 
@@ -244,7 +244,7 @@ def test_an_attention_rank_that_comes_in_the_middle_of_it_goes_over_with_the_res
 def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_number(
     deep: Path, right: list[list[int]]
 ) -> None:
-    placing = {"follow": "follow"}
+    placing = {"rebalance": "continuous"}
     with (
         processes(deep, right, 1, 3, bytes_per_s=SLOW, placement=placing) as (group, _),
         FakePlanner(token=group.token) as planner,
@@ -263,11 +263,11 @@ def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_numbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("follow", ["off", "follow"])
+@pytest.mark.parametrize("rebalance", ["off", "continuous"])
 def test_ranks_that_read_experts_as_they_are_wanted_come_and_go_too(
-    deep: Path, right: list[list[int]], follow: str
+    deep: Path, right: list[list[int]], rebalance: str
 ) -> None:
-    sections: dict[str, Any] = {"experts": {"slots": 4}, "placement": {"follow": follow}}
+    sections: dict[str, Any] = {"experts": {"slots": 4}, "placement": {"rebalance": rebalance}}
     with processes(deep, right, 1, 2, **sections) as (group, _):
         for ranks in (3, 1):
             group.resize_experts(ranks)
@@ -279,11 +279,11 @@ def test_experts_that_have_moved_away_take_their_memory_with_them(
 ) -> None:
     spec = read_spec(deep)
     with ThreadGroup(deep, group_config(1, 3)) as group:
-        working = [Working(rank.ready, ThreadHandle(rank)) for rank in group.ranks]
+        working = [RunningRank(rank.ready, ThreadHandle(rank)) for rank in group.ranks]
 
         def experts_there() -> int:
             gc.collect()
-            return sum(type(each) is Linear for each in gc.get_objects()) // 2
+            return sum(type(each) is PackedLinear for each in gc.get_objects()) // 2
 
         gc.unfreeze()
         every = spec.num_experts * len(spec.moe_layers)

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from actors.channels import gate, handshake
+from actors.channels import handshake, pending_handshakes
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
-from actors.channels.loop_watch import LoopWatch
-from actors.weights.weight_wire import PURPOSE
-from actors.wire.client_server import ClientServer
+from actors.channels.loop_watchdog import LoopWatchdog
+from actors.gather.protocol import PURPOSE
+from actors.rpc.client_server import ClientServer
 from contracts.clock import monotonic_s
-from contracts.planning import PLANNER_PURPOSE
+from contracts.planner_messages import PLANNER_PURPOSE
 from tests.support.channels_support import (
     TOKEN,
     endpoint,
@@ -77,7 +77,7 @@ def channel(backend: str) -> Iterator[Listening]:
 
 @contextlib.contextmanager
 def clients() -> Iterator[Listening]:
-    watch = LoopWatch("right", 60.0, monotonic_s)
+    watch = LoopWatchdog("right", 60.0, monotonic_s)
     server = ClientServer("right", token=TOKEN, wake=lambda: None, watch=watch)
     try:
         address = server.listen("127.0.0.1", deadline_s=5.0)
@@ -163,8 +163,8 @@ def test_strangers_hold_no_more_descriptors_than_there_are_places(listening: Lis
     """FINDINGS A8: each had one, up to the process's last."""
     before = sockets()
     with strangers(listening.address, CROWD):
-        end_s = time.monotonic() + gate.HANDSHAKE_S / 2
-        while (held := sockets() - before - CROWD) > gate.MAX_PER_ADDRESS:
+        end_s = time.monotonic() + pending_handshakes.HANDSHAKE_S / 2
+        while (held := sockets() - before - CROWD) > pending_handshakes.MAX_PER_ADDRESS:
             assert time.monotonic() < end_s, f"{held} descriptors for strangers"
             time.sleep(0.02)
 
@@ -173,8 +173,8 @@ def test_one_that_says_nothing_is_gone_before_the_whole_deadline(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS A8."""
-    monkeypatch.setattr(gate, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(gate, "HANDSHAKE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 10 * PATIENCE_S)
     with dial(listening.address, 5.0) as stranger:
         assert ended(stranger)
 
@@ -183,8 +183,8 @@ def test_one_that_says_a_byte_now_and_then_has_no_more_time(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS A8."""
-    monkeypatch.setattr(gate, "FIRST_BYTE_S", 0.3)
-    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.6)
+    monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.3)
+    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 0.6)
     with dial(listening.address, 5.0) as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(b"\xff")  # of a length that is allowed: ff 00 00 00
@@ -221,13 +221,13 @@ def test_an_accept_without_descriptors_is_tried_again_without_spinning(
 ) -> None:
     """FINDINGS A8."""
     tries: list[str] = []
-    tell = gate.Gate.tell
+    log_limited = pending_handshakes.PendingHandshakes.log_limited
 
-    def count(self: gate.Gate, event: str, reason: str) -> None:
+    def count(self: pending_handshakes.PendingHandshakes, event: str, reason: str) -> None:
         tries.append(event)
-        tell(self, event, reason)
+        log_limited(self, event, reason)
 
-    monkeypatch.setattr(gate.Gate, "tell", count)
+    monkeypatch.setattr(pending_handshakes.PendingHandshakes, "log_limited", count)
     _, rest = listening.address.split(":", 1)
     unix = listening.address.startswith("unix")
     target = "\0" + rest[1:] if unix else ("127.0.0.1", int(rest.rpartition(":")[2]))
@@ -246,7 +246,7 @@ def test_an_accept_without_descriptors_is_tried_again_without_spinning(
         while len(tries) < 3:
             assert time.monotonic() < end_s
             time.sleep(0.01)
-        assert time.monotonic() - start_s >= 2 * gate.ACCEPT_RETRY_S
+        assert time.monotonic() - start_s >= 2 * pending_handshakes.ACCEPT_RETRY_S
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         listening.prove(10.0)
     assert set(tries[:3]) == {"accept_failed"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import actors.weights.weight_dialler
-from actors.weights.weight_source import PeerSource
+import actors.gather.peer_dialer
+from actors.gather.peer_source import PeerSource
 from models.experts.expert_store import ExpertBuffer
 from tests.support.group_harness import group_config
 from tests.support.prefill_workers import assert_layer, make_source, new_buffer, worker_spec
@@ -27,7 +27,8 @@ PATIENCE_S = 20.0
 @contextmanager
 def worker_and_peer(folder: Path, backend: str) -> Iterator[tuple[PeerSource, Peer]]:
     config = group_config(
-        prefill={"experts": "gathered"}, channel={"silence_s": 1.0, "heartbeat_s": 0.2}
+        prefill={"experts": "gathered"},
+        channel={"heartbeat_timeout_s": 1.0, "heartbeat_interval_s": 0.2},
     )
     with peer_process(folder, 1, 2, backend) as peer:
         source = make_source(worker_spec(folder, 0, 2, backend=backend, config=config))
@@ -55,7 +56,7 @@ def copied(source: PeerSource, folder: Path, layer: int) -> ExpertBuffer:
 def test_a_peer_that_hangs_is_done_without_and_taken_back_and_may_then_be_killed(
     tiny_checkpoint: Checkpoints, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.weights.weight_dialler, "REDIAL_S", 0.1)
+    monkeypatch.setattr(actors.gather.peer_dialer, "REDIAL_S", 0.1)
     folder = tiny_checkpoint("qwen3_moe")
     with worker_and_peer(folder, backend) as (source, peer):
         copied(source, folder, 1)

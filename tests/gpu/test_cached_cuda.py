@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from actors.experts.plane import TaskKey
+from actors.moe.backend import TaskKey
 from benchmarks import offloaded_on_gpu
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels import passes
+from kernels import fused_ops
 from kernels.experts import gated
+from kernels.gpu_experts import slot_experts, supports_slots
 from kernels.linear import plain_linears
-from kernels.slot_experts import slot_experts, takes_slots
 from models.experts.device_lanes import CudaLane
-from models.experts.router import Routed
+from models.experts.router import RoutedTokens
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
 from tests.support.tiny_models import prompts
 
@@ -54,18 +54,18 @@ def test_a_copy_waits_for_the_compute_and_the_compute_for_a_copy() -> None:
     lane.drain()
 
 
-def test_ids_come_to_the_host_as_they_were_when_they_were_asked_for() -> None:
+def test_ids_copied_to_host_equal_ids_at_request() -> None:
     lane, ids = CudaLane(GPU), torch.zeros(8, 8, dtype=torch.int64, device=GPU)
     work = torch.rand(4096, 4096, device=GPU)
-    asked = []
+    fetches = []
     for _ in range(10):
         for _ in range(5):
             work = (work @ work).clamp(0, 1)
         ids = ids + 1
-        asked.append(lane.fetch(ids))
+        fetches.append(lane.fetch(ids))
     torch.cuda.synchronize()
-    assert all(each.has_come for each in asked)
-    assert [int(each.tensor[3, 3]) for each in asked] == list(range(1, 11))
+    assert all(each.is_ready for each in fetches)
+    assert [int(each.tensor[3, 3]) for each in fetches] == list(range(1, 11))
 
 
 @pytest.mark.parametrize(("D", "F"), [(64, 32), (2048, 768), (72, 40)])
@@ -73,14 +73,14 @@ def test_experts_in_slots_are_their_products(D: int, F: int) -> None:
     pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(3)
     x_TD = torch.randn(3, D, generator=generator).to(GPU).bfloat16()
-    assert passes.fused(x_TD) is not None  # else the log says why
+    assert fused_ops.fused_kernels(x_TD) is not None  # else the log says why
     gate_up, down = (
         (torch.randn(6, *s, generator=generator) * s[1] ** -0.5).to(GPU).bfloat16()
         for s in ((2 * F, D), (D, F))
     )
     slots_TK = torch.tensor([[5, -1], [0, 5], [3, 3]], dtype=torch.int32, device=GPU)
     y_ND = torch.full((6, D), 7.0, device=GPU).bfloat16()
-    assert takes_slots(x_TD, slots_TK, plain_linears(gate_up), None)
+    assert supports_slots(x_TD, slots_TK, plain_linears(gate_up), None)
     slot_experts(x_TD, slots_TK, plain_linears(gate_up), plain_linears(down), y_ND)
     for n, slot in enumerate(slots_TK.flatten().tolist()):
         x_1D = x_TD[n // 2 :][:1]
@@ -97,7 +97,7 @@ def test_slots_and_hints_change_no_bit(
     """Of the same batches; and what is generated is what a resident worker generates, in
     float32."""
     folder, found, generated = tiny_checkpoint("qwen3_moe", **ALIGNED), [], []
-    modes: list[dict[str, Any]] = [{"slots": 1000, "hints": "none"}, {"slots": 4}, {"slots": 9}]
+    modes: list[dict[str, Any]] = [{"slots": 1000, "predictor": "none"}, {"slots": 4}, {"slots": 9}]
     for experts in (None, *modes):
         prefill = {"experts": "resident" if experts is None else "cached"}
         prefill["host_store"] = str(SHARED_MEMORY / "tandem-test")
@@ -126,7 +126,7 @@ def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
     """torch tells of every operation of its own that would wait; looking at an event does not."""
     bench = offloaded_on_gpu.Bench(offloaded_on_gpu.options(["--shape", "small", "--layers", "3"]))
     with bench.variants(0.5, ["on demand"]) as variants:
-        plane, spec = variants["on demand"].plane, bench.spec
+        backend, spec = variants["on demand"].backend, bench.spec
         x_TD = torch.randn(1, spec.hidden_size, device=GPU).bfloat16()
         weights_TK = torch.full((1, spec.top_k), 1.0 / spec.top_k, device=GPU)
         for turn in range(6):
@@ -136,9 +136,9 @@ def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
             try:
                 for layer in spec.moe_layers:
                     key = TaskKey(turn, layer, 0, Priority.LS, True)
-                    routed = Routed(x_TD, ids_TK, weights_TK)
-                    pending = plane.begin(key, x_TD, routed, Plan())
-                    for _ in plane.steps(x_TD.clone(), pending, None):
+                    routed = RoutedTokens(x_TD, ids_TK, weights_TK)
+                    pending = backend.dispatch(key, x_TD, routed, Plan())
+                    for _ in backend.combine(x_TD.clone(), pending, None):
                         pass
             finally:
                 torch.cuda.set_sync_debug_mode("default")

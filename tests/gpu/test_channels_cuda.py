@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.channels.base import Part, PeerLost
+from actors.channels.base import PeerLost, TensorSpec
 from actors.channels.cuda import require_cupy, require_nccl
 from actors.channels.nccl import transfer
 from contracts.errors import ChannelError, PeerDeadError
@@ -88,7 +88,7 @@ def test_another_process_on_this_gpu_echoes_packets_of_all_sizes() -> None:
 def test_a_payload_is_read_only_after_the_kernels_that_fill_it() -> None:
     with with_peer("ipc", "echo") as (main, _):
         for number in range(10):
-            reservation = main.reserve("peer", [Part("float32", (1 << 20,))])
+            reservation = main.reserve("peer", [TensorSpec("float32", (1 << 20,))])
             work = torch.rand(2048, 2048, device="cuda")
             for _ in range(20):
                 work = (work @ work).clamp(0, 1)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from models.experts.copying_store import CopyingStore, split_layers
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
-from models.experts.moe import ExpertHalf
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import PrefillThreads, prefill_config
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from benchmarks import streamed_on_gpu
-from kernels import passes
+from kernels import fused_ops
 from kernels.attention import plan_attention, ragged_attention
 from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
 from kernels.norm import rms_norm
-from kernels.packed_attention import packs
-from kernels.reference import attention_reference, experts_reference
+from kernels.packed_attention import supports_packed
 from kernels.rope import apply_rope
 from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from models.decoder.local import LocalModel
+from tests.support.kernel_reference import attention_reference, experts_reference
+from tests.support.local_model import LocalModel
 
 Checkpoints = Callable[..., Path]
 GPU = torch.device("cuda", 0)
@@ -50,7 +50,7 @@ pytestmark = [
 
 def test_fused_passes_are_torchs_operations_but_for_rounding() -> None:
     pytest.importorskip("triton")
-    assert passes._triton_kernels() is not None  # else the log says why
+    assert fused_ops._triton_kernels() is not None  # else the log says why
     T, H, d, D = 300, 36, 128, 2048
     x_TD = torch.randn(T, D, device=GPU).bfloat16()
     weight_D = torch.randn(D, device=GPU).bfloat16()
@@ -60,11 +60,11 @@ def test_fused_passes_are_torchs_operations_but_for_rounding() -> None:
     rows_N = torch.randint(T, (900,), device=GPU)
     normed = rms_norm(qkv[:, :H], weight_Hd, 1e-6)
     pairs = [
-        (passes.rms_norm(x_TD, weight_D, 1e-6), rms_norm(x_TD, weight_D, 1e-6)),
-        (passes.norm_and_turn(qkv[:, :H], weight_Hd, 1e-6, *turn), apply_rope(normed, *turn)),
-        (passes.norm_and_turn(qkv[:, :H], None, 1e-6, *turn), apply_rope(qkv[:, :H], *turn)),
-        (passes.gated(x_TD), gated(x_TD)),
-        (passes.rows_of(x_TD, rows_N), x_TD[rows_N]),
+        (fused_ops.rms_norm(x_TD, weight_D, 1e-6), rms_norm(x_TD, weight_D, 1e-6)),
+        (fused_ops.norm_and_rope(qkv[:, :H], weight_Hd, 1e-6, *turn), apply_rope(normed, *turn)),
+        (fused_ops.norm_and_rope(qkv[:, :H], None, 1e-6, *turn), apply_rope(qkv[:, :H], *turn)),
+        (fused_ops.gated(x_TD), gated(x_TD)),
+        (fused_ops.gather_rows(x_TD, rows_N), x_TD[rows_N]),
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, atol=5e-2, rtol=2e-2)
@@ -87,7 +87,7 @@ def test_a_packed_batch_equals_the_reference(window: int | None) -> None:
         new.append(keys[start:])
         first, used = first + count, used + start + count
     fresh = torch.cat(new)
-    assert packs(torch.bfloat16, GPU, d)
+    assert supports_packed(torch.bfloat16, GPU, d)
     plan = plan_attention(sequences, window=window, dtype=torch.bfloat16, device=GPU, packed=True)
     new_k_v = (pool[fresh].to(GPU) for pool in (k_pool, v_pool))
     q, k, v, k_all, v_all = (q_THd.to(GPU), *new_k_v, k_pool.to(GPU), v_pool.to(GPU))

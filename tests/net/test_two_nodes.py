@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, run
-from models.decoder.local import LocalModel
 from models.text.tokenizer import Tokenizer
+from tests.support.local_model import LocalModel
 
 pytestmark = [pytest.mark.net, pytest.mark.ray]
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from models.decoder.batch import SequenceSlice
-from models.decoder.local import LocalModel
 from tests.oracle.greedy_choices import greedy_choices
+from tests.support.local_model import LocalModel
 
 TOLERANCE = 1e-4
 STEPS = 64

@@ -25,7 +25,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 # `transformers` holds fields to their types since its version 5, files of before had nulls and
 # whole numbers; of the others it is known that they say nothing about the model.
 _OURS_ALONE = ("StrictDataclassFieldValidationError", "Should have a `model_type` key")
-_SAYS_NOTHING = {("deepseek_v3", "head_dim")}
+_NOT_EVALUATED = {("deepseek_v3", "head_dim")}
 
 AS_TRANSFORMERS: list[tuple[str, dict[str, Any], Change]] = [
     ("qwen3_moe", {"old_keys": True}, {"rope_theta": 1e6, "rope_scaling": YARN}),
@@ -113,7 +113,7 @@ def test_yarn_makes_the_context_its_factor_times_the_original_one(
         ("qwen3_moe", "lm_head.bias"),
     ],
 )
-def test_a_tensor_that_nothing_reads_is_an_error_that_names_it(
+def test_unread_tensor_error_names_tensor(
     tiny_checkpoint: Make, tmp_path: Path, family: str, name: str
 ) -> None:
     """FINDINGS B10."""
@@ -155,7 +155,7 @@ def disagreement(folder: Path, family: str, change: Change, target: Path) -> str
         return None
     if kind == "only we load it":
         known = any(part in why for part in _OURS_ALONE)
-        if known or any((family, key) in _SAYS_NOTHING for key in change):
+        if known or any((family, key) in _NOT_EVALUATED for key in change):
             return None
     return f"{family} {change}: {kind}: {why}"
 
@@ -165,10 +165,10 @@ def test_no_plausible_change_of_a_field_is_read_otherwise_than_by_transformers(
     tiny_checkpoint: Make, tmp_path: Path, family: str
 ) -> None:
     """FINDINGS B10. Every eleventh change, another eleventh in each family."""
-    mine = single_changes()[FAMILIES.index(family) :: 11]
+    family_changes = single_changes()[FAMILIES.index(family) :: 11]
     folder, target = tiny_checkpoint(family), tmp_path / "changed"
-    assert len(mine) > 20
-    found = [disagreement(folder, family, change, target) for change in mine]
+    assert len(family_changes) > 20
+    found = [disagreement(folder, family, change, target) for change in family_changes]
     assert [wrong for wrong in found if wrong] == []
 
 

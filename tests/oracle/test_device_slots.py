@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from actors.experts import expert_supply
-from actors.experts.expert_supply import OwnSupply
+from actors.gather import expert_supply
+from actors.gather.expert_supply import LocalSupply
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
-from contracts.worker import WorkerSpec
+from contracts.ranks import RankSpec
 from models.experts.expert_layout import ExpertLayout
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
 from tests.support.tiny_models import prompts
@@ -26,8 +26,8 @@ VOCABULARY = list(range(131))
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def supply(
-        spec: WorkerSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
-    ) -> OwnSupply:
+        spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
+    ) -> LocalSupply:
         plain = ExpertLayout(layout.spec, layout.dtype, layout.device, packed=False)
         return expert_supply.device_supply(spec, plain, timeline, telemetry)
 
@@ -59,10 +59,10 @@ def test_slots_hints_and_eviction_change_no_bit(
     comes a second time, behind a cached prefix, for the first has been scored."""
     folder = tiny_checkpoint(family)
     near, tokens = answers(folder, tmp_path, None)
-    exact, all_there = answers(folder, tmp_path, 1000, hints="none")
+    exact, all_there = answers(folder, tmp_path, 1000, predictor="none")
     assert all_there == tokens
     torch.testing.assert_close(exact, near, atol=1e-5, rtol=0)
-    for slots, experts in ((4, {}), (6, {"evict": "lru"}), (9, {"hints": "none"})):
+    for slots, experts in ((4, {}), (6, {"eviction_policy": "lru"}), (9, {"predictor": "none"})):
         logits, generated = answers(folder, tmp_path, slots, **experts)
         assert torch.equal(logits, exact), slots
         assert generated == tokens

@@ -57,10 +57,10 @@ def test_gathered_and_hybrid_logits_equal_resident_ones_to_the_bit(
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
     expected = resident_logits(folder)
-    hybrid = {"experts": "hybrid", "shard_window": 1, "host_store": str(tmp_path)}
+    hybrid = {"experts": "hybrid", "shard_prefetch_layers": 1, "host_store": str(tmp_path)}
     for workers, backend, mode in (
         (1, "tcp", {"experts": "gathered"}),
-        (2, "shm", {"experts": "gathered", "kv_free": True}),
+        (2, "shm", {"experts": "gathered", "disable_kv_cache": True}),
         (2, "shm", hybrid),
         (3, "tcp", {"experts": "gathered", "resident_layers": 2}),
         (3, "tcp", hybrid),
@@ -79,7 +79,7 @@ def test_all_to_all_logits_equal_resident_ones(
     caplog.set_level("INFO", "tandem.worker")
     folder = tiny_checkpoint(family, **overrides)
     expected = resident_logits(folder)
-    assert "no_preemption" not in caplog.text
+    assert "preemption_disabled" not in caplog.text
     for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
         for logits in all_logits(folder, workers, backend, experts="all_to_all"):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)

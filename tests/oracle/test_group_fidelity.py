@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from actors.ranks.attention_rank import WARM_UP_IDS
-from contracts.events import Stage
 from contracts.messages import Cancel
 from contracts.plan import Order, Plan
-from models.decoder.local import LocalModel
+from contracts.traces import Stage
 from tests.oracle.greedy_choices import greedy_choices
 from tests.support.group_harness import ThreadGroup, greedy, group_config, meeting
+from tests.support.local_model import LocalModel
 from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
@@ -301,7 +301,7 @@ def test_expert_ranks_that_keep_few_experts_give_the_bits_of_those_that_keep_all
     head = prompts(3, [20])[0]
     sequences = [head + tail for tail in prompts(4, [3, 1, 40, 6])]
     found = []
-    for experts in ({}, {"slots": 3}, {"slots": 5, "hints": "none"}, {"slots": 9}):
+    for experts in ({}, {"slots": 3}, {"slots": 5, "predictor": "none"}, {"slots": 9}):
         config = group_config(2, 2, experts=experts, prefill={"host_store": str(tmp_path)})
         with ThreadGroup(folder, config, backend=backend) as group:
             clients = [group.client(rank) for rank in range(2)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import actors.engine.executor
-import actors.experts.expert_server
+import actors.moe.expert_server
 import kernels.experts
 import kernels.steps
 import kernels.tiles
@@ -24,22 +24,20 @@ from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.engine.executor import Executor, ExecutorParts
-from actors.experts.stored_plane import StoredPlane
+from actors.gather.stored_backend import StoredBackend
 from actors.ranks.rank import Rank
 from actors.telemetry.timeline import Timeline
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.clock import monotonic_s
 from contracts.config import BUNDLED
 from contracts.messages import Cancel, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels.linear import Linear, PlainLinear
+from kernels.linear import PackedLinear, PlainLinear
 from models.decoder.batch import AttentionBatch
-from models.decoder.local import LocalModel
 from models.experts.expert_store import ResidentStore
-from planner.findep.orders import Task
-from planner.policies.preemption import Preemption, W
-from planner.policies.urgency import LivePass
+from planner.scheduling.preemption import LatencyPass, Preemption, W
+from planner.scheduling.task_order import Task
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import (
     PrefillThreads,
@@ -49,6 +47,7 @@ from tests.support.group_harness import (
     loop_of,
     prefill_config,
 )
+from tests.support.local_model import LocalModel
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 BLOCK = 16
@@ -62,7 +61,7 @@ class AtRandom(Preemption[W]):
         super().__init__(lambda ready: ready[0], be_share=0.0)
         self.chance = chance
 
-    def pick(self, ready: Sequence[W], live: Iterable[LivePass], now_s: float) -> W | None:
+    def pick(self, ready: Sequence[W], live: Iterable[LatencyPass], now_s: float) -> W | None:
         return None if self.chance.random() < 0.1 else self.chance.choice(ready)
 
 
@@ -70,7 +69,7 @@ class AtRandom(Preemption[W]):
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is made at every yield, however short the step before it was."""
     monkeypatch.setattr(actors.engine.executor, "LOOK_S", 0.0)
-    monkeypatch.setattr(actors.experts.expert_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(actors.moe.expert_server, "LOOK_S", 0.0)
     monkeypatch.setattr(actors.engine.executor, "HOLD_S", 0.0)
 
 
@@ -83,15 +82,15 @@ class Rig:
         self.kv = model.new_pool(64)
         timeline = Timeline(0)
         store = ResidentStore(model.experts[0])
-        plane = StoredPlane("here", model.attention, store, timeline, monotonic_s)
+        backend = StoredBackend("here", model.attention, store, timeline, monotonic_s)
         parts = ExecutorParts(
-            "here", model.attention, self.kv, plane, self._sink, timeline, monotonic_s
+            "here", model.attention, self.kv, backend, self._sink, timeline, monotonic_s
         )
         self.executor = Executor(
             parts,
             chunk_cost=lambda a, b: float(b - a),
             choice=choice,
-            wanted_rows_only=last_rows,
+            last_rows_only=last_rows,
         )
         self.hidden: dict[int, torch.Tensor] = {}
         self.steps = 0
@@ -166,7 +165,7 @@ def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows of every product with a weight, as they are made."""
     rows: list[int] = []
-    for kind in (Linear, PlainLinear):
+    for kind in (PackedLinear, PlainLinear):
         product = kind.__call__
 
         def counted(self: Any, x_TK: torch.Tensor, product: Any = product) -> torch.Tensor:
@@ -333,19 +332,19 @@ class Overtaking(Observer):
 @pytest.mark.long
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("experts", ["resident", "streamed", "gathered", "hybrid"])
-@pytest.mark.parametrize("kv_free", [False, True])
+@pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
     tiny_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     experts: str,
-    kv_free: bool,
+    disable_kv_cache: bool,
 ) -> None:
     """As often as anything comes: copies cost nothing here, by what the policy is told."""
-    monkeypatch.setattr(StoredPlane, "copy_s", 0.0)
+    monkeypatch.setattr(StoredBackend, "copy_s", 0.0)
     folder, chance = tiny_checkpoint("qwen3_moe"), random.Random(experts)
     local = LocalModel.load(folder, dtype="float32")
     workers = 1 if experts in ("resident", "streamed") else 2
-    prefill = {"experts": experts, "kv_free": kv_free, "max_batch_tokens": 512}
+    prefill = {"experts": experts, "disable_kv_cache": disable_kv_cache, "max_batch_tokens": 512}
     with PrefillThreads(folder, prefill_config(prefill=prefill), workers=workers) as group:
         spies = [Overtaking(rank) for rank in group.workers]
         for rank, spy in zip(group.workers, spies, strict=True):

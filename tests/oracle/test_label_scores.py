@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from cluster.classification.classify import ClassifyTask, Row, classify_row
+from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row
 from cluster.classification.label_trie import label_trie
 from contracts.messages import Scored, Submit
 from tests.support.group_harness import PrefillThreads, RankConnection, group_config
@@ -27,19 +27,19 @@ class Direct:
 
     def __init__(self, client: RankConnection) -> None:
         self._client = client
-        self.asked = 0
+        self.num_requests = 0
 
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
-        self.asked += 1
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
+        self.num_requests += 1
         fields = msgspec.structs.asdict(submit)
         del fields["request_id"]
         return self._client.scored(self._client.submit(fields.pop("token_ids"), **fields))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-@pytest.mark.parametrize("kv_free", [False, True])
-def test_labels_that_share_tokens_are_as_likely_as_teacher_forcing_says(
-    tiny_checkpoint: Callable[..., Path], family: str, kv_free: bool
+@pytest.mark.parametrize("disable_kv_cache", [False, True])
+def test_labels_with_shared_tokens_match_teacher_forcing(
+    tiny_checkpoint: Callable[..., Path], family: str, disable_kv_cache: bool
 ) -> None:
     folder = tiny_checkpoint(family)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -52,12 +52,12 @@ def test_labels_that_share_tokens_are_as_likely_as_teacher_forcing_says(
         totals.append(sum(float(logprobs[first + i, token]) for i, token in enumerate(label)))
     expected = torch.tensor(totals).softmax(0)
     task = ClassifyTask(labels=tuple(f"label {number}" for number in range(len(LABELS))))
-    config = group_config(prefill={"kv_free": kv_free})
+    config = group_config(prefill={"disable_kv_cache": disable_kv_cache})
     with PrefillThreads(folder, config) as group, group.client() as client:
         scorer = Direct(client)
-        result = asyncio.run(classify_row(scorer, task, Row(PROMPT, label_trie(LABELS))))
+        result = asyncio.run(classify_row(scorer, task, TokenizedRow(PROMPT, label_trie(LABELS))))
     torch.testing.assert_close(torch.tensor(result.probs), expected, atol=1e-5, rtol=0)
-    assert scorer.asked == 5, "chains are one pass: 5 6 7, and 5 9 10 11"
-    if not kv_free:
+    assert scorer.num_requests == 5, "chains are one pass: 5 6 7, and 5 9 10 11"
+    if not disable_kv_cache:
         computed = result.usage.prompt_tokens - result.usage.cached_tokens
         assert computed == len(PROMPT) + GOES_ON

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from models.decoder.local import LocalModel
+from tests.support.local_model import LocalModel
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 LENGTHS = (21, 1, 9, 40, 3)

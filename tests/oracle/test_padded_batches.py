@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.padded import Asked, PaddedModel, batches
-from models.decoder.local import LocalModel
+from benchmarks.padded import PaddedModel, ScoredRow, batches
+from tests.support.local_model import LocalModel
 
 VOCABULARY = 131
 
@@ -19,11 +19,11 @@ VOCABULARY = 131
 def test_padding_changes_no_row(tiny_checkpoint: Callable[..., Path], batch_tokens: int) -> None:
     folder, rng = tiny_checkpoint("qwen3_moe"), random.Random(0)
     rows = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 31, 2, 17, 30, 5)]
-    asked = [Asked(row, range(max(0, len(row) - 3), len(row))) for row in rows]
+    rows_to_score = [ScoredRow(row, range(max(0, len(row) - 3), len(row))) for row in rows]
     expected = LocalModel.load(folder, dtype="float32").forward(rows)
-    answers = dict(PaddedModel(folder, torch.float32).logits(asked, batch_tokens))
+    answers = dict(PaddedModel(folder, torch.float32).logits(rows_to_score, batch_tokens))
     assert sorted(answers) == list(range(len(rows)))
-    for index, row in enumerate(asked):
+    for index, row in enumerate(rows_to_score):
         torch.testing.assert_close(
             answers[index], expected[index][list(row.positions)], atol=1e-4, rtol=0
         )

@@ -12,13 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.ranks.local_group import LocalGroup
 from contracts.placement import Placement
 from contracts.plan import Order, Plan
-from contracts.worker import Group
-from models.decoder.local import LocalModel
+from contracts.ranks import Group
 from models.spec.model import ModelSpec, read_spec
-from planner.placement.contiguous import contiguous
+from planner.placement.slots import contiguous
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -27,6 +25,8 @@ from tests.support.group_harness import (
     group_config,
     prefill_config,
 )
+from tests.support.local_group import LocalGroup
+from tests.support.local_model import LocalModel
 from tests.support.placements import replicated
 from tests.support.tiny_models import prompts
 

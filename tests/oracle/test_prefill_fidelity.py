@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from models.decoder.local import LocalModel
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
@@ -20,6 +19,7 @@ from tests.support.group_harness import (
     meeting,
     prefill_config,
 )
+from tests.support.local_model import LocalModel
 from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
@@ -33,11 +33,11 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 ]
 MODES: list[dict[str, Any]] = [
     {},
-    {"kv_free": True},
+    {"disable_kv_cache": True},
     {"experts": "streamed"},
-    {"experts": "streamed", "resident_layers": 2, "kv_free": True},
+    {"experts": "streamed", "resident_layers": 2, "disable_kv_cache": True},
     *({"experts": "cached", "slots": slots} for slots in (4, 5, 12)),
-    {"experts": "cached", "slots": 7, "kv_free": True},
+    {"experts": "cached", "slots": 7, "disable_kv_cache": True},
 ]
 
 
@@ -76,16 +76,16 @@ def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
-@pytest.mark.parametrize("kv_free", [False, True])
+@pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
-    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], kv_free: bool
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any], disable_kv_cache: bool
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(2, [50])[0]
     sequences = [shared + tail for tail in prompts(3, [3, 1, 40, 6])]
     expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
-    config = prefill_config(prefill={"kv_free": kv_free})
+    config = prefill_config(prefill={"disable_kv_cache": disable_kv_cache})
     with PrefillThreads(folder, config) as group, group.client() as client:
         for _ in range(2):
             with meeting(group.workers[0], len(sequences)):
@@ -96,7 +96,7 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
             cached = [answer.usage.cached_tokens for answer in answers]
             assert min(cached[1:]) >= 50
-        assert (cached[0] >= 50) is not kv_free, "forgotten after the batch, or kept"
+        assert (cached[0] >= 50) is not disable_kv_cache, "forgotten after the batch, or kept"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
@@ -114,7 +114,7 @@ def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
         with PrefillThreads(folder, config) as prefill, prefill.client() as client:
             ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
             assert [client.generated(request)[0] for request in ids] == expected, mode
-    config = prefill_config(prefill={"max_batch_tokens": 64, "kv_free": True})
+    config = prefill_config(prefill={"max_batch_tokens": 64, "disable_kv_cache": True})
     with PrefillThreads(folder, config) as prefill, prefill.client() as client:
         ids = [client.submit(seq, sampling=greedy(1)) for seq in sequences]
         first = [client.generated(request)[0] for request in ids]

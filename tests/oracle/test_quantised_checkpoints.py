@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError, ConfigError
-from models.decoder.local import LocalModel
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
-from models.experts.moe import ExpertHalf
-from models.foresight.routing_collection import Collection
+from models.prediction.profile_builder import ProfileBuilder
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
+from tests.support.local_model import LocalModel
 from tests.support.quantised_models import make_fp8, make_mxfp4
 from tests.support.tiny_models import prompts
 
@@ -126,11 +126,16 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
     expected = local.forward([prompt()])[0][-1]
     profile = tmp_path / "routing.safetensors"
     rows = prompts(7, [60, 60])
-    Collection(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
+    ProfileBuilder(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
         profile, folder
     )
     sections = {
-        "experts": {"slots": 4, "stored": True, "evict": "pinned", "profile": str(profile)},
+        "experts": {
+            "slots": 4,
+            "storage_format": True,
+            "eviction_policy": "pinned",
+            "profile": str(profile),
+        },
         "prefill": {"experts": "cached", "host_store": str(tmp_path)},
     }
     for served in (
@@ -147,10 +152,10 @@ def test_what_stays_in_a_cache_needs_a_profile(
     pair_of: Callable[[str], Pair], tmp_path: Path
 ) -> None:
     sections = {
-        "experts": {"slots": 4, "evict": "pinned"},
+        "experts": {"slots": 4, "eviction_policy": "pinned"},
         "prefill": {"experts": "cached", "host_store": str(tmp_path)},
     }
-    with pytest.raises(ConfigError, match=r"experts.evict=pinned: needs a profile"):
+    with pytest.raises(ConfigError, match=r"experts.eviction_policy=pinned: needs a profile"):
         PrefillThreads(pair_of("gpt_oss")[0], prefill_config(**sections))
 
 

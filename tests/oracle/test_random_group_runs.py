@@ -14,10 +14,10 @@ import tests.support.group_harness as harness
 from actors.ranks.attention_rank import attention_rank
 from contracts.messages import Cancel
 from contracts.plan import Order, Plan
-from models.decoder.local import LocalModel
-from planner.policies.batching import joining
+from planner.scheduling.batching import joining
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import ThreadGroup, greedy, group_config
+from tests.support.local_model import LocalModel
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 RUNS_OF_EACH = 40

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
-from models.decoder.local import LocalModel
 from models.text.tokenizer import Tokenizer
 from tests.support.documented import DOCUMENTS, ROOT
+from tests.support.local_model import LocalModel
 
 _BODY = re.compile(r"-d '(\{.*?\})'", re.DOTALL)
 RIGHT = {
@@ -35,7 +35,7 @@ class Local:
     def __init__(self, model: LocalModel) -> None:
         self._model = model
 
-    async def score(self, submit: Submit, *, patient: bool = False) -> Scored:
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
         assert submit.candidates is not None
         assert submit.score_from is None
         last_V = self._model.forward([submit.token_ids])[0][-1].log_softmax(-1)

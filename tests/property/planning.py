@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from contracts.plan import Order, Plan
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.findep.schedule import Schedule, schedule_of
+from planner.schedule.schedule import Schedule, schedule_of
 
 _ALPHAS_MS = st.one_of(st.just(0.0), st.floats(0.001, 5.0))
 _BETAS_MS = st.one_of(st.floats(0.001, 0.1), st.floats(0.1, 5.0))

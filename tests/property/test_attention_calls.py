@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.attention import plan_attention
 from kernels.rows import SequenceRows
-from planner.costs.attention_calls import Calls, calls_of, share_of
+from planner.costs.model_shape import Calls, calls_of, share_of
 
 chunk = st.tuples(st.integers(0, 900), st.integers(1, 400)).map(lambda c: (c[0], c[0] + c[1]))
 prompt = st.integers(1, 300).map(lambda tokens: (0, tokens))

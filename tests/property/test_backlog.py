@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from contracts.requests import Priority
-from contracts.routing import Prompt
+from contracts.routing_messages import Prompt
 from planner.routing.backlog import Backlog
-from planner.routing.line import Lane
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_queue import Lane
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3
@@ -101,7 +101,7 @@ def test_while_requests_wait_every_queue_is_within_one_request_above_the_thresho
 
 @few
 @given(st.lists(token_lists, min_size=1, max_size=30), st.data())
-def test_cancelled_requests_never_go_and_leave_nothing_behind(
+def test_cancelled_requests_are_never_dispatched_and_leave_no_state(
     texts: list[list[int]], data: st.DataObject
 ) -> None:
     front, prompts = Front(tau=1), prompts_of(texts)
@@ -141,7 +141,7 @@ def test_requests_wait_while_no_worker_is_there_and_go_when_one_comes_back() -> 
         front.backlog.lose(worker)
     front.backlog.put(prompt_of([1] * 8, 0))
     assert front.backlog.take() == []
-    front.router.apply(LoggingWorker(1, quadratic_work, UNLIMITED, epoch=1).say())
+    front.router.apply(LoggingWorker(1, quadratic_work, UNLIMITED, epoch=1).append_report())
     front.backlog.settle()
     assert [release.decision.worker for release in front.backlog.take()] == [1]
 
@@ -169,7 +169,7 @@ def test_a_cancelled_request_draws_no_siblings() -> None:
     assert [[p.key.number for p in worker.queue] for worker in front.workers] == [[1], [2], []]
 
 
-def test_a_worker_that_runs_dry_takes_over_from_the_end_of_the_longest_line() -> None:
+def test_idle_worker_steals_from_the_end_of_the_longest_queue() -> None:
     front = Front(tau=1)
     prompts = [prompt_of([n] * 8, n) for n in range(12)]
     for prompt in prompts:
@@ -200,7 +200,7 @@ def test_a_dry_worker_leaves_siblings_where_their_prefix_is_dearer_than_what_wai
         assert len(front.sent) == rows
 
 
-def test_what_somebody_waits_for_is_taken_over_from_behind_best_effort_siblings() -> None:
+def test_first_lane_request_is_stolen_from_behind_best_effort_siblings() -> None:
     front = Front(tau=1)
     siblings = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(6)]
     long_ones = [prompt_of([1, n] * 15, 6 + n) for n in range(1, WORKERS)]
@@ -217,17 +217,17 @@ def test_what_somebody_waits_for_is_taken_over_from_behind_best_effort_siblings(
     assert front.sent[WORKERS:] == [waited_for]
 
 
-def test_a_batch_that_is_full_for_a_dry_worker_is_said_at_once() -> None:
+def test_put_reports_a_full_batch_for_an_idle_worker_immediately() -> None:
     front = Front(tau=3 * quadratic_work(0, BLOCK) - 1)
     prompts = prompts_of([[number] * BLOCK for number in range(9 * WORKERS)])
-    said = [number for number, prompt in enumerate(prompts) if front.backlog.put(prompt)]
-    assert said == list(range(2 * WORKERS, 9 * WORKERS))  # from the third one of each on
+    full_at_once = [number for number, prompt in enumerate(prompts) if front.backlog.put(prompt)]
+    assert full_at_once == list(range(2 * WORKERS, 9 * WORKERS))  # from the third one of each on
     front.send()
     assert len(front.backlog) == 6 * WORKERS
     assert not front.backlog.put(prompt_of([99] * BLOCK, 99))  # saturated: it waits with the others
 
 
-def test_somebody_who_waits_is_sent_ahead_and_a_tail_is_not() -> None:
+def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
     one = quadratic_work(0, BLOCK)
     front = Front(tau=2 * one)
     texts = [[number] * BLOCK for number in range(3 * WORKERS)]

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.block_hash import chain_hashes
-from contracts.routing import Prompt, RequestKey
+from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.backlog import Backlog
-from planner.routing.block_heads import REMEMBERED, STEP_TOKENS, BlockHeads, heads_of
-from planner.routing.line import Lane
+from planner.routing.prefix_index import MAX_HEADS, STEP_TOKENS, BlockHeadIndex, block_head_keys
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_queue import Lane
 from tests.support.routing import quadratic_work
 
 WORKERS = 3
@@ -26,24 +26,26 @@ parents = st.sampled_from([b"", b"parent"])
 def test_shared_tokens_are_those_of_the_most_similar_block_in_steps(
     noted: list[tuple[int, bytes, list[int]]], parent: bytes, tokens: list[int]
 ) -> None:
-    heads = BlockHeads()
+    heads = BlockHeadIndex()
     expected: dict[int, int] = {}
     for worker, other, block in noted:
-        heads.note(worker, heads_of(other, block))
+        heads.note(worker, block_head_keys(other, block))
         if other == parent:
             pairs = zip(tokens, block, strict=False)
             common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
             common = min(len(tokens), len(block)) if common is None else common
             expected[worker] = max(expected.get(worker, 0), common - common % STEP_TOKENS)
     expected = {worker: common for worker, common in expected.items() if common}
-    assert heads.shared_tokens(heads_of(parent, tokens)) == expected
+    assert heads.shared_tokens(block_head_keys(parent, tokens)) == expected
 
 
 def test_the_latest_heads_are_remembered() -> None:
-    heads = BlockHeads()
-    for number in range(REMEMBERED + 1):
-        heads.note(0, heads_of(b"", [number] * STEP_TOKENS))
-    shared = [heads.shared_tokens(heads_of(b"", [n] * STEP_TOKENS)) for n in (0, 1, REMEMBERED)]
+    heads = BlockHeadIndex()
+    for number in range(MAX_HEADS + 1):
+        heads.note(0, block_head_keys(b"", [number] * STEP_TOKENS))
+    shared = [
+        heads.shared_tokens(block_head_keys(b"", [n] * STEP_TOKENS)) for n in (0, 1, MAX_HEADS)
+    ]
     assert shared == [{}, {0: STEP_TOKENS}, {0: STEP_TOKENS}]
 
 

@@ -37,7 +37,7 @@ class Books(RuleBasedStateMachine):
         for place, block in enumerate(matched):
             held = tokens[: (place + 1) * BLOCK]
             assert self.contents[block] == held, "a prefix hit must hold the prefix's K and V"
-        self.look_for_a_head(tokens, len(matched))
+        self.check_head(tokens, len(matched))
         left = {block for block in self.contents if not any(block in t for t in self.live)}
         before = {b for b in left - {*matched} if self.blocks._is_known(b)}
         table = self.blocks.take(matched, -(-len(tokens) // BLOCK) - len(matched))
@@ -59,7 +59,7 @@ class Books(RuleBasedStateMachine):
         self.live.append(table)
         return table
 
-    def look_for_a_head(self, tokens: list[int], whole: int) -> None:
+    def check_head(self, tokens: list[int], whole: int) -> None:
         """What is found begins as the prompt goes on."""
         first = whole * BLOCK
         rest = tokens[first : first + BLOCK]
@@ -112,7 +112,7 @@ def test_a_sequence_of_the_same_batch_shares_pending_blocks_and_another_batch_do
     assert blocks.head(hashes[0], [8, 9, 10], batch=8) is None
 
 
-def test_what_a_batch_that_failed_would_have_filled_is_found_by_nobody() -> None:
+def test_blocks_of_a_failed_batch_are_not_found() -> None:
     """Not by the next of the same number either (FINDINGS B18: a planted bug survived)."""
     blocks = BlockManager(8)
     table = blocks.take([], 3)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.bulk.journal import Journal
-from cluster.bulk.output import part_name
-from cluster.bulk.rows import Answered, InputRow, Record, Reject
-from cluster.bulk.windows import WindowLimits, windows_of
+from cluster.tools.bulk.journal import Journal
+from cluster.tools.bulk.output import part_name
+from cluster.tools.bulk.records import InputRecord, InputRow, Reject, RowAnswer
+from cluster.tools.bulk.windows import WindowLimits, split_windows
 from contracts.errors import ConfigError, JobError
 from tests.support.bulk_support import (
     EchoRouter,
@@ -36,7 +36,7 @@ TORN = st.fixed_dictionaries(
 )
 
 
-def some_records() -> list[Record]:
+def some_records() -> list[InputRecord]:
     """With a bad row, a refused one and a duplicate id in it."""
     records = rows_of([f"text {n * 37 % 40}" for n in range(30)])
     records[4] = Reject("in:4", "in:4", "bad")
@@ -54,7 +54,7 @@ def temporary() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def whole_run(folder: Path, records: list[Record]) -> dict[str, bytes]:
+def whole_run(folder: Path, records: list[InputRecord]) -> dict[str, bytes]:
     run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
     return dict(final_files(folder))
 
@@ -88,7 +88,7 @@ class Crash:
 
 def run_killed(
     folder: Path,
-    records: list[Record],
+    records: list[InputRecord],
     *,
     step: int | None = None,
     row: int | None = None,
@@ -97,8 +97,8 @@ def run_killed(
     """Runs until that step on the disk or that row at the router; whether it came to its end."""
     router = router or EchoRouter()
 
-    def on_rows(asked: int) -> None:
-        if row is not None and asked > row:
+    def on_rows(requested: int) -> None:
+        if row is not None and requested > row:
             raise Killed
 
     router.on_rows = on_rows
@@ -141,7 +141,7 @@ def test_a_run_killed_at_any_step_on_the_disk_is_completed_by_the_next() -> None
             complete = run_killed(folder, records, step=step, router=router)
             run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
             assert dict(final_files(folder)) == expected, step
-            assert len(router.asked) <= ANSWERABLE + IN_FLIGHT, step
+            assert len(router.requested) <= ANSWERABLE + IN_FLIGHT, step
         if complete:
             break
     assert complete
@@ -185,14 +185,14 @@ def test_a_window_after_a_torn_line_of_the_ledger_is_committed_for_good(tmp_path
         assert [line["window"] for line in json_lines(ledger)] == list(range(len(lines)))
     again = EchoRouter()
     run_job(tmp_path, records, again, in_flight_rows=IN_FLIGHT)
-    assert not again.asked
+    assert not again.requested
 
 
 def test_answers_after_a_torn_line_of_a_journal_are_there_for_the_run_after_that(
     tmp_path: Path,
 ) -> None:
-    (window,) = windows_of(iter(rows_of(["a", "b", "c"])), WindowLimits(rows=3), ids=True)
-    path, answer = tmp_path / "journal", Answered([0.5, 0.5], 1, 0)
+    (window,) = split_windows(iter(rows_of(["a", "b", "c"])), WindowLimits(rows=3), ids=True)
+    path, answer = tmp_path / "journal", RowAnswer([0.5, 0.5], 1, 0)
     for row in range(3):
         journal = Journal(path, window)
         journal.add([(row, answer), (row, answer)])
@@ -207,14 +207,14 @@ def test_answers_after_a_torn_line_of_a_journal_are_there_for_the_run_after_that
 @given(st.lists(st.integers(0, 26), min_size=1, max_size=4))
 def test_a_kill_costs_at_most_the_rows_in_flight(kills: list[int]) -> None:
     records = some_records()
-    asked = 0
+    requested = 0
     with temporary() as folder:
         for row in kills:
             run_killed(folder, records, row=row)
         router = EchoRouter()
         run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
-        asked = sum(line["rows_sent_again"] for line in json_lines(folder / "ledger.jsonl"))
-    assert asked <= IN_FLIGHT * len(kills)
+        requested = sum(line["rows_sent_again"] for line in json_lines(folder / "ledger.jsonl"))
+    assert requested <= IN_FLIGHT * len(kills)
 
 
 def _append(path: Path, data: bytes) -> None:
@@ -234,7 +234,7 @@ def test_input_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
     assert len(parts(tmp_path)) == 30
 
 
-def test_a_part_that_somebody_removed_is_missed(tmp_path: Path) -> None:
+def test_removed_part_is_reported_missing(tmp_path: Path) -> None:
     records = rows_of([f"text {n}" for n in range(30)])
     run_job(tmp_path, records, EchoRouter())
     (tmp_path / part_name(1)).unlink()

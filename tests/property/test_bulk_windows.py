@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bulk.rows import InputRow, Record, Reject
-from cluster.bulk.seen_ids import SeenIds
-from cluster.bulk.windows import DUPLICATE, WindowLimits, chunks_of, windows_of
 from cluster.classification.classify import ClassifyTask
+from cluster.tools.bulk.records import InputRecord, InputRow, Reject
+from cluster.tools.bulk.windows import DUPLICATE, SeenIds, WindowLimits, split_chunks, split_windows
 
 ids = st.one_of(st.integers(0, 9), st.sampled_from("0123abc"))
 rows = st.builds(
@@ -22,9 +21,9 @@ TASK = ClassifyTask(labels=("a", "b"), template="{prefix}{text}")
 
 @given(records, limits)
 def test_every_record_is_in_one_window_and_no_id_is_answered_twice(
-    given_: list[Record], limits: WindowLimits
+    given_: list[InputRecord], limits: WindowLimits
 ) -> None:
-    windows = list(windows_of(given_, limits, ids=True))
+    windows = list(split_windows(given_, limits, ids=True))
     assert [window.number for window in windows] == list(range(len(windows)))
     kept = [row for window in windows for row in window.rows]
     first: dict[object, InputRow] = {}
@@ -40,9 +39,9 @@ def test_every_record_is_in_one_window_and_no_id_is_answered_twice(
 
 @given(records, limits)
 def test_a_window_ends_when_it_is_full_and_not_before(
-    given_: list[Record], limits: WindowLimits
+    given_: list[InputRecord], limits: WindowLimits
 ) -> None:
-    windows = list(windows_of(given_, limits, ids=False))
+    windows = list(split_windows(given_, limits, ids=False))
     for window in windows[:-1]:
         characters = sum(len(row.prefix) + len(row.text) for row in window.rows)
         assert window.records == limits.rows or characters >= limits.characters
@@ -50,11 +49,11 @@ def test_a_window_ends_when_it_is_full_and_not_before(
 
 
 @given(records, records, limits)
-def test_the_digest_tells_one_input_from_another(
-    one: list[Record], other: list[Record], limits: WindowLimits
+def test_digest_distinguishes_inputs(
+    one: list[InputRecord], other: list[InputRecord], limits: WindowLimits
 ) -> None:
     digests = [
-        [window.digest for window in windows_of(each, limits, ids=True)] for each in (one, other)
+        [window.digest for window in split_windows(each, limits, ids=True)] for each in (one, other)
     ]
     assert (digests[0] == digests[1]) == (one == other)
 
@@ -63,9 +62,9 @@ def test_the_digest_tells_one_input_from_another(
 def test_chunks_hold_the_missing_rows_once_each_sorted_by_prompt(
     given_: list[InputRow], size: int, data: st.DataObject
 ) -> None:
-    (window,) = windows_of(given_, WindowLimits(rows=100), ids=False)
+    (window,) = split_windows(given_, WindowLimits(rows=100), ids=False)
     missing = data.draw(st.sets(st.integers(0, len(given_) - 1)))
-    chunks = list(chunks_of(window, missing, TASK, size, 1000))
+    chunks = list(split_chunks(window, missing, TASK, size, 1000))
     sent = [row for chunk in chunks for row in chunk]
     assert sorted(sent) == sorted(missing)
     prompts = [window.rows[row].prefix + window.rows[row].text for row in sent]

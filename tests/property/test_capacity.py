@@ -11,12 +11,12 @@ import pytest
 
 from contracts.hardware import ExpertCost, Hardware
 from contracts.plan import Plan
-from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, TrafficReport
-from planner.costs.cost_model import Deployment
-from planner.costs.resized import resized
+from contracts.planner_messages import BatchReport, ExpertReport, MicroBatchReport, TrafficReport
+from planner.costs.cost_model import Deployment, resized
 from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
-from planner.online.capacity import Capacity, Mix, capacity, longer_than_best
+from planner.online.capacity import Capacity, TrafficMix, capacity, plan_inefficiency
+from planner.online.planned_batch import planned_batch, replayed_ms
 from planner.online.planner import OnlinePlanner
 from planner.online.prefill_capacity import (
     Batch,
@@ -24,7 +24,6 @@ from planner.online.prefill_capacity import (
     ReferenceCurve,
     ReferenceTime,
 )
-from planner.online.replay import planned_batch, replayed_ms
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of
 from tests.support.simulated_serving import Report, SimulatedServing, Traffic
@@ -33,7 +32,7 @@ SHAPE = shape(QWEN3_235B, hidden_size=512, num_hidden_layers=4, num_experts=16)
 MAX_SEQUENCES = 24
 WITHIN = 0.15
 LIGHT = 0.4  # of what would go
-DECODES = Mix(240.0, 240.0 * 64, 0.0, 0.0, 0.0, MAX_SEQUENCES)
+DECODES = TrafficMix(240.0, 240.0 * 64, 0.0, 0.0, 0.0, MAX_SEQUENCES)
 
 
 def machine(expert_slower: float) -> Hardware:
@@ -77,7 +76,7 @@ def _under(case: Case, ranks: tuple[int, int], micro_batches: int) -> float:
     return world.run(30.0)
 
 
-def said_of_light_traffic(case: Case, per_s: float) -> Capacity:
+def capacity_from_light_traffic(case: Case, per_s: float) -> Capacity:
     ag, eg = case.ranks
     planner = OnlinePlanner(setup_of(SHAPE, None, attention_ranks=ag, expert_ranks=eg))
     seen = capacities.Traffic(MAX_SEQUENCES)
@@ -89,7 +88,7 @@ def said_of_light_traffic(case: Case, per_s: float) -> Capacity:
             planner.observe_experts(what)
         elif isinstance(what, BatchReport):
             planner.observe_batch(what)
-            planner.observe_alone(what)
+            planner.observe_solo_batch(what)
 
     traffic = Traffic(case.prompt_tokens, case.output_tokens, per_s)
     world = SimulatedServing(
@@ -116,7 +115,7 @@ def test_headroom_and_what_one_more_rank_adds_are_true(name: str) -> None:
     ag, eg = case.ranks
     now = at_most_per_s(case, case.ranks)
     per_s = LIGHT * now
-    found = said_of_light_traffic(case, per_s)
+    found = capacity_from_light_traffic(case, per_s)
     assert per_s / found.used_fraction == pytest.approx(now, rel=WITHIN)
     for kind, ranks in (("attention", (ag + 1, eg)), ("expert", (ag, eg + 1))):
         then = at_most_per_s(case, ranks)
@@ -138,13 +137,13 @@ def test_a_group_of_its_own_size_is_as_it_is_and_a_larger_one_has_less_to_do_eac
     assert then.attention == model.attention
 
 
-def test_what_lies_between_batches_is_time_in_which_nothing_more_goes() -> None:
+def test_time_between_batches_reduces_capacity() -> None:
     used = {}
     for between_ms in (0.0, 5.0):
         planner = OnlinePlanner(setup_of(SHAPE, hardware()))
         for sequences in range(1, 25):
-            parts = [MicroBatchTimes([(8, 9)] * sequences, 1.0)]
-            planner.observe_alone(
+            parts = [MicroBatchReport([(8, 9)] * sequences, 1.0)]
+            planner.observe_solo_batch(
                 BatchReport(
                     rank="a",
                     plan=Plan(),
@@ -169,7 +168,7 @@ def test_packets_of_two_attention_ranks_are_two_calls_of_experts() -> None:
     assert both_ms == pytest.approx(2 * alone_ms)
 
 
-def test_batches_that_were_cut_badly_say_so_of_those_to_come() -> None:
+def test_poorly_cut_batches_raise_the_expected_inefficiency() -> None:
     planner = OnlinePlanner(setup_of(SHAPE, hardware()))
     group = planner.group(DECODES)
     batch = [(0, 64)] * 8
@@ -179,13 +178,13 @@ def test_batches_that_were_cut_badly_say_so_of_those_to_come() -> None:
     one_each = Plan(r1=8)
 
     def ran(plan: Plan, parts: list[list[tuple[int, int]]]) -> BatchReport:
-        times = [MicroBatchTimes(part, 1.0) for part in parts]
+        times = [MicroBatchReport(part, 1.0) for part in parts]
         return BatchReport(rank="a", plan=plan, measured_ms=1.0, micro_batches=times)
 
-    assert longer_than_best(group, []) == 1.0
+    assert plan_inefficiency(group, []) == 1.0
     parts = [[chunk] for chunk in batch]
     their_ms = replayed_ms(spec, chunk_ms, one_each, parts)
-    longer = longer_than_best(group, [ran(one_each, parts)])
+    longer = plan_inefficiency(group, [ran(one_each, parts)])
     assert longer == pytest.approx(max(1.0, their_ms / best.makespan_ms))
     assert longer > 1
     before, then = (capacity(group, DECODES, of) for of in ([], [ran(one_each, parts)]))
@@ -196,10 +195,10 @@ def test_batches_that_were_cut_badly_say_so_of_those_to_come() -> None:
 
 def test_a_rank_that_is_idle_counts_and_what_is_over_a_minute_old_does_not() -> None:
     seen = capacities.Traffic(64)
-    told = TrafficReport(
+    traffic_report = TrafficReport(
         rank="attention-0", seconds=10.0, pool_tokens=1000, decode_tokens=100, positions=10_000
     )
-    seen.add(told, 10.0)
+    seen.add(traffic_report, 10.0)
     mix = seen.mix(10.0, attention_ranks=2)
     assert mix.decode_tokens == pytest.approx(5.0)
     assert mix.sequences == 10  # of 100 tokens each
@@ -215,7 +214,7 @@ def test_what_a_rank_cannot_have_run_is_an_error_and_no_division_by_zero() -> No
     assert capacity(planner.group(mix), mix) is not None
 
 
-def test_a_prefill_worker_foretells_full_batches_from_small_ones() -> None:
+def test_prefill_worker_predicts_full_batches_from_small_ones() -> None:
     def ms(flops: float) -> float:
         return 20.0 + 10.0 * flops / 1e9
 

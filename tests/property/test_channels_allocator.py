@@ -8,9 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.channels.allocator import FirstFit
 from actors.channels.link import Views
-from actors.channels.segments import FLAG_BYTES, IDLE_S, Arena, HostMemory, Memory, Place
+from actors.channels.segments import (
+    FLAG_BYTES,
+    IDLE_S,
+    FirstFit,
+    HostMemory,
+    PayloadLocation,
+    SegmentAllocator,
+    SegmentMemory,
+)
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 
 SIZE = 40
@@ -71,15 +78,15 @@ def test_payloads_keep_their_bytes_whatever_is_released_in_whatever_order(
 ) -> None:
     made: dict[int, PlainMemory] = {}
 
-    def new_memory(number: int, num_bytes: int) -> Memory:
+    def new_memory(number: int, num_bytes: int) -> SegmentMemory:
         made[number] = PlainMemory(num_bytes)
         return made[number]
 
-    arena = Arena(8, new_memory)
-    held: dict[int, tuple[Place, int]] = {}
+    arena = SegmentAllocator(8, new_memory)
+    held: dict[int, tuple[PayloadLocation, int]] = {}
     for number, (allocate, value) in enumerate(steps):
         if allocate:
-            place = arena.place(value)
+            place = arena.allocate(value)
             bytes_of(made, place, value).fill_(number % 251)
             held[number] = (place, value)
         elif held:
@@ -96,11 +103,11 @@ def test_payloads_keep_their_bytes_whatever_is_released_in_whatever_order(
     kept = [memory for memory in made.values() if not memory.closed]
     assert len(kept) <= 1
     if kept:
-        arena.place(1)  # reclaims
+        arena.allocate(1)  # reclaims
         assert arena.num_bytes() == (1, kept[0].views.memory.numel())
 
 
-def bytes_of(made: dict[int, PlainMemory], place: Place, size: int) -> torch.Tensor:
+def bytes_of(made: dict[int, PlainMemory], place: PayloadLocation, size: int) -> torch.Tensor:
     memory = made[place.segment].views.memory
     assert place.offset_bytes + size <= memory.numel()
     return memory[place.offset_bytes : place.offset_bytes + size]
@@ -109,16 +116,16 @@ def bytes_of(made: dict[int, PlainMemory], place: Place, size: int) -> torch.Ten
 def test_a_segment_has_a_slot_for_every_packet_or_another_segment_is_added() -> None:
     made: list[int] = []
 
-    def new_memory(number: int, num_bytes: int) -> Memory:
+    def new_memory(number: int, num_bytes: int) -> SegmentMemory:
         made.append(number)
         return PlainMemory(num_bytes)
 
-    arena = Arena(FLAG_BYTES * 4, new_memory)
-    places = [arena.place(1) for _ in range(FLAG_BYTES + 1)]
+    arena = SegmentAllocator(FLAG_BYTES * 4, new_memory)
+    places = [arena.allocate(1) for _ in range(FLAG_BYTES + 1)]
     assert made == [0, 1]
     assert len({(place.segment, place.slot) for place in places}) == FLAG_BYTES + 1
 
 
 def test_host_memory_implements_memory() -> None:
-    assert set(Memory.__annotations__) == {"views", "flags"}
+    assert set(SegmentMemory.__annotations__) == {"views", "flags"}
     assert callable(HostMemory.close)

@@ -6,11 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.experts.dispatch import plan_dispatch
+from actors.moe.dispatch import plan_dispatch
 from contracts.placement import Placement
-from planner.findep.split import balanced_ranges, token_group_bounds
-from planner.placement.contiguous import contiguous
-from planner.placement.slots import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, contiguous
+from planner.schedule.batch_split import balanced_ranges, token_group_bounds
 from tests.support.placements import replicated
 
 LAYERS = 3

@@ -13,7 +13,7 @@ faults = st.builds(
     load_fails=chances,
     load_late=chances,
     proposal_lost=chances,
-    other_placement=st.sampled_from((0.0, 0.0, 0.2)),
+    placement_mismatch=st.sampled_from((0.0, 0.0, 0.2)),
     deaths=st.integers(0, 2),
     expert_dies=st.sampled_from((False, False, False, True)),
     impatient=st.booleans(),
@@ -39,7 +39,7 @@ def test_no_tokens_come_where_their_generation_is_not_and_all_end_with_one_and_t
 
 
 @given(seed=st.integers(0, 1 << 32), attentions=st.integers(1, 4))
-def test_without_faults_everybody_goes_over_to_what_is_proposed(seed: int, attentions: int) -> None:
+def test_without_faults_every_rank_switches_to_the_proposal(seed: int, attentions: int) -> None:
     world = World(seed, 3, attentions, 1, Faults())
     world.run()
     assert not settled(world)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.plan import Plan
-from contracts.planning import Batch, MicroBatchTimes
-from planner.findep.batch_plan import NewTokens, plan_batch
-from planner.findep.fit_plan import MORE_TOKENS, fit_plan
+from contracts.planner_messages import Batch, MicroBatchReport
 from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import OnlineModels
+from planner.online.planned_batch import LEAST_GAIN
 from planner.online.planner import REPORTS_BETWEEN, NoPlanError, OnlinePlanner
-from planner.online.replay import LEAST_GAIN
+from planner.schedule.batch_plan import NewTokens, plan_batch
+from planner.schedule.plan_fit import MORE_TOKENS, fit_plan
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 
@@ -89,19 +89,19 @@ def test_small_batches_of_different_sizes_are_in_different_buckets() -> None:
     assert len(set(rows)) == 7
 
 
-def test_a_cold_planner_names_the_stages_that_it_knows_nothing_of() -> None:
+def test_cold_planner_names_the_unmeasured_stages() -> None:
     planner = OnlinePlanner(setup_of(WITH_SHARED, None))
     with pytest.raises(NoPlanError, match="attention, expert, a2e, e2a, shared"):
         planner.plan([(0, 64)])
 
 
-def test_attention_is_learned_from_few_sizes_even_if_their_first_times_say_nothing() -> None:
+def test_attention_is_learned_from_few_sizes_after_uninformative_times() -> None:
     stage = AttentionStage(QWEN, None)
     sizes = (10, 100, 1000)
 
     def add(times_ms: tuple[float, ...]) -> None:
         for tokens, ms in zip(sizes, times_ms, strict=True):
-            stage.add(MicroBatchTimes([(0, tokens)], ms))
+            stage.add(MicroBatchReport([(0, tokens)], ms))
 
     for _ in range(8):
         add((3.0, 2.0, 1.0))  # on a machine that was busy at first
@@ -239,7 +239,7 @@ def test_models_change_at_most_once_in_so_many_reports() -> None:
     assert 1 < planner.version <= 1 + 2 * 100 / REPORTS_BETWEEN
 
 
-def test_without_a_hardware_file_nothing_is_said_of_batches_much_larger_than_any_measured() -> None:
+def test_without_hardware_file_no_plan_for_batches_far_above_measured() -> None:
     setup = setup_of(QWEN, None)
     planner = OnlinePlanner(setup)
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=0)

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from contracts.placement import bounds_of
 from planner.placement.layout import EMPTY, Layout
-from planner.placement.lines import contiguous_line, first_homes
 from planner.placement.objective import Objective, usual_costs
 from planner.placement.routing import LayerRouting, Measured
-from planner.placement.samples import sample_of
 from planner.placement.search import exchanges
-from planner.placement.solve import solve_layer
+from planner.placement.slots import contiguous_line, first_homes
+from planner.placement.solve import sample_of, solve_layer
 from planner.placement.token_ranks import ID_LOAD, rank_of_ids
 from tests.support.made_up_routing import any_routing
 
@@ -41,7 +40,7 @@ def _price(measured: Measured, top_k: int, ranks: int, limit: float) -> float:
 
 @settings(max_examples=12, deadline=None)
 @given(layers())
-def test_each_expert_has_a_slot_none_is_twice_on_a_rank_and_nothing_is_worse_than_in_order(
+def test_placement_is_valid_and_no_worse_than_contiguous(
     layer: tuple[LayerRouting, list[int]],
 ) -> None:
     routing, slots = layer
@@ -63,7 +62,7 @@ def test_each_expert_has_a_slot_none_is_twice_on_a_rank_and_nothing_is_worse_tha
 
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(0, 2**20))
-def test_sums_kept_up_to_date_are_those_of_a_fresh_look(
+def test_incremental_sums_equal_recomputed_sums(
     layer: tuple[LayerRouting, list[int]], seed: int
 ) -> None:
     routing, slots = layer
@@ -79,7 +78,7 @@ def test_sums_kept_up_to_date_are_those_of_a_fresh_look(
         undo = layout.exchange(int(i), int(j))
         _agree(layout)
         if rng.random() < 0.3:
-            layout.take_back(undo)
+            layout.revert(undo)
             _agree(layout)
 
 
@@ -94,7 +93,7 @@ def _agree(layout: Layout) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(0, 2**20))
-def test_without_replicas_an_exchange_costs_what_was_foretold(
+def test_without_replicas_an_exchange_costs_what_was_predicted(
     layer: tuple[LayerRouting, list[int]], seed: int
 ) -> None:
     routing, slots = layer
@@ -107,7 +106,7 @@ def test_without_replicas_an_exchange_costs_what_was_foretold(
     for i, j in np.argwhere(np.isfinite(price_SS))[:20].tolist():
         undo = layout.exchange(i, j)
         assert layout.price() == pytest.approx(price_SS[i, j])
-        layout.take_back(undo)
+        layout.revert(undo)
     assert not (layout.experts_S == EMPTY).any()
 
 
@@ -116,9 +115,9 @@ def test_token_ids_are_given_to_ranks_within_the_bound_where_ids_are_small(
     ids: int, ranks: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    mine_VR = rng.integers(0, 30, (ids, ranks)).astype(float)
-    times_V = np.maximum(mine_VR.max(1), rng.integers(0, 40, ids))
-    label_V = rank_of_ids(np.concatenate([mine_VR, times_V[:, None]], 1))
+    local_VR = rng.integers(0, 30, (ids, ranks)).astype(float)
+    times_V = np.maximum(local_VR.max(1), rng.integers(0, 40, ids))
+    label_V = rank_of_ids(np.concatenate([local_VR, times_V[:, None]], 1))
     load_R = np.bincount(label_V, times_V, ranks)
     largest = times_V.max()
     assert load_R.max() <= max(ID_LOAD * times_V.sum() / ranks, largest) + largest

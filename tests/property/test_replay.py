@@ -7,16 +7,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from contracts.events import Stage, TaskSpan
 from contracts.plan import Order, Plan
+from contracts.traces import Stage, TaskSpan
 from planner.costs.stages import PlanSpec
-from planner.findep.checker import violations
-from planner.findep.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
-from planner.findep.exposure import busy_seconds
-from planner.findep.recurrence import makespan_ms
-from planner.findep.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
-from planner.findep.schedule import Schedule, schedule_of, token_groups
+from planner.schedule.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
+from planner.schedule.exposed_communication import busy_seconds
+from planner.schedule.recurrence import makespan_ms
+from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
+from planner.schedule.schedule import Schedule, schedule_of, token_groups
 from tests.property.planning import plans, schedules, specs
+from tests.support.schedule_checker import violations
 
 FORMS = {
     Order.NAIVE: pppipe_makespan,

@@ -100,7 +100,7 @@ def test_ranks_that_have_everything_differ_by_a_token_at_most(
 
 @settings(deadline=None)
 @given(cases(), cases())
-def test_equal_tokens_get_equal_slots_whatever_was_asked_before(
+def test_equal_tokens_get_equal_slots_regardless_of_history(
     case: tuple[Placement, np.ndarray, int | None], other: tuple[Placement, np.ndarray, int | None]
 ) -> None:
     placement, ids_TK, free_rank = case

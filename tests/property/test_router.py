@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from contracts.routing import Calibration, Prompt
-from planner.routing.router import Decision, Router, RouterConfig
+from contracts.routing_messages import Calibration, Prompt
+from planner.routing.router import RouteDecision, Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import usable_tokens
 from tests.support.routing import (
@@ -41,7 +41,7 @@ class Cluster(RuleBasedStateMachine):
         super().__init__()
         self.workers = [LoggingWorker(n, quadratic_work, cache_blocks=5) for n in range(WORKERS)]
         self.routers = [new_router(number) for number in range(ROUTERS)]
-        self.heard = [[0] * WORKERS for _ in range(ROUTERS)]
+        self.received = [[0] * WORKERS for _ in range(ROUTERS)]
         self.travelling: list[tuple[int, Prompt]] = []  # sent, not yet accepted
         self.placed = 0
 
@@ -71,26 +71,26 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(number=workers, calibration=calibrations)
     def a_worker_calibrates(self, number: int, calibration: Calibration) -> None:
-        self.workers[number].say(calibration=calibration)
+        self.workers[number].append_report(calibration=calibration)
 
     @rule(number=routers, worker=workers, again=st.integers(0, 3))
     def a_report_arrives_and_some_old_ones_again(
         self, number: int, worker: int, again: int
     ) -> None:
-        heard, log = self.heard[number][worker], self.workers[worker].log
-        for report in log[max(0, heard - again) : heard + 1]:
+        received, log = self.received[number][worker], self.workers[worker].log
+        for report in log[max(0, received - again) : received + 1]:
             self.routers[number].apply(report)
-        self.heard[number][worker] = min(heard + 1, len(log))
+        self.received[number][worker] = min(received + 1, len(log))
 
     @rule(number=routers, worker=workers)
     def a_router_takes_a_snapshot(self, number: int, worker: int) -> None:
         state, log = self.workers[worker].state, self.workers[worker].log
         if state.number >= 0:
             self.routers[number].restore(state.snapshot(worker))
-            for report in log[self.heard[number][worker] :]:
+            for report in log[self.received[number][worker] :]:
                 for key in report.ended:  # its answer came, though the report did not
                     self.routers[number].withdraw(key)
-            self.heard[number][worker] = len(log)
+            self.received[number][worker] = len(log)
 
     @rule(worker=workers)
     def a_worker_dies_and_another_takes_its_place(self, worker: int) -> None:
@@ -98,15 +98,17 @@ class Cluster(RuleBasedStateMachine):
         on_their_way = [p for target, p in self.travelling if target == worker]
         self.travelling = [entry for entry in self.travelling if entry[0] != worker]
         for number, router in enumerate(self.routers):
-            said = [p for report in dead.log[: self.heard[number][worker]] for p in report.accepted]
-            ended = {k for r in dead.log[: self.heard[number][worker]] for k in r.ended}
+            accepted_prompts = [
+                p for report in dead.log[: self.received[number][worker]] for p in report.accepted
+            ]
+            ended = {k for r in dead.log[: self.received[number][worker]] for k in r.ended}
             lost = set(router.lose(worker))
-            open_ones = {p.key for p in said if p.key.router == number} - ended
+            open_ones = {p.key for p in accepted_prompts if p.key.router == number} - ended
             assert open_ones | {p.key for p in on_their_way if p.key.router == number} <= lost
             assert router.load(worker) == 0
-            self.heard[number][worker] = 0
+            self.received[number][worker] = 0
         self.workers[worker] = LoggingWorker(worker, quadratic_work, 5, dead.epoch + 1)
-        self.workers[worker].say()
+        self.workers[worker].append_report()
 
     @invariant()
     def loads_are_what_is_open(self) -> None:
@@ -125,30 +127,30 @@ class Cluster(RuleBasedStateMachine):
         """Everything arrives and ends: all routers are of one mind, and nothing is left over."""
         for number, prompt in self.travelling:
             self.workers[number].accept(prompt)
-        self._hear_all()
+        self._receive_all()
         for number, worker in enumerate(self.workers):
             expected = worker.state.snapshot(number)
             assert set(expected.committed) == set(worker.cache)
             assert all(router.snapshot(number) == expected for router in self.routers)
             while worker.queue:
                 worker.finish()
-        self._hear_all()
+        self._receive_all()
         for router in self.routers:
             assert [router.load(worker) for worker in range(WORKERS)] == [0] * WORKERS
             committed = {d for w in range(WORKERS) for d in router.snapshot(w).committed}
             assert router.blocks == len(committed)
 
-    def _hear_all(self) -> None:
+    def _receive_all(self) -> None:
         for number, router in enumerate(self.routers):
             for worker in self.workers:
-                for report in worker.log[self.heard[number][worker.number] :]:
+                for report in worker.log[self.received[number][worker.number] :]:
                     router.apply(report)
-                self.heard[number][worker.number] = len(worker.log)
+                self.received[number][worker.number] = len(worker.log)
 
     def _unaccepted(self, number: int, worker: int) -> list[Prompt]:
         """This router's prompts for that worker of whose arrival it has not heard."""
-        unheard = self.workers[worker].log[self.heard[number][worker] :]
-        arrived = [prompt for report in unheard for prompt in report.accepted]
+        unreceived = self.workers[worker].log[self.received[number][worker] :]
+        arrived = [prompt for report in unreceived for prompt in report.accepted]
         sent = [prompt for target, prompt in self.travelling if target == worker]
         return [prompt for prompt in [*arrived, *sent] if prompt.key.router == number]
 
@@ -159,7 +161,7 @@ class Cluster(RuleBasedStateMachine):
         under_way = sum(quadratic_work(r.done_tokens, r.until_tokens) for r in running)
         return self.routers[number].load(worker) - under_way
 
-    def _paper_choice(self, number: int, prompt: Prompt) -> Decision | None:
+    def _paper_choice(self, number: int, prompt: Prompt) -> RouteDecision | None:
         """The cascade, spelled out over sets."""
         router, options = self.routers[number], []
         for worker in range(WORKERS):
@@ -167,7 +169,7 @@ class Cluster(RuleBasedStateMachine):
             known = set(snapshot.committed).union(*(r.prompt.hashes for r in snapshot.requests))
             known = known.union(*(p.hashes for p in self._unaccepted(number, worker)))
             tau = threshold(SATURATION, quadratic_work, snapshot.calibration)
-            present = self.workers[worker].epoch == 0 or self.heard[number][worker] > 0
+            present = self.workers[worker].epoch == 0 or self.received[number][worker] > 0
             if present and self._queued(number, worker) < tau:
                 blocks = _contiguous(prompt.hashes, known)
                 options.append((-blocks, router.load(worker), worker))
@@ -175,7 +177,7 @@ class Cluster(RuleBasedStateMachine):
             return None
         blocks, _, worker = min(options)
         cached = usable_tokens(prompt, -blocks, BLOCK)
-        return Decision(worker, cached, quadratic_work(cached, prompt.prompt_tokens))
+        return RouteDecision(worker, cached, quadratic_work(cached, prompt.prompt_tokens))
 
 
 TestCluster = Cluster.TestCase

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from actors.batching.sampler import NextTokens, distribution
+from actors.batching.sampler import TokenSampler, distribution
 from actors.batching.sequence import Sequence
 from contracts.errors import SamplingError
 from contracts.messages import Submit
@@ -133,14 +133,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_a_seed_draws_from_exactly_the_distribution_asked_for(fields: dict[str, Any]) -> None:
+def test_seed_draws_from_exactly_the_requested_distribution(fields: dict[str, Any]) -> None:
     """FINDINGS B18: nothing held what temperature, top_k, top_p and seeds do."""
     sampling = Sampling(seed=5, **fields)
     expected = probabilities_by_hand(shaped_by_hand(LOGITS, sampling, [1, 2, 3], []), sampling)
     sequence, logits_RV = sequence_of(sampling), torch.tensor([LOGITS])
     drawn = []
     for _ in range(DRAWS):
-        drawn.append(NextTokens(logits_RV).of(0, sequence)[0])
+        drawn.append(TokenSampler(logits_RV).sample(0, sequence)[0])
         sequence.prompt_tokens -= 1  # the next position, and nothing else that penalties count
     assert_drawn_from(drawn, expected)
 
@@ -148,22 +148,22 @@ def test_a_seed_draws_from_exactly_the_distribution_asked_for(fields: dict[str, 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.75}, {"top_k": 3}], ids=str)
 def test_first_tokens_of_many_seeds_are_from_that_distribution_too(fields: dict[str, Any]) -> None:
     """FINDINGS B18: as the n choices of a prompt are drawn, from seed, seed + 1, ..."""
-    next_tokens = NextTokens(torch.tensor([LOGITS]))
+    sampler = TokenSampler(torch.tensor([LOGITS]))
     settings = [Sampling(seed=seed, **fields) for seed in range(DRAWS)]
-    drawn = [next_tokens.of(0, sequence_of(sampling))[0] for sampling in settings]
+    drawn = [sampler.sample(0, sequence_of(sampling))[0] for sampling in settings]
     assert_drawn_from(drawn, probabilities_by_hand(LOGITS, settings[0]))
 
 
 def test_without_a_seed_two_sequences_draw_differently() -> None:
-    next_tokens = NextTokens(torch.zeros(1, 1000))
+    sampler = TokenSampler(torch.zeros(1, 1000))
     sequences = [sequence_of(Sampling()) for _ in range(2)]
-    first, second = ([drawn_next(next_tokens, s) for _ in range(20)] for s in sequences)
+    first, second = ([drawn_next(sampler, s) for _ in range(20)] for s in sequences)
     assert first != second
     assert len(set(first)) > 10
 
 
-def drawn_next(next_tokens: NextTokens, sequence: Sequence) -> int:
-    sequence.token_ids.append(next_tokens.of(0, sequence)[0])
+def drawn_next(sampler: TokenSampler, sequence: Sequence) -> int:
+    sequence.token_ids.append(sampler.sample(0, sequence)[0])
     return sequence.token_ids[-1]
 
 
@@ -178,10 +178,10 @@ def test_a_seed_draws_the_same_tokens_whatever_rows_are_around_it() -> None:
         others = [sequence_of(Sampling(seed=i)) for i in range(around)]
         for logits_V in steps:
             rows = [torch.randn(50) for _ in others] + [logits_V]
-            next_tokens = NextTokens(torch.stack(rows))
+            sampler = TokenSampler(torch.stack(rows))
             for row, other in enumerate(others):
-                next_tokens.of(row, other)
-            tokens.append(next_tokens.of(len(others), sequence)[0])
+                sampler.sample(row, other)
+            tokens.append(sampler.sample(len(others), sequence)[0])
             sequence.token_ids.append(tokens[-1])
         runs.append(tokens)
     assert runs[0] == runs[1]
@@ -203,11 +203,11 @@ def test_every_field_does_what_a_slow_reading_of_it_does(
     for logits in steps:
         expected = shaped_by_hand(logits, sampling, prompt, sequence.token_ids[len(prompt) :])
         logits_V = torch.tensor(logits)
-        if sequence.rules is not None:
-            shaped_V = sequence.rules.shaped(logits_V, sequence.token_ids)
+        if sequence.logits_processor is not None:
+            shaped_V = sequence.logits_processor.process(logits_V, sequence.token_ids)
             assert shaped_V.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
             assert logits_V.tolist() == logits, "the model's own are for the logprobs"
-        token, _ = NextTokens(logits_V.unsqueeze(0)).of(0, sequence)
+        token, _ = TokenSampler(logits_V.unsqueeze(0)).sample(0, sequence)
         if sampling.temperature == 0:
             assert expected[token] == pytest.approx(max(expected), abs=1e-4)
         else:
@@ -220,8 +220,9 @@ def test_every_field_does_what_a_slow_reading_of_it_does(
             assert sorted(got.values()) == pytest.approx(sorted(by_hand.values()), abs=1e-4)
             assert expected[token] > -math.inf
         sequence.token_ids.append(token)
-        if token in sequence.ending_ids or (
-            sequence.rules is not None and sequence.rules.has_chosen(sequence.token_ids)
+        if token in sequence.end_token_ids or (
+            sequence.logits_processor is not None
+            and sequence.logits_processor.has_chosen(sequence.token_ids)
         ):
             break
     if sampling.choices is not None and sequence.generated:
@@ -237,7 +238,7 @@ def test_logits_of_any_size_can_be_drawn_from(peak: float, fields: dict[str, Any
     logits_RV[0, 1] = peak
     for temperature in (1e-5, 1.0, 2.0):
         sampling = Sampling(temperature=temperature, seed=2, **fields)
-        assert NextTokens(logits_RV).of(0, sequence_of(sampling))[0] == 1
+        assert TokenSampler(logits_RV).sample(0, sequence_of(sampling))[0] == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -247,7 +248,7 @@ def test_logits_of_any_width_are_shaped_and_drawn_in_float32(dtype: torch.dtype)
     logits_RV[0, 3] = 65504.0
     for temperature in (0.0, 1e-5, 1.0):
         sampling = Sampling(temperature=temperature, logit_bias={3: 100.0}, logprobs=2, top_p=0.5)
-        token, logprob = NextTokens(logits_RV).of(0, sequence_of(sampling))
+        token, logprob = TokenSampler(logits_RV).sample(0, sequence_of(sampling))
         assert token == 3
         assert logprob is not None
         assert (logprob.logprob, logprob.top[1][1]) == (0.0, -9999.0)
@@ -257,4 +258,4 @@ def test_fields_that_leave_no_token_are_an_error_and_not_a_draw() -> None:
     """FINDINGS A1."""
     sampling = Sampling(min_tokens=2, stop_token_ids=[1, 2])
     with pytest.raises(SamplingError, match="no token is left"):
-        NextTokens(torch.zeros(1, 3)).of(0, sequence_of(sampling))
+        TokenSampler(torch.zeros(1, 3)).sample(0, sequence_of(sampling))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.routing import Calibration
+from contracts.routing_messages import Calibration
 from planner.costs.model_shape import ModelShape, layer_mean_work
 from planner.routing.request_work import flops_work, token_work, work_of
 from planner.routing.saturation import (
@@ -63,15 +63,15 @@ def test_the_fallback_is_eq_3_without_stretch_and_never_above_it(calibration: Ca
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"pinned": 0}, "saturation.pinned=0: no request would ever be routed"),
         ({"margin_fraction": -0.5}, "saturation.margin_fraction=-0.5: give 0 to 10"),
         ({"fallback_prompts": ()}, "saturation.fallback_prompts="),
     ],
 )
-def test_nonsense_is_refused_with_field_and_number(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_nonsense_is_refused_with_field_and_number(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SaturationConfig(**{"fallback_prompts": (1,), **fields})
 
 

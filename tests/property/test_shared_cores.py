@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.plan import Order
-from planner.findep.recurrence import makespan_of_layers_ms
-from planner.findep.replay import replay
-from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
-from planner.findep.shared_cores import Sharing, shared_makespan_ms
+from planner.schedule.recurrence import makespan_of_layers_ms
+from planner.schedule.replay import replay
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.schedule.shared_cores import Sharing, shared_makespan_ms
 from tests.property.planning import schedules
 
 groups = st.integers(1, 4)
@@ -37,7 +37,7 @@ def test_where_every_rank_has_a_core_it_is_the_replay(
 
 
 @given(schedules(), groups, groups, st.floats(0.5, 8), st.sampled_from([0.0, 0.5, 3.0]))
-def test_cores_do_no_more_than_they_can_and_idle_only_where_nothing_can_run(
+def test_cores_stay_within_capacity_and_idle_only_without_runnable_work(
     schedule: Schedule, attention: int, experts: int, cores: float, slice_ms: float
 ) -> None:
     """Between the work of all ranks over the cores, and that and the replay one after the other."""

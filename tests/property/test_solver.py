@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from benchmarks.findep_tables import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from contracts.plan import Order, Plan
 from planner.costs.stages import LEAST_ME, PlanSpec
-from planner.findep.closed_forms import asas_makespan, layer_times, lower_bound
-from planner.findep.replay import replay, replay_ready_set
-from planner.findep.schedule import schedule_of, token_groups
-from planner.findep.solver import minimise, solve
+from planner.schedule.closed_forms import asas_makespan, layer_times, lower_bound
+from planner.schedule.replay import replay, replay_ready_set
+from planner.schedule.schedule import schedule_of, token_groups
+from planner.schedule.solver import minimise, solve
 from tests.property.brute_force import Problems, Shape, best_rates, problems_of, random_problems
 from tests.property.planning import specs
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from cluster.fleet.codec import decode_directory
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.http.server import free_port
+from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.support.ray_support import processes_of, ray_of_our_own
@@ -26,13 +26,13 @@ ALONE_S = 45.0
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """For all tests of this file, in order: the last one ends it."""
     settings = [
         "model.dtype=float32",
         "groups.ingress_replicas=2",
         "groups.ready_timeout_s=100",
-        f"groups.alone_s={ALONE_S}",
+        f"groups.orphan_timeout_s={ALONE_S}",
         "kv.pool_tokens=16384",
         f"http.port={free_port()}",
     ]
@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def stream(served: Served) -> Iterator[str]:
+def stream(served: RunningServer) -> Iterator[str]:
     """The texts of a generation of a few seconds; always the same."""
     client = openai.OpenAI(
         base_url=f"{served.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
@@ -64,12 +64,12 @@ def stream(served: Served) -> Iterator[str]:
     return (piece.choices[0].text for piece in answer)
 
 
-def pids(served: Served) -> dict[str, int]:
+def pids(served: RunningServer) -> dict[str, int]:
     body = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
     return {rank.name: rank.pid for rank in decode_directory(body).ranks}
 
 
-def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: Served) -> None:
+def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: RunningServer) -> None:
     whole = "".join(stream(served))
     begun = stream(served)
     text = next(begun)
@@ -84,7 +84,7 @@ def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: Ser
 
 
 def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
-    served: Served,
+    served: RunningServer,
 ) -> None:
     replicas = processes_of("Ingress")
     assert len(replicas) == 2
@@ -99,7 +99,7 @@ def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
     until(lambda: len(processes_of("Ingress")) == 2)
 
 
-def test_ranks_that_nobody_looks_after_end_by_themselves(served: Served) -> None:
+def test_ranks_that_nobody_looks_after_end_by_themselves(served: RunningServer) -> None:
     """Where nothing starts the launcher again: Serve's controller stands still."""
     ranks = [psutil.Process(pid) for pid in pids(served).values()]
     (launcher,) = processes_of("Groups")

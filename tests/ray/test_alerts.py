@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from benchmarks.prometheus import is_installed
-from cluster.serving.front import free_port
-from dashboards.rules import Pace
+from cluster.http.server import free_port
+from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped, until
 
 pytestmark = [
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="no prometheus: apt-get install prometheus"),
 ]
 
-QUICK = Pace(faster=15.0, interval_s=0.5)
+QUICK = TimeScale(faster=15.0, interval_s=0.5)
 AT_ONCE = 8  # requests
 LATE_S = 1.6  # the objective has 1 s
 BE_MAX_WAIT_S = 2.0
@@ -71,7 +71,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, other_port: int) -> Iterator
         "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,
         "priority.be_share=0",  # and has no claim
         f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
-        "channel.silence_s=10",  # a rank that stands still for LATE_S is not lost
+        "channel.heartbeat_timeout_s=10",  # a rank that stands still for LATE_S is not lost
     ]
     watched = Watched(QUICK, targets=[f"127.0.0.1:{other_port}"])
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.prometheus import is_installed
-from dashboards.rules import Pace
+from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped
 
 pytestmark = [
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not is_installed(), reason="no prometheus: apt-get install prometheus"),
 ]
 
-PACE = Pace(faster=120.0, interval_s=0.5)  # six hours are three minutes
+PACE = TimeScale(faster=120.0, interval_s=0.5)  # six hours are three minutes
 AT_ONCE = 8  # requests
 REQUEST_S = 5.0  # longer than a rank may hang: it is replaced, and its requests end before that
 STILL_S = 1.2  # late is a first token after 1 s, another one after 0.25 s
@@ -40,7 +40,7 @@ LEAKS = """
 from pathlib import Path
 
 from actors.kv.block_manager import BlockManager
-from planner.findep.orders import by_plan
+from planner.scheduling.task_order import by_plan
 
 FILE = Path({file!r})
 release, kept = BlockManager.release, []
@@ -79,9 +79,9 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
         "priority.ls_max_wait_s=60",
         "priority.policy=leaking:Leaks",
         "prefill.saturation=1000000000000000",
-        "planner.report_s=0",
+        "planner.report_interval_s=0",
         f"http.request_timeout_s={REQUEST_S}",
-        "channel.silence_s=30",
+        "channel.heartbeat_timeout_s=30",
     ]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -99,7 +99,7 @@ def test_objectives_burn_slowly_where_a_rank_stands_still_now_and_then(world: Wo
         world.all_resolve(alerts)
 
 
-def test_nobody_foretells_makespans_of_a_rank_that_stops_as_it_likes(world: World) -> None:
+def test_paused_rank_raises_prediction_alert(world: World) -> None:
     source = random.Random(0)
 
     def stand_still() -> None:

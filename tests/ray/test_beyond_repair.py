@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -25,7 +25,7 @@ def test_a_server_whose_lost_expert_rank_is_not_replaced_in_time_ends_with_statu
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, "-m", "cluster", "serve", "--port", str(free_port())]
-    command += ["--set", "groups.repair_s=1", "--set", "planner.enabled=false"]
+    command += ["--set", "groups.recovery_timeout_s=1", "--set", "planner.enabled=false"]
     with (tmp_path / "errors").open("w+") as errors:
         server = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment

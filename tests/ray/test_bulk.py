@@ -23,8 +23,8 @@ import pytest
 from benchmarks.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, start_server
 from benchmarks.bulk_rows import RowsDone, check, write_rows
 from benchmarks.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
-from cluster.bulk.driver import IN_FLIGHT_ROWS
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
+from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -43,7 +43,7 @@ class File:
         told = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
         self.port = told["http_options"]["port"] = free_port()
         told["applications"][0]["args"]["kv"]["pool_tokens"] = 4096
-        told["applications"][0]["args"].setdefault("http", {})["drain_s"] = DRAIN_S
+        told["applications"][0]["args"].setdefault("http", {})["drain_timeout_s"] = DRAIN_S
         self.path = folder / "serve.yaml"
         self.path.write_text(yaml.safe_dump(told), encoding="utf-8")
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.front import free_port
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from contracts.config import BUNDLED
 from tests.support.documented import Command, documented
 

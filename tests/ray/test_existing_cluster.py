@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.front import free_port
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from contracts.config import BUNDLED
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -153,7 +153,7 @@ def test_what_an_ingress_alone_finds_out_is_one_line_and_leaves_nothing(
     cluster: RayHead, tmp_path: Path
 ) -> None:
     """FINDINGS B7: it was told after minutes, below a traceback. By default
-    tests/unit/cluster/serving/test_front_start.py has what is told."""
+    tests/unit/cluster/http/test_server_start.py has what is told."""
     model = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "bundled")
     failing = ("serve", "--port", str(free_port()), *STUB, "--model", str(model))
     with tandem(cluster.address, *failing) as server:

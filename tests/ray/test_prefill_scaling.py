@@ -16,11 +16,11 @@ import psutil
 import pytest
 import torch
 
-from actors.planning.model_shape import shape_of
-from cluster.files.model_folder import resolve_model_folder
+from actors.planning.planner_inputs import shape_of
 from cluster.fleet.codec import decode_directory
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
+from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec
@@ -41,8 +41,12 @@ SETTINGS = (
         "prefill.max_batch_tokens=512",
         "kv.prefix_cache=false",
     ),
-    *("scaling.max_prefill_ranks=3", "scaling.window_s=0.5", "scaling.idle_s=2"),
-    *("scaling.up_fill=0.8", "scaling.down_fill=0.5"),
+    *(
+        "scaling.max_prefill_ranks=3",
+        "scaling.look_back_period_s=0.5",
+        "scaling.downscale_delay_s=2",
+    ),
+    *("scaling.scale_up_utilization=0.8", "scaling.scale_down_utilization=0.5"),
     "groups.ready_timeout_s=100",
 )
 
@@ -82,12 +86,12 @@ def body(rows: int) -> dict[str, Any]:
     return {"model": "bundled", "input": texts, "labels": LABELS}
 
 
-def pids(served: Served) -> dict[str, int]:
+def pids(served: RunningServer) -> dict[str, int]:
     found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
     return {rank.name: rank.pid for rank in decode_directory(found).ranks}
 
 
-def wait_for(served: Served, workers: int) -> dict[str, int]:
+def wait_for(served: RunningServer, workers: int) -> dict[str, int]:
     end_s = time.monotonic() + DEADLINE_S
     while len(found := pids(served)) != workers:
         assert time.monotonic() < end_s, found
@@ -96,7 +100,7 @@ def wait_for(served: Served, workers: int) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[RunningServer]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(ray_of_our_own())
         # A busy machine must not calibrate a threshold that no load reaches.
@@ -106,7 +110,7 @@ def served() -> Iterator[Served]:
         yield stack.enter_context(serving(config))
 
 
-def test_from_one_worker_to_three_and_back_without_a_failed_request(served: Served) -> None:
+def test_from_one_worker_to_three_and_back_without_a_failed_request(served: RunningServer) -> None:
     first = httpx.post(f"{served.url}/v1/classify", json=body(ROWS), timeout=DEADLINE_S)
     load = Load(served.url, [row["probs"] for row in first.json()["data"]])
     (start,) = pids(served).items()

@@ -16,15 +16,15 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.classification.classify import ClassifyTask, Row, classify_row, tokenize_rows
-from cluster.files.model_folder import resolve_model_folder
+from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row, tokenize_rows
 from cluster.fleet.codec import decode_directory
-from cluster.routing.admission import Admission
-from cluster.routing.least_work import LeastWork
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
-from cluster.serving.wiring import rank_clients
+from cluster.serving.ingress_app import rank_clients
+from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from models.text.tokenizer import Tokenizer
 from tests.support.ray_support import ray_of_our_own
@@ -48,7 +48,7 @@ class Server:
                 f"http.port={free_port()}",
             ],
         )
-        self.served: Served = stack.enter_context(serving(config))
+        self.served: RunningServer = stack.enter_context(serving(config))
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
 
     def pids(self) -> dict[str, int]:
@@ -122,12 +122,16 @@ def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
     async def through_attention_ranks() -> list[list[float]]:
         directory = server.served.directory
         clients = rank_clients(directory.client_addresses, directory.token)
-        admission = Admission(LeastWork(clients, RoutingConfig()))
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
         admission.start()
         await admission.wait_ready()
         rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
-        assert all(isinstance(row, Row) for row in rows)
-        found = [await classify_row(admission, task, row) for row in rows if isinstance(row, Row)]
+        assert all(isinstance(row, TokenizedRow) for row in rows)
+        found = [
+            await classify_row(admission, task, row)
+            for row in rows
+            if isinstance(row, TokenizedRow)
+        ]
         await admission.close()
         return [classified.probs for classified in found]
 

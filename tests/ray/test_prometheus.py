@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from benchmarks.prometheus import Prometheus, is_installed
-from cluster.load.bench import Bench, BenchSettings, bench
-from cluster.load.outcome import percentile
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 from cluster.serving.server import serving
+from cluster.tools.bench.bench import Bench, BenchSettings, bench
+from cluster.tools.bench.outcome import percentile
 from contracts import metrics
 from contracts.loading import load_config
 from contracts.metrics import Board
@@ -45,7 +45,7 @@ ABSENT = {
     metrics.LOCAL_ACTIVATION.name: "prefill.experts=all_to_all, where nothing is gathered",
     metrics.BULK_ROWS.name: "a bulk job",
     metrics.BULK_EXPECTED_ROWS.name: "a bulk job",
-    metrics.KEYS_READ.name: "http.keys_file",
+    metrics.KEYS_RELOADED.name: "http.keys_file",
 }
 
 
@@ -104,7 +104,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             f"serve.name={NAME}",
             "groups.prefill_ranks=2",
             "prefill.experts=gathered",
-            "placement.follow=follow",
+            "placement.rebalance=continuous",
             "experts.slots=32",
             "kv.pool_tokens=16384",
             "groups.ready_timeout_s=150",
@@ -190,7 +190,7 @@ def test_latencies_name_requests(rig: Rig) -> None:
     assert ids
 
 
-def test_every_series_says_where_it_is_from_and_no_process_has_over_500(rig: Rig) -> None:
+def test_every_series_has_source_labels_and_at_most_500_per_process(rig: Rig) -> None:
     of = f'{{cluster="{NAME}", __name__=~"tandem_.+"}}'
     for labels, _ in rig.prometheus.now(f"count by (group, node) ({of})"):
         assert labels.keys() == {"group", "node"}

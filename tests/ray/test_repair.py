@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serving.front import free_port
+from cluster.http.server import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -19,14 +19,14 @@ import pytest
 import ray
 
 from cluster.cli.main import main
-from cluster.client import scale as client
-from cluster.client.answers import Server
-from cluster.client.scale import begin_scale, follow_scale
 from cluster.fleet.codec import decode_directory
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.http.server import free_port
+from cluster.observe import scale_client as client
+from cluster.observe.scale_client import follow_scale, start_scale
+from cluster.observe.server_client import Server
+from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
-from contracts.scaling import ScaleWanted
+from contracts.scaling import ScaleTarget
 from tests.support.ray_support import processes_of, ray_of_our_own
 from tests.support.waiting import wait_until
 
@@ -36,9 +36,9 @@ DEADLINE_S = 150.0
 CLIENTS = 4
 TOKENS = 48
 SETTINGS = (
-    *("groups.attention_ranks=2", "groups.expert_ranks=2", "groups.drain_s=4"),
+    *("groups.attention_ranks=2", "groups.expert_ranks=2", "groups.drain_timeout_s=4"),
     *("model.dtype=float32", "kv.pool_tokens=8192", "groups.ready_timeout_s=120"),
-    "groups.alone_s=300",  # a busy machine may take minutes to start another launcher
+    "groups.orphan_timeout_s=300",  # a busy machine may take minutes to start another launcher
     *("http.api_keys=[client]", "http.operator_key=operator"),
 )
 ASKED: list[dict[str, Any]] = [
@@ -53,7 +53,7 @@ class Streams:
     """Clients that ask one generation after another until they are told to stop. wrong: whatever
     was not the expected answer."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: RunningServer) -> None:
         self.served = served
         self._stop = threading.Event()
         with self._client() as client:
@@ -90,8 +90,8 @@ class Streams:
 
     def wait_more(self, answers: int) -> None:
         """Until so many more have come."""
-        wanted, end_s = self.answers + answers, time.monotonic() + DEADLINE_S
-        while self.answers < wanted:
+        requested, end_s = self.answers + answers, time.monotonic() + DEADLINE_S
+        while self.answers < requested:
             assert time.monotonic() < end_s
             time.sleep(0.05)
 
@@ -110,7 +110,7 @@ class Streams:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[RunningServer]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(ray_of_our_own())
         yield stack.enter_context(
@@ -119,33 +119,33 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def free(served: Served) -> float:
+def free(served: RunningServer) -> float:
     """CPUs beside those of the launch."""
     return free_cpus()
 
 
 @pytest.fixture(scope="module")
-def streams(served: Served) -> Streams:
+def streams(served: RunningServer) -> Streams:
     return Streams(served)
 
 
-def pids(served: Served) -> dict[str, int]:
+def pids(served: RunningServer) -> dict[str, int]:
     found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
     return {rank.name: rank.pid for rank in decode_directory(found).ranks}
 
 
-def scale(served: Served, *arguments: str) -> int:
+def scale(served: RunningServer, *arguments: str) -> int:
     return main(["scale", "--url", served.url, "--api-key", "operator", *arguments])
 
 
-def ranks_up(served: Served) -> list[str]:
+def ranks_up(served: RunningServer) -> list[str]:
     """As /metrics shows them."""
     lines = httpx.get(f"{served.url}/metrics", timeout=DEADLINE_S).text.splitlines()
     return [line for line in lines if line.startswith('tandem_rank_up{group="attention"')]
 
 
 def test_from_two_attention_ranks_to_three_and_to_one(
-    served: Served, streams: Streams, free: float, capsys: pytest.CaptureFixture[str]
+    served: RunningServer, streams: Streams, free: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = pids(served)
     with streams.going():
@@ -173,7 +173,7 @@ def test_from_two_attention_ranks_to_three_and_to_one(
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_from_two_expert_ranks_to_three_and_to_one(served: Served, streams: Streams) -> None:
+def test_from_two_expert_ranks_to_three_and_to_one(served: RunningServer, streams: Streams) -> None:
     before = pids(served)
     with streams.going():
         for ranks in ("3", "1", "2"):
@@ -187,7 +187,7 @@ def test_from_two_expert_ranks_to_three_and_to_one(served: Served, streams: Stre
 
 
 def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
-    served: Served, streams: Streams
+    served: RunningServer, streams: Streams
 ) -> None:
     before = pids(served)
     with streams.going():
@@ -204,10 +204,10 @@ def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
 class Killed:
     """`tandem scale`, whose launcher gets SIGKILL at the step that begins so."""
 
-    def __init__(self, served: Served, at: str, **wanted: int) -> None:
+    def __init__(self, served: RunningServer, at: str, **requested: int) -> None:
         self.at, self.steps, self.killed = at, list[str](), 0
         server = Server(served.url, "operator")
-        begun = begin_scale(server, ScaleWanted(**wanted))
+        begun = start_scale(server, ScaleTarget(**requested))
         self.state = follow_scale(server, begun, self._say, 2 * DEADLINE_S)
 
     def _say(self, step: str) -> None:
@@ -226,7 +226,7 @@ def free_cpus() -> float:
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted", "seats"),
+    ("at", "requested", "seats"),
     [
         ("attention-2 starts", {"attention_ranks": 3}, 1),
         ("attention-2 leaves", {"attention_ranks": 1}, 0),
@@ -236,24 +236,24 @@ def free_cpus() -> float:
     ],
 )
 def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on(
-    served: Served,
+    served: RunningServer,
     streams: Streams,
     free: float,
     monkeypatch: pytest.MonkeyPatch,
     at: str,
-    wanted: dict[str, int],
+    requested: dict[str, int],
     seats: int,
 ) -> None:
     """seats: that are taken then, beyond those of the launch. Nothing of what was half started is
     left, and the command has noticed nothing."""
-    monkeypatch.setattr(client, "_SILENT_S", DEADLINE_S)
+    monkeypatch.setattr(client, "_MAX_SILENCE_S", DEADLINE_S)
     with streams.going():
         streams.wait_more(CLIENTS)
-        killed = Killed(served, at, **wanted)
+        killed = Killed(served, at, **requested)
         streams.wait_more(2 * CLIENTS)
     assert killed.killed
     assert killed.state.state == "done"
-    ((name, count),) = wanted.items()
+    ((name, count),) = requested.items()
     assert killed.state.ranks[name] == count
     found = pids(served)
     kind = name.removesuffix("_ranks")
@@ -273,7 +273,7 @@ def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on
 
 
 def test_what_cannot_be_is_one_line_and_changes_nothing(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, said in (
         (["--attention-ranks", "0"], "give 1 to 1024"),

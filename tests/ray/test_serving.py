@@ -22,18 +22,18 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.cli.demo_rows import TASKS
 from cluster.cli.main import main
-from cluster.client import examined
-from cluster.files.model_folder import resolve_model_folder
-from cluster.files.placement_file import write_placement
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.placements import write_placement
+from cluster.http.server import free_port
+from cluster.serving.server import RunningServer, serving
+from cluster.tools.demo import TASKS
+from cluster.tools.doctor import server_checks
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from contracts.placement import Placement, PlacementFile
-from contracts.worker import RankStatus
-from models.foresight.profile_file import digest_of
+from contracts.ranks import RankStatus
+from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from tests.support.placements import replicated
@@ -65,7 +65,7 @@ class Server:
         )
         before = set(psutil.Process().children(recursive=True))
         self.stack = stack
-        self.served: Served = stack.enter_context(serving(config))
+        self.served: RunningServer = stack.enter_context(serving(config))
         self.processes = set(psutil.Process().children(recursive=True)) - before
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
         self.openai = openai.OpenAI(
@@ -105,7 +105,7 @@ class Server:
 def _placement_file(folder: Path) -> Path:
     model = resolve_model_folder(BUNDLED)
     file = PlacementFile(
-        checkpoint=digest_of(model).hex(),
+        checkpoint=checkpoint_digest(model).hex(),
         tokenizer=tokenizer_digest(model).hex(),
         placement=_placed(),
     )
@@ -280,7 +280,7 @@ def test_every_process_is_scraped_by_itself_and_has_at_most_500_series(server: S
 def test_the_doctor_finds_nothing_wrong_with_it_and_asks_every_exporter(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examined, "LOOK_S", 0.1)
+    monkeypatch.setattr(server_checks, "SAMPLE_INTERVAL_S", 0.1)
     targets = f"metrics.targets={server.targets.parent}"
     assert main(["doctor", "--url", server.served.url, "--set", targets, "--json"]) == 0
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}

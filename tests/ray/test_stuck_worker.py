@@ -17,20 +17,20 @@ import ray
 from ray import cloudpickle
 
 import cluster.fleet.nodes
-from actors.engine.stub_executor import StubExecutor
 from actors.ranks.remote import RayRank, rank_class
 from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
-from benchmarks.rank_stream import ask
-from cluster.files.model_folder import resolve_model_folder
+from benchmarks.rank_stream import open_stream
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.serving.ingress_app import pipelines, rank_clients
 from cluster.serving.ray_session import ray_session
-from cluster.serving.wiring import pipelines, rank_clients
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
-from contracts.worker import RankStatus
+from contracts.ranks import RankStatus
 from tests.support.ray_support import ray_of_our_own
+from tests.support.stub_executor import StubExecutor
 
 pytestmark = pytest.mark.ray
 
@@ -40,7 +40,7 @@ CONFIG = load_config(
     None,
     [
         *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2"),
-        *("prefill.engine=stub", f"channel.stuck_s={STUCK_S}"),
+        *("prefill.engine=stub", f"channel.step_timeout_s={STUCK_S}"),
     ],
 )
 
@@ -133,7 +133,7 @@ def test_a_hung_worker_is_replaced_and_what_waited_there_is_answered_elsewhere(
         (client,) = rank_clients({"prefill-0": address}, directory.token)
         client.start()
         await client.wait_until(lambda client: client.problem is None)
-        stream = await ask(client, job(0))  # from here on it hangs
+        stream = await open_stream(client, job(0))  # from here on it hangs
         scores = [asyncio.create_task(router.score(job(number))) for number in range(1, 60)]
         failed = await anext(stream)
         assert isinstance(failed, Failed)

@@ -19,10 +19,10 @@ import psutil
 
 from benchmarks.prometheus import Prometheus, config_of
 from cluster.fleet.codec import decode_directory
-from cluster.serving.front import free_port
-from cluster.serving.server import Served, serving
+from cluster.http.server import free_port
+from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
-from dashboards.rules import Pace
+from dashboards.rules import TimeScale
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 150.0
@@ -32,7 +32,7 @@ LONG_PROMPT = "a long story that is told again and again and again. " * 20
 class Watched(NamedTuple):
     """pace: of the rules. targets: "host:port" that are scraped beside the server's processes."""
 
-    pace: Pace
+    pace: TimeScale
     scrape_s: float = 1.0
     targets: Sequence[str] = ()
 
@@ -51,7 +51,9 @@ class World:
             f"metrics.targets={folder}",
             f"http.port={free_port()}",
         ]
-        self.served: Served = stack.enter_context(serving(load_config(None, [*ours, *settings])))
+        self.served: RunningServer = stack.enter_context(
+            serving(load_config(None, [*ours, *settings]))
+        )
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
         config = config_of(
             folder,

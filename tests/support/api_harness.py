@@ -16,15 +16,15 @@ import openai
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
-from cluster.api.app import build_app
-from cluster.api.schemas import ServedModel
-from cluster.api.session import AskRanks, AskTrace, Scale
-from cluster.routing.admission import Admission
-from cluster.routing.least_work import LeastWork
+from cluster.http.app import build_app
+from cluster.http.request_context import FetchRankStatus, ScaleRanks, TraceSource
+from cluster.http.schemas import ModelInfo
+from cluster.http.server import HttpServer
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_socket import RankClientConfig
-from cluster.serving.front import DirectFront
 from contracts.config import HttpConfig, LimitsConfig
 from contracts.traces import ClockOffset
 from models.text.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ MODEL = "tiny"
 CONTEXT_TOKENS = 256
 TIMEOUT_S = 20.0
 ME = Identity(name="ingress-0", token=TOKEN, epoch=None)
-QUICK = RankClientConfig(silence_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
+QUICK = RankClientConfig(heartbeat_timeout_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
 
 
 class Loop:
@@ -92,7 +92,7 @@ class Api:
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
-        self.admission: Admission
+        self.admission: PipelineBackend
         self.app: Starlette
         self.eos: list[int]
         self.folder: Path
@@ -123,7 +123,7 @@ class Api:
 
 
 async def no_offset() -> ClockOffset:
-    """A launcher on this node: for `AskTrace`."""
+    """A launcher on this node: for `TraceSource`."""
     return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
 
 
@@ -135,9 +135,9 @@ def serve_api(
     *,
     eos_text: str = EOS,
     config: LimitsConfig | None = None,
-    ask: AskRanks | None = None,
-    tracing: AskTrace | None = None,
-    scale: Scale | None = None,
+    fetch_status: FetchRankStatus | None = None,
+    tracing: TraceSource | None = None,
+    scale: ScaleRanks | None = None,
     logs_prompts: bool = False,
     **limits: Any,
 ) -> Iterator[Api]:
@@ -147,13 +147,13 @@ def serve_api(
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
 
-    async def start() -> tuple[Admission, Starlette, DirectFront]:
+    async def start() -> tuple[PipelineBackend, Starlette, HttpServer]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
-        admission = Admission(LeastWork(clients, RoutingConfig(**limits)))
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
         admission.start()
         await admission.wait_ready()
         eos = tokenizer.encode(eos_text, add_special_tokens=False)
-        model = ServedModel(
+        model = ModelInfo(
             name=MODEL,
             max_context_tokens=CONTEXT_TOKENS,
             vocab_size=tokenizer.vocab_size,
@@ -165,12 +165,12 @@ def serve_api(
             model,
             settings,
             limits=config or LimitsConfig(),
-            ranks=ask,
+            ranks=fetch_status,
             tracing=tracing,
             scale=scale,
             logs_prompts=logs_prompts,
         )
-        front = DirectFront(app, settings)
+        front = HttpServer(app, settings)
         await front.start()
         return admission, app, front
 

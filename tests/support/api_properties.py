@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from cluster.api.schemas import NEUTRAL
+from cluster.http.schemas import NEUTRAL
 from tests.support.api_harness import TIMEOUT_S, Api
 
 AnyCase = Case[Any]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.bulk.answering import Asked
-from cluster.bulk.driver import Driver, DriverSettings
-from cluster.bulk.job import BulkJob
-from cluster.bulk.output import Output
-from cluster.bulk.progress import Tally
-from cluster.bulk.rows import Answer, Answered, InputRow, Record, Refused
-from cluster.bulk.windows import WindowLimits, windows_of
 from cluster.classification.classify import ClassifyTask
+from cluster.tools.bulk.classifier import RowRequest
+from cluster.tools.bulk.driver import Driver, DriverSettings
+from cluster.tools.bulk.job import BulkJob
+from cluster.tools.bulk.output import Output
+from cluster.tools.bulk.progress import RowTally
+from cluster.tools.bulk.records import InputRecord, InputRow, RowAnswer, RowOutcome, RowRejection
+from cluster.tools.bulk.windows import WindowLimits, split_windows
 
 LABELS = ("no", "yes")
 TASK = ClassifyTask(labels=LABELS)
@@ -31,31 +31,31 @@ class EchoRouter:
     """Answers from a digest of the row; refuses texts that begin with "refuse"."""
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.requested: list[RowRequest] = []
         self.on_rows: Callable[[int], None] = lambda count: None
 
-    async def answer(self, rows: list[Asked]) -> list[Answer]:
+    async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
         await asyncio.sleep(0)
-        self.asked.extend(rows)
-        self.on_rows(len(self.asked))
+        self.requested.extend(rows)
+        self.on_rows(len(self.requested))
         return [echo(row) for row in rows]
 
 
-def echo(row: Asked) -> Answer:
+def echo(row: RowRequest) -> RowOutcome:
     if row.text.startswith("refuse"):
-        return Refused("told so")
+        return RowRejection("told so")
     digest = hashlib.blake2b(f"{row.prefix}|{row.text}".encode(), digest_size=2).digest()
     yes = int.from_bytes(digest, "little") / 65536
-    return Answered([1 - yes, yes], len(row.text), len(row.prefix))
+    return RowAnswer([1 - yes, yes], len(row.text), len(row.prefix))
 
 
-def rows_of(texts: Iterable[str]) -> list[Record]:
+def rows_of(texts: Iterable[str]) -> list[InputRecord]:
     return [InputRow(f"id-{number}", f"in:{number}", "", text) for number, text in enumerate(texts)]
 
 
 def run_job(
     folder: Path,
-    records: Iterable[Record],
+    records: Iterable[InputRecord],
     router: Any,
     *,
     window_rows: int = 7,
@@ -66,9 +66,9 @@ def run_job(
     """What is left of the job in `folder`, to its end."""
     output = Output.open(folder, JOB, resume=True)
     settings = DriverSettings(task=task, multi_label=multi_label, in_flight_rows=in_flight_rows)
-    windows = windows_of(iter(records), WindowLimits(rows=window_rows), ids=True)
+    windows = split_windows(iter(records), WindowLimits(rows=window_rows), ids=True)
     try:
-        asyncio.run(Driver(output, router, settings, Tally()).run(windows))
+        asyncio.run(Driver(output, router, settings, RowTally()).run(windows))
     finally:
         output.close()
     return output

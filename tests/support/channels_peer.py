@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Kind, Packet, Part, PeerLost
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.channels.factory import make_endpoint
 from actors.channels.tcp import PIECE, TcpLink, _encode, _Frame
 from contracts.clock import monotonic_s
@@ -26,34 +26,36 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 1
     packets: int = 0
     elements: int = 0
-    silence_s: float = 1.5
-    heartbeat_s: float = 0.2
+    heartbeat_timeout_s: float = 1.5
+    heartbeat_interval_s: float = 0.2
 
 
 def echo(end: Endpoint, options: Options) -> None:
     """Answers every packet with a copy of it, until main is gone."""
     for packet in _packets(end):
-        parts = [Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in packet.tensors]
+        parts = [
+            TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in packet.tensors
+        ]
         answer = end.reserve("main", parts)
         for target, source in zip(answer.tensors, packet.tensors, strict=True):
             target.copy_(source)
         packet.release()
-        head = msgspec.structs.replace(packet.header, kind=Kind.E2A)
+        head = msgspec.structs.replace(packet.header, kind=PacketKind.E2A)
         end.commit(answer, head)
 
 
 def flood(end: Endpoint, options: Options) -> None:
     """Commits all its packets before it looks at any, and says how many sound ones it got."""
     for index in range(options.packets):
-        reservation = end.reserve("main", [Part("int32", (options.elements,))])
+        reservation = end.reserve("main", [TensorSpec("int32", (options.elements,))])
         reservation.tensors[0].fill_(index)
-        end.commit(reservation, Header(Kind.E2A, options.epoch, index, 0, 0, 0))
+        end.commit(reservation, Header(PacketKind.E2A, options.epoch, index, 0, 0, 0))
     sound = 0
     for packet in _packets(end):
         sound += bool((packet.tensors[0] == packet.header.batch).all())
         packet.release()
         if packet.header.batch == options.packets - 1:
-            _say(f"sound {sound}")
+            _report(f"sound {sound}")
 
 
 def hold(end: Endpoint, options: Options) -> None:
@@ -61,9 +63,9 @@ def hold(end: Endpoint, options: Options) -> None:
     held = []
     for packet in _packets(end):
         held.append(packet)
-        reservation = end.reserve("main", [Part("int32", (options.elements,))])
-        end.commit(reservation, Header(Kind.E2A, options.epoch, 0, 0, 0, 0))
-        _say("holding")
+        reservation = end.reserve("main", [TensorSpec("int32", (options.elements,))])
+        end.commit(reservation, Header(PacketKind.E2A, options.epoch, 0, 0, 0, 0))
+        _report("holding")
 
 
 def half(end: Endpoint, options: Options) -> None:
@@ -71,26 +73,27 @@ def half(end: Endpoint, options: Options) -> None:
     link = end._links["main"]  # type: ignore[attr-defined]
     assert isinstance(link, TcpLink)
     frame = _Frame(
-        Header(Kind.E2A, options.epoch, 0, 0, 0, 0), (Part("uint8", (options.elements,)),)
+        Header(PacketKind.E2A, options.epoch, 0, 0, 0, 0),
+        (TensorSpec("uint8", (options.elements,)),),
     )
     body = _encode(frame)
     link._sock.sendall(PIECE.pack(options.elements, len(body)) + body)
     link._sock.sendall(bytes(options.elements // 2))
-    _say("half")
+    _report("half")
     assert not list(_packets(end))
 
 
 def _packets(end: Endpoint) -> Iterator[Packet]:
     """All packets until main is gone."""
     while True:
-        for happening in end.poll(POLL_S):
-            if isinstance(happening, Packet):
-                yield happening
-            elif isinstance(happening, PeerLost):
+        for channel_event in end.poll(POLL_S):
+            if isinstance(channel_event, Packet):
+                yield channel_event
+            elif isinstance(channel_event, PeerLost):
                 return
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -104,8 +107,8 @@ def main() -> None:
         epoch=options.epoch,
         config=ChannelConfig(
             backend=options.backend,  # type: ignore[arg-type]
-            silence_s=options.silence_s,
-            heartbeat_s=options.heartbeat_s,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            heartbeat_interval_s=options.heartbeat_interval_s,
         ),
         clock=monotonic_s,
         device=torch.device("cuda" if options.backend in ("ipc", "nccl") else "cpu"),

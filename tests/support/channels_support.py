@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from actors.channels.base import (
+    ChannelEvent,
     Endpoint,
-    Happening,
     Header,
-    Kind,
     Packet,
-    Part,
+    PacketKind,
     PeerJoined,
     PeerLost,
+    TensorSpec,
 )
 from actors.channels.factory import make_endpoint
 from actors.channels.tcp import PIECE
@@ -86,34 +86,38 @@ def wait_for(
     end: Endpoint, kind: type, count: int = 1, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
     """The next `count` happenings, which must all be of `kind`."""
-    found: list[Happening] = []
+    found: list[ChannelEvent] = []
     end_s = monotonic_s() + deadline_s
     while len(found) < count:
         left_s = end_s - monotonic_s()
         assert left_s > 0, f"{len(found)} of {count} {kind.__name__} within {deadline_s} s"
-        for happening in end.poll(left_s):
-            assert isinstance(happening, kind), (
-                f"expected {kind.__name__}, got {describe(happening)}"
+        for channel_event in end.poll(left_s):
+            assert isinstance(channel_event, kind), (
+                f"expected {kind.__name__}, got {describe(channel_event)}"
             )
-            found.append(happening)
+            found.append(channel_event)
     assert len(found) == count, f"expected {count} {kind.__name__}, got {len(found)}"
     return found
 
 
-def describe(happening: Happening) -> str:
-    if isinstance(happening, PeerLost):
-        return f"PeerLost({happening.error!r})"
-    return str(getattr(happening, "header", happening))
+def describe(channel_event: ChannelEvent) -> str:
+    if isinstance(channel_event, PeerLost):
+        return f"PeerLost({channel_event.error!r})"
+    return str(getattr(channel_event, "header", channel_event))
 
 
 def header(
-    batch: int = 0, *, epoch: int = 1, kind: Kind = Kind.A2E, priority: Priority = Priority.LS
+    batch: int = 0,
+    *,
+    epoch: int = 1,
+    kind: PacketKind = PacketKind.A2E,
+    priority: Priority = Priority.LS,
 ) -> Header:
     return Header(kind, epoch, batch, 0, 0, 0, priority)
 
 
 def send(end: Endpoint, peer: str, tensors: Sequence[torch.Tensor], head: Header) -> None:
-    parts = [Part(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors]
+    parts = [TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors]
     reservation = end.reserve(peer, parts)
     for target, source in zip(reservation.tensors, tensors, strict=True):
         target.copy_(source)

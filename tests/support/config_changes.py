@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from contracts.errors import CheckpointError
-from models.decoder.local import LocalModel
+from tests.support.local_model import LocalModel
 
 MISSING = "<missing>"  # as a value: the key is taken out
 TOLERANCE = 1e-4

@@ -38,7 +38,7 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem bulk --address … *", Tried("tests/ray/test_existing_cluster.py")),
     (
         "tandem doctor --url *",
-        Tried("tests/unit/cluster/client/test_examined.py", "of a server without ranks"),
+        Tried("tests/unit/cluster/tools/doctor/test_server_checks.py", "of a server without ranks"),
     ),
     ("tandem doctor --model DIR", Tried(HERE, DIR)),
     ("tandem doctor --config tandem.yaml", Tried(HERE)),
@@ -46,10 +46,13 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem scale --attention-ranks 3", Tried("tests/ray/test_scale.py", "slow; another port")),
     (
         "tandem scale --url *",
-        Tried("tests/unit/cluster/client/test_scale.py", "of a server without ranks"),
+        Tried("tests/unit/cluster/observe/test_scale_client.py", "of a server without ranks"),
     ),
     ("tandem trace --seconds *", Tried("tests/ray/test_serving.py", "for half a second")),
-    ("tandem bench --rate 4 *", Tried("tests/unit/cluster/load/test_bench.py", "of other servers")),
+    (
+        "tandem bench --rate 4 *",
+        Tried("tests/unit/cluster/tools/bench/test_bench.py", "of other servers"),
+    ),
     ("tandem plan spec.json*", Tried(HERE, "Qwen3-235B-A22B is a folder with a config.json")),
     ("tandem plan *s.json", Tried(HERE, "the same, every line that is shown")),
     ("tandem plan --beyond", Tried(HERE, "of the same file")),
@@ -57,13 +60,16 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem config*", Tried(HERE)),
     (
         "tandem profile --output here.json*",
-        Tried("tests/unit/cluster/capacity/test_profile.py", "for 5 s"),
+        Tried("tests/unit/cluster/tools/profile/test_hardware_profile.py", "for 5 s"),
     ),
     (
         "tandem profile --routing *",
-        Tried("tests/unit/cluster/capacity/test_routing.py", "of the bundled model, few tokens"),
+        Tried(
+            "tests/unit/cluster/tools/profile/test_routing_profile.py",
+            "of the bundled model, few tokens",
+        ),
     ),
-    ("tandem place routing.safetensors *", Tried("tests/unit/cluster/capacity/test_place.py")),
+    ("tandem place routing.safetensors *", Tried("tests/unit/cluster/tools/test_place.py")),
     ("tandem demo --trace FILE", Tried(SERVED, "slow")),
     ("make demo", Tried(SERVED, "slow, and as `tandem demo`: make installs")),
     ("python -m cluster.bulk", Tried("tests/ray/test_bulk.py", "as a job")),

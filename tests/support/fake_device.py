@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from models.experts.device_lanes import Mark
-from models.experts.device_tier import DeviceTier, There
-from models.experts.expert_form import SlotMemory
+from models.experts.device_tier import DeviceTier, InSlot
+from models.experts.expert_format import SlotMemory
 
 
 class _Queued(NamedTuple):
@@ -24,7 +24,7 @@ class _Coming:
         self._tensor, self._looks = tensor.clone(), looks
 
     @property
-    def has_come(self) -> bool:
+    def is_ready(self) -> bool:
         self._looks -= 1
         return self._looks < 0
 
@@ -97,19 +97,19 @@ class WatchedTier(DeviceTier):
         self.log: list[tuple[int, int, int]] = []
         self._last_read: dict[int, int] = {}
 
-    def need(self, slots: Iterable[int]) -> None:
+    def wait_for(self, slots: Iterable[int]) -> None:
         slots = list(slots)
-        super().need(slots)
+        super().wait_for(slots)
         self._last_read.update(dict.fromkeys(slots, self.lane.number))
 
-    def there(self, layer: int) -> There:
-        found = super().there(layer)
+    def in_slots(self, layer: int) -> InSlot:
+        found = super().in_slots(layer)
         self._last_read.update(dict.fromkeys(found.slots.values(), self.lane.number))
         return found
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
         slot = into[0]
-        key, part, _ = self._asked[ticket]
+        key, part, _ = self._requests[ticket]
         super().copy(ticket, into)
         self.log.append((*key, part))
         last_read = self._last_read.pop(slot, None)

@@ -16,34 +16,34 @@ from actors.channels.handshake import Identity, accept, initiate
 from actors.channels.listener import dial, listen_tcp
 from actors.ranks.planner_rank import planner_rank
 from actors.ranks.rank import Rank
-from actors.ranks.rendezvous import Formation, Seat, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
 from contracts.config import TandemConfig
 from contracts.errors import HandshakeError
 from contracts.hardware import Hardware
 from contracts.placement import Placement
-from contracts.planning import (
+from contracts.planner_messages import (
     PLANNER_PURPOSE,
+    CurrentPlacement,
     FromPlanner,
     ModelsChanged,
-    Outcome,
-    PlacementHeld,
-    PlacementOutcome,
+    MoveOutcome,
     PlacementProposal,
-    PlanAnswer,
-    PlanQuery,
+    PlacementReport,
+    PlanRequest,
+    PlanResponse,
     ToPlanner,
 )
-from contracts.worker import Group
+from contracts.ranks import Group
 
 TOKEN = b"a token of 32 random bytes......"
 DEADLINE_S = 20.0
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
 _decode_asked = msgspec.msgpack.Decoder(ToPlanner).decode
 _decode_answer = msgspec.msgpack.Decoder(FromPlanner).decode
-Answer = Callable[[PlanQuery], PlanAnswer | None]
+Answer = Callable[[PlanRequest], PlanResponse | None]
 
 
-def never(query: PlanQuery) -> None:
+def never(query: PlanRequest) -> None:
     """A planner that hears and says nothing."""
 
 
@@ -52,9 +52,9 @@ class FakePlanner:
 
     def __init__(self, answer: Answer = never, token: bytes = TOKEN) -> None:
         self.received: queue.Queue[ToPlanner] = queue.Queue()
-        self.held: dict[str, PlacementHeld] = {}  # of expert ranks, by name: the last one said
+        self.held: dict[str, CurrentPlacement] = {}  # of expert ranks, by name: the last one said
         self._socket_of: dict[str, socket.socket] = {}
-        self._ends: dict[tuple[str, int], PlacementOutcome] = {}
+        self._ends: dict[tuple[str, int], PlacementReport] = {}
         self._answer = answer
         self._identity = Identity(name="planner-0", token=token, epoch=None)
         self._listener, self.address = listen_tcp("127.0.0.1")
@@ -96,19 +96,19 @@ class FakePlanner:
         for rank in ranks or tuple(self._socket_of):
             _send(self._socket_of[rank], PlacementProposal(placement))
 
-    def outcome(self, rank: str, generation: int) -> PlacementOutcome:
+    def outcome(self, rank: str, generation: int) -> PlacementReport:
         """What became of it there in the end."""
         while (rank, generation) not in self._ends:
             message = self.received.get(timeout=DEADLINE_S)
-            if isinstance(message, PlacementOutcome) and message.outcome is not Outcome.READY:
+            if isinstance(message, PlacementReport) and message.outcome is not MoveOutcome.READY:
                 self._ends[message.rank, message.generation] = message
         return self._ends[rank, generation]
 
-    def next_query(self) -> PlanQuery:
+    def next_query(self) -> PlanRequest:
         """The next question; reports before it are dropped."""
         while True:
             message = self.received.get(timeout=DEADLINE_S)
-            if isinstance(message, PlanQuery):
+            if isinstance(message, PlanRequest):
                 return message
 
     def _accept(self) -> None:
@@ -129,11 +129,11 @@ class FakePlanner:
             with sock.makefile("rb") as file:
                 while size := int.from_bytes(file.read(4), "little"):
                     message = _decode_asked(file.read(size))
-                    if isinstance(message, PlacementHeld):
+                    if isinstance(message, CurrentPlacement):
                         self._socket_of[message.rank] = sock
                         self.held[message.rank] = message  # from here on it may be proposed to
                     self.received.put(message)
-                    answer = self._answer(message) if isinstance(message, PlanQuery) else None
+                    answer = self._answer(message) if isinstance(message, PlanRequest) else None
                     if answer is not None:
                         _send(sock, answer)
         except (OSError, ValueError, HandshakeError):
@@ -175,11 +175,11 @@ class PlannerConnection:
         message: FromPlanner = _decode_answer(body)
         return message
 
-    def answer(self, query: PlanQuery) -> PlanAnswer:
+    def answer(self, query: PlanRequest) -> PlanResponse:
         self.send(query)
         while True:
             message = self.read()
-            if isinstance(message, PlanAnswer):
+            if isinstance(message, PlanResponse):
                 return message
 
 
@@ -195,8 +195,8 @@ def real_planner(
 ) -> Iterator[Rank]:
     """A planner for one attention rank and some expert ranks."""
     seat = Seat("cpu", "127.0.0.1", 1)
-    formation = Formation(config, str(folder), token, 1, "shm", hardware, placements or {})
-    *_, spec = make_specs(formation, [seat], [seat] * expert_ranks, [seat])
+    group_spec = GroupSpec(config, str(folder), token, 1, "shm", hardware, placements or {})
+    *_, spec = make_specs(group_spec, [seat], [seat] * expert_ranks, [seat])
     assert spec.group is Group.PLANNER
     planner = planner_rank(spec)
     try:

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from actors.ranks.worker_log import WorkerLog
-from cluster.routing.admission import Admission
-from cluster.routing.finder import Find
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig
-from cluster.routing.prefill_backlog import PrefillBacklog
+from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_discovery import FindRanks
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
-from contracts.routing import Prompt, RequestKey, WorkerReport
+from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.request_work import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.api_harness import ME, QUICK
@@ -45,7 +45,7 @@ class FakePrefill(FakeRank):
         """Reports the end of a request that never was."""
         snapshot = self.log.snapshot()
         ended = (RequestKey(0, 99),)
-        self._tell(
+        self._send_report(
             WorkerReport(
                 worker=self.rank, epoch=self.epoch, number=snapshot.number + 1, ended=ended
             )
@@ -112,17 +112,17 @@ class FakePrefill(FakeRank):
     def _publish(self) -> None:
         report = self.log.report()
         if report is not None:
-            self._tell(report)
+            self._send_report(report)
 
-    def _tell(self, report: WorkerReport) -> None:
+    def _send_report(self, report: WorkerReport) -> None:
         for writer in list(self._writers):
             self.send(writer, [report])
 
 
-class PrefillAdmission(Admission):
+class PrefillPipeline(PipelineBackend):
     """With what its router knows."""
 
-    def __init__(self, backlog: PrefillBacklog) -> None:
+    def __init__(self, backlog: PrefillPlacer) -> None:
         super().__init__(backlog)
         self.load = backlog.load
         self.number = backlog.number
@@ -133,19 +133,19 @@ async def routing(
     workers: Sequence[FakePrefill],
     *,
     tau: int = UNLIMITED,
-    find: Find | None = None,
+    find: FindRanks | None = None,
     coming: Sequence[FakePrefill] | None = None,
     **limits: Any,
-) -> AsyncIterator[PrefillAdmission]:
+) -> AsyncIterator[PrefillPipeline]:
     """A router in front of `workers`, which listen from now on. coming: those that `find` may name
     later; None: nobody comes or goes."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
     clients += [RankClient(w.name, "", ME, QUICK) for w in coming or ()]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RoutingConfig(block_tokens=BLOCK, **limits)
-    follows = coming is not None
-    backlog = PrefillBacklog(clients, config, saturation, token_work, find, follows=follows)
-    router = PrefillAdmission(backlog)
+    poll_always = coming is not None
+    backlog = PrefillPlacer(clients, config, saturation, token_work, find, poll_always=poll_always)
+    router = PrefillPipeline(backlog)
     router.start()
     try:
         await router.wait_ready()

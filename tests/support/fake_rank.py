@@ -50,7 +50,7 @@ class FakeRank:
         self.hold_scores = False
         self.on_submit: Callable[[], None] | None = None
         self.silent = False
-        self.whereabouts = b""  # as actors/channels/neighbour.py says it
+        self.process_identity = b""  # as actors/channels/local_process.py says it
         self.healthy = True
         self.stuck = self.leaving = self.waits = False
         self.total_blocks = 0
@@ -97,7 +97,7 @@ class FakeRank:
         me = Identity(name=self.name, token=TOKEN, epoch=None)
         try:
             await accept_async(
-                reader, writer, me, answer=lambda _: self.whereabouts, deadline_s=5.0
+                reader, writer, me, answer=lambda _: self.process_identity, deadline_s=5.0
             )
         except (HandshakeError, OSError, EOFError):
             writer.close()

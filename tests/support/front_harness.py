@@ -14,8 +14,8 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.callers import PROVE
-from cluster.serving.front import DirectFront
+from cluster.http.authenticator import PROVE
+from cluster.http.server import HttpServer
 from contracts.config import HttpConfig
 from tests.support.api_harness import TIMEOUT_S, Loop
 
@@ -33,14 +33,14 @@ class App:
     left."""
 
     def __init__(self) -> None:
-        self.begun = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
         self.left = threading.Event()
         self.release = asyncio.Event()
         self.headers: list[tuple[bytes, bytes]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = list(scope["headers"])
-        self.begun.release()
+        self.entered.release()
         path = scope["path"]
         body = b""
         if path == "/echo":
@@ -97,7 +97,7 @@ def _length(body: bytes) -> tuple[bytes, bytes]:
 class Front:
     """A running front and raw connections to it."""
 
-    def __init__(self, port: int, app: App, loop: Loop, front: DirectFront) -> None:
+    def __init__(self, port: int, app: App, loop: Loop, front: HttpServer) -> None:
         self.port = port
         self.app = app
         self.loop = loop
@@ -114,7 +114,7 @@ class Front:
         line.settimeout(TIMEOUT_S)
         return line
 
-    def ask(self, data: bytes) -> Answer:
+    def exchange(self, data: bytes) -> Answer:
         """The first answer to `data`, on a connection of its own."""
         with self.connect() as line:
             line.sendall(data)
@@ -183,9 +183,9 @@ def serve_front(
     config = http or HttpConfig(**{"port": 0, **limits})
     loop = Loop(LOOPS[loop_kind])
 
-    async def start() -> tuple[App, DirectFront]:
+    async def start() -> tuple[App, HttpServer]:
         made = app or App()
-        front = DirectFront(made, config)
+        front = HttpServer(made, config)
         await front.start()
         return made, front
 
@@ -203,4 +203,4 @@ def serve_front(
 def the_next_good_request_is_served(front: Front) -> Iterator[None]:
     """Where this is imported, whatever a test did to the fixture `front`."""
     yield
-    assert front.ask(post("/echo", b"abc")).body == b"3"
+    assert front.exchange(post("/echo", b"abc")).body == b"3"

@@ -18,13 +18,13 @@ import msgspec
 
 from actors.batching.finisher import Finisher
 from actors.channels.handshake import Identity, initiate
-from actors.experts.rank_experts import AllThere
+from actors.moe.rank_experts import ResidentExperts
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import (
-    Formation,
+    GroupSpec,
     Seat,
     channel_addresses,
     contiguous_placements,
@@ -38,11 +38,11 @@ from contracts.messages import Cancel, Event, Events, Failed, Finished, RankStat
 from contracts.messages import Tokens as TokensEvent
 from contracts.placement import Placement
 from contracts.plan import Plan
+from contracts.ranks import Group
 from contracts.requests import Priority, Sampling
-from contracts.routing import WorkerReport, WorkerSnapshot
-from contracts.worker import Group
+from contracts.routing_messages import WorkerReport, WorkerSnapshot
 from models.decoder.decoder import AttentionHalf
-from models.experts.moe import ExpertHalf
+from models.experts.expert_half import ExpertHalf
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -63,7 +63,7 @@ def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: An
         "kv": {"pool_tokens": 16 * 512},
         # All ranks share one interpreter lock here, and the machine may be busy: liveness has tests
         # of its own, with a process for each rank.
-        "channel": {"silence_s": 20.0},
+        "channel": {"heartbeat_timeout_s": 20.0},
     }
     for section, values in sections.items():
         tree.setdefault(section, {}).update(values)
@@ -87,10 +87,12 @@ class ThreadGroup:
         self.token = token or secrets.token_bytes(32)
         if placements is None:
             placements = contiguous_placements(str(folder), expert_ranks=groups.expert_ranks)
-        formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
+        group_spec = GroupSpec(config, str(folder), self.token, 1, backend, placements=placements)
         seat = Seat("cpu", "127.0.0.1", groups.attention_ranks)
-        specs = make_specs(formation, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks)
-        self._epoch = formation.epoch
+        specs = make_specs(
+            group_spec, [seat] * groups.attention_ranks, [seat] * groups.expert_ranks
+        )
+        self._epoch = group_spec.epoch
         self.experts = [expert_rank(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [attention_rank(s) for s in specs if s.group is Group.ATTENTION]
         for worker in self.experts:
@@ -167,11 +169,11 @@ class PrefillThreads:
         self.token = secrets.token_bytes(32)
         if placements is None:
             placements = contiguous_placements(str(folder), prefill_ranks=workers)
-        formation = Formation(config, str(folder), self.token, 1, backend, placements=placements)
+        group_spec = GroupSpec(config, str(folder), self.token, 1, backend, placements=placements)
         seats = [Seat(device, "127.0.0.1", workers)] * workers
         self.workers: list[Rank] = []
         try:
-            for spec in make_specs(formation, [], [], prefill=seats):
+            for spec in make_specs(group_spec, [], [], prefill=seats):
                 self.workers.append(prefill_rank(spec))
             addresses = channel_addresses([w.ready for w in self.workers], Group.PREFILL)
             for worker in self.workers:
@@ -207,7 +209,7 @@ def experts_of(worker: Rank) -> ExpertHalf:
     """Of an expert rank."""
     assert isinstance(worker.loop, ExpertLoop)
     experts = worker.loop.server._experts
-    assert isinstance(experts, AllThere)
+    assert isinstance(experts, ResidentExperts)
     (half,) = experts._halves.values()
     return half
 
@@ -221,14 +223,14 @@ def half_of(worker: Rank) -> AttentionHalf:
 
 @contextmanager
 def rank_of(
-    kind: str, folder: Path, *, kv_free: bool = False
+    kind: str, folder: Path, *, disable_kv_cache: bool = False
 ) -> Iterator[tuple[Rank, RankConnection]]:
     """A rank of kind "attention" or "prefill", and a client of it. kv_free: of a prefill worker."""
     if kind == "attention":
         with ThreadGroup(folder, group_config()) as group, group.client() as client:
             yield group.attention[0], client
     else:
-        config = prefill_config(prefill={"kv_free": kv_free})
+        config = prefill_config(prefill={"disable_kv_cache": disable_kv_cache})
         with PrefillThreads(folder, config) as workers, workers.client() as client:
             yield workers.workers[0], client
 

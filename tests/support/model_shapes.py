@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from actors.planning.model_shape import shape_of
+from actors.planning.planner_inputs import shape_of
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, spec_from
 from planner.costs.cost_model import Deployment

@@ -9,7 +9,7 @@ import numpy as np
 
 from contracts.placement import Placement
 from models.spec.model import ModelSpec
-from planner.placement.contiguous import contiguous
+from planner.placement.slots import contiguous
 
 
 def replicated(

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
+from actors.gather.peer_source import PeerSource, own_part
+from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.ranks.rendezvous import contiguous_placements
-from actors.weights.weight_shard import HeldShard, PartSource, Shard, ShardWindow
-from actors.weights.weight_source import PeerSource, own_part
-from contracts.worker import Group, WorkerSpec
-from models.experts.checkpoint_part import CheckpointParts
-from models.experts.expert_layout import ExpertLayout
+from contracts.ranks import Group, RankSpec
+from models.experts.expert_layout import CheckpointParts, ExpertLayout
 from models.experts.expert_store import ExpertBuffer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import group_config
@@ -26,11 +25,11 @@ TOKEN = secrets.token_bytes(32)
 
 def worker_spec(
     folder: Path, rank: int, workers: int, *, backend: str, token: bytes = TOKEN, **fields: Any
-) -> WorkerSpec:
+) -> RankSpec:
     fields.setdefault("config", group_config(prefill={"experts": "gathered"}))
     placements = contiguous_placements(str(folder), prefill_ranks=workers)
     fields.setdefault("placement", placements[Group.PREFILL])
-    return WorkerSpec(
+    return RankSpec(
         group=Group.PREFILL,
         rank=rank,
         attention_ranks=0,
@@ -51,7 +50,7 @@ def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:
 
 
 def make_source(
-    spec: WorkerSpec,
+    spec: RankSpec,
     *,
     window: int | None = None,
     host: PartSource | None = None,
@@ -65,7 +64,9 @@ def make_source(
     part = own_part(spec, layout)
     layers = layout.spec.moe_layers[1:]
     shard: Shard
-    shard = ShardWindow(layers, part, host, window) if window else HeldShard(layers, part, host)
+    shard = (
+        WindowedShard(layers, part, host, window) if window else ResidentShard(layers, part, host)
+    )
     return PeerSource(spec, part, shard, checkpoint)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.reference import dequantize_mxfp4_reference
+from tests.support.kernel_reference import dequantize_mxfp4_reference
 
 Tensors = dict[str, torch.Tensor]
 FP8 = {

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from contracts.block_hash import chain_hashes
-from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
+from contracts.routing_messages import Calibration, Prompt, PromptProgress, RequestKey, WorkerReport
 from planner.routing.request_work import RequestWork
 from planner.routing.worker_state import WorkerState, usable_tokens
 
@@ -44,7 +44,7 @@ class LoggingWorker:
         self._cache_blocks = cache_blocks
         self.cache: OrderedDict[bytes, None] = OrderedDict()
 
-    def say(self, **parts: Any) -> WorkerReport:
+    def append_report(self, **parts: Any) -> WorkerReport:
         report = WorkerReport(worker=self.number, epoch=self.epoch, number=len(self.log), **parts)
         self.log.append(report)
         self.state.apply(report)
@@ -52,7 +52,7 @@ class LoggingWorker:
 
     def accept(self, prompt: Prompt) -> WorkerReport:
         self.queue.append(prompt)
-        return self.say(accepted=(prompt,))
+        return self.append_report(accepted=(prompt,))
 
     def start(self) -> WorkerReport:
         """The first request begins, with what the cache really holds."""
@@ -61,7 +61,9 @@ class LoggingWorker:
         while hits < len(prompt.hashes) and prompt.hashes[hits] in self.cache:
             hits += 1
         done_tokens = usable_tokens(prompt, hits, BLOCK)
-        return self.say(progress=(Progress(prompt.key, done_tokens, prompt.prompt_tokens),))
+        return self.append_report(
+            progress=(PromptProgress(prompt.key, done_tokens, prompt.prompt_tokens),)
+        )
 
     def finish(self) -> WorkerReport:
         """The first request is done, and cached as far as there is room."""
@@ -73,7 +75,7 @@ class LoggingWorker:
         evicted = []
         while len(self.cache) > self._cache_blocks:
             evicted.append(self.cache.popitem(last=False)[0])
-        return self.say(stored=stored, evicted=tuple(evicted), ended=(prompt.key,))
+        return self.append_report(stored=stored, evicted=tuple(evicted), ended=(prompt.key,))
 
     def cancel(self) -> WorkerReport:
-        return self.say(ended=(self.queue.pop().key,))
+        return self.append_report(ended=(self.queue.pop().key,))

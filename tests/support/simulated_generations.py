@@ -11,13 +11,20 @@ import random
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from actors.channels.base import Kind
-from actors.experts.generations import Action, ExpertGenerations, Free, Load, Report, Tell
-from actors.experts.switching import AttentionGenerations
+from actors.channels.base import PacketKind
+from actors.rebalance.expert_generations import (
+    Action,
+    ExpertGenerations,
+    FreeExperts,
+    LoadExperts,
+    PlacementMessage,
+    TransitionReport,
+)
+from actors.rebalance.placement_transition import AttentionGenerations
 from contracts.placement import Placement
-from contracts.planning import Outcome
+from contracts.planner_messages import MoveOutcome
+from contracts.ranks import Group, rank_names
 from contracts.requests import Priority
-from contracts.worker import Group, rank_names
 
 DEADLINE_S = 10.0
 TRAFFIC_S = 100.0
@@ -40,7 +47,7 @@ class Faults(NamedTuple):
     load_fails: float = 0.0
     load_late: float = 0.0
     proposal_lost: float = 0.0  # on its way to one rank
-    other_placement: float = 0.0  # one rank is told another than the rest
+    placement_mismatch: float = 0.0  # one rank is told another than the rest
     deaths: int = 0  # of attention ranks
     expert_dies: bool = False
     impatient: bool = False  # attention ranks have half the patience of expert ranks
@@ -87,7 +94,7 @@ class World:
     def run(self) -> None:
         end_s = TRAFFIC_S + 8 * DEADLINE_S
         for second in range(int(2 * end_s)):
-            self.after(second / 2, self._look)
+            self.after(second / 2, self._poll)
         while self._events:
             self.now_s, _, happens = heapq.heappop(self._events)
             happens()
@@ -108,11 +115,11 @@ class World:
         self._last_s[link] = due_s
         self.after(due_s - self.now_s, arrives)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for expert in self.experts.values():
-            expert.do(expert.machine.look(self.now_s))
+            expert.do(expert.machine.poll(self.now_s))
         for attention in self.attentions.values():
-            attention.do(attention.machine.look(self.now_s))
+            attention.do(attention.machine.poll(self.now_s))
 
     def _proposing(self, generation: int) -> Callable[[], None]:
         def propose() -> None:
@@ -124,9 +131,12 @@ class World:
                 expert = self.experts.get(name)
                 if expert is None or self.random.random() < self.faults.proposal_lost:
                     continue
-                other = self.random.random() < self.faults.other_placement
-                told = proposal(generation, ranks, 1 if other else 0)
-                self.after(self.random.random() * 2.0, functools.partial(expert.proposed, told))
+                other = self.random.random() < self.faults.placement_mismatch
+                proposed_placement = proposal(generation, ranks, 1 if other else 0)
+                self.after(
+                    self.random.random() * 2.0,
+                    functools.partial(expert.proposed, proposed_placement),
+                )
 
         return propose
 
@@ -151,20 +161,20 @@ class Expert:
         self.machine = ExpertGenerations(0, DEADLINE_S)
         self.holds = {0}
         self.loading: set[int] = set()
-        self.reports: list[Report] = []
-        self._told: dict[int, Placement] = {}
+        self.reports: list[TransitionReport] = []
+        self._known: dict[int, Placement] = {}
 
-    def proposed(self, told: Placement) -> None:
-        self._told[told.generation] = told
-        self.do(self.machine.proposed(told, self.world.now_s))
+    def proposed(self, proposed_placement: Placement) -> None:
+        self._known[proposed_placement.generation] = proposed_placement
+        self.do(self.machine.proposed(proposed_placement, self.world.now_s))
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            if isinstance(action, Tell):
-                self._tell(action)
-            elif isinstance(action, Load):
+            if isinstance(action, PlacementMessage):
+                self._send_message(action)
+            elif isinstance(action, LoadExperts):
                 self._load(action.placement.generation)
-            elif isinstance(action, Free):
+            elif isinstance(action, FreeExperts):
                 self.holds.discard(action.generation)
                 self.loading.discard(action.generation)
             else:
@@ -202,21 +212,24 @@ class Expert:
         self.holds.add(generation)
         self.do(self.machine.loaded(generation))
 
-    def _tell(self, tell: Tell) -> None:
-        attention = self.world.attentions.get(tell.peer)
-        self.world.placed_again += tell.kind is Kind.PLACED and tell.attempt > 0
+    def _send_message(self, message: PlacementMessage) -> None:
+        attention = self.world.attentions.get(message.peer)
+        self.world.placed_again += message.kind is PacketKind.PREPARED and message.attempt > 0
         if attention is not None and self.name in self.world.experts:
-            told = functools.partial(
-                attention.hears, self.name, tell, self._told.get(tell.generation, proposal(0, 1))
+            proposed_placement = functools.partial(
+                attention.receive,
+                self.name,
+                message,
+                self._known.get(message.generation, proposal(0, 1)),
             )
-            self.world.send(self.name, tell.peer, Priority.LS, told)
+            self.world.send(self.name, message.peer, Priority.LS, proposed_placement)
 
 
 class Attention:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
-        patience_s = DEADLINE_S / 2 if world.faults.impatient else DEADLINE_S
-        self.machine = AttentionGenerations(proposal(0, world.ranks_of[0]), patience_s)
+        timeout_s = DEADLINE_S / 2 if world.faults.impatient else DEADLINE_S
+        self.machine = AttentionGenerations(proposal(0, world.ranks_of[0]), timeout_s)
         self.open: set[tuple[int, int]] = set()  # calls that wait for answers, generations
         self._calls = itertools.count()
         self.is_dead = self.is_through = False
@@ -230,7 +243,7 @@ class Attention:
         self.world.after(self.world.random.choice((0.01, 0.5, 8.0)), self.turn)
 
     def _call(self) -> None:
-        world, generation = self.world, self.machine.began()
+        world, generation = self.world, self.machine.begin_layer()
         call = next(self._calls), generation
         self.open.add(call)
         used = rank_names(Group.EXPERT, self.machine.current.ranks)
@@ -241,44 +254,48 @@ class Attention:
         def end() -> None:
             if call in self.open and not self.is_dead:
                 self.open.discard(call)
-                self.do(self.machine.ended(generation))
+                self.do(self.machine.end_layer(generation))
 
         def answered(expert: str) -> None:
             left.discard(expert)
             if not left:
                 end()
 
-        def asks(expert: str) -> Callable[[Expert], None]:
+        def tokens_for(expert: str) -> Callable[[Expert], None]:
             done = functools.partial(answered, expert)
             return lambda rank: rank.takes(self.name, generation, done)
 
         for expert in to:
-            self._send(expert, priority, asks(expert))
+            self._send(expert, priority, tokens_for(expert))
         if world.random.random() < 0.2:  # its batch is dropped, with packets under way
             world.after(world.random.random() * 0.1, end)
 
-    def hears(self, expert: str, tell: Tell, told: Placement) -> None:
+    def receive(
+        self, expert: str, message: PlacementMessage, proposed_placement: Placement
+    ) -> None:
         if self.is_dead:
             return
         now_s, before = self.world.now_s, self.machine.generation
-        if tell.kind is Kind.PLACED:
-            self.do(self.machine.placed(expert, told, tell.attempt, now_s))
+        if message.kind is PacketKind.PREPARED:
+            self.do(self.machine.prepared(expert, proposed_placement, message.attempt, now_s))
         else:
-            self.do(self.machine.withdrawn(tell.generation, tell.reason, now_s))
+            self.do(self.machine.add_abort_vote(message.generation, message.reason, now_s))
         self.world.switches += self.machine.generation != before
 
-    def do(self, tells: Iterable[Tell]) -> None:
-        for tell in tells:
-            classes = Priority if tell.kind is Kind.RETIRED else (Priority.LS,)
+    def do(self, messages: Iterable[PlacementMessage]) -> None:
+        for message in messages:
+            classes = Priority if message.kind is PacketKind.COMMITTED else (Priority.LS,)
             for priority in classes:
-                self._send(tell.peer, priority, functools.partial(self._deliver, tell, priority))
+                self._send(
+                    message.peer, priority, functools.partial(self._deliver, message, priority)
+                )
 
     def loses(self, expert: str) -> None:
         """What waits for answers is dropped."""
         self.is_through = True
         self.do(self.machine.lost(expert))
         for _, generation in sorted(self.open):
-            self.do(self.machine.ended(generation))
+            self.do(self.machine.end_layer(generation))
         self.open.clear()
 
     def die(self) -> None:
@@ -295,12 +312,12 @@ class Attention:
         self._gone_for.add(expert.name)
         expert.do(expert.machine.lost(self.name))
 
-    def _deliver(self, tell: Tell, priority: Priority, rank: Expert) -> None:
+    def _deliver(self, message: PlacementMessage, priority: Priority, rank: Expert) -> None:
         machine = rank.machine
-        if tell.kind is Kind.RETIRED:
-            rank.do(machine.retired(self.name, tell.generation, priority))
+        if message.kind is PacketKind.COMMITTED:
+            rank.do(machine.committed(self.name, message.generation, priority))
         else:
-            rank.do(machine.refused(self.name, tell.generation, tell.attempt, tell.reason))
+            rank.do(machine.aborted(self.name, message.generation, message.attempt, message.reason))
 
     def _send(self, expert: str, priority: Priority, arrives: Callable[[Expert], None]) -> None:
         def arrive() -> None:
@@ -319,11 +336,11 @@ def settled(world: World) -> list[str]:
             wrong.append(f"{name} waits for {expert.machine.under_way}")
         if expert.holds != {expert.machine.current} or expert.loading:
             wrong.append(f"{name} has {expert.holds} and {expert.loading}")
-        outcomes = [r for r in expert.reports if r.outcome is not Outcome.READY]
+        outcomes = [r for r in expert.reports if r.outcome is not MoveOutcome.READY]
         if len({r.generation for r in outcomes}) < len(outcomes):
             wrong.append(f"{name} reports an end twice: {outcomes}")
     for name, attention in world.attentions.items():
-        waiting = [g for g, c in attention.machine._candidates.items() if not c.refused]
+        waiting = [g for g, c in attention.machine._candidates.items() if not c.aborted]
         if waiting or attention.open:
             wrong.append(f"{name} waits for {waiting}, and answers of {attention.open}")
         used = rank_names(Group.EXPERT, attention.machine.current.ranks)

@@ -9,13 +9,13 @@ from typing import Any
 
 from contracts.hardware import AttentionCost, ExpertCost, Hardware, LinkCost, SharedCost
 from contracts.plan import Plan
-from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime
+from contracts.planner_messages import BatchReport, ExpertReport, MicroBatchReport, RowsTime
 from planner.costs.cost_model import Deployment, batch_attention_ms, stage_models, tokens_per_expert
 from planner.costs.model_shape import ModelShape, hit_fraction
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.findep.recurrence import makespan_ms
-from planner.findep.schedule import Piece, schedule_of_pieces
 from planner.online.models import OnlineSetup
+from planner.schedule.recurrence import makespan_ms
+from planner.schedule.schedule import Piece, schedule_of_pieces
 
 Chunks = list[tuple[int, int]]
 
@@ -69,7 +69,7 @@ class SimulatedGroup:
         """What the ranks report of one batch. wild: a factor on its times of attention."""
         plan = plan or Plan(r1=len(micro_batches))
         times = [
-            MicroBatchTimes(
+            MicroBatchReport(
                 batch, wild * self._noisy(self._attention_ms(batch)), self._shared(batch)
             )
             for batch in micro_batches

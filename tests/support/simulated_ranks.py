@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from contracts.plan import Order
 from contracts.requests import Priority
-from planner.findep.expert_queues import QueueHead, oldest_of_best_class
-from planner.findep.orders import Task, TaskStage, by_plan
-from planner.policies.preemption import Preemption
-from planner.policies.urgency import LivePass
+from planner.scheduling.expert_queues import QueueHead, oldest_of_highest_class
+from planner.scheduling.preemption import LatencyPass, Preemption
+from planner.scheduling.task_order import Task, TaskStage, by_plan
 
 TICKS_PER_S = 2**20
 ATTENTION, EXPERTS = 0, 1
@@ -34,7 +33,7 @@ class Workload(NamedTuple):
     layers: int
     be_ticks: int
     ls_ticks: int
-    look_ticks: int
+    poll_ticks: int
     transfer_ticks: int
     load: float
     live_ls: int
@@ -50,7 +49,7 @@ def workload(chance: random.Random) -> Workload:
         layers=chance.randint(1, 2),
         be_ticks=chance.choice((500, 2000, 6000)),
         ls_ticks=chance.choice((300, 1500, 6000, 20000)),
-        look_ticks=chance.choice((0, 10, 300)),
+        poll_ticks=chance.choice((0, 10, 300)),
         transfer_ticks=chance.choice((0, 200, 3000)),
         load=chance.uniform(0, 3),
         live_ls=chance.randint(1, 3),
@@ -93,10 +92,10 @@ class Chosen(NamedTuple):
 
     now_s: float
     ready: list[Part]
-    live: list[LivePass]
+    live: list[LatencyPass]
     part: Part | None
     slice_s: float  # predicted, of BE's candidate
-    asked: bool
+    is_contended: bool
 
 
 class Rank:
@@ -104,7 +103,7 @@ class Rank:
 
     def __init__(self, world: World, place: int) -> None:
         self.world, self.place = world, place
-        order: Any = by_plan if place == ATTENTION else oldest_of_best_class
+        order: Any = by_plan if place == ATTENTION else oldest_of_highest_class
         self.choice: Preemption[Any] = Preemption(order, be_share=world.load.share)
         self.present: list[Part] = []
         self.parked: Part | None = None
@@ -119,19 +118,19 @@ class Rank:
         self.present.append(part)
         if self.idle:
             self.idle = False
-            self.world.later(self.world.ticks(self.world.load.look_ticks), self.look)
+            self.world.later(self.world.ticks(self.world.load.poll_ticks), self.poll)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         world, now_s = self.world, self.world.now_s
         world.steps += 1
         ready = list(self.present)
         if not ready:
             self.idle = True
-            world.watch.looked(self, Chosen(now_s, ready, [], None, 0.0, False))
+            world.watch.on_choice(self, Chosen(now_s, ready, [], None, 0.0, False))
             return
         passes = world.live if self.place == ATTENTION else []
         live = [
-            LivePass(each.due_s, each.parts[0].left_s * world.guess())
+            LatencyPass(each.due_s, each.parts[0].left_s * world.guess())
             for each in passes
             if each.priority is Priority.LS
         ]
@@ -144,29 +143,29 @@ class Rank:
         elif head is not None:
             part = ready[heads.index(head)]
         slice_s = self._candidate_s(heads)
-        world.watch.looked(self, Chosen(now_s, ready, live, part, slice_s, not alone))
+        world.watch.on_choice(self, Chosen(now_s, ready, live, part, slice_s, not alone))
         if part is None:
-            world.later(HOLD_S, self.look)
+            world.later(HOLD_S, self.poll)
             return
-        start_s = now_s + world.ticks(world.load.look_ticks)
+        start_s = now_s + world.ticks(world.load.poll_ticks)
         seconds = part.stages[part.stage][part.slice]
         world.later(start_s - now_s + seconds, lambda: self._done(part, head, start_s))
 
     def _candidate_s(self, heads: list[Any]) -> float:
         """The predicted slice of what BE would run."""
         others = [head for head in heads if head.priority == Priority.BE]
-        begun = [head for head in others if head.begun]
-        return self.choice._order(begun or others).slice_s if others else 0.0
+        is_started = [head for head in others if head.is_started]
+        return self.choice._order(is_started or others).slice_s if others else 0.0
 
     def _head(self, part: Part) -> Task | QueueHead:
         seconds = part.stages[part.stage][part.slice]
-        slice_s, begun = seconds * self.world.guess(), part.slice > 0
+        slice_s, is_started = seconds * self.world.guess(), part.slice > 0
         whole, layer = part.whole, part.stage // 2
         if self.place == EXPERTS:
-            return QueueHead(whole.priority, layer, part.arrived_s, 1, 1, begun, slice_s)
+            return QueueHead(whole.priority, layer, part.arrived_s, 1, 1, is_started, slice_s)
         return Task(
             whole.priority, whole.number, layer, part.index, TaskStage.ATTENTION, Order.ASAS,
-            due_s=whole.due_s, begun=begun, slice_s=slice_s,
+            due_s=whole.due_s, is_started=is_started, slice_s=slice_s,
         )  # fmt: skip
 
     def _done(self, part: Part, head: Task | QueueHead | None, start_s: float) -> None:
@@ -179,7 +178,7 @@ class Rank:
             part.stage, part.slice = part.stage + 1, 0
             self.world.moved(part)
         self.world.watch.ran(self, part, start_s)
-        self.world.later(self.world.ticks(self.world.load.look_ticks), self.look)
+        self.world.later(self.world.ticks(self.world.load.poll_ticks), self.poll)
 
 
 class World:

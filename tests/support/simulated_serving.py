@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from contracts.hardware import Hardware
 from contracts.plan import Plan
-from contracts.planning import BatchReport, ExpertReport, MicroBatchTimes, RowsTime, TrafficReport
+from contracts.planner_messages import (
+    BatchReport,
+    ExpertReport,
+    MicroBatchReport,
+    RowsTime,
+    TrafficReport,
+)
 from planner.costs.cost_model import Deployment, batch_attention_ms, expert_model, link_model
 from planner.costs.model_shape import ModelShape, hit_fraction
 from planner.costs.routing_shape import uniform_spread
@@ -254,7 +260,7 @@ class _Rank:
                 rank=self._name,
                 plan=Plan(r1=len(parts)),
                 measured_ms=measured_ms,
-                micro_batches=[MicroBatchTimes(p, self._attention_ms(p)) for p in parts],
+                micro_batches=[MicroBatchReport(p, self._attention_ms(p)) for p in parts],
                 e2a=e2a,
                 between_ms=self._between_ms,
             ),

@@ -11,10 +11,10 @@ import pytest
 import ray
 
 from actors.ranks.remote import RayRank
-from cluster.fleet import growth
-from cluster.fleet.nodes import Node, Placed, RankRequest
+from cluster.fleet import membership
+from cluster.fleet.nodes import Node, RankPlacement, RankRequest
 from contracts.errors import LaunchError, ResourceError
-from contracts.worker import LEFT, Group, RankReady, RankStatus, rank_name
+from contracts.ranks import DRAINED, Group, RankReady, RankStatus, rank_name
 
 NODE = Node("a", "10.0.0.1", "10.0.0.1")
 SATURATION = 1000.0
@@ -28,7 +28,7 @@ class StartedRank(RayRank):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, self)
-        self.told: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
         self.ends: list[str] = []
         self.fails = self.hangs = self.dies = False
         self.hold: Future[Any] | None = None
@@ -40,8 +40,8 @@ class StartedRank(RayRank):
         return done(None)
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        self.told.append((method, *arguments))
-        leaves = bool(self.has_heard("leave"))
+        self.calls.append((method, *arguments))
+        leaves = bool(self.calls_of("leave"))
         if leaves and self.hangs:
             return Future()
         if (leaves and self.dies) or (method == "prepare" and self.fails):
@@ -56,8 +56,8 @@ class StartedRank(RayRank):
             self.ends.append(f"stop, {self.open} open")
         return done(None)
 
-    def has_heard(self, method: str) -> list[list[Any]]:
-        return [arguments for name, *arguments in self.told if name == method]
+    def calls_of(self, method: str) -> list[list[Any]]:
+        return [arguments for name, *arguments in self.calls if name == method]
 
     def _prepared(self, spec: Any) -> Future[Any]:
         self.spec = spec
@@ -76,7 +76,7 @@ class StartedRank(RayRank):
             healthy=True,
             running=int(self.open > 0),
             sections={} if work is None else {"work": work},
-            notes={"leaving": LEFT} if leaves and not self.open else {},
+            notes={"leaving": DRAINED} if leaves and not self.open else {},
         )
 
 
@@ -97,11 +97,11 @@ class StartedRanks:
         self.has_no_room = False
         self.next: Callable[[StartedRank], None] = lambda rank: None
         monkeypatch.setattr(ray, "kill", self._kill)
-        monkeypatch.setattr(growth, "place_ranks", self.place)
-        monkeypatch.setattr(growth, "LOOK_PERIOD_S", 0.001)
-        monkeypatch.setattr(growth, "TOLD_S", 0.01)
+        monkeypatch.setattr(membership, "place_ranks", self.place)
+        monkeypatch.setattr(membership, "POLL_PERIOD_S", 0.001)
+        monkeypatch.setattr(membership, "PROPAGATION_S", 0.01)
 
-    def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> Placed:
+    def place(self, requests: list[RankRequest], *_: Any, **__: Any) -> RankPlacement:
         if self.has_no_room:
             raise ResourceError("1 ranks could not be placed within 3 s")
         placed = _Room(requests, None, "cpu", [NODE] * len(requests))
@@ -117,7 +117,7 @@ class StartedRanks:
         self.ended_ranks.append(rank)
 
 
-class _Room(Placed):
+class _Room(RankPlacement):
     ranks: StartedRanks
 
     def start(self, bundle: int) -> StartedRank:

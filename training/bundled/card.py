@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from training.bundled.chat import ChatResult
+from training.bundled.chat import ChatEvaluation
 from training.bundled.evaluate import TaskResult, layer_balance
 from training.bundled.loop import TrainConfig, TrainReport
 from training.bundled.tasks import TASKS
@@ -21,7 +21,7 @@ class CardInput(msgspec.Struct, frozen=True, kw_only=True):
     report: TrainReport
     results: Sequence[TaskResult]
     train_rows: dict[str, int]
-    chat: ChatResult
+    chat: ChatEvaluation
     chat_examples: Sequence[tuple[str, str]]
     parameters: int
     active_parameters: int

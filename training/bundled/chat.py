@@ -8,7 +8,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from training.bundled.tasks import TASKS, Row, Task
+from training.bundled.tasks import TASKS, LabelTask, TaskRow
 
 MAX_ANSWER_TOKENS = 64
 EXAMPLES = (
@@ -20,7 +20,7 @@ EXAMPLES = (
 )
 
 
-class ChatResult(msgspec.Struct, frozen=True, kw_only=True):
+class ChatEvaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Greedy chats over test rows. Fractions are 0..1."""
 
     chats: int
@@ -35,13 +35,15 @@ def answer(model: Any, tokenizer: PreTrainedTokenizerFast, question: str) -> tup
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    asked = inputs["input_ids"].shape[1]
-    output = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)[0, asked:]
+    prompt_tokens = inputs["input_ids"].shape[1]
+    output = model.generate(**inputs, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)[
+        0, prompt_tokens:
+    ]
     stopped = int(output[-1]) == tokenizer.eos_token_id
     return tokenizer.decode(output, skip_special_tokens=True), stopped
 
 
-def expected_answer(task: Task, row: Row) -> str:
+def expected_answer(task: LabelTask, row: TaskRow) -> str:
     """What the model was taught to answer about one row."""
     return task.answer.format(
         label=task.labels[row.label], gloss=task.glosses[row.label] if task.glosses else ""
@@ -51,24 +53,24 @@ def expected_answer(task: Task, row: Row) -> str:
 def evaluate_chat(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
-    rows: Mapping[str, Sequence[Row]],
+    rows: Mapping[str, Sequence[TaskRow]],
     *,
     per_task: int,
     seed: int,
-) -> ChatResult:
+) -> ChatEvaluation:
     """Greedy answers over `per_task` random rows of every task."""
     rng = random.Random(seed)
     stopped = right = chats = 0
     for task in TASKS:
         for row in rng.sample(list(rows[task.name]), min(per_task, len(rows[task.name]))):
-            said, ended = answer(
-                model, tokenizer, rng.choice(task.asks).format(body=row.prefix + row.text)
+            reply, ended = answer(
+                model, tokenizer, rng.choice(task.chat_questions).format(body=row.prefix + row.text)
             )
             chats, stopped, right = (
                 chats + 1,
                 stopped + ended,
-                right + (said == expected_answer(task, row)),
+                right + (reply == expected_answer(task, row)),
             )
-    return ChatResult(
+    return ChatEvaluation(
         chats=chats, stopped_fraction=stopped / chats, right_label_fraction=right / chats
     )

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from training.bundled.tasks import TASKS, Row, Task, lent_rows
+from training.bundled.tasks import TASKS, LabelTask, TaskRow, borrowed_rows
 from training.bundled.tokenizer import PAD, label_ids
 
 MAX_TOKENS = 2048
@@ -51,7 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     chat_fraction: float = 0.1
     pack_fraction: float = 0.005  # of the examples; each holds many rows
     talk_fraction: float = 0.02  # of the chats: small talk and messages without a question
-    lent_fraction: float = 0.4  # of the rows of a task with a lender
+    borrowed_fraction: float = 0.4  # of the rows of a task with a lender
     bpe_dropout: float = 0.1
     bpe_dropout_fraction: float = 0.2  # of the rows
     lower_fraction: float = 0.2
@@ -68,7 +68,7 @@ class Example(NamedTuple):
     roles: list[int]
 
 
-class Batch(NamedTuple):
+class TrainBatch(NamedTuple):
     """Ids (padded on the right), and the flat positions (of B * S) that predict a target."""
 
     ids_BS: torch.Tensor
@@ -86,7 +86,7 @@ class ExampleSource:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerFast,
-        rows: dict[str, list[Row]],
+        rows: dict[str, list[TaskRow]],
         recipe: Recipe,
         seed: int,
     ) -> None:
@@ -94,8 +94,8 @@ class ExampleSource:
         self.random = random.Random(seed)
         self._tokenizer = tokenizer
         own = {(task.name, False): list(rows[task.name]) for task in TASKS}
-        lent = {(task.name, True): lent_rows(task, rows) for task in TASKS}
-        self._rows = {**own, **lent}
+        borrowed = {(task.name, True): borrowed_rows(task, rows) for task in TASKS}
+        self._rows = {**own, **borrowed}
         self._next = {key: len(some) for key, some in self._rows.items()}
         self._labels = {task.name: label_ids(tokenizer, task) for task in TASKS}
         self._cache: dict[str, list[int]] = {}
@@ -105,12 +105,15 @@ class ExampleSource:
         self.pad_id = int(tokenizer.convert_tokens_to_ids(PAD))
         self.end_id = int(tokenizer.eos_token_id)
 
-    def _draw(self) -> tuple[int, Row]:
+    def _draw(self) -> tuple[int, TaskRow]:
         index = self.random.choices(range(len(TASKS)), [task.share for task in TASKS])[0]
         return index, self._draw_row(TASKS[index])
 
-    def _draw_row(self, task: Task) -> Row:
-        key = (task.name, bool(task.lender) and self.random.random() < self.recipe.lent_fraction)
+    def _draw_row(self, task: LabelTask) -> TaskRow:
+        key = (
+            task.name,
+            bool(task.lender) and self.random.random() < self.recipe.borrowed_fraction,
+        )
         rows = self._rows[key]
         if self._next[key] >= len(rows):  # a new epoch
             self.random.shuffle(rows)
@@ -148,7 +151,7 @@ class ExampleSource:
         )
         return Example([*head_ids, *body_ids, *tail_ids], list(roles))
 
-    def _prompt(self, index: int, row: Row) -> Example:
+    def _prompt(self, index: int, row: TaskRow) -> Example:
         """Prompt and label of one row."""
         task = TASKS[index]
         template = task.template.replace("{prefix}{text}", "{body}").replace("{text}", "{body}")
@@ -185,7 +188,7 @@ class ExampleSource:
         ids = self._fixed(text)
         return Example(ids, [Role.FIXED] * len(ids))
 
-    def _said(self, text: str) -> Example:
+    def _answered(self, text: str) -> Example:
         ids = self._fixed(text)
         return Example(ids, [Role.ANSWER] * len(ids))
 
@@ -197,17 +200,17 @@ class ExampleSource:
             question, reply = self.random.choice(SMALL_TALK)
             return [
                 self._turn("user", self._given(question)),
-                self._turn("assistant", self._said(reply)),
+                self._turn("assistant", self._answered(reply)),
             ]
         if talk < 2 * self.recipe.talk_fraction:
             user = self._turn("user", self._filled("{body}", row.text))
-            return [user, self._turn("assistant", self._said(FALLBACK))]
+            return [user, self._turn("assistant", self._answered(FALLBACK))]
         user = self._turn(
-            "user", self._filled(self.random.choice(task.asks), row.prefix + row.text)
+            "user", self._filled(self.random.choice(task.chat_questions), row.prefix + row.text)
         )
         gloss = task.glosses[row.label] if task.glosses else ""
         before, after = task.answer.format(label="{label}", gloss=gloss).split("{label}")
-        first, last = self._said(before), self._said(after)
+        first, last = self._answered(before), self._answered(after)
         label = self._labels[task.name][row.label]
         answer = Example(
             [*first.ids, label, *last.ids], [*first.roles, Role.LABEL + index, *last.roles]
@@ -224,7 +227,7 @@ class ExampleSource:
         ids = [i for turn in turns for i in turn.ids]
         return Example(ids[:MAX_TOKENS], [r for turn in turns for r in turn.roles][:MAX_TOKENS])
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[TrainBatch]:
         """Endless batches of about `batch_tokens` tokens; rows of a batch are about as long."""
         recipe = self.recipe
         while True:
@@ -245,7 +248,7 @@ class ExampleSource:
             self.random.shuffle(grouped)
             yield from (self._collate(group) for group in grouped)
 
-    def _collate(self, group: list[Example]) -> Batch:
+    def _collate(self, group: list[Example]) -> TrainBatch:
         longest = -(-max(len(example.ids) for example in group) // ROW_STEP) * ROW_STEP
         ids = torch.tensor([e.ids + [self.pad_id] * (longest - len(e.ids)) for e in group])
         roles = torch.tensor([e.roles + [Role.FIXED] * (longest - len(e.roles)) for e in group])
@@ -260,7 +263,7 @@ class ExampleSource:
             & (torch.rand(targets.shape) < self.recipe.text_loss_fraction)
         )
         dropped = (roles == Role.TEXT) & (draw < self.recipe.token_drop_fraction)
-        return Batch(
+        return TrainBatch(
             ids_BS=ids.masked_fill(dropped, self.pad_id),
             valid_BS=torch.arange(longest)[None] < lengths[:, None],
             label_positions=before[label],

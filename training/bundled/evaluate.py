@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from training.bundled.tasks import TASKS, Row, Task, chance_of, prompt_of, read_rows
+from training.bundled.tasks import TASKS, LabelTask, TaskRow, chance_of, prompt_of, read_rows
 from training.bundled.tokenizer import label_ids
 
 BATCH_ROWS = 64
@@ -41,7 +41,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     expert_tokens: list[list[int]]
 
 
-def questions(task: Task, data: Path, split: str = "test") -> Iterator[Question]:
+def questions(task: LabelTask, data: Path, split: str = "test") -> Iterator[Question]:
     """The rows of one split in file order."""
     for row in read_rows(task, data, split):
         yield Question(prompt_of(task, row), task.labels, row.label)
@@ -67,7 +67,7 @@ class Evaluator:
         self._tokenizer = tokenizer
 
     @torch.no_grad()
-    def score(self, task: Task, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def score(self, task: LabelTask, rows: Sequence[TaskRow]) -> tuple[Tensor, Tensor]:
         """Log-probabilities [rows, labels], and routed tokens [layers, experts]."""
         encoded = [
             self._tokenizer.encode(prompt_of(task, row), add_special_tokens=False) for row in rows
@@ -89,7 +89,7 @@ class Evaluator:
                 loads[layer] += chosen.flatten().bincount(minlength=config.num_experts)
         return scores, loads
 
-    def evaluate(self, task: Task, rows: Sequence[Row]) -> TaskResult:
+    def evaluate(self, task: LabelTask, rows: Sequence[TaskRow]) -> TaskResult:
         """The accuracy of one task on `rows`."""
         scores, loads = self.score(task, rows)
         gold = torch.tensor([row.label for row in rows])

@@ -15,10 +15,10 @@ from torch import Tensor, multiprocessing
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
-from training.bundled.data import Batch, ExampleSource, Recipe
+from training.bundled.data import ExampleSource, Recipe, TrainBatch
 from training.bundled.network import FastForward, Noise, make_config
 from training.bundled.optimizer import make_optimizers
-from training.bundled.tasks import TASKS, Row
+from training.bundled.tasks import TASKS, TaskRow
 from training.bundled.tokenizer import label_ids
 
 BARRIER_TIMEOUT_S = 300.0
@@ -67,16 +67,16 @@ class Shared(NamedTuple):
     progress: Tensor  # [1], 0..1, written by rank 0
     barrier: Barrier
 
-    def meet(self) -> None:
+    def sync(self) -> None:
         """Wait for the other ranks; raises `BrokenBarrierError` when one is gone."""
         self.barrier.wait(BARRIER_TIMEOUT_S)
 
 
-class Job(NamedTuple):
+class TrainJob(NamedTuple):
     """What every rank needs to know."""
 
     tokenizer: PreTrainedTokenizerFast
-    rows: dict[str, list[Row]]
+    rows: dict[str, list[TaskRow]]
     config: TrainConfig
     recipe: Recipe
 
@@ -84,7 +84,7 @@ class Job(NamedTuple):
 class Worker:
     """One rank, on one thread: draws its own batches, updates the parameters that it owns."""
 
-    def __init__(self, job: Job, shared: Shared, rank: int) -> None:
+    def __init__(self, job: TrainJob, shared: Shared, rank: int) -> None:
         self._config, self._shared, self._rank = job.config, shared, rank
         seed = job.config.seed * 1000 + rank
         torch.manual_seed(seed)
@@ -101,7 +101,7 @@ class Worker:
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """Total loss and mean label loss of one batch."""
         output = self._fast(batch.ids_BS, batch.valid_BS, self._noise)
         positions = torch.cat((batch.label_positions, batch.text_positions))
@@ -137,7 +137,7 @@ class Worker:
                 shared.gradients[self._rank, self._slices[name]] = param.grad.flatten()
         shared.tokens[self._rank] += int(batch.valid_BS.sum())
         shared.cpu_s[self._rank] = time.process_time()
-        shared.meet()
+        shared.sync()
         for name, param in self._owned:
             param.grad = shared.gradients[:, self._slices[name]].mean(0).view_as(param)
         for optimizer in self._optimizers:
@@ -165,23 +165,23 @@ def _owned(
     model: Qwen3MoeForCausalLM, rank: int, ranks: int
 ) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters that `rank` updates, about as many elements for each rank."""
-    loads, mine = [0] * ranks, []
+    loads, owned = [0] * ranks, []
     for name, param in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
         owner = loads.index(min(loads))
         loads[owner] += param.numel()
         if owner == rank:
-            mine.append((name, param))
-    return mine
+            owned.append((name, param))
+    return owned
 
 
-def _run_other(job: Job, shared: Shared, rank: int) -> None:
+def _run_other(job: TrainJob, shared: Shared, rank: int) -> None:
     """The body of every rank but the first."""
     torch.set_num_threads(1)
     worker = Worker(job, shared, rank)
-    shared.meet()
+    shared.sync()
     while float(shared.progress) < 1:
         worker.step()
-        shared.meet()
+        shared.sync()
 
 
 def _run_first(worker: Worker, shared: Shared, config: TrainConfig) -> TrainReport:
@@ -200,7 +200,7 @@ def _run_first(worker: Worker, shared: Shared, config: TrainConfig) -> TrainRepo
             bar.update(job, completed=progress, note=note)
             if not bar.console.is_terminal and steps % LOG_STEPS == 0:
                 print(f"{progress:.1%} {note}", flush=True)
-            shared.meet()
+            shared.sync()
     cpu_s = float(shared.cpu_s.sum())
     return TrainReport(steps=steps, tokens=tokens, wall_s=spent_s, cpu_s=cpu_s)
 
@@ -210,7 +210,7 @@ def _shared(x: Tensor) -> Tensor:
     return moved
 
 
-def train(job: Job, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
+def train(job: TrainJob, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
     """The trained model, and what the run took: `ranks` processes of one thread each."""
     torch.manual_seed(job.config.seed)
     start = torch.nn.utils.parameters_to_vector(build_model(job.tokenizer).parameters()).detach()
@@ -231,7 +231,7 @@ def train(job: Job, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
         other.start()
     torch.set_num_threads(1)
     worker = Worker(job, shared, 0)
-    shared.meet()
+    shared.sync()
     report = _run_first(worker, shared, job.config)
     for other in others:
         other.join()

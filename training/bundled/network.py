@@ -46,7 +46,7 @@ def make_config(vocab_tokens: int, end_id: int, pad_id: int) -> Qwen3MoeConfig:
     )
 
 
-class Output(NamedTuple):
+class ForwardOutput(NamedTuple):
     """Hidden states after the last norm, and the mean balancing loss of the layers (1 = even)."""
 
     hidden_TD: Tensor
@@ -246,7 +246,9 @@ class FastForward:
         mean_prob_E = (probs_TE * valid_T1).sum(0) / valid_T1.sum()
         return out, config.num_experts * (load_E * mean_prob_E).sum()
 
-    def __call__(self, ids_BS: Tensor, valid_BS: Tensor, noise: Noise | None = None) -> Output:
+    def __call__(
+        self, ids_BS: Tensor, valid_BS: Tensor, noise: Noise | None = None
+    ) -> ForwardOutput:
         """Hidden states of `ids` (padded on the right, where causal attention never looks)."""
         base, rows = self._model.model, ids_BS.shape[0]
         eps = self._config.rms_norm_eps
@@ -262,7 +264,7 @@ class FastForward:
             branch, loss = self._moe(layer, normed, valid_T1)
             x_TD = x_TD + (noise.drop(branch) if noise else branch)
             losses.append(loss)
-        return Output(_rms_norm(x_TD, base.norm.weight, eps), torch.stack(losses).mean())
+        return ForwardOutput(_rms_norm(x_TD, base.norm.weight, eps), torch.stack(losses).mean())
 
     def logits(self, hidden_TD: Tensor, positions: Tensor) -> Tensor:
         """Logits [positions, vocab] in float32."""

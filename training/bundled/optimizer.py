@@ -59,7 +59,7 @@ def _is_fused(param: Tensor) -> bool:
     return bool(getattr(param, "fused_gate_up", False))
 
 
-class Rates(Protocol):
+class OptimizerConfig(Protocol):
     """The part of the run's configuration that concerns the optimizers."""
 
     @property
@@ -71,7 +71,7 @@ class Rates(Protocol):
 
 
 def make_optimizers(
-    named: Sequence[tuple[str, nn.Parameter]], rates: Rates
+    named: Sequence[tuple[str, nn.Parameter]], rates: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
     """Muon over attention and experts, AdamW over the rest; without parameters neither."""
     for name, param in named:

@@ -14,28 +14,28 @@ from typing import Any
 import msgspec
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class LabelTask(msgspec.Struct, frozen=True, kw_only=True):
     """One data set posed as prompts. `labels` follows the order of the labels in the data file."""
 
     name: str
     file: str
     template: str
     labels: tuple[str, ...]
-    asks: tuple[str, ...]  # chat questions about one row, with {body} = prefix + text
+    chat_questions: tuple[str, ...]  # chat questions about one row, with {body} = prefix + text
     answer: str  # chat answer, with {label} (which brings its own leading space) and {gloss}
     glosses: tuple[str, ...] = ()  # one per label, or none
     licence: str
     source: str
     linear_accuracy: float  # TF-IDF + logistic regression on the same splits
     share: float  # of the training rows, before normalisation
-    lender: str = ""  # another task whose train rows serve here too, under `lent_labels`
-    lent_labels: tuple[
+    lender: str = ""  # another task whose train rows serve here too, under `borrowed_labels`
+    borrowed_labels: tuple[
         tuple[str, str], ...
     ] = ()  # (label there, label here); other rows are skipped
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One data row. `label` indexes `Task.labels`; `group` never crosses a split."""
+class TaskRow(msgspec.Struct, frozen=True):
+    """One data row. `label` indexes `LabelTask.labels`; `group` never crosses a split."""
 
     prefix: str
     text: str
@@ -85,13 +85,13 @@ anger annoyance disappointment disapproval disgust embarrassment fear grief nerv
 sadness
 """)
 
-TASKS: tuple[Task, ...] = (
-    Task(
+TASKS: tuple[LabelTask, ...] = (
+    LabelTask(
         name="toxicity",
         file="surge_toxicity.jsonl",
         template="Comment: {text}\nToxic:",
         labels=(" no", " yes"),
-        asks=(
+        chat_questions=(
             "Is this comment toxic?\n{body}",
             "Is the following toxic: {body}",
             "{body}\nIs that toxic?",
@@ -103,14 +103,14 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.836,
         share=0.07,
         lender="hate_offensive",
-        lent_labels=((" hate", " yes"), (" offensive", " yes"), (" neither", " no")),
+        borrowed_labels=((" hate", " yes"), (" offensive", " yes"), (" neither", " no")),
     ),
-    Task(
+    LabelTask(
         name="hate_offensive",
         file="hate_offensive.jsonl.gz",
         template="Tweet: {text}\nKind:",
         labels=(" hate", " offensive", " neither"),
-        asks=(
+        chat_questions=(
             "Is this tweet hate speech, offensive or neither?\n{body}",
             "What kind of tweet is this?\n{body}",
         ),
@@ -125,12 +125,12 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.856,
         share=0.14,
     ),
-    Task(
+    LabelTask(
         name="goemotions",
         file="goemotions.jsonl.gz",
         template="Post: {text}\nEmotion:",
         labels=EMOTION_LABELS,
-        asks=(
+        chat_questions=(
             "What emotion does this post show?\n{body}",
             "Which emotion is this: {body}",
             "{body}\nWhat do I feel?",
@@ -141,24 +141,27 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.548,
         share=0.21,
     ),
-    Task(
+    LabelTask(
         name="banking77",
         file="banking77.jsonl.gz",
         template="Question: {text}\nIntent:",
         labels=BANKING_LABELS,
-        asks=("What does this bank customer want?\n{body}", "Which intent is this: {body}"),
+        chat_questions=(
+            "What does this bank customer want?\n{body}",
+            "Which intent is this: {body}",
+        ),
         answer="The intent of this question is{label}.",
         licence="CC BY 4.0",
         source="Banking77, Casanueva et al. 2020, PolyAI (PolyAI-LDN/task-specific-datasets)",
         linear_accuracy=0.869,
         share=0.19,
     ),
-    Task(
+    LabelTask(
         name="moral_stories",
         file="moral_stories.jsonl",
         template="{prefix}{text}\nJudgement:",
         labels=(" immoral", " moral"),
-        asks=("Is this action moral or immoral?\n{body}", "{body}\nIs that moral?"),
+        chat_questions=("Is this action moral or immoral?\n{body}", "{body}\nIs that moral?"),
         answer="Judgement:{label}. {gloss}",
         glosses=("The action goes against the norm.", "The action follows the norm."),
         licence="MIT",
@@ -166,12 +169,12 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.682,
         share=0.15,
     ),
-    Task(
+    LabelTask(
         name="sms_spam",
         file="sms_spam.jsonl",
         template="Message: {text}\nSpam:",
         labels=(" no", " yes"),
-        asks=(
+        chat_questions=(
             "Is this message spam?\n{body}",
             "Spam or not: {body}",
             "I got this message: {body}\nIs it spam?",
@@ -186,12 +189,15 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.981,
         share=0.07,
     ),
-    Task(
+    LabelTask(
         name="sentiment",
         file="uci_sentences.jsonl",
         template="Review: {text}\nSentiment:",
         labels=(" negative", " positive"),
-        asks=("Is this review positive or negative?\n{body}", "What is the sentiment of: {body}"),
+        chat_questions=(
+            "Is this review positive or negative?\n{body}",
+            "What is the sentiment of: {body}",
+        ),
         answer="Sentiment:{label}. {gloss}",
         glosses=("The writer is not happy with it.", "The writer likes it."),
         licence="CC BY 4.0",
@@ -199,12 +205,12 @@ TASKS: tuple[Task, ...] = (
         linear_accuracy=0.827,
         share=0.12,
         lender="goemotions",
-        lent_labels=(
+        borrowed_labels=(
             *((label, " positive") for label in POSITIVE),
             *((label, " negative") for label in NEGATIVE),
         ),
     ),
-    Task(
+    LabelTask(
         name="arxiv",
         file="arxiv_abstracts.jsonl",
         template="Abstract: {text}\nField:",
@@ -218,7 +224,7 @@ TASKS: tuple[Task, ...] = (
             " finance",
             " statistics",
         ),
-        asks=(
+        chat_questions=(
             "Which field is this abstract from?\n{body}",
             "{body}\nWhat field of science is that?",
         ),
@@ -238,7 +244,7 @@ def raw_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def read_rows(task: Task, data: Path, split: str) -> list[Row]:
+def read_rows(task: LabelTask, data: Path, split: str) -> list[TaskRow]:
     """The rows of one split ("train" or "test") in file order, texts without outer white space."""
     rows = []
     for raw in raw_rows(data / "classification" / task.file):
@@ -249,30 +255,30 @@ def read_rows(task: Task, data: Path, split: str) -> list[Row]:
             )
         if raw["split"] == split:
             rows.append(
-                Row(raw.get("prefix") or "", raw["text"].strip(), raw["label"], raw["group"])
+                TaskRow(raw.get("prefix") or "", raw["text"].strip(), raw["label"], raw["group"])
             )
     return rows
 
 
-def lent_rows(task: Task, rows: dict[str, list[Row]]) -> list[Row]:
+def borrowed_rows(task: LabelTask, rows: dict[str, list[TaskRow]]) -> list[TaskRow]:
     """Rows of the lender of `task`, with labels translated (none without a lender)."""
     if not task.lender:
         return []
     lender = next(other for other in TASKS if other.name == task.lender)
-    here = {lender.labels.index(a): task.labels.index(b) for a, b in task.lent_labels}
+    here = {lender.labels.index(a): task.labels.index(b) for a, b in task.borrowed_labels}
     return [
-        Row(row.prefix, row.text, here[row.label], row.group)
+        TaskRow(row.prefix, row.text, here[row.label], row.group)
         for row in rows[lender.name]
         if row.label in here
     ]
 
 
-def prompt_of(task: Task, row: Row) -> str:
+def prompt_of(task: LabelTask, row: TaskRow) -> str:
     """The prompt of one row; the answer is one of `task.labels` right after it."""
     return task.template.format(prefix=row.prefix, text=row.text)
 
 
-def chance_of(rows: list[Row]) -> float:
+def chance_of(rows: list[TaskRow]) -> float:
     """The share (0..1) of the most frequent label."""
     counts: dict[int, int] = {}
     for row in rows:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from training.bundled.tasks import TASKS, Row, Task, prompt_of
+from training.bundled.tasks import TASKS, LabelTask, TaskRow, prompt_of
 
 VOCAB_TOKENS = 4096
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -33,16 +33,16 @@ def _other_labels() -> list[str]:
     return sorted({label for task in TASKS for label in task.labels if not label.strip().isalpha()})
 
 
-def _corpus(rows: dict[str, list[Row]]) -> Iterator[str]:
+def _corpus(rows: dict[str, list[TaskRow]]) -> Iterator[str]:
     for task in TASKS:
         for row in rows[task.name]:
             yield prompt_of(task, row)
-        phrases = [*task.asks, *task.glosses, task.answer]
+        phrases = [*task.chat_questions, *task.glosses, task.answer]
         yield from (phrase.format(body="", label="", gloss="") for phrase in phrases * 50)
     yield from (label for label in _word_labels() for _ in range(LABEL_REPEATS))
 
 
-def train_tokenizer(rows: dict[str, list[Row]]) -> PreTrainedTokenizerFast:
+def train_tokenizer(rows: dict[str, list[TaskRow]]) -> PreTrainedTokenizerFast:
     """A tokenizer of `VOCAB_TOKENS` tokens, learned from the train rows of every task."""
     others = _other_labels()
     tokenizer = Tokenizer(models.BPE())
@@ -66,7 +66,7 @@ def train_tokenizer(rows: dict[str, list[Row]]) -> PreTrainedTokenizerFast:
     )
 
 
-def label_ids(tokenizer: PreTrainedTokenizerFast, task: Task) -> list[int]:
+def label_ids(tokenizer: PreTrainedTokenizerFast, task: LabelTask) -> list[int]:
     """The token id of each label, in the order of `task.labels`."""
     encoded = [tokenizer.encode(label, add_special_tokens=False) for label in task.labels]
     for label, ids in zip(task.labels, encoded, strict=True):
@@ -80,7 +80,9 @@ def label_ids(tokenizer: PreTrainedTokenizerFast, task: Task) -> list[int]:
     return ids
 
 
-def check_contract(tokenizer: PreTrainedTokenizerFast, task: Task, rows: Iterable[Row]) -> int:
+def check_contract(
+    tokenizer: PreTrainedTokenizerFast, task: LabelTask, rows: Iterable[TaskRow]
+) -> int:
     """The number of rows checked: tokens(prompt + label) must be tokens(prompt) + [label]."""
     ids = label_ids(tokenizer, task)
     checked = 0

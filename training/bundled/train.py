@@ -15,9 +15,9 @@ from training.bundled.card import CardInput, write_card
 from training.bundled.chat import EXAMPLES, answer, evaluate_chat
 from training.bundled.data import Recipe
 from training.bundled.evaluate import evaluate_checkpoint, layer_balance, load, table
-from training.bundled.loop import Job, TrainConfig, TrainReport, train
+from training.bundled.loop import TrainConfig, TrainJob, TrainReport, train
 from training.bundled.network import equal_logits
-from training.bundled.tasks import TASKS, Row, read_rows
+from training.bundled.tasks import TASKS, TaskRow, read_rows
 from training.bundled.tokenizer import check_contract, save_tokenizer, train_tokenizer
 
 MAX_FOLDER_BYTES = 12_000_000
@@ -104,11 +104,11 @@ def finish(
 
 def make(data: Path, folder: Path, config: TrainConfig, threads: int) -> None:
     """The whole way from data to a checked folder."""
-    rows: dict[str, list[Row]] = {task.name: read_rows(task, data, "train") for task in TASKS}
+    rows: dict[str, list[TaskRow]] = {task.name: read_rows(task, data, "train") for task in TASKS}
     tokenizer = train_tokenizer(rows)
     checked = sum(check_contract(tokenizer, task, read_rows(task, data, "test")) for task in TASKS)
     print(f"{len(tokenizer)} tokens; every label is one token after each of {checked} test prompts")
-    model, report = train(Job(tokenizer, rows, config, Recipe()), threads)
+    model, report = train(TrainJob(tokenizer, rows, config, Recipe()), threads)
     print(
         f"{report.tokens} tokens, {report.wall_s / 60:.1f} min of wall time, "
         f"{report.cpu_s / 60:.1f} min of CPU time"

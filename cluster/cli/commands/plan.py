@@ -7,9 +7,10 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from cluster.cli.arguments import Commands, add_command, pretty
-from cluster.files.hardware import known_hardware
+from cluster.fleet.hardware import known_hardware
+from contracts.config import BUNDLED
 
-_EXAMPLE = """example:
+_PLAN_EXAMPLE = """example:
   tandem plan spec.json
   tandem plan spec.json --devices 8 --json
   tandem plan spec.json --beyond --picture plan.svg --trace plan.trace.json
@@ -29,10 +30,10 @@ or stage models, in ms per sample (attention, shared) and per token of an expert
 """
 
 
-def add(commands: Commands) -> None:
+def add_plan(commands: Commands) -> None:
     help_ = "Plan capacity: the best schedule and split, or why not to split."
-    example = _EXAMPLE.format(hardware=", ".join(known_hardware()))
-    plan = add_command(commands, "plan", help_, example, run)
+    example = _PLAN_EXAMPLE.format(hardware=", ".join(known_hardware()))
+    plan = add_command(commands, "plan", help_, example, run_plan)
     plan.add_argument("spec", type=Path, metavar="SPEC.json")
     plan.add_argument(
         "--devices", type=int, metavar="N", help="search over the splits of N devices"
@@ -45,10 +46,9 @@ def add(commands: Commands) -> None:
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.capacity.plan import plan_file
-    from cluster.capacity.plan_files import write_picture, write_trace
-    from cluster.capacity.plan_tables import print_report
+def run_plan(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    from cluster.tools.plan.plan import plan_file
+    from cluster.tools.plan.report import print_report, write_picture, write_trace
 
     report = plan_file(options.spec, devices=options.devices, beyond=options.beyond)
     if options.picture is not None:
@@ -59,4 +59,61 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
         print(pretty(report.answer))
     else:
         print_report(report)
+    return 0
+
+
+_PLACE_EXAMPLE = """example:
+  tandem profile --routing --model DIR --input texts.jsonl --output routing.safetensors
+  tandem place routing.safetensors --model DIR --ranks 4 --spare 2 --output placement.json
+Experts that tokens go to together stand on one rank, so that a token is sent to fewer ranks, and no
+rank has more to do than it must; spare slots hold replicas. Bytes count where the link limits,
+balance everywhere: where neither gets better, the table says so.
+"""
+
+
+def add_place(commands: Commands) -> None:
+    help_ = "Place experts on ranks, layer by layer, from a routing profile."
+    place = add_command(commands, "place", help_, _PLACE_EXAMPLE, run_place)
+    place.add_argument("profile", type=Path, metavar="routing.safetensors")
+    place.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
+    place.add_argument("--ranks", type=int, required=True, metavar="N", help="that hold experts")
+    place.add_argument(
+        "--spare",
+        type=int,
+        default=0,
+        metavar="N",
+        help="slots of each rank for replicas, in every layer (default 0)",
+    )
+    place.add_argument("--seed", type=int, default=0, help="of the search (default 0)")
+    place.add_argument("--output", type=Path, metavar="F", help="write the placement (.json)")
+    place.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_place(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    from rich.progress import Progress
+
+    from cluster.fleet.model_folder import resolve_model_folder
+    from cluster.fleet.placements import check_writable, write_placement
+    from cluster.observe.terminal import Terminal
+    from cluster.tools.place import PlaceSettings, as_json, place, print_report
+    from contracts.errors import ConfigError
+
+    if options.seed < 0:
+        raise ConfigError(f"--seed {options.seed}: give a number from 0")
+    if options.output is not None:  # before minutes of search
+        check_writable(options.output)
+    folder = resolve_model_folder(options.model)
+    settings = PlaceSettings(options.profile, folder, options.ranks, options.spare, options.seed)
+    errors = Terminal(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("placing", total=1.0)
+        report = place(settings, lambda part: bar.update(task, completed=part))
+    if options.output is not None:
+        write_placement(report.file, options.output)
+    if options.json:
+        print(pretty(as_json(report)))
+        return 0
+    print_report(report)
+    if options.output is not None:
+        print(f"written: {options.output}")
     return 0

@@ -11,8 +11,8 @@ from cluster.cli.arguments import Commands, add_command, pretty
 from contracts.config import BUNDLED
 
 if TYPE_CHECKING:
-    from cluster.capacity.routing import RoutingReport
-    from models.foresight.routing_counts import Limits
+    from cluster.tools.profile.routing_profile import RoutingReport
+    from models.prediction.routing_counts import CountLimits
 
 _EXAMPLE = """example:
   tandem profile --output here.json --plot here.png
@@ -26,7 +26,7 @@ adds up what was counted
 """
 
 
-def add(commands: Commands) -> None:
+def add_profile(commands: Commands) -> None:
     help_ = "Measure this machine's stages and links with a model, and fit a hardware file to them."
     profile = add_command(commands, "profile", help_, _EXAMPLE, run)
     profile.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
@@ -68,11 +68,11 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.capacity.profile import ProfileSettings, profile
-    from cluster.capacity.profile_report import draw_profile, print_profile
-    from cluster.files.hardware import write_hardware
-    from cluster.files.model_folder import resolve_model_folder
-    from cluster.files.pictures import check_format, pyplot
+    from cluster.fleet.hardware import write_hardware
+    from cluster.fleet.model_folder import resolve_model_folder
+    from cluster.tools.plots import check_format, pyplot
+    from cluster.tools.profile.hardware_profile import ProfileSettings, profile
+    from cluster.tools.profile.report import draw_profile, print_profile
 
     if options.routing:
         return _routing(options)
@@ -93,47 +93,52 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
 
 
 def _routing(options: argparse.Namespace) -> int:
-    from cluster.capacity.routing import added
-    from cluster.capacity.routing_tables import print_routing
-    from cluster.files.model_folder import resolve_model_folder
+    from cluster.fleet.model_folder import resolve_model_folder
+    from cluster.tools.profile.report import print_routing
+    from cluster.tools.profile.routing_profile import merge_counts
     from contracts.errors import ConfigError
-    from models.spec.stored_names import ROUTING
+    from models.spec.checkpoint_files import ROUTING
 
     path, folder = options.output or Path(ROUTING), resolve_model_folder(options.model)
     limits = _limits(options)
     if options.input:
         report = _measured(options, folder, limits)
-        counts = added(report.counts, options.add, folder).bounded(limits)
+        counts = merge_counts(report.counts, options.add, folder).truncate(limits)
         report.profile.write(path, folder, counts)
         if options.json:
-            print(pretty(report.judged))
+            print(pretty(report.quality))
             return 0
-        print_routing(report.judged)
+        print_routing(report.quality)
     elif options.add:
-        added(None, options.add, folder).bounded(limits).write(path)
+        merge_counts(None, options.add, folder).truncate(limits).write(path)
     else:
         raise ConfigError("--routing: say of which texts: --input FILES")
     print(f"written: {path}")
     return 0
 
 
-def _limits(options: argparse.Namespace) -> Limits:
+def _limits(options: argparse.Namespace) -> CountLimits:
     from contracts.errors import ConfigError
-    from models.foresight.count_checks import LARGER
-    from models.foresight.routing_counts import LIMITS
+    from models.prediction.count_checks import MAX_OVERSIZE
+    from models.prediction.routing_counts import COUNT_LIMITS
 
-    for name, most in (("paths", LIMITS.paths * LARGER), ("pairs", LIMITS.pairs * LARGER)):
+    for name, most in (
+        ("paths", COUNT_LIMITS.paths * MAX_OVERSIZE),
+        ("pairs", COUNT_LIMITS.pairs * MAX_OVERSIZE),
+    ):
         given = getattr(options, name)
         if given is not None and not 1 <= given <= most:
             raise ConfigError(f"--{name} {given}: give a number from 1 to {most}")
-    return LIMITS._replace(paths=options.paths or LIMITS.paths, pairs=options.pairs or LIMITS.pairs)
+    return COUNT_LIMITS._replace(
+        paths=options.paths or COUNT_LIMITS.paths, pairs=options.pairs or COUNT_LIMITS.pairs
+    )
 
 
-def _measured(options: argparse.Namespace, folder: Path, limits: Limits) -> RoutingReport:
+def _measured(options: argparse.Namespace, folder: Path, limits: CountLimits) -> RoutingReport:
     from rich.progress import Progress
 
-    from cluster.capacity.routing import RoutingSettings, routing_profile
-    from cluster.files.terminal import Terminal
+    from cluster.observe.terminal import Terminal
+    from cluster.tools.profile.routing_profile import RoutingSettings, routing_profile
 
     settings = RoutingSettings(folder, options.dtype, options.tokens, limits=limits)
     with Progress(console=Terminal(stderr=True), transient=True) as bar:
@@ -146,8 +151,8 @@ def _measured(options: argparse.Namespace, folder: Path, limits: Limits) -> Rout
 
 
 def _texts(inputs: Sequence[str], field: str) -> Iterator[str]:
-    from cluster.bulk.rows import Fields, InputRow
-    from cluster.bulk.sources import ReadProgress, find_sources, read_all
+    from cluster.tools.bulk.records import Fields, InputRow
+    from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
 
     sources = find_sources(inputs)
     for row in read_all(sources, Fields(text=field), ReadProgress(0)):

@@ -8,11 +8,18 @@ import sys
 import threading
 from collections.abc import MutableMapping
 
-from cluster.cli.arguments import EXIT_BEYOND_REPAIR, Commands, add_command
-from cluster.cli.config_options import KEY_VARIABLE, add_config_options, config_of, with_key_of
-from cluster.serving.ray_environment import before_a_cluster_is_started
+from cluster.cli.arguments import EXIT_UNRECOVERABLE, Commands, add_command
+from cluster.cli.config_options import (
+    KEY_VARIABLE,
+    add_config_options,
+    config_from_options,
+    with_environment_key,
+)
+from cluster.serving.ray_environment import prepare_cluster_environment
+from contracts.config import GroupsConfig, ServeConfig, TandemConfig
+from contracts.errors import ConfigError
 
-_EXAMPLE = """example:
+_SERVE_EXAMPLE = """example:
   tandem serve --model bundled --attention-ranks 2 --expert-ranks 2
   tandem serve --config tandem.yaml --set schedule.r1=4 --port 8080
 then:
@@ -21,8 +28,8 @@ then:
 """
 
 
-def add(commands: Commands) -> None:
-    serve = add_command(commands, "serve", "Serve a model over HTTP.", _EXAMPLE, run)
+def add_serve(commands: Commands) -> None:
+    serve = add_command(commands, "serve", "Serve a model over HTTP.", _SERVE_EXAMPLE, run_serve)
     add_config_options(serve)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default 8000)")
@@ -40,35 +47,63 @@ def add(commands: Commands) -> None:
     )
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 
-def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    config = with_key_of(config_of(options), environment)
-    before_a_cluster_is_started(config, environment)
+def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    config = with_environment_key(config_from_options(options), environment)
+    prepare_cluster_environment(config, environment)
 
-    from cluster.serving.application import ingress_of
-    from cluster.serving.serve_end import drain, wait_for_end
+    from cluster.serving.application import ingress_handle
     from cluster.serving.server import serving
+    from cluster.serving.shutdown import drain, wait_for_shutdown
 
-    stop, hurry = threading.Event(), threading.Event()
+    stop, skip_drain = threading.Event(), threading.Event()
 
     def end(*_: object) -> None:
-        (hurry if stop.is_set() else stop).set()
+        (skip_drain if stop.is_set() else stop).set()
 
-    with serving(config, show_rank_logs=True, say=_say) as served:
+    with serving(config, show_rank_logs=True, report=_print_line) as served:
         for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
             signal.signal(number, end)
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
             print(f"  {rank.name:<14} pid {rank.pid}", flush=True)
-        give_up_s = config.groups.give_up_s
-        reason = wait_for_end(served.groups, served.directory.token, stop, give_up_s)
+        launcher_timeout_s = config.groups.launcher_timeout_s
+        reason = wait_for_shutdown(served.groups, served.directory.token, stop, launcher_timeout_s)
         if reason:
             print(f"tandem serve: can serve no more: {reason}", file=sys.stderr, flush=True)
-        elif config.http.drain_s > 0:
-            ingress, replicas = ingress_of(config.serve.name), config.groups.ingress_replicas
-            drain(ingress, config.http.drain_s, hurry, replicas)
+        elif config.http.drain_timeout_s > 0:
+            ingress, replicas = ingress_handle(config.serve.name), config.groups.ingress_replicas
+            drain(ingress, config.http.drain_timeout_s, skip_drain, replicas)
         print("stopping", flush=True)
-    return EXIT_BEYOND_REPAIR if reason else 0
+    return EXIT_UNRECOVERABLE if reason else 0
+
+
+_STOP_EXAMPLE = """example:
+  tandem stop --address 10.0.0.1:6379 --name other
+Ctrl-C in `tandem serve` does the same. This is for an application whose launcher is gone.
+"""
+
+
+def add_stop(commands: Commands) -> None:
+    help_ = "End an application that is left on a Ray cluster."
+    stop = add_command(commands, "stop", help_, _STOP_EXAMPLE, run_stop)
+    stop.add_argument("--name", default=ServeConfig().name, help='default "tandem"')
+    stop.add_argument("--address", help="of the Ray cluster (default RAY_ADDRESS; auto: this one)")
+
+
+def run_stop(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    from cluster.serving import application
+    from cluster.serving.ray_environment import cluster_address
+    from cluster.serving.ray_session import ray_session
+
+    config = TandemConfig(groups=GroupsConfig(address=options.address))
+    if cluster_address(config, environment) is None:
+        raise ConfigError("give --address, or set RAY_ADDRESS: a local cluster ends by itself")
+    with ray_session(config, environment, show_rank_logs=False):
+        application.check_present(options.name)
+        application.end(options.name, is_clusters_end=False)
+    print(f"{options.name}: ended")
+    return 0

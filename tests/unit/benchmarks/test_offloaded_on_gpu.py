@@ -69,7 +69,7 @@ def test_the_kernels_benchmark_runs_where_there_is_no_triton(tmp_path: Path) -> 
 @pytest.mark.parametrize("precision", [0.0, 0.9, 1.0])
 def test_what_is_foretold_is_right_as_often_as_is_imposed(precision: float) -> None:
     routing = ImposedRouting(spec_of(4), 200, 1, CPU)
-    ids_SLK, told_SLK = routing.ids_SLK, routing.foretold(precision, CPU)
+    ids_SLK, told_SLK = routing.ids_SLK, routing.predicted_routing(precision, CPU)
     assert all(len(set(ids)) == 4 for step in ids_SLK.tolist() for ids in step)
     right = (told_SLK.unsqueeze(3) == ids_SLK.unsqueeze(2)).any(3).double().mean()
     assert right == pytest.approx(precision, abs=0.02 if 0 < precision < 1 else 0)

@@ -14,9 +14,9 @@ from benchmarks.placement.cross_entropy import cross_entropy
 from benchmarks.placement.others import enumerated, eplb, load_alone, priced
 from benchmarks.placement.synthetic import planted, routing_of
 from contracts.placement import bounds_of
-from planner.placement.lines import Line, contiguous_line, layer_slots
 from planner.placement.objective import usual_costs
 from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.slots import Line, contiguous_line, layer_slots
 from tests.support.made_up_routing import any_routing
 
 Method = Callable[[LayerRouting, Sequence[int]], Line]

@@ -36,7 +36,7 @@ def test_the_bundled_models_tasks_are_asked_in_its_own_words() -> None:
     for task in bundled.TASKS:
         prefix, text = "Norm: {text} is a word.\n", "Is {label} here?"
         row = Row(prefix, text, posed[task.name].labels or (), 0)
-        theirs = bundled.prompt_of(task, bundled.Row(prefix, text, 0, "group"))
+        theirs = bundled.prompt_of(task, bundled.TaskRow(prefix, text, 0, "group"))
         assert prompt_of(posed[task.name], row) == theirs
 
 

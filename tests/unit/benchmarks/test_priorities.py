@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.load.on_rank import per_second_of
 from benchmarks.priorities.bound import POLICIES, SLOTS, Machine, PassTimes, at_once, fitted
-from cluster.load.arrivals import Arrival, Lengths, like_chats, poisson
+from cluster.tools.bench.workload import Lengths, RequestArrival, chat_lengths, poisson
 from contracts.requests import Priority
 
 TIMES = PassTimes(0.01, 0.001, 0.0005)
@@ -25,7 +25,7 @@ def test_tokens_per_second_are_from_one_end_of_a_batch_to_another() -> None:
 
 @given(st.integers(0, 10_000), st.floats(0.5, 12.0))
 def test_nobody_is_sooner_than_those_that_have_the_machine_at_once(seed: int, rate: float) -> None:
-    arrivals = poisson(rate, 6.0, like_chats(), 0.3, random.Random(seed))
+    arrivals = poisson(rate, 6.0, chat_lengths(), 0.3, random.Random(seed))
     soonest = at_once(TIMES, arrivals)
     for policy in POLICIES.values():
         jobs = Machine(TIMES, **policy).play(arrivals)
@@ -40,8 +40,8 @@ def test_nobody_is_sooner_than_those_that_have_the_machine_at_once(seed: int, ra
 def test_run_to_completion_waits_for_all_of_a_batch_and_priority_takes_a_slot_of_best_effort() -> (
     None
 ):
-    long = [Arrival(0.0, Priority.BE, Lengths(10, 200))] * SLOTS
-    late = Arrival(0.5, Priority.LS, Lengths(10, 1))
+    long = [RequestArrival(0.0, Priority.BE, Lengths(10, 200))] * SLOTS
+    late = RequestArrival(0.5, Priority.LS, Lengths(10, 1))
     firsts_s = {
         name: Machine(TIMES, **policy).play([*long, late])[-1].first_s
         for name, policy in POLICIES.items()

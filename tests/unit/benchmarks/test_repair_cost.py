@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.experts.following import Following
-from actors.experts.moving import Moving
-from actors.experts.remote_plane import RemotePlane
+from actors.moe.remote_backend import RemoteBackend
+from actors.rebalance.expert_rebalancer import ExpertRebalancer
+from actors.rebalance.placement_client import PlacementClient
 from benchmarks import repair_parts, unrepaired_rank
 from benchmarks.repair_cost import SIDES, summary_of
 
@@ -20,7 +20,12 @@ def test_parts_are_timed_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_is_switched_there_and_back() -> None:
-    parts = ((RemotePlane, "begin"), (RemotePlane, "poll"), (Following, "look"), (Moving, "look"))
+    parts = (
+        (RemoteBackend, "begin"),
+        (RemoteBackend, "poll"),
+        (PlacementClient, "look"),
+        (ExpertRebalancer, "look"),
+    )
     before = [getattr(owner, name) for owner, name in parts]
     unrepaired_rank.switch(unrepaired_rank.WITHOUT, None)
     without = [getattr(owner, name) for owner, name in parts]

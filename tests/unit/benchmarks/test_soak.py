@@ -80,8 +80,8 @@ def test_blocks_that_stay_in_use_or_are_lost_and_replaced_ranks_are_faults() -> 
 def test_what_a_server_tells_is_read_from_its_metrics() -> None:
     telemetry = Telemetry()
     telemetry.set(metrics.KV_BLOCKS, "attention-0", "free", to=7)
-    telemetry.set(metrics.QUEUE_DEPTH, "prefill", "ls", to=2)
-    telemetry.set(metrics.QUEUE_DEPTH, "prefill", "be", to=3)
+    telemetry.set(metrics.REQUESTS_WAITING, "prefill", "ls", to=2)
+    telemetry.set(metrics.REQUESTS_WAITING, "prefill", "be", to=3)
     telemetry.count(metrics.RANK_RESTARTS, "attention")
     told = read_metrics(telemetry.exposition(), 1.0)
     assert told == Told(1.0, {"attention-0": {"free": 7}}, 5, 1)

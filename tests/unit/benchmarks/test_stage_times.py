@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.stage_times import Samples, makespan_ms, micro_batches, stage_samples
-from contracts.events import Stage, TaskSpan
 from contracts.plan import Order, Plan
-from planner.findep.replay import replay
-from planner.findep.schedule import GroupRun, MicroBatchTimes, Schedule
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.replay import replay
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 
 SAMPLES = Samples(4, 64)
 TIMES = MicroBatchTimes(5.0, 2.0, (GroupRun(2, 3.0, 4.0, 1.0),))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.time_shares import ROWS, Ideal, Shares, shares
-from contracts.events import Stage, TaskSpan
+from contracts.traces import Stage, TaskSpan
 
 RANK = "attention-0"
 PEER = "expert-0"

@@ -27,7 +27,7 @@ def test_no_file_and_no_override_are_the_defaults() -> None:
         ("a.toml", '[schedule]\norder = "aass"\nr1 = 3\n[model]\ndtype = "float32"\n'),
     ],
 )
-def test_yaml_and_toml_say_the_same(tmp_path: Path, name: str, text: str) -> None:
+def test_yaml_and_toml_are_equivalent(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     config = load_config(tmp_path / name)
     assert (config.schedule.order, config.schedule.r1) == (Order.AASS, 3)
@@ -68,15 +68,15 @@ def test_later_overrides_win_and_values_are_yaml() -> None:
         {"schedule": {"order": "naive", "r1": 2}},
         {"schedule": {"order": "naive", "r1": 1, "r2": 2}},
         {"schedule": {"order": "pppipe", "r2": 2}},
-        {"channel": {"heartbeat_s": 1.0, "silence_s": 1.5}},
+        {"channel": {"heartbeat_interval_s": 1.0, "heartbeat_timeout_s": 1.5}},
         {"kv": {"block_tokens": 0}},
         {"groups": {"ready_timeout_s": 0}},
         {"http": {"port": -1}},
         {"trace": {"spans": -1}},
         {"prefill": {"experts": "cached"}},
         {"experts": {"slots": 4, "bytes": 100}},
-        {"experts": {"execute": "speculated"}},
-        {"experts": {"execute": "speculated", "slots": 9, "hints": "none"}},
+        {"experts": {"speculative": "speculated"}},
+        {"experts": {"speculative": "speculated", "slots": 9, "predictor": "none"}},
     ],
 )
 def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, object]) -> None:

@@ -15,8 +15,8 @@ import actors
 import cluster
 import models
 import planner
-from actors.ranks import process
 from contracts.errors import LaunchError, OverloadError, PeerHungError, RankError, TandemError
+from tests.support import rank_process
 
 ARGUMENTS: dict[str, tuple[object, ...]] = {
     "RankError": ("it is full", "overloaded", 429),
@@ -46,7 +46,7 @@ def made(kind: type[TandemError]) -> TandemError:
     return kind(*(known[0] if known else ("it went wrong",)))
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> dict[str, Any]:
     """What a client is told of it, and what our own code asks it."""
     names = ("message", "code", "status", "retryable", "param", "retry_after_s", "peer", "args")
     return {name: getattr(error, name) for name in names if hasattr(error, name)}
@@ -59,8 +59,8 @@ def across_a_pipe(error: Exception) -> BaseException | None:
         raise error
 
     answer: Future[Any] = Future()
-    line = process._execute(SimpleNamespace(status=fail), b'{"method": "status"}')
-    process._resolve(answer, "status", line)
+    line = rank_process._execute(SimpleNamespace(status=fail), b'{"method": "status"}')
+    rank_process._resolve(answer, "status", line)
     return answer.exception(0)
 
 
@@ -70,7 +70,7 @@ def test_an_error_is_the_same_after_pickle(kind: type[TandemError]) -> None:
     error = made(kind)
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
-    assert told(again) == told(error)
+    assert described(again) == described(error)
 
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
@@ -83,10 +83,10 @@ def test_an_error_is_the_same_after_a_pipe(kind: type[TandemError]) -> None:
         assert type(again) is kind
     else:  # the other side has never heard of it
         assert type(again) in kind.__mro__
-    assert told(again) == told(error) or kind.__module__ != "contracts.errors"
+    assert described(again) == described(error) or kind.__module__ != "contracts.errors"
 
 
-def test_what_is_none_of_our_errors_is_told_by_name() -> None:
+def test_foreign_error_is_reported_by_class_name() -> None:
     answer = across_a_pipe(ZeroDivisionError("by zero"))
     assert isinstance(answer, LaunchError)
     assert str(answer) == "ZeroDivisionError: by zero"

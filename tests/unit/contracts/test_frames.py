@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from contracts.frames import BAD_FRAME, body_bytes, framed, read_frame
+from contracts.frames import FRAME_ERRORS, encode_frame, frame_size, read_frame
 
 
 def read(data: bytes, max_bytes: int) -> bytes:
@@ -21,19 +21,19 @@ def read(data: bytes, max_bytes: int) -> bytes:
 
 
 def test_a_frame_is_read_as_it_was_written() -> None:
-    assert framed(b"abc") == b"\x03\0\0\0abc"
-    assert read(framed(b"abc") + b"next", 3) == b"abc"
+    assert encode_frame(b"abc") == b"\x03\0\0\0abc"
+    assert read(encode_frame(b"abc") + b"next", 3) == b"abc"
 
 
 @pytest.mark.parametrize("size", [0, 4, 2**32 - 1])
 def test_a_length_beyond_the_bound_is_refused_before_anything_is_read_of_it(size: int) -> None:
     prefix = size.to_bytes(4, "little")
     with pytest.raises(msgspec.DecodeError, match=f"a frame of {size} bytes, where 1 to 3"):
-        body_bytes(prefix, 3)
-    with pytest.raises(BAD_FRAME):
+        frame_size(prefix, 3)
+    with pytest.raises(FRAME_ERRORS):
         read(prefix, 3)
 
 
 def test_a_frame_that_breaks_off_is_the_end_of_its_stream() -> None:
     with pytest.raises(EOFError):
-        read(framed(b"abc")[:-1], 3)
+        read(encode_frame(b"abc")[:-1], 3)

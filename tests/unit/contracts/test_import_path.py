@@ -13,9 +13,9 @@ from contracts.import_path import (
     PACKAGES,
     ROOT,
     module_command,
-    shadowing,
-    standing_in,
+    shadowed_packages,
     workers_path,
+    working_directory,
 )
 
 HOSTILE = "raise RuntimeError('of the folder one stands in')\n"
@@ -47,7 +47,7 @@ def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path
     """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
     command = "from cluster.cli.main import main; main(['--help'])"
-    before = "from cluster.files.current_folder import leave_current_folder as leave; leave(); "
+    before = "from cluster.cli.current_folder import leave_current_folder as leave; leave(); "
     done = run("-c", before + command, cwd=folder, path=f":{ROOT}")
     assert "folder one stands in" not in done.stderr
     assert "usage: tandem" in done.stdout
@@ -65,7 +65,7 @@ def test_python_m_cluster_in_a_folder_with_a_module_of_ours(tmp_path: Path) -> N
 @pytest.mark.long
 def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None:
     """FINDINGS B8."""
-    command = module_command("actors.ranks.process")
+    command = module_command("tests.support.rank_process")
     assert command[0] == sys.executable
     done = run(*command[1:], cwd=hostile(tmp_path, "actors", "contracts"), path="")
     assert (done.returncode, done.stderr) == (0, "")
@@ -73,7 +73,7 @@ def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None
 
 def test_a_process_stands_elsewhere_only_inside(tmp_path: Path) -> None:
     before = Path.cwd()
-    with standing_in(tmp_path):
+    with working_directory(tmp_path):
         assert Path.cwd() == tmp_path.resolve()
     assert Path.cwd() == before
 
@@ -85,9 +85,9 @@ def test_workers_are_given_our_folder_and_no_other() -> None:
 
 def test_what_shadows_our_packages_is_named(tmp_path: Path) -> None:
     (tmp_path / "notes.py").touch()
-    assert shadowing(tmp_path) == []
-    assert shadowing(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
-    assert shadowing(ROOT) == []
+    assert shadowed_packages(tmp_path) == []
+    assert shadowed_packages(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
+    assert shadowed_packages(ROOT) == []
 
 
 def test_all_our_packages_are_known() -> None:

@@ -14,8 +14,8 @@ from typing import Literal
 
 import pytest
 
-from cluster.api.request_log import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
-from cluster.files.log_folder import LOCK, keep_ray_logs, log_folder
+from cluster.http.request_log import WRITTEN_AFTER_S, WRITTEN_LINES, AccessLog
+from cluster.serving.log_folder import LOCK, keep_ray_logs, log_folder
 from contracts.config import LogConfig, TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import load_config
@@ -40,9 +40,7 @@ def in_file(path: Path | None) -> list[str]:
     return path.read_text().splitlines()
 
 
-def test_an_event_is_a_line_whose_fields_can_be_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_event_is_one_parsable_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FINDINGS C: fields in `extra=` were never printed."""
     file = set_up_logging("expert-1", LogConfig(folder=str(tmp_path)))
     event(log, "rank_lost", logging.WARNING, rank="expert-1", reason='a "b"\nc', after_s=1 / 3)
@@ -54,7 +52,7 @@ def test_an_event_is_a_line_whose_fields_can_be_cut(
     assert capsys.readouterr().err == line + "\n", "an operator sees it, too"
 
 
-def test_a_record_that_is_kept_keeps_nothing_of_what_an_error_went_through(
+def test_kept_record_holds_no_traceback_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Held:
@@ -186,7 +184,7 @@ def test_a_file_begins_anew_at_its_size_and_the_part_before_stays(tmp_path: Path
     assert max(sum(map(len, part)) for part in (older, newer)) <= (1 << 16) + 200
 
 
-def test_a_folder_that_cannot_be_made_on_a_rank_is_told_and_standard_error_used(
+def test_unwritable_log_folder_falls_back_to_stderr(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -235,7 +233,7 @@ def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         log_folder(config, {}).__enter__()
 
 
-def test_what_rays_processes_said_last_is_kept(tmp_path: Path) -> None:
+def test_last_output_of_ray_processes_is_kept(tmp_path: Path) -> None:
     logs = tmp_path / "session/logs"
     logs.mkdir(parents=True)
     (logs / "worker-1.err").write_bytes(b"a" * (1 << 20) + b"the end")
@@ -248,7 +246,7 @@ def test_what_rays_processes_said_last_is_kept(tmp_path: Path) -> None:
     assert (len(kept), kept[-7:]) == (1 << 20, b"the end")
 
 
-def test_the_configuration_says_where_and_from_which_level() -> None:
+def test_configuration_sets_log_folder_and_level() -> None:
     assert TandemConfig().log == LogConfig(level="info", folder=None, runs=10)
     with pytest.raises(ConfigError, match=r"log\.level"):
         load_config(None, ["log.level=loud"])

@@ -12,7 +12,7 @@ import torch
 import actors.ranks.memory
 import contracts.machine
 from actors.ranks.memory import kv_pool_blocks
-from cluster.files.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.errors import ResourceError
 from contracts.loading import load_config

@@ -10,8 +10,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from contracts.placement import Placement
-from planner.placement.contiguous import contiguous
-from planner.placement.slots import check_fits, expert_ranges
+from planner.placement.slots import check_fits, contiguous, expert_ranges
 from tests.support.placements import replicated
 
 SOME = Placement(

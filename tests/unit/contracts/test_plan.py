@@ -29,7 +29,7 @@ def test_a_plan_beyond_the_paper_travels_as_json() -> None:
         ({"r1": 2, "sequence_chunks": (0.5, 1.0)}, True),
     ],
 )
-def test_a_plan_says_whether_the_paper_has_it(fields: dict[str, Any], beyond: bool) -> None:
+def test_plan_is_beyond_paper(fields: dict[str, Any], beyond: bool) -> None:
     assert Plan(**fields).is_beyond_paper is beyond
 
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from contracts import metrics
-from contracts.metrics import Kind
-from dashboards.rules import Pace, alerts, alerts_file, anchor, recorded, recording_file
+from contracts.metrics import MetricKind
+from dashboards.rules import TimeScale, alerts, alerts_file, anchor, recording_file, recording_rules
 from tests.architecture.support import ROOT
 
 needs_promtool = pytest.mark.skipif(
@@ -46,10 +46,10 @@ def _late(metric: str, bound: str) -> dict[str, str]:
 _ERRORS = {_REQUESTS % "ok": "0+60x150", _REQUESTS % "error": "0+60x90 5400+0x60"}
 _RANK = 'group="expert", rank="expert-0"'
 CASES = {
-    "TandemTtftBurnsFast": Case(_late("tandem_ttft_seconds", "1.0"), 60, 100),
-    "TandemTtftBurnsSlow": Case(_late("tandem_ttft_seconds", "1.0"), 60, 135),
-    "TandemTbtBurnsFast": Case(_late("tandem_tpot_seconds", "0.25"), 60, 100),
-    "TandemTbtBurnsSlow": Case(_late("tandem_tpot_seconds", "0.25"), 60, 135),
+    "TandemTtftBurnsFast": Case(_late("tandem_time_to_first_token_seconds", "1.0"), 60, 100),
+    "TandemTtftBurnsSlow": Case(_late("tandem_time_to_first_token_seconds", "1.0"), 60, 135),
+    "TandemTbtBurnsFast": Case(_late("tandem_time_per_output_token_seconds", "0.25"), 60, 100),
+    "TandemTbtBurnsSlow": Case(_late("tandem_time_per_output_token_seconds", "0.25"), 60, 135),
     "TandemAnswersBurnsFast": Case(_ERRORS, 60, 100),
     "TandemAnswersBurnsSlow": Case(_ERRORS, 60, 135),
     "TandemRankDown": Case({f"tandem_rank_busy_fraction{{{_RANK}}}": "0.5+0x20 stale"}, 22, 35),
@@ -68,7 +68,7 @@ CASES = {
         {
             'tandem_load_flops{rank="prefill-0"}': "10+0x20 200+0x40",
             'tandem_saturation_flops{rank="prefill-0"}': "100+0x60",
-            f'tandem_queue_depth{{pipeline="prefill", {_BE}}}': "50+0x60",
+            f'tandem_requests_waiting{{pipeline="prefill", {_BE}}}': "50+0x60",
         },
         10,
         25,
@@ -83,9 +83,9 @@ CASES = {
     ),
     "TandemBestEffortNearBound": Case(
         {
-            f'tandem_ttft_seconds_bucket{{{_BE}, le="60.0"}}': "0+0x40 60+60x40",
-            f'tandem_ttft_seconds_bucket{{{_BE}, le="300.0"}}': "0+60x80",
-            f'tandem_ttft_seconds_bucket{{{_BE}, le="+Inf"}}': "0+60x80",
+            f'tandem_time_to_first_token_seconds_bucket{{{_BE}, le="60.0"}}': "0+0x40 60+60x40",
+            f'tandem_time_to_first_token_seconds_bucket{{{_BE}, le="300.0"}}': "0+60x80",
+            f'tandem_time_to_first_token_seconds_bucket{{{_BE}, le="+Inf"}}': "0+60x80",
             'tandem_objective_seconds{objective="be_wait"}': "300+0x80",
         },
         20,
@@ -110,25 +110,25 @@ def test_every_alert_has_a_case_and_the_runbook_that_it_names() -> None:
 
 
 def test_rules_are_made_of_metrics_that_are_declared_and_of_recorded_series() -> None:
-    known = set(recorded()) | {"up", "ALERTS"}
+    known = set(recording_rules()) | {"up", "ALERTS"}
     for metric in metrics.ALL:
-        suffixes = ("_bucket", "_sum", "_count") if metric.kind is Kind.HISTOGRAM else ("",)
+        suffixes = ("_bucket", "_sum", "_count") if metric.kind is MetricKind.HISTOGRAM else ("",)
         known |= {metric.name + suffix for suffix in suffixes}
-    asked = [*recorded().values(), *(alert.expression for alert in ALERTS)]
-    for expression in asked:
+    expressions = [*recording_rules().values(), *(alert.expression for alert in ALERTS)]
+    for expression in expressions:
         used = set(re.findall(r"(?:\w+:)?tandem_\w+(?::\w+)?", expression))
         assert used <= known, used - known
 
 
 def test_another_pace_shortens_windows_and_keeps_names() -> None:
-    quick = Pace(faster=60.0, interval_s=0.5)
+    quick = TimeScale(faster=60.0, interval_s=0.5)
     assert [alert.name for alert in alerts(quick)] == [alert.name for alert in ALERTS]
-    assert list(recorded(quick)) == list(recorded())
+    assert list(recording_rules(quick)) == list(recording_rules())
     assert quick.of(3600.0) == "1m"
     assert quick.of(60.0) == "1s"
     assert quick.of(0.0) == "0ms"
-    assert Pace(faster=1e6, interval_s=1.0).of(60.0) == "2s"
-    assert Pace().of(21_600.0) == "6h"
+    assert TimeScale(faster=1e6, interval_s=1.0).of(60.0) == "2s"
+    assert TimeScale().of(21_600.0) == "6h"
 
 
 @needs_promtool

@@ -14,10 +14,10 @@ import pytest
 import ray
 import yaml
 
-from cluster.api.app import build_app
 from cluster.cli.arguments import Parser
 from cluster.cli.commands import serve
-from cluster.cli.config_options import KEY_VARIABLE, config_of
+from cluster.cli.config_options import KEY_VARIABLE, config_from_options
+from cluster.http.app import build_app
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
 from deploy.args import serve_config
@@ -83,8 +83,8 @@ def amount(quantity: str | int) -> float:
 
 
 def serve_file(overlay: str) -> dict[str, Any]:
-    told: dict[str, Any] = yaml.safe_load(service(overlay)["spec"]["serveConfigV2"])
-    return told
+    document: dict[str, Any] = yaml.safe_load(service(overlay)["spec"]["serveConfigV2"])
+    return document
 
 
 def config(overlay: str) -> TandemConfig:
@@ -123,9 +123,9 @@ def test_a_slip_is_found(path: str, value: object) -> None:
 def test_every_file_of_the_folder_is_rendered() -> None:
     named = {KUBERNETES / name for name in ALONE}
     for overlay in OVERLAYS:
-        told = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
+        document = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
         named.add(KUBERNETES / overlay / "kustomization.yaml")
-        files = (*told["resources"], *(patch["path"] for patch in told.get("patches", ())))
+        files = (*document["resources"], *(patch["path"] for patch in document.get("patches", ())))
         named |= {(KUBERNETES / overlay / name).resolve() for name in files}
     assert set(KUBERNETES.rglob("*.yaml")) <= named
 
@@ -144,8 +144,8 @@ def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
         ("prefill", wanted.prefill_ranks, wanted.prefill_resources),
     ):
         spec = found[group]
-        (told,) = shlex.split(spec["rayStartParams"]["resources"])
-        offered = yaml.safe_load(told)
+        (document,) = shlex.split(spec["rayStartParams"]["resources"])
+        offered = yaml.safe_load(document)
         assert resources == {group: 1}
         assert set(offered) == {group}, "no other group's ranks come here"
         assert spec["replicas"] * offered[group] == ranks
@@ -161,8 +161,8 @@ def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
 
 @pytest.mark.parametrize("overlay", SERVICES)
 def test_the_serve_configuration_names_what_there_is(overlay: str) -> None:
-    told = serve_file(overlay)
-    (application,) = told["applications"]
+    document = serve_file(overlay)
+    (application,) = document["applications"]
     deployed = build_serve_app(config(overlay))
     names = {deployed._bound_deployment.name}
     assert {one["name"] for one in application["deployments"]} <= names
@@ -170,8 +170,8 @@ def test_the_serve_configuration_names_what_there_is(overlay: str) -> None:
     assert name in (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
     container = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
     ports = {one["name"]: one["containerPort"] for one in container["containers"][0]["ports"]}
-    assert ports["serve"] == told["http_options"]["port"]
-    assert told["http_options"]["request_timeout_s"] > config(overlay).http.request_timeout_s
+    assert ports["serve"] == document["http_options"]["port"]
+    assert document["http_options"]["request_timeout_s"] > config(overlay).http.request_timeout_s
 
 
 @pytest.mark.parametrize("template", PODS)
@@ -214,7 +214,7 @@ def test_rays_object_store_leaves_room_in_the_shared_memory() -> None:
             assert int(spec["rayStartParams"]["object-store-memory"]) <= size / 2
 
 
-def test_models_and_rows_are_where_the_configuration_looks() -> None:
+def test_models_and_rows_are_mounted_at_configured_paths() -> None:
     path = config("base").model.path
     for spec in groups(service("base")["spec"]["rayClusterConfig"]).values():
         mounts = spec["template"]["spec"]["containers"][0]["volumeMounts"]
@@ -253,7 +253,7 @@ def routes() -> set[str]:
 
 
 @pytest.mark.parametrize("template", PODS)
-def test_probes_ask_routes_that_there_are(template: Manifest) -> None:
+def test_probes_use_existing_routes(template: Manifest) -> None:
     of_ray = [Path(ray.__file__).parent / "dashboard" / name for name in ("modules", "consts.py")]
     sources = " ".join(
         path.read_text(encoding="utf-8")
@@ -318,8 +318,8 @@ def test_the_single_pods_command_is_one_that_the_command_line_takes() -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["tandem", "serve"]
     parser = Parser()
-    serve.add(parser.add_subparsers())
-    http = config_of(parser.parse_args(container["command"][1:])).http
+    serve.add_serve(parser.add_subparsers())
+    http = config_from_options(parser.parse_args(container["command"][1:])).http
     assert http.keys_file
     assert _secret_at(deployment["spec"]["template"], http.keys_file) == "tandem-keys"
     assert http.host == "0.0.0.0"
@@ -332,13 +332,13 @@ def _selects(selector: Manifest, template: Manifest) -> bool:
     return all(labels.get(name) == value for name, value in wanted.items())
 
 
-def test_only_the_ingress_port_is_open_to_everybody() -> None:
+def test_only_the_ingress_port_is_public() -> None:
     for name in (*SERVICES, "single"):
         policies = [one["spec"] for one in RENDERED[name] if one["kind"] == "NetworkPolicy"]
         for _, template in (each for each in pod_templates() if each[0].split(":")[0] == name):
-            mine = [spec for spec in policies if _selects(spec["podSelector"], template)]
-            assert any("Ingress" in spec["policyTypes"] for spec in mine), "others are refused"
-            rules = [rule for spec in mine for rule in spec.get("ingress", ())]
+            matching = [spec for spec in policies if _selects(spec["podSelector"], template)]
+            assert any("Ingress" in spec["policyTypes"] for spec in matching), "others are refused"
+            rules = [rule for spec in matching for rule in spec.get("ingress", ())]
             for rule in (rule for rule in rules if "from" not in rule):
                 assert [port["port"] for port in rule["ports"]] == [8000]
                 is_worker = template["metadata"]["labels"].get("ray.io/node-type") == "worker"

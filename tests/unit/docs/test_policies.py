@@ -15,13 +15,13 @@ import torch
 
 from contracts.plan import Order
 from contracts.requests import Caller, Priority
-from models.decoder.local import LocalModel
-from planner.findep.orders import Task, TaskStage
-from planner.policies.batching import Phase, SequenceView
-from planner.user.policy import load_policy
+from planner.scheduling.batching import Phase, SequenceView
+from planner.scheduling.task_order import Task, TaskStage
+from planner.scheduling.user_policy import load_policy
 from tests.architecture.support import ROOT
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import ThreadGroup, group_config, loop_of
+from tests.support.local_model import LocalModel
 from tests.unit.docs.test_adding import blocks_of, module_of
 
 PAGE = ROOT / "docs/policies.md"

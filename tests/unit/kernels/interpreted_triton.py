@@ -1,4 +1,5 @@
-"""The triton kernels on the CPU, by triton's interpreter: held against kernels/reference.py and
+"""The triton kernels on the CPU, by triton's interpreter: held against
+tests/support/kernel_reference.py and
 torch's own operations, in sizes that fill no block. Run by test_triton.py, in a process of its own:
 triton decides at its first import who runs its kernels.
 
@@ -14,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import experts, norm, reference, rope
+from kernels import experts, norm, rope
 from kernels import triton_kernels as fused
+from tests.support import kernel_reference as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # What a value of order 1 may be off: rounding where both round once, and a step more where an
@@ -61,7 +63,7 @@ def test_norm_and_turn(dtype: torch.dtype, T: int, H: int, d: int, with_norm: bo
     inv_freq = 0.5 ** torch.arange(d // 2)
     angles = positions_T[:, None, None] * inv_freq
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    found = fused.norm_and_turn(x_THd, weight_Hd, EPS, cos, sin)
+    found = fused.norm_and_rope(x_THd, weight_Hd, EPS, cos, sin)
     normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, EPS)
     close(found, rope.apply_rope(normed, cos, sin), dtype, 4.0)
     if dtype is torch.float32:
@@ -91,7 +93,7 @@ def test_the_gate_of_large_values_is_finite(dtype: torch.dtype) -> None:
 def test_rows(dtype: torch.dtype, N: int, D: int) -> None:
     x_TD = normal(4, D, dtype=dtype)
     rows_N = torch.randint(4, (N,), generator=torch.Generator().manual_seed(N))
-    assert torch.equal(fused.rows_of(x_TD, rows_N), x_TD[rows_N])
+    assert torch.equal(fused.gather_rows(x_TD, rows_N), x_TD[rows_N])
 
 
 @kinds
@@ -116,7 +118,7 @@ def test_sums_are_taken_in_order_of_choice(dtype: torch.dtype, T: int, K: int, D
     st.sampled_from([(3, 5), (17, 9), (8, 16), (260, 3), (5, 300)]),
     st.integers(0, 1000),
 )
-def test_experts_in_any_slots_give_what_the_reference_says(
+def test_slot_experts_equal_reference(
     dtype: torch.dtype, T: int, K: int, sizes: tuple[int, int], seed: int
 ) -> None:
     """Rows without a slot stay as they are; where an expert stands changes no bit."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import gpu_experts, passes, reference
+from kernels import fused_ops, gpu_experts
 from kernels.experts import ClampedGate
 from kernels.gpu_experts import Pairs, grouped_products, runs_on_gpu, single_products
 from kernels.linear import linears, plain_linears
@@ -16,6 +16,7 @@ from kernels.packed_attention import packed_part
 from kernels.rope import apply_rope
 from kernels.routing import local_index, softmax_top_k
 from kernels.rows import SequenceRows
+from tests.support import kernel_reference as reference
 
 CPU = torch.device("cpu")
 
@@ -106,13 +107,13 @@ def test_passes_are_torchs_own_operations_where_triton_has_no_gpu() -> None:
     weight_Hd, angles = x_THd[0, 1:], torch.randn(5, 1, 4, generator=generator)
     turn = angles.cos(), angles.sin()
     expected = apply_rope(rms_norm(x_THd[:, 1:], weight_Hd, 1e-6), *turn)
-    assert torch.equal(passes.norm_and_turn(x_THd[:, 1:], weight_Hd, 1e-6, *turn), expected)
+    assert torch.equal(fused_ops.norm_and_rope(x_THd[:, 1:], weight_Hd, 1e-6, *turn), expected)
     expected = apply_rope(x_THd, *turn)
-    assert torch.equal(passes.norm_and_turn(x_THd, None, 1e-6, *turn), expected)
+    assert torch.equal(fused_ops.norm_and_rope(x_THd, None, 1e-6, *turn), expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_fused_kernels_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
-    passes._triton_kernels.cache_clear()
-    assert passes._triton_kernels() is None
+def test_missing_fused_kernels_are_logged_with_reason(caplog: pytest.LogCaptureFixture) -> None:
+    fused_ops._triton_kernels.cache_clear()
+    assert fused_ops._triton_kernels() is None
     assert "fused_kernels_off reason=" in caplog.text

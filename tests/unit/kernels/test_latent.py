@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kernels import latent_attention
 from kernels.attention import plan_attention
 from kernels.latent_attention import LatentUp, ragged_latent_attention
-from kernels.reference import latent_attention_reference
 from kernels.rows import SequenceRows
+from tests.support.kernel_reference import latent_attention_reference
 
 
 @pytest.mark.parametrize(

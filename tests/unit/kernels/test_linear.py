@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import Linear, PlainLinear, is_packed, linear, linears
+from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -19,7 +19,7 @@ def test_a_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
     x, weight = (torch.randn(rows, K, generator=generator) for rows in (T, N))
     bias = torch.randn(N, generator=generator) if biased else None
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
-    out = Linear(weight, bias)(x)
+    out = PackedLinear(weight, bias)(x)
     assert out.dtype is torch.float32
     torch.testing.assert_close(out.double(), expected, atol=3e-5, rtol=1e-5)
 
@@ -28,7 +28,7 @@ def test_a_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
 def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 96, generator=generator).to(dtype)
-    layer = Linear(torch.randn(130, 96, generator=generator).to(dtype))
+    layer = PackedLinear(torch.randn(130, 96, generator=generator).to(dtype))
     whole = layer(x)
     for rows in (1, 2, 3, 7, 16, 33, 128):
         assert torch.equal(layer(x[:rows]), whole[:rows]), rows
@@ -42,7 +42,7 @@ def test_a_weight_that_stays_as_it_is_gives_the_bits_of_a_reordered_one(
     generator = torch.Generator().manual_seed(N + K)
     x = torch.randn(80, K, generator=generator).to(dtype)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((N, K), (N,)))
-    packed, plain = Linear(weight, bias), PlainLinear(weight, bias)
+    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
     for rows in (0, 1, 2, 3, 7, 17, 33, 80):
         assert torch.equal(plain(x[:rows]), packed(x[:rows])), rows
 
@@ -54,7 +54,7 @@ def test_a_packed_weight_takes_the_bytes_of_another(dtype: torch.dtype, N: int, 
         pytest.skip(f"this processor has no layout of its own for {dtype}")
     generator = torch.Generator().manual_seed(N + K)
     x, weight, other = (torch.randn(rows, K, generator=generator).to(dtype) for rows in (80, N, N))
-    expected, layer = Linear(weight), Linear(other)
+    expected, layer = PackedLinear(weight), PackedLinear(other)
     assert layer.layout == expected.layout
     layer.memory.copy_(expected.memory)
     for rows in (1, 3, 80):
@@ -69,7 +69,7 @@ def test_a_weight_used_once_gives_the_bits_of_one_that_stays(dtype: torch.dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 96, generator=generator).to(dtype)
     weight = torch.randn(130, 96, generator=generator).to(dtype)
-    assert torch.equal(linear(x, weight), Linear(weight)(x))
+    assert torch.equal(linear(x, weight), PackedLinear(weight)(x))
 
 
 def test_each_expert_has_its_own_weight_and_bias() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
-from kernels.reference import dequantize_fp8_reference, dequantize_mxfp4_reference
+from tests.support.kernel_reference import dequantize_fp8_reference, dequantize_mxfp4_reference
 
 
 @pytest.mark.parametrize(("R", "C"), [(3, 5), (128, 256), (130, 129), (257, 60)])

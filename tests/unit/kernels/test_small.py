@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import experts, reference
+from kernels import experts
 from kernels.experts import grouped_experts, swiglu
-from kernels.linear import Linear, linears
+from kernels.linear import PackedLinear, linears
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
 from kernels.routing import (
@@ -20,6 +20,7 @@ from kernels.routing import (
     softmax_top_k,
 )
 from models.spec.rope_spec import RopeSpec
+from tests.support import kernel_reference as reference
 
 
 def test_rms_norm_equals_the_reference() -> None:
@@ -215,5 +216,5 @@ def test_a_dense_mlp_is_one_expert_with_weight_one() -> None:
     gate_up, down = (torch.randn(*s, generator=generator) for s in ((10, 6), (6, 5)))
     pairs = [(row, 0, 1.0) for row in range(3)]
     expected = reference.experts_reference(x, gate_up[None], down[None], pairs)
-    out = swiglu(x, Linear(gate_up), Linear(down))
+    out = swiglu(x, PackedLinear(gate_up), PackedLinear(down))
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)

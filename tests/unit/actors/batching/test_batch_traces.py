@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from actors.batching.batch_traces import WRITTEN_AFTER_S, BatchTraces
+from actors.batching.batch_traces import FLUSH_AFTER_S, BatchTraces
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.telemetry.timeline import Timeline
@@ -58,7 +58,7 @@ def test_a_ring_of_none_keeps_nothing() -> None:
     assert timeline.since("attention-0", 0.0).batches == []
 
 
-def test_a_request_whose_sequences_end_has_one_line_and_soon(
+def test_ended_request_is_logged_once_and_soon(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = ManualClock(1.0)
@@ -68,7 +68,7 @@ def test_a_request_whose_sequences_end_has_one_line_and_soon(
         traces.completed(batch(1, *ended, sequence(4, "")))
         traces.stepped()
         assert not caplog.records
-        clock.advance(2 * WRITTEN_AFTER_S)
+        clock.advance(2 * FLUSH_AFTER_S)
         traces.stepped()
         traces.stepped()
     (record,) = caplog.records

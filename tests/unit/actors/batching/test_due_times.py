@@ -30,7 +30,7 @@ def batch(priority: Priority, sequences: Iterable[Sequence]) -> ScheduledBatch:
     return ScheduledBatch(0, priority, [Chunk(s, 0, 1, frozenset()) for s in sequences])
 
 
-def test_the_first_token_is_due_by_when_the_request_came_to_the_ingress() -> None:
+def test_first_token_is_due_from_ingress_arrival() -> None:
     times = DueTimes(CONFIG, ManualClock(100.0))
     late = sequence(Priority.LS, waited_s=0.75)
     times.accepted(late)

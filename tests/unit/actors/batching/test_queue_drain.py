@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from actors.batching.admission import Admission
+from actors.batching.admission import RankAdmission
 from actors.batching.queue_drain import QueueDrain
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
@@ -16,7 +16,7 @@ from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Failed, Submit
 from contracts.requests import Caller, Priority, Sampling
-from planner.policies.drain import SHORTEST_S
+from planner.scheduling.drain_rate import SHORTEST_S
 
 BLOCK = 16
 
@@ -29,10 +29,12 @@ class Rank:
         limits = ScheduleConfig(max_batch_sequences=4, max_batch_tokens=64)
         self.scheduler = Scheduler(limits, BlockManager(64, prefix_cache=False))
         self.drain = QueueDrain(self.scheduler, lambda: self.now_s)
-        self.admission = Admission("rank", 100, 100, 1024, max_waiting, self.drain.retry_after_s)
+        self.admission = RankAdmission(
+            "rank", 100, 100, 1024, max_waiting, self.drain.retry_after_s
+        )
         self._numbers = itertools.count()
 
-    def ask(self, priority: Priority = Priority.LS) -> float | None:
+    def retry_after_s(self, priority: Priority = Priority.LS) -> float | None:
         """After how many seconds to come again; None: it waits now."""
         number = next(self._numbers)
         submit = Submit(
@@ -62,15 +64,15 @@ class Rank:
             self.scheduler.complete(batch)
 
 
-def test_it_is_the_excess_over_how_fast_sequences_have_begun() -> None:
+def test_retry_after_is_excess_over_start_rate() -> None:
     rank = Rank(max_waiting=40)
-    assert [rank.ask() for _ in range(40)] == [None] * 40
-    assert rank.ask() == SHORTEST_S, "nothing is known yet"
+    assert [rank.retry_after_s() for _ in range(40)] == [None] * 40
+    assert rank.retry_after_s() == SHORTEST_S, "nothing is known yet"
     rank.run(6, seconds_each=2.0)  # four of them, every two seconds
     for _ in range(24):
-        rank.ask()
-    told = rank.ask()
-    assert told == SHORTEST_S, "one too many: in half a second there is a place"
+        rank.retry_after_s()
+    retry_s = rank.retry_after_s()
+    assert retry_s == SHORTEST_S, "one too many: in half a second there is a place"
     rate = rank.drain._rates[Priority.LS].per_second(rank.now_s)
     assert rate is not None
     assert rate == pytest.approx(2.0, rel=0.4)
@@ -78,7 +80,7 @@ def test_it_is_the_excess_over_how_fast_sequences_have_begun() -> None:
     assert rank.drain.retry_after_s(Priority.BE, 100) == SHORTEST_S, "of a class that has not run"
 
 
-def test_a_client_hears_of_it_whichever_way_it_goes() -> None:
+def test_client_receives_retry_after_on_both_paths() -> None:
     failed = Failed(7, OverloadError.code, "rank: full", 429, 12.5)
     error = failure_of(failed)
     assert isinstance(error, OverloadError)

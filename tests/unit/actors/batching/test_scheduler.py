@@ -15,24 +15,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.batching.admission import Admission
-from actors.batching.batch_room import SHARED_BATCHES
+from actors.batching.admission import RankAdmission
+from actors.batching.batch_budget import SHARED_BATCHES
+from actors.batching.batch_forecast import MAX_HASHED_BLOCKS, MAX_MATCHED_BLOCKS
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
-from actors.batching.upcoming import HASHED_BLOCKS, LOOKED_AT_BLOCKS
 from actors.kv.block_manager import BlockManager
 from contracts.block_hash import chain_hashes
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Caller, Priority, Sampling
-from planner.policies.batching import ALL, APART, BEST_EFFORT_STARTS, BOTH_DECODE, Form
+from planner.scheduling.batching import ALL, ALL_DECODES, BEST_EFFORT_STARTS, SEPARATE_BATCHES, Form
 
 BLOCK = 4
 POOL_BLOCKS = 10
 POOL_TOKENS = BLOCK * POOL_BLOCKS
-NOBODY = Caller()
+ANONYMOUS = Caller()
 
 
 class Simulation:
@@ -66,7 +66,7 @@ class Simulation:
         max_tokens: int = 0,
         priority: Priority = Priority.LS,
         score_from: int | None = None,
-        caller: Caller = NOBODY,
+        caller: Caller = ANONYMOUS,
     ) -> Sequence:
         """max_tokens 0: a scoring."""
         sampling = Sampling(max_tokens=max_tokens) if max_tokens else None
@@ -199,7 +199,7 @@ class Batching(RuleBasedStateMachine):
         max_tokens=st.integers(0, 8),
         priority=priorities,
         score=st.booleans(),
-        whose=st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 2)),
+        owner_key=st.tuples(st.sampled_from([b"", b"a", b"b"]), st.integers(0, 2)),
     )
     def arrive(
         self,
@@ -207,10 +207,10 @@ class Batching(RuleBasedStateMachine):
         max_tokens: int,
         priority: Priority,
         score: bool,
-        whose: tuple[bytes, int],
+        owner_key: tuple[bytes, int],
     ) -> None:
         score_from = 1 + len(prompt) // 2 if score and not max_tokens and len(prompt) > 1 else None
-        caller = Caller(*whose)
+        caller = Caller(*owner_key)
         self.added.append(self.sim.add(prompt, max_tokens, priority, score_from, caller))
 
     @precondition(lambda self: self.sim.running is None)
@@ -288,7 +288,7 @@ def test_a_sequence_that_is_longer_than_the_free_pool_waits_and_then_runs() -> N
     assert sim.scheduler.requeued_total == 0
 
 
-def test_nobody_slips_past_a_sequence_that_waits_for_room() -> None:
+def test_waiting_sequence_is_not_overtaken() -> None:
     sim = Simulation(max_batch_tokens=100)
     first = sim.add(range(24), 4)
     sim.start()
@@ -339,7 +339,7 @@ def test_best_effort_work_gives_way_to_an_idle_prompt_of_the_better_class() -> N
     assert not decodes.block_table
 
 
-def test_a_scoring_that_begins_again_has_scored_nothing_yet() -> None:
+def test_restarted_scoring_has_no_scores() -> None:
     """Each token would be told twice (FINDINGS B18: a planted bug survived)."""
     decodes, prompted = decoding_beside_a_prompt(Priority.LS, Priority.BE)
     assert decodes.block_table
@@ -510,12 +510,12 @@ def test_beside_others_a_request_has_a_share_of_a_batch_and_then_all_of_it_again
 
 def test_all_sequences_of_a_request_go_on_while_it_has_a_share() -> None:
     sim = crowded()
-    begun = [s for s in sim.scheduler.sequences if s.generated]
-    before = [s.generated for s in begun]
+    started = [s for s in sim.scheduler.sequences if s.generated]
+    before = [s.generated for s in started]
     for turn in range(8):
         sim.add([7, turn], 1, caller=Caller(b"b", 2 + turn))
         sim.step()
-    assert [s.generated - b for s, b in zip(begun, before, strict=True)] == [2] * 8
+    assert [s.generated - b for s, b in zip(started, before, strict=True)] == [2] * 8
 
 
 def test_a_long_prompt_leaves_others_their_part_of_a_batch() -> None:
@@ -560,7 +560,7 @@ def test_a_request_that_holds_all_blocks_gives_way_and_both_end() -> None:
 def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> None:
     """FINDINGS A6: a rank whose queue one request has filled takes the first of another one's."""
     sim = Simulation()
-    admission = Admission("rank", 100, 100, POOL_TOKENS, max_waiting=4)
+    admission = RankAdmission("rank", 100, 100, POOL_TOKENS, max_waiting=4)
 
     ids = itertools.count()
 
@@ -579,11 +579,11 @@ def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> 
     assert admitted(1, Caller(b"b", 2), 3) == 1
     assert admitted(2, HOG, 3) == 1, "another client's request of the same number is another one"
     assert [admitted(3, Caller(b"", n), 1) for n in range(4)] == [1, 1, 0, 0], "8 in all"
-    begun = Submit(request_id=99, token_ids=[1, 2], sampling=Sampling(max_tokens=2), generated=1)
-    admission.check(4, begun, sim.scheduler)  # elsewhere, and let in there
+    started = Submit(request_id=99, token_ids=[1, 2], sampling=Sampling(max_tokens=2), generated=1)
+    admission.check(4, started, sim.scheduler)  # elsewhere, and let in there
 
 
-def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_blocks(
+def test_forecast_hashes_and_matches_a_bounded_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """FINDINGS B14: 256 long prompts, of which blocks hold all but the end."""
@@ -593,7 +593,7 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
     for number in range(256):
         sim.add([*[1] * 7990, number])
     hashed: list[int] = []
-    looked: list[int] = []
+    matched: list[int] = []
 
     def counted(tokens: list[int], block: int, *, known: SequenceOf[bytes], salt: bytes) -> Any:
         hashed.append(len(tokens) // block - len(known))
@@ -601,15 +601,15 @@ def test_a_guess_at_the_next_batch_hashes_and_looks_at_a_bounded_number_of_block
 
     match = sim.blocks.match
 
-    def looked_at(hashes: SequenceOf[bytes], *, batch: Any) -> Any:
-        looked.append(len(hashes))
+    def counted_match(hashes: SequenceOf[bytes], *, batch: Any) -> Any:
+        matched.append(len(hashes))
         return match(hashes, batch=batch)
 
     monkeypatch.setattr("actors.batching.sequence.chain_hashes", counted)
-    monkeypatch.setattr(sim.blocks, "match", looked_at)
+    monkeypatch.setattr(sim.blocks, "match", counted_match)
     [spans] = sim.scheduler.upcoming()
-    assert sum(hashed) <= HASHED_BLOCKS
-    assert sum(looked) <= LOOKED_AT_BLOCKS
+    assert sum(hashed) <= MAX_HASHED_BLOCKS
+    assert sum(matched) <= MAX_MATCHED_BLOCKS
     assert spans[0][0] > 0, "what was looked at counts"
     assert sum(stop - start for start, stop in spans) == 4096
 
@@ -627,7 +627,7 @@ def test_in_a_mixed_batch_a_best_effort_prompt_under_way_leaves_its_tokens_to_ls
     assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [(ls, 6), (long, 2)]
 
 
-def test_a_batch_that_runs_to_its_completion_lets_nobody_join() -> None:
+def test_run_to_completion_batch_admits_no_sequence() -> None:
     simulation = Simulation(max_batch_tokens=64)
     simulation.add([1, 2, 3], max_tokens=5)
     first = simulation.scheduler.next_batch()
@@ -640,14 +640,14 @@ def test_a_batch_that_runs_to_its_completion_lets_nobody_join() -> None:
     assert len(alone.chunks) == 1
 
 
-def test_as_many_begin_as_the_form_says_and_the_others_in_the_next_batch() -> None:
+def test_form_limits_starts_per_batch() -> None:
     simulation = Simulation(max_batch_tokens=64, max_batch_sequences=16)
     for number in range(5):
         simulation.add([10 * number, 1], priority=Priority.BE)
-    for begun in (2, 2, 1):
+    for started in (2, 2, 1):
         batch = simulation.scheduler.next_batch(Form((Priority.BE,), starts=2))
         assert batch is not None
-        assert len(batch.chunks) == begun
+        assert len(batch.chunks) == started
 
 
 def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit() -> None:
@@ -680,7 +680,7 @@ def test_of_two_classes_the_batches_that_come_next_are_guessed_one_by_one() -> N
     sim.add(range(20, 30), 8, Priority.LS)
     for number in range(100, 101 + BEST_EFFORT_STARTS):
         sim.add([number], 8, Priority.BE)
-    decodes, ls_prompts, be_prompts = sim.scheduler.upcoming(APART)
+    decodes, ls_prompts, be_prompts = sim.scheduler.upcoming(SEPARATE_BATCHES)
     assert decodes == [(4, 5), (4, 5)]
     assert ls_prompts == [(0, 10)]
     assert be_prompts == [(0, 1)] * BEST_EFFORT_STARTS
@@ -694,6 +694,6 @@ def test_decodes_of_ls_come_before_those_of_be_that_began_earlier() -> None:
     ls = sim.add([3], 8)
     sim.start(Form((Priority.LS,)))
     sim.finish()
-    batch = sim.start(BOTH_DECODE)
+    batch = sim.start(ALL_DECODES)
     assert batch is not None
     assert [chunk.sequence for chunk in batch.chunks] == [ls, be[0]]

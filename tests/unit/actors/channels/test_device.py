@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Endpoint, Packet, Part, PeerJoined, PeerLost
+from actors.channels.base import Endpoint, Packet, PeerJoined, PeerLost, TensorSpec
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.link import Views
@@ -287,7 +287,7 @@ def test_a_packet_is_there_when_all_of_it_has_come_and_waits_for_none_of_another
             10.0,
             0.002,
         )
-        assert not link.has_come
+        assert not link.has_arrived
         assert not right.poll(0.01)
         FakeEvent.reached = True
         ls, *be = wait_for(right, Packet, 3)
@@ -296,7 +296,7 @@ def test_a_packet_is_there_when_all_of_it_has_come_and_waits_for_none_of_another
             sent = [raw_bytes(t) for t in payload(packet.header.batch)]
             assert [raw_bytes(t) for t in packet.tensors] == sent
             packet.release()
-        assert not link.coming
+        assert not link.has_incoming
 
 
 def test_what_a_lost_peer_has_half_sent_is_no_packet(
@@ -307,7 +307,7 @@ def test_what_a_lost_peer_has_half_sent_is_no_packet(
         FakeEvent.reached = False
         send(left, "right", payload(0), header(0))
         link = right._links["left"]  # type: ignore[attr-defined]
-        wait_until(lambda: not right.poll(0) and link.coming, "no header", 10.0, 0.002)
+        wait_until(lambda: not right.poll(0) and link.has_incoming, "no header", 10.0, 0.002)
         left.close()
         ends = lambda communicator: setattr(FakeEvent, "reached", True)  # noqa: E731
         monkeypatch.setattr(FakeCommunicator, "abort", ends)
@@ -316,7 +316,7 @@ def test_what_a_lost_peer_has_half_sent_is_no_packet(
         assert not right.poll(0.01)
 
 
-def test_whoever_takes_a_lost_ranks_place_has_communicators_of_its_own(
+def test_replacement_rank_creates_its_own_communicators(
     fake_nccl: FakeNccl,
 ) -> None:
     """Those of the ranks that stay with each other go on."""
@@ -365,14 +365,14 @@ def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
         assert len(sending) == 3
         FakeEvent.reached = True
         wait_for(right, Packet, 3)
-        left.reserve("right", [Part("int8", (1,))])
+        left.reserve("right", [TensorSpec("int8", (1,))])
         assert not sending
 
 
 def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, _):
         fake_nccl.broken = True
-        left._tended_s = float("-inf")  # type: ignore[attr-defined]
+        left._maintained_s = float("-inf")  # type: ignore[attr-defined]
         (lost,) = left.poll(0)
         assert isinstance(lost, PeerLost)
         assert "unhandled system error" in str(lost.error)
@@ -400,7 +400,7 @@ def test_a_communicator_that_does_not_come_up_is_an_error_with_the_peers_name() 
     gate.put(None)
 
 
-def test_a_machine_without_cupy_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_error_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(name: str) -> Any:
         raise ImportError(name)
 

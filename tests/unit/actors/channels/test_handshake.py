@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from actors.channels import gate, handshake
+from actors.channels import handshake, pending_handshakes
 from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import Identity, Remote
@@ -41,7 +41,7 @@ def greet(
     right: Identity = RIGHT,
     *,
     to: str | None = "right",
-    answer: handshake.Answer | None = None,
+    answer: handshake.AcceptHandler | None = None,
 ) -> tuple[Remote | HandshakeError, Remote | HandshakeError]:
     """What the initiator and the acceptor got."""
     a, b = socket.socketpair()
@@ -54,14 +54,14 @@ def greet(
 
         thread = threading.Thread(target=accept)
         thread.start()
-        mine = outcome(
+        initiator_result = outcome(
             lambda: handshake.initiate(
                 a, left, purpose="test", to=to, extra=b"\x00more", deadline_s=5.0
             )
         )
         a.close()
         thread.join(10)
-        return mine, got[0]
+        return initiator_result, got[0]
 
 
 def outcome(call: Callable[[], Remote]) -> Remote | HandshakeError:
@@ -71,55 +71,55 @@ def outcome(call: Callable[[], Remote]) -> Remote | HandshakeError:
         return error
 
 
-def test_both_sides_learn_who_the_other_is_and_what_it_brought() -> None:
-    mine, theirs = greet(answer=lambda remote: b"for " + remote.name.encode())
-    assert mine == Remote(name="right", epoch=3, purpose="test", extra=b"for left")
-    assert theirs == Remote(name="left", epoch=3, purpose="test", extra=b"\x00more")
+def test_both_sides_receive_the_identity_and_extra_of_the_other() -> None:
+    initiator_result, acceptor_result = greet(answer=lambda remote: b"for " + remote.name.encode())
+    assert initiator_result == Remote(name="right", epoch=3, purpose="test", extra=b"for left")
+    assert acceptor_result == Remote(name="left", epoch=3, purpose="test", extra=b"\x00more")
 
 
 def test_a_wrong_token_is_refused_by_both_sides() -> None:
-    mine, theirs = greet(Identity(name="left", token=b"guess", epoch=3))
-    assert isinstance(mine, HandshakeError)
-    assert isinstance(theirs, HandshakeError)
-    assert "wrong token" in str(theirs)
+    initiator_result, acceptor_result = greet(Identity(name="left", token=b"guess", epoch=3))
+    assert isinstance(initiator_result, HandshakeError)
+    assert isinstance(acceptor_result, HandshakeError)
+    assert "wrong token" in str(acceptor_result)
 
 
 def test_a_rank_does_not_take_one_that_has_no_epoch() -> None:
-    mine, theirs = greet(Identity(name="left", token=TOKEN, epoch=None))
-    assert "epoch None, right is at epoch 3" in str(mine)
-    assert isinstance(theirs, HandshakeError)
+    initiator_result, acceptor_result = greet(Identity(name="left", token=TOKEN, epoch=None))
+    assert "epoch None, right is at epoch 3" in str(initiator_result)
+    assert isinstance(acceptor_result, HandshakeError)
 
 
 def test_what_epoch_the_other_is_at_is_for_the_answer_to_judge() -> None:
-    mine, theirs = greet(Identity(name="left", token=TOKEN, epoch=4))
-    assert isinstance(mine, Remote)
-    assert isinstance(theirs, Remote)
-    assert theirs.epoch == 4
+    initiator_result, acceptor_result = greet(Identity(name="left", token=TOKEN, epoch=4))
+    assert isinstance(initiator_result, Remote)
+    assert isinstance(acceptor_result, Remote)
+    assert acceptor_result.epoch == 4
 
 
 def test_connections_without_an_epoch_join_each_other() -> None:
-    mine, theirs = greet(
+    initiator_result, acceptor_result = greet(
         Identity(name="ingress", token=TOKEN, epoch=None),
         Identity(name="right", token=TOKEN, epoch=None),
         to=None,
     )
-    assert isinstance(mine, Remote)
-    assert isinstance(theirs, Remote)
+    assert isinstance(initiator_result, Remote)
+    assert isinstance(acceptor_result, Remote)
 
 
 def test_reaching_someone_else_than_expected_is_refused() -> None:
-    mine, theirs = greet(to="attention-7")
-    assert "looks for attention-7, this is right" in str(mine)
-    assert isinstance(theirs, HandshakeError)
+    initiator_result, acceptor_result = greet(to="attention-7")
+    assert "looks for attention-7, this is right" in str(initiator_result)
+    assert isinstance(acceptor_result, HandshakeError)
 
 
 def test_the_acceptor_may_refuse_with_a_reason() -> None:
     def full(remote: Remote) -> bytes:
         raise HandshakeError(f"no room for {remote.name}")
 
-    mine, theirs = greet(answer=full)
-    assert "no room for left" in str(mine)
-    assert "no room for left" in str(theirs)
+    initiator_result, acceptor_result = greet(answer=full)
+    assert "no room for left" in str(initiator_result)
+    assert "no room for left" in str(acceptor_result)
 
 
 def test_an_acceptor_without_the_token_cannot_pose_as_one() -> None:
@@ -226,8 +226,12 @@ def test_the_asyncio_sides_speak_the_same_handshake() -> None:
                 writer.close()
                 await writer.wait_closed()
 
-    mine, theirs = asyncio.run(run())
-    assert (mine.name, theirs.name, theirs.purpose) == ("right", "left", "requests")
+    initiator_result, acceptor_result = asyncio.run(run())
+    assert (initiator_result.name, acceptor_result.name, acceptor_result.purpose) == (
+        "right",
+        "left",
+        "requests",
+    )
 
 
 @pytest.mark.parametrize("first", [*FIRST_FRAMES.values(), b""], ids=[*FIRST_FRAMES, "silence"])
@@ -280,11 +284,11 @@ def test_strangers_neither_get_in_nor_get_in_the_way(backend: str, first: bytes)
 def test_more_silent_strangers_than_handshakes_only_delay_a_peer(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 0.3)
     right, left = endpoint("right", backend), endpoint("left", backend)
     try:
         address = right.listen()
-        with strangers(address, b"", gate.MAX_UNPROVEN + 8):
+        with strangers(address, b"", pending_handshakes.MAX_UNPROVEN + 8):
             left.connect("right", address)
             wait_for(right, PeerJoined)
             exchange(left, right)
@@ -310,19 +314,19 @@ def test_a_peer_with_the_wrong_token_is_refused_while_work_goes_on(backend: str)
             end.close()
 
 
-def test_a_peer_with_another_placement_of_experts_is_refused_and_told_both() -> None:
+def test_placement_mismatch_is_refused_with_both_digests() -> None:
     right = endpoint("right", "tcp", placement="1a2b")
     left = endpoint("left", "tcp", placement="3c4d")
-    said = "right refused left: it has its experts placed as 3c4d, here they are as 1a2b: launch"
+    refusal = "right refused left: it has its experts placed as 3c4d, here they are as 1a2b: launch"
     try:
-        with pytest.raises(HandshakeError, match=said):
+        with pytest.raises(HandshakeError, match=refusal):
             left.connect("right", right.listen())
     finally:
         left.close()
         right.close()
 
 
-def test_a_peer_with_another_backend_is_told_so() -> None:
+def test_backend_mismatch_is_refused_with_both_names() -> None:
     right, left = endpoint("right", "tcp"), endpoint("left", "shm")
     try:
         with pytest.raises(HandshakeError, match="backend shm, right uses tcp"):
@@ -337,7 +341,7 @@ def test_closing_does_not_wait_for_silent_strangers() -> None:
     with strangers(right.listen(), b"", 5):
         started_s = monotonic_s()
         right.close()
-        assert monotonic_s() - started_s < gate.HANDSHAKE_S
+        assert monotonic_s() - started_s < pending_handshakes.HANDSHAKE_S
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from actors.channels.base import (
+    ChannelEvent,
     Endpoint,
-    Happening,
     Header,
-    Kind,
     Packet,
-    Part,
+    PacketKind,
     PeerJoined,
     PeerLost,
+    TensorSpec,
 )
 from contracts.errors import (
     ChannelError,
@@ -73,7 +73,7 @@ def test_a_payload_without_any_token_is_still_a_packet(backend: str) -> None:
 
 
 def test_a_header_arrives_as_it_was_sent(backend: str) -> None:
-    head = Header(Kind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25, 2**33)
+    head = Header(PacketKind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25, 2**33)
     with linked(backend) as (left, right):
         send(left, "right", [torch.ones(2)], head)
         packet = first_packet(right)
@@ -140,10 +140,10 @@ def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:
         for number in range(10):
             send(left, "right", [torch.full((100,), number)], header(number))
         left.close()
-        happenings: list[Happening] = []
-        while not happenings or not isinstance(happenings[-1], PeerLost):
-            happenings += right.poll(5.0)
-        *packets, lost = happenings
+        channel_events: list[ChannelEvent] = []
+        while not channel_events or not isinstance(channel_events[-1], PeerLost):
+            channel_events += right.poll(5.0)
+        *packets, lost = channel_events
         assert [p.header.batch for p in packets if isinstance(p, Packet)] == list(range(10))
         assert isinstance(lost, PeerLost)
         assert isinstance(lost.error, PeerDeadError)
@@ -168,10 +168,10 @@ def test_a_later_epoch_takes_the_place_of_the_one_before_which_is_refused_then(
         lefts[0].connect("right", address)
         assert wait_for(right, PeerJoined) == [PeerJoined("left")]
         lefts[1].connect("right", address)
-        happenings: list[Happening] = []
-        while len(happenings) < 2:
-            happenings += right.poll(10.0)
-        lost, joined = happenings
+        channel_events: list[ChannelEvent] = []
+        while len(channel_events) < 2:
+            channel_events += right.poll(10.0)
+        lost, joined = channel_events
         assert isinstance(lost, PeerLost)
         assert (lost.epoch, "replaced" in lost.error.message) == (1, True)
         assert joined == PeerJoined("left")
@@ -203,7 +203,7 @@ def test_an_acceptor_of_an_epoch_that_has_been_replaced_is_not_joined(backend: s
             each.close()
 
 
-def test_a_peer_that_is_joined_from_another_thread_is_told_by_poll(backend: str) -> None:
+def test_poll_reports_a_peer_joined_from_another_thread(backend: str) -> None:
     left, right = endpoint("left", backend), endpoint("right", backend)
     try:
         address = right.listen()
@@ -250,11 +250,11 @@ def test_a_lost_peer_may_join_again(backend: str) -> None:
         right.close()
 
 
-def test_connecting_to_nobody_is_an_error_within_the_deadline(backend: str) -> None:
+def test_connect_to_unused_address_fails_within_the_deadline(backend: str) -> None:
     gone = endpoint("gone", backend)
     address = gone.listen()
     gone.close()
-    left = endpoint("left", backend, deadline_s=2.0)
+    left = endpoint("left", backend, connect_timeout_s=2.0)
     try:
         with pytest.raises(ChannelError, match="cannot connect"):
             left.connect("gone", address)
@@ -328,7 +328,7 @@ def test_a_frame_that_makes_no_sense_loses_that_peer_only(backend: str) -> None:
 
 def test_an_unknown_dtype_from_a_peer_is_its_loss_not_ours(backend: str) -> None:
     with linked(backend) as (left, right):
-        reservation = left.reserve("right", [Part("int32", (4,))])
+        reservation = left.reserve("right", [TensorSpec("int32", (4,))])
         parts = tuple(msgspec.structs.replace(p, dtype="Tensor") for p in reservation.parts)  # type: ignore[attr-defined]
         reservation.parts = parts  # type: ignore[attr-defined]
         left.commit(reservation, header())
@@ -337,7 +337,7 @@ def test_an_unknown_dtype_from_a_peer_is_its_loss_not_ours(backend: str) -> None
 
 def _address(end: Endpoint) -> str:
     """Of an endpoint that listens already."""
-    listener = end._joiner._listener  # type: ignore[attr-defined]
+    listener = end._link_setup._listener  # type: ignore[attr-defined]
     name = listener._sock.getsockname()
     if isinstance(name, bytes):
         return "unix:@" + name[1:].decode()

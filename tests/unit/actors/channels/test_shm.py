@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from actors.channels.base import Packet, Part
+from actors.channels.base import Packet, TensorSpec
 from actors.channels.segments import IDLE_S, check_memfd, create_memfd
 from contracts.clock import ManualClock
 from contracts.errors import ChannelError
@@ -32,7 +32,7 @@ def segments() -> int:
 
 def test_sender_and_receiver_see_the_same_pages() -> None:
     with linked("shm") as (left, right):
-        reservation = left.reserve("right", [Part("int64", (1000,))])
+        reservation = left.reserve("right", [TensorSpec("int64", (1000,))])
         written = reservation.tensors[0]
         written.fill_(1)
         left.commit(reservation, header())
@@ -44,7 +44,7 @@ def test_sender_and_receiver_see_the_same_pages() -> None:
 
 def test_every_tensor_starts_at_a_cache_line() -> None:
     with linked("shm") as (left, right):
-        parts = [Part("uint8", (n,)) for n in (1, 63, 64, 65, 7)]
+        parts = [TensorSpec("uint8", (n,)) for n in (1, 63, 64, 65, 7)]
         left.commit(left.reserve("right", parts), header())
         packet = first_packet(right)
         assert all(tensor.data_ptr() % 64 == 0 for tensor in packet.tensors)
@@ -122,7 +122,7 @@ def test_memory_that_the_machine_does_not_have_is_an_error_with_numbers() -> Non
         linked("shm") as (left, _),
         pytest.raises(ChannelError, match=r"segment of \d+ bytes exceeds .*segment_bytes"),
     ):
-        left.reserve("right", [Part("uint8", (1 << 50,))])
+        left.reserve("right", [TensorSpec("uint8", (1 << 50,))])
 
 
 def test_a_segment_cannot_shrink_under_the_other_side() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.channels.base import Part
+from actors.channels.base import TensorSpec
 from actors.channels.buffers import BufferPool
 from contracts.errors import ChannelError
 from tests.support.channels_support import (
@@ -30,20 +30,20 @@ def test_the_payload_is_received_straight_into_reused_memory() -> None:
         assert len(pointers) == 1
 
 
-def test_a_buffer_is_at_least_as_large_as_asked_and_at_most_a_third_larger() -> None:
+def test_buffer_is_at_least_the_requested_size_and_at_most_half_larger() -> None:
     pool = BufferPool()
     for num_bytes in (0, 1, 4096, 4097, 6144, 6145, 100_000, 1 << 20, (1 << 20) + 1):
-        size = pool.take(num_bytes).num_bytes
+        size = pool.acquire(num_bytes).num_bytes
         assert max(num_bytes, 4096) <= size <= max(4096, num_bytes * 3 / 2)
 
 
 def test_the_pool_keeps_a_bounded_number_of_idle_bytes() -> None:
     pool = BufferPool()
-    buffers = [pool.take(48 << 20) for _ in range(3)]
+    buffers = [pool.acquire(48 << 20) for _ in range(3)]
     for buffer in buffers:
-        pool.give(buffer)
-    assert pool.take(48 << 20) is buffers[0]
-    assert pool.take(48 << 20) not in buffers
+        pool.release(buffer)
+    assert pool.acquire(48 << 20) is buffers[0]
+    assert pool.acquire(48 << 20) not in buffers
 
 
 def test_listening_on_a_foreign_address_is_an_error_that_names_it() -> None:
@@ -60,7 +60,7 @@ def test_listening_on_a_foreign_address_is_an_error_that_names_it() -> None:
 
 def test_a_committed_reservation_may_not_be_used_any_more() -> None:
     with linked("tcp") as (left, right):
-        reservation = left.reserve("right", [Part("int32", (4,))])
+        reservation = left.reserve("right", [TensorSpec("int32", (4,))])
         left.commit(reservation, header())
         assert reservation.tensors == ()
         first_packet(right).release()

@@ -15,11 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.channels import line_depth
-from actors.channels.base import Packet, Part
-from actors.channels.line_depth import FIRST_BYTES
-from actors.channels.link import Joint
-from actors.channels.tcp import BEST_EFFORT_TURN, DIRECT_BYTES, PIECE, TcpLink, _encode, _Frame
+from actors.channels import tcp
+from actors.channels.base import Packet, TensorSpec
+from actors.channels.link import LinkSockets
+from actors.channels.tcp import (
+    BEST_EFFORT_INTERVAL,
+    DIRECT_BYTES,
+    INITIAL_PIECE_BYTES,
+    PIECE,
+    TcpLink,
+    _encode,
+    _Frame,
+)
 from contracts.clock import monotonic_s
 from contracts.errors import PeerError
 from contracts.requests import Priority
@@ -47,21 +54,23 @@ class Link(TcpLink):
             self.far = server.accept()[0]
         self.far.settimeout(DEADLINE_S)
         self.news: queue.SimpleQueue[Packet | PeerError] = queue.SimpleQueue()
-        self._pulses = socket.socketpair()
-        joint = Joint(peer="far", data=near, pulse=self._pulses[0], initiator=True, offer=b"")
-        super().__init__(joint, monotonic_s, self.news.put)
+        self._heartbeats = socket.socketpair()
+        link_sockets = LinkSockets(
+            peer="far", data=near, heartbeat=self._heartbeats[0], initiator=True, offer=b""
+        )
+        super().__init__(link_sockets, monotonic_s, self.news.put)
         self.start()
 
     def send(self, batch: int, priority: Priority, num_bytes: int) -> None:
-        reservation = self.reserve([Part("uint8", (num_bytes,))])
+        reservation = self.reserve([TensorSpec("uint8", (num_bytes,))])
         reservation.tensors[0].fill_(batch)
         self.commit(reservation, header(batch, priority=priority))
 
     def close(self) -> None:
         super().close()
         self.far.close()
-        for pulse in self._pulses:
-            pulse.close()
+        for heartbeat in self._heartbeats:
+            heartbeat.close()
 
 
 @pytest.fixture
@@ -123,7 +132,7 @@ def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> Non
 def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(line_depth, "HELD_S", 1e-6)  # pieces of LEAST_BYTES, on a fast line too
+    monkeypatch.setattr(tcp, "BUFFERED_S", 1e-6)  # pieces of LEAST_BYTES, on a fast line too
     reader = Reader(link.far)
     link.send(1, BE, 8 << 20)
     link.send(2, LS, 24 << 20)
@@ -132,10 +141,10 @@ def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(
     turns = [number for number, piece in enumerate(between) if piece[0] == BE]
     assert len(turns) >= 3
     gaps = {b - a for a, b in itertools.pairwise(turns)}
-    assert gaps == {BEST_EFFORT_TURN}
+    assert gaps == {BEST_EFFORT_INTERVAL}
 
 
-def test_ls_waits_for_the_rest_of_a_piece_that_commit_has_begun(link: Link) -> None:
+def test_ls_waits_for_the_rest_of_a_piece_started_by_commit(link: Link) -> None:
     """The line is free, `commit` sends by itself, and the kernel takes a part of it."""
     batch = 0
     while link.blocked_since_s is None:
@@ -147,7 +156,7 @@ def test_ls_waits_for_the_rest_of_a_piece_that_commit_has_begun(link: Link) -> N
 
 
 PACKETS = st.lists(
-    st.tuples(st.sampled_from(Priority), st.integers(0, 4 * FIRST_BYTES // 64)), max_size=20
+    st.tuples(st.sampled_from(Priority), st.integers(0, 4 * INITIAL_PIECE_BYTES // 64)), max_size=20
 )
 
 
@@ -180,7 +189,7 @@ def test_a_peer_may_cut_its_packets_anywhere(cuts: list[tuple[Priority, int]]) -
         for lane, size in cuts:
             body = b""
             if not left[lane]:
-                body, left[lane] = begun(64 * 100, lane), 64 * 100
+                body, left[lane] = first_body(64 * 100, lane), 64 * 100
                 sent += 1
             size = min(size, left[lane])
             left[lane] -= size
@@ -195,11 +204,11 @@ def test_a_peer_may_cut_its_packets_anywhere(cuts: list[tuple[Priority, int]]) -
             packet.release()
 
 
-def begun(num_bytes: int, lane: Priority = LS) -> bytes:
-    return _encode(_Frame(header(priority=lane), (Part("uint8", (num_bytes,)),)))
+def first_body(num_bytes: int, lane: Priority = LS) -> bytes:
+    return _encode(_Frame(header(priority=lane), (TensorSpec("uint8", (num_bytes,)),)))
 
 
-BODY = begun(640)
+BODY = first_body(640)
 HOSTILE = {
     "goes on with a packet that it never began": PIECE.pack(64, 0) + bytes(64),
     "never began": PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(1 << 31 | 64, 0),
@@ -221,7 +230,7 @@ def test_pieces_that_make_no_sense_are_a_lost_peer_by_name(link: Link, what: str
     assert what in str(news)
 
 
-def test_a_link_whose_peer_is_gone_ends_with_packets_of_both_lanes_unsent(link: Link) -> None:
+def test_link_to_lost_peer_closes_with_unsent_packets_in_both_lanes(link: Link) -> None:
     link.send(1, BE, 8 << 20)
     link.send(2, LS, 8 << 20)
     link.far.close()

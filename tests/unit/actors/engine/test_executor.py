@@ -12,24 +12,23 @@ import torch
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
-from actors.channels.base import Header, Kind, Packet, Part, PeerLost
+from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.engine.executor import Executor, ExecutorParts
-from actors.experts.remote_plane import RemotePlane
+from actors.moe.remote_backend import RemoteBackend
 from actors.telemetry.timeline import Timeline
 from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError, PeerHungError
-from contracts.events import Stage
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
+from contracts.traces import Stage
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
-from models.decoder.decoder import Attended
-from models.experts.router import Routed
-from planner.findep.orders import Task, by_plan
-from planner.placement.contiguous import contiguous
-from planner.placement.slots import ExpertPlacement
-from planner.policies.preemption import Preemption
+from models.decoder.decoder import AttentionOutput
+from models.experts.router import RoutedTokens
+from planner.placement.slots import ExpertPlacement, contiguous
+from planner.scheduling.preemption import Preemption
+from planner.scheduling.task_order import Task, by_plan
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
 RANKS = ["expert-0", "expert-1"]
@@ -66,13 +65,13 @@ class FakeHalf:
         batch: AttentionBatch,
         kv: object,
         last: object = None,
-    ) -> Steps[Attended]:
+    ) -> Steps[AttentionOutput]:
         yield
         self._sequence = int(batch.token_ids_T[0]) // 10
         self._log.append(("attend", layer, self._sequence))
         hidden_TD += 1.0
         ids_TK, weights_TK = route(batch.token_ids_T, layer)
-        return Attended(hidden_TD, Routed(hidden_TD / 2, ids_TK, weights_TK))
+        return AttentionOutput(hidden_TD, RoutedTokens(hidden_TD / 2, ids_TK, weights_TK))
 
     def has_shared(self, layer: int) -> bool:
         return self._with_shared
@@ -120,7 +119,7 @@ class FakeEndpoint:
         self._log = log
         self._placement = placement
 
-    def reserve(self, peer: str, parts: Sequence[Part]) -> Any:
+    def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Any:
         if self.lost is not None and self.lost.peer == peer:
             raise self.lost
         tensors = [torch.empty(part.shape, dtype=part.torch_dtype) for part in parts]
@@ -148,7 +147,7 @@ class FakeEndpoint:
                     y_UD[row] += weights_N[pair] * expert(first + local, x_UD[row])
                     pair += 1
             back = Header(
-                Kind.E2A,
+                PacketKind.E2A,
                 header.epoch,
                 header.batch,
                 header.layer,
@@ -175,11 +174,18 @@ class Rig:
         half: Any = FakeHalf(self.log, shared=shared)
         kv: Any = SimpleNamespace(block_tokens=BLOCK, device=torch.device("cpu"))
         endpoint: Any = self.endpoint
-        self.clock, self.reply_s = ManualClock(), 300.0
-        plane = RemotePlane(
-            endpoint, placement, RANKS, self.timeline, self.clock, reply_s=self.reply_s
+        self.clock, self.reply_timeout_s = ManualClock(), 300.0
+        backend = RemoteBackend(
+            endpoint,
+            placement,
+            RANKS,
+            self.timeline,
+            self.clock,
+            reply_timeout_s=self.reply_timeout_s,
         )
-        parts = ExecutorParts(endpoint.name, half, kv, plane, self._sink, self.timeline, self.clock)
+        parts = ExecutorParts(
+            endpoint.name, half, kv, backend, self._sink, self.timeline, self.clock
+        )
         self.executor = Executor(parts, chunk_cost=lambda a, b: b - a, choice=choice)
 
     def _sink(
@@ -344,7 +350,7 @@ def test_a_late_reply_of_one_micro_batch_does_not_hold_up_another() -> None:
     assert rig.take_log() == [("attend", 1), ("a2e", 1)]
 
 
-def test_a_micro_batch_waits_for_the_attention_of_the_one_whose_blocks_it_shares() -> None:
+def test_micro_batch_waits_for_attention_of_shared_blocks() -> None:
     rig = Rig(shared=False)
     rig.submit(Plan(ma=1, r1=3), [0, 1, 2], after={1: {0}})
     rig.run_ready()
@@ -396,7 +402,7 @@ def test_idle_time_after_a_batch_was_dropped_makes_no_credit() -> None:
     rig.submit(Plan(), [1], number=1)
     rig.executor.step(0.0)
     assert rig.executor.drop(0) is not None
-    rig.clock.advance(rig.reply_s / 2)
+    rig.clock.advance(rig.reply_timeout_s / 2)
     rig.run_all()
     rig.take_log()
     rig.submit(Plan(), [2], number=2, priority=Priority.BE)
@@ -440,18 +446,18 @@ def test_a_failed_batch_releases_the_replies_it_holds_and_those_that_come_late()
     assert set(rig.finished) == {5}
 
 
-def test_a_lost_expert_rank_is_named_whether_told_or_met_on_sending() -> None:
+def test_lost_expert_rank_is_named_on_event_and_on_send() -> None:
     error = PeerDeadError("expert-1 closed its connection", "expert-1")
-    told = Rig()
-    told.submit(Plan(), [0])
-    told.endpoint.arrived.append(PeerLost("expert-1", error))
-    assert told.executor.step(0.0) == []
-    assert not told.log, "nothing runs for a group that is broken"
+    noticed = Rig()
+    noticed.submit(Plan(), [0])
+    noticed.endpoint.arrived.append(PeerLost("expert-1", error))
+    assert noticed.executor.step(0.0) == []
+    assert not noticed.log, "nothing runs for a group that is broken"
     met = Rig()
     met.endpoint.lost = error
     met.submit(Plan(), [0])
     met.executor.step(0.0)
-    for rig in (told, met):
+    for rig in (noticed, met):
         assert isinstance(rig.executor.failure, PeerDeadError)
         assert rig.executor.failure.peer == "expert-1"
         assert len(rig.executor.fail_all()) == 1
@@ -483,16 +489,16 @@ def test_an_expert_rank_that_lives_and_never_answers_is_lost_by_name_at_a_deadli
     rig = Rig(shared=False)
     rig.submit(Plan(order=Order.ASAS), [0, 1])
     rig.run_ready()
-    rig.clock.advance(rig.reply_s / 2)
+    rig.clock.advance(rig.reply_timeout_s / 2)
     rig.endpoint.reply(lambda header: header.micro_batch == 0)
     for packet in rig.endpoint.arrived:
         packet.arrived_s = rig.clock()
     rig.run_ready()
-    rig.clock.advance(rig.reply_s - 1.0)
+    rig.clock.advance(rig.reply_timeout_s - 1.0)
     rig.run_ready()
     assert rig.executor.failure is None  # they have answered something since
     rig.clock.advance(2.0)
     rig.executor.step(0.0)
     assert isinstance(rig.executor.failure, PeerHungError)
     assert rig.executor.failure.peer in RANKS
-    assert "channel.reply_s" in str(rig.executor.failure)
+    assert "channel.reply_timeout_s" in str(rig.executor.failure)

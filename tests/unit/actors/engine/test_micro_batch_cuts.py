@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
-from actors.engine.micro_batch import Part, cut_batch
+from actors.engine.micro_batch import BatchPart, cut_batch
 from contracts.plan import Order, Plan
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy
@@ -23,14 +23,14 @@ def batch_of(spans: list[tuple[int, int]], after: dict[int, set[int]] | None = N
     return ScheduledBatch(1, Priority.LS, chunks)
 
 
-def shape(parts: list[Part]) -> list[list[tuple[int, int, int]]]:
+def shape(parts: list[BatchPart]) -> list[list[tuple[int, int, int]]]:
     return [
         [(chunk.sequence.name, chunk.start, chunk.stop) for chunk in part.chunks]  # type: ignore[attr-defined]
         for part in parts
     ]
 
 
-def cut(batch: ScheduledBatch, plan: Plan) -> list[Part]:
+def cut(batch: ScheduledBatch, plan: Plan) -> list[BatchPart]:
     return cut_batch(batch, plan, [float(chunk.stop - chunk.start) for chunk in batch.chunks])
 
 
@@ -62,7 +62,7 @@ def test_of_a_sequence_cut_along_its_length_only_the_first_piece_makes_its_copie
     assert [[chunk.copies for chunk in part.chunks] for part in parts] == [[copies], [(), ()]]
 
 
-def test_a_later_micro_batch_waits_for_every_piece_whose_blocks_it_may_read() -> None:
+def test_micro_batch_waits_for_every_piece_it_reads() -> None:
     batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
     plan = Plan(r1=4, ma=1, sequence_chunks=(0.5, 1.0))
     parts = cut(batch, plan)

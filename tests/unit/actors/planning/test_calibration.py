@@ -42,7 +42,7 @@ def test_times_are_those_of_the_largest_batch_without_what_disturbed_a_single_pa
 
 
 @pytest.mark.parametrize(("transfer_s", "slowest_s"), [(1e-3, 4.096), (20.0, 20.0)])
-def test_a_slow_worker_measures_a_smaller_batch_and_tells_of_the_largest(
+def test_slow_worker_measures_small_batch_and_reports_largest(
     transfer_s: float, slowest_s: float
 ) -> None:
     layers = SimulatedLayers(token_s=1e-3, transfer_s=transfer_s)
@@ -89,7 +89,7 @@ def test_what_disturbs_every_other_pass_is_in_the_times_of_all_sizes() -> None:
         assert seconds / sum(prompts) == pytest.approx(4e-6 * 1.0625, rel=0.03)
 
 
-def test_a_batch_is_never_larger_than_asked_for() -> None:
+def test_batch_never_exceeds_the_requested_size() -> None:
     layers = SimulatedLayers(token_s=1e-7, transfer_s=1e-6)
     calibration, _ = calibrate(layers, max_tokens=40, context_tokens=16)
     assert calibration.reference_prompts == (16, 16, 8)

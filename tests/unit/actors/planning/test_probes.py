@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from actors.planning.link_probe import link_probe
-from actors.planning.probe_parts import first_layers
-from actors.planning.stage_probe import pool_tokens_for, stage_probe
+from actors.planning.stage_probe import first_layers, pool_tokens_for, stage_probe
 from contracts.errors import ResourceError
-from contracts.events import Stage
+from contracts.traces import Stage
 from models.spec.model import read_spec
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")

@@ -21,15 +21,15 @@ from actors.planning.rank_planning import RankPlanning
 from actors.telemetry.telemetry import Telemetry
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ScheduleConfig
-from contracts.events import Stage, TaskSpan
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
-from contracts.planning import BatchReport, ExpertReport, PlanAnswer, PlanQuery
+from contracts.planner_messages import BatchReport, ExpertReport, PlanRequest, PlanResponse
+from contracts.ranks import Group, RankSpec
 from contracts.requests import Sampling
-from contracts.worker import Group, WorkerSpec
-from models.decoder.local import LocalModel
+from contracts.traces import Stage, TaskSpan
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
+from tests.support.local_model import LocalModel
 from tests.support.simulated_group import hardware
 from tests.support.tiny_models import prompts
 
@@ -45,12 +45,12 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def always(plan: Plan) -> Callable[[PlanQuery], PlanAnswer]:
-    return lambda query: PlanAnswer(number=query.number, version=1, plan=plan, predicted_ms=1.0)
+def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
+    return lambda query: PlanResponse(number=query.number, version=1, plan=plan, predicted_ms=1.0)
 
 
-def spec(**planner: object) -> WorkerSpec:
-    return WorkerSpec(
+def spec(**planner: object) -> RankSpec:
+    return RankSpec(
         group=Group.ATTENTION,
         rank=0,
         attention_ranks=1,
@@ -127,20 +127,20 @@ def test_without_a_planner_the_default_plan_runs(rank: Rank) -> None:
     assert (rank.planning.state, dict(rank.planning.chosen)) == ("off", {"default off": 1})
 
 
-def test_a_question_asked_ahead_is_answered_when_the_batch_is_formed(rank: Rank) -> None:
+def test_plan_requested_ahead_is_used_when_the_batch_is_formed(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         for tokens in (100, 101, 102):
             rank.submit(tokens)
-        rank.planning.look_ahead()
+        rank.planning.request_upcoming()
         until(lambda: rank.answers == 1)
         _, plan = rank.form()
         assert plan == CHOSEN
         assert dict(rank.planning.chosen) == {"planner": 1}
 
 
-def test_a_shape_that_nobody_asked_about_runs_by_default_and_is_asked_about(rank: Rank) -> None:
+def test_unknown_shape_runs_default_plan_and_is_requested(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
@@ -184,7 +184,7 @@ def test_when_the_shape_changes_the_plan_follows_within_one_batch(
             rank.submit(256, max_tokens=1)
         batch, _ = rank.form()  # asks, too late for this one
         rank.submit(4096, max_tokens=1)
-        rank.planning.look_ahead()  # as the loop does while it runs
+        rank.planning.request_upcoming()  # as the loop does while it runs
         until(lambda: rank.answers == 2)
         rank.run(batch)
         for chunk in batch.chunks:
@@ -195,13 +195,13 @@ def test_when_the_shape_changes_the_plan_follows_within_one_batch(
         assert plan.sequence_chunks, "a long prompt alone is cut along its length"
 
 
-def test_a_pinned_plan_overrides_the_planner_and_nobody_is_asked(rank: Rank) -> None:
+def test_pinned_plan_overrides_the_planner_without_query(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.planning.pin(Plan(order=Order.NAIVE))
         rank.submit(100)
-        rank.planning.look_ahead()
+        rank.planning.request_upcoming()
         batch, plan = rank.form()
         assert plan == Plan(order=Order.NAIVE)
         assert dict(rank.planning.chosen) == {"pinned": 1}
@@ -211,7 +211,7 @@ def test_a_pinned_plan_overrides_the_planner_and_nobody_is_asked(rank: Rank) -> 
         assert asked.wait(DEADLINE_S)
         rank.planning.pin(None)
         rank.submit(7)
-        rank.planning.look_ahead()
+        rank.planning.request_upcoming()
         assert (0, 7) in planner.next_query().batch
 
 
@@ -220,16 +220,16 @@ def test_a_plan_for_more_micro_batches_than_sequences_is_not_run(rank: Rank) -> 
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(50)
-        rank.planning.look_ahead()
+        rank.planning.request_upcoming()
         until(lambda: rank.answers == 1)
         _, plan = rank.form()
         assert plan == Plan(r1=1)
         assert dict(rank.planning.chosen) == {"default misfit": 1}
 
 
-def test_a_cold_planner_is_told_of_by_its_reason(rank: Rank) -> None:
-    def cold(query: PlanQuery) -> PlanAnswer:
-        return PlanAnswer(number=query.number, version=1, reason="too few times yet of: expert")
+def test_cold_planner_is_reported_with_its_reason(rank: Rank) -> None:
+    def cold(query: PlanRequest) -> PlanResponse:
+        return PlanResponse(number=query.number, version=1, reason="too few times yet of: expert")
 
     with FakePlanner(cold) as planner:
         rank.planning.join(planner.address)
@@ -242,8 +242,8 @@ def test_a_cold_planner_is_told_of_by_its_reason(rank: Rank) -> None:
         assert rank.planning.chosen["default cold"] == 1
 
 
-def test_a_planner_that_owes_an_answer_is_slow_and_asked_no_more() -> None:
-    with closing(Rank(answer_deadline_s=1e-6)) as rank, FakePlanner(never) as planner:
+def test_overdue_planner_is_slow_and_gets_no_query() -> None:
+    with closing(Rank(answer_timeout_s=1e-6)) as rank, FakePlanner(never) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(10)
@@ -271,16 +271,16 @@ def test_each_change_of_state_is_logged_once(rank: Rank, caplog: pytest.LogCaptu
     for _ in range(3):
         rank.run(rank.form()[0])
     start = "planner_state rank=attention-0 state="
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [f"{start}ready", f"{start}lost"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [f"{start}ready", f"{start}lost"]
 
 
-def test_nothing_that_a_lost_planner_said_is_used(rank: Rank) -> None:
+def test_lost_planner_answers_are_discarded(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
         rank.submit(50)
-        rank.planning.look_ahead()
+        rank.planning.request_upcoming()
         until(lambda: rank.answers == 1)
     until(lambda: rank.planning.state == "lost")
     rank.form()
@@ -298,14 +298,14 @@ def test_a_planner_that_comes_back_is_found(rank: Rank) -> None:
 
 def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpoints) -> None:
     """Not even when the thread that talks to it is stuck for good."""
-    begun, release = threading.Event(), threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def stuck() -> None:
-        begun.set()
+        started.set()
         release.wait()
 
     folder = tiny_checkpoint("qwen3_moe")
-    config = group_config(planner={"answer_deadline_s": 1e-6, "report_s": 0})
+    config = group_config(planner={"answer_timeout_s": 1e-6, "report_interval_s": 0})
     with ThreadGroup(folder, config) as group, FakePlanner(never, group.token) as planner:
         group.join_planner(planner.address)
         worker = group.attention[0]
@@ -317,7 +317,7 @@ def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpo
         assert link is not None
         try:
             link.report(stuck)
-            while not begun.wait(1.0):  # the connection was lost meanwhile: again on the next one
+            while not started.wait(1.0):  # the connection was lost meanwhile: again on the next one
                 until(lambda: worker.status().notes["planner"] in joined)
                 link.report(stuck)
             with group.client() as client:
@@ -353,13 +353,13 @@ def test_greedy_tokens_are_the_same_under_every_plan_of_a_planner(
     sequences = prompts(2, [5, 40, 33, 120])
     asked = []
 
-    def any_plan(query: PlanQuery) -> PlanAnswer:
+    def any_plan(query: PlanRequest) -> PlanResponse:
         asked.append(query)
         return always(ANY_PLAN[len(asked) % len(ANY_PLAN)])(query)
 
     expected = [_greedy(local, ids, 12) for ids in sequences]
     with (
-        ThreadGroup(folder, group_config(1, 2, planner={"report_s": 0})) as group,
+        ThreadGroup(folder, group_config(1, 2, planner={"report_interval_s": 0})) as group,
         FakePlanner(any_plan, group.token) as planner,
         group.client() as client,
     ):
@@ -377,11 +377,11 @@ def _greedy(local: LocalModel, ids: list[int], count: int) -> list[int]:
     return ids[prompt:]
 
 
-def test_ranks_report_what_their_stages_took(tiny_checkpoint: Checkpoints) -> None:
+def test_ranks_report_stage_times(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("deepseek_v2")
     found: dict[type, object] = {}
     with (
-        ThreadGroup(folder, group_config(planner={"report_s": 0})) as group,
+        ThreadGroup(folder, group_config(planner={"report_interval_s": 0})) as group,
         FakePlanner(never, group.token) as planner,
         group.client() as client,
     ):
@@ -401,10 +401,10 @@ def test_ranks_report_what_their_stages_took(tiny_checkpoint: Checkpoints) -> No
     assert experts.experts[0].rows >= 1
 
 
-def test_what_lies_between_two_batches_is_told_where_a_sequence_goes_on() -> None:
+def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
     now_s = 10.0
     found: list[BatchReport] = []
-    with FakePlanner(never) as planner, closing(Rank(lambda: now_s, report_s=0)) as rank:
+    with FakePlanner(never) as planner, closing(Rank(lambda: now_s, report_interval_s=0)) as rank:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state != "joining")
 
@@ -431,7 +431,7 @@ def test_what_lies_between_two_batches_is_told_where_a_sequence_goes_on() -> Non
     assert found[1].between_ms == pytest.approx(500), "a second from end to end, half of it tasks"
 
 
-def test_a_planner_that_is_being_joined_is_not_told_to_be_lost(
+def test_connecting_planner_is_not_reported_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """FINDINGS C: `planner_state=lost` stood in the log of every healthy start."""
@@ -446,5 +446,5 @@ def test_a_planner_that_is_being_joined_is_not_told_to_be_lost(
             silent.accept()[0].close()
             until(lambda: rank.planning.state == "lost")
             rank.run(rank.form()[0])
-    said = [(r.levelname, r.getMessage().split()[-1]) for r in caplog.records]
-    assert said == [("INFO", "state=joining"), ("WARNING", "state=lost")]
+    messages = [(r.levelname, r.getMessage().split()[-1]) for r in caplog.records]
+    assert messages == [("INFO", "state=joining"), ("WARNING", "state=lost")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.planning.stage_report import micro_batch_times
-from contracts.events import Stage, TaskSpan
+from contracts.traces import Stage, TaskSpan
 
 
 def spans_of(micro_batch: int, times_ms: list[tuple[Stage, int, float]]) -> list[TaskSpan]:
@@ -18,7 +18,7 @@ def spans_of(micro_batch: int, times_ms: list[tuple[Stage, int, float]]) -> list
     return found
 
 
-def test_sending_and_finishing_are_told_beside_attention() -> None:
+def test_send_and_finish_times_are_reported_beside_attention() -> None:
     times = [(Stage.ATTENTION, 0, 9.0), (Stage.SEND, 0, 1.0)]
     times += [(Stage.ATTENTION, 1, 4.0), (Stage.SEND, 1, 0.5)]
     times += [(Stage.ATTENTION, 2, 4.2), (Stage.SEND, 2, 0.7)]

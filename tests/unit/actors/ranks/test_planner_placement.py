@@ -18,20 +18,20 @@ from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.errors import ConfigError
 from contracts.placement import Placement
-from contracts.planning import (
+from contracts.planner_messages import (
+    CurrentPlacement,
     ModelsChanged,
-    Outcome,
-    PlacementHeld,
-    PlacementOutcome,
+    MoveOutcome,
     PlacementProposal,
-    PlanQuery,
-    RoutingReport,
+    PlacementReport,
+    PlanRequest,
+    RoutingSampleReport,
 )
-from contracts.worker import Group
-from models.foresight.routing_counts import RoutingCounts
+from contracts.ranks import Group
+from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
-from planner.placement.following import Step
-from planner.placement.resized import resized
+from planner.placement.rebalance_policy import RebalanceStep
+from planner.placement.resize import resize_placement
 from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
 from tests.support.group_harness import group_config
 
@@ -63,7 +63,7 @@ class Group2(NamedTuple):
 
     def answers(self) -> bool:
         with PlannerConnection(self.address) as rank:
-            rank.answer(PlanQuery(1, [(0, 9)]))
+            rank.answer(PlanRequest(1, [(0, 9)]))
         return True
 
     def proposals(self) -> list[Placement]:
@@ -94,17 +94,17 @@ def next_proposal(expert: PlannerConnection) -> Placement:
             return message.placement
 
 
-def report(layers: int, seed: int = 0, tokens: int = TOKENS) -> RoutingReport:
+def report(layers: int, seed: int = 0, tokens: int = TOKENS) -> RoutingSampleReport:
     random = np.random.default_rng(seed)
     paths = np.array(PAIRS, "<i2")[random.integers(0, 4, (tokens, layers))]
     ids = np.stack([np.arange(tokens) % 50, np.full(tokens, -1)], axis=1).astype("<i4")
-    return RoutingReport(
+    return RoutingSampleReport(
         rank="attention-0", tokens=2 * tokens, ids=ids.tobytes(), paths=paths.tobytes()
     )
 
 
-def held(rank: int, placement: Placement, newest: int = 0) -> PlacementHeld:
-    return PlacementHeld(rank=f"expert-{rank}", placement=placement, newest=newest)
+def held(rank: int, placement: Placement, newest: int = 0) -> CurrentPlacement:
+    return CurrentPlacement(rank=f"expert-{rank}", placement=placement, newest=newest)
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def group2(make: Checkpoints, **placement: Any) -> Iterator[Group2]:
     (folder / "tokenizer.json").write_text("{}")
     spec = read_spec(folder)
     placements = contiguous_placements(str(folder), expert_ranks=2)
-    config = group_config(1, 2, placement={"follow": "follow", **placement})
+    config = group_config(1, 2, placement={"rebalance": "continuous", **placement})
     with (
         real_planner(folder, config, None, expert_ranks=2, placements=placements) as planner,
         contextlib.ExitStack() as stack,
@@ -128,9 +128,9 @@ def group2(make: Checkpoints, **placement: Any) -> Iterator[Group2]:
 
 
 @pytest.fixture(autouse=True)
-def often_and_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def frequent_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tandem.planner")
-    monkeypatch.setattr(planner_placement, "LOOK_S", 0.02)
+    monkeypatch.setattr(planner_placement, "POLL_INTERVAL_S", 0.02)
 
 
 def test_both_expert_ranks_are_proposed_a_placement_that_suits_the_traffic(
@@ -150,36 +150,36 @@ def test_both_expert_ranks_are_proposed_a_placement_that_suits_the_traffic(
     assert "tandem_placement_gain_fraction 0.0\n" not in text
 
 
-def test_nothing_is_proposed_until_every_expert_rank_has_said_what_it_holds(
+def test_no_proposal_until_every_expert_rank_reports_its_experts(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = threading.Semaphore(0)
-    whole = planner_placement.PlannerPlacement._looked
+    solves = threading.Semaphore(0)
+    whole = planner_placement.PlannerPlacement._on_solved
 
-    def counted(self: planner_placement.PlannerPlacement, looked: Any) -> None:
-        whole(self, looked)
-        looks.release()
+    def counted(self: planner_placement.PlannerPlacement, result: Any) -> None:
+        whole(self, result)
+        solves.release()
 
-    monkeypatch.setattr(planner_placement.PlannerPlacement, "_looked", counted)
+    monkeypatch.setattr(planner_placement.PlannerPlacement, "_on_solved", counted)
     with group2(tiny_checkpoint) as group:
         group.experts[0].send(held(0, group.placement))
         for seed in range(6):
             group.report(seed)
-            assert looks.acquire(timeout=DEADLINE_S)
+            assert solves.acquire(timeout=DEADLINE_S)
         assert "tandem_placement_proposals_total 0.0" in group.planner.metrics()
         group.experts[1].send(held(1, group.placement))
         assert group.proposals()[0].generation == 1
 
 
-def test_a_failed_move_is_told_in_the_log_and_its_number_is_spent(
+def test_failed_move_is_logged_and_its_generation_is_spent(
     tiny_checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     with group2(tiny_checkpoint) as group:
         group.hold()
         first = group.proposals()[0]
         group.experts[0].send(
-            PlacementOutcome(
-                rank="expert-0", generation=1, outcome=Outcome.FAILED, reason="disk on fire"
+            PlacementReport(
+                rank="expert-0", generation=1, outcome=MoveOutcome.FAILED, reason="disk on fire"
             )
         )
         assert group.answers()
@@ -188,12 +188,12 @@ def test_a_failed_move_is_told_in_the_log_and_its_number_is_spent(
     assert "disk on fire" in caplog.text
 
 
-def broken(layers: int, **fields: Any) -> RoutingReport:
+def broken(layers: int, **fields: Any) -> RoutingSampleReport:
     return msgspec.structs.replace(report(layers, tokens=4), **fields)
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"ids": b"123"}, "3 bytes of ids"),
         ({"paths": b""}, "0 of paths"),
@@ -207,7 +207,7 @@ def test_arrays_that_no_rank_sends_end_their_connection_by_name(
     tiny_checkpoint: Checkpoints,
     caplog: pytest.LogCaptureFixture,
     fields: dict[str, Any],
-    said: str,
+    message: str,
 ) -> None:
     with group2(tiny_checkpoint) as group:
         with PlannerConnection(group.address, name="attention-9") as bad:
@@ -217,7 +217,7 @@ def test_arrays_that_no_rank_sends_end_their_connection_by_name(
                 bad.read()
         assert group.answers()
     assert "attention-9" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 def other_slots(placement: Placement) -> Placement:
@@ -225,7 +225,7 @@ def other_slots(placement: Placement) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("name", "message", "said"),
+    ("name", "make_message", "error"),
     [
         ("attention-0", lambda placed: held(0, placed), "attention-0 is no expert rank"),
         ("expert-8", lambda placed: held(0, placed), "expert-8 is no expert rank"),
@@ -233,70 +233,70 @@ def other_slots(placement: Placement) -> Placement:
         ("expert-1", lambda placed: held(1, Placement()), "launch the group with a placement"),
         (
             "attention-0",
-            lambda _: PlacementOutcome(
-                rank="expert-0", generation=1, outcome=Outcome.FAILED, reason="I say so"
+            lambda _: PlacementReport(
+                rank="expert-0", generation=1, outcome=MoveOutcome.FAILED, reason="I say so"
             ),
             "attention-0 is no expert rank",
         ),
     ],
     ids=["attention rank", "no such rank", "other slots", "no placement", "outcome"],
 )
-def test_who_is_no_expert_rank_of_the_group_has_no_say_in_placement(
+def test_foreign_rank_is_refused_in_placement(
     tiny_checkpoint: Checkpoints,
     caplog: pytest.LogCaptureFixture,
     name: str,
-    message: Callable[[Placement], object],
-    said: str,
+    make_message: Callable[[Placement], object],
+    error: str,
 ) -> None:
     with group2(tiny_checkpoint) as group:
         with PlannerConnection(group.address, name=name) as bad:
             assert isinstance(bad.read(), ModelsChanged)
-            bad.send(message(group.placement))
+            bad.send(make_message(group.placement))
             with pytest.raises(EOFError):
                 bad.read()
         assert group.answers()
-    assert said in caplog.text
+    assert error in caplog.text
 
 
-def test_plans_are_answered_while_placements_are_looked_for(
+def test_plans_are_answered_during_placement_solving(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
-    def slow(*_: Any, **__: Any) -> Step | None:
-        begun.set()
+    def slow(*_: Any, **__: Any) -> RebalanceStep | None:
+        started.set()
         assert go_on.wait(DEADLINE_S)
         return None
 
-    monkeypatch.setattr(planner_placement, "find_step", slow)
+    monkeypatch.setattr(planner_placement, "find_rebalance_step", slow)
     with group2(tiny_checkpoint) as group:
         group.hold()
         for seed in range(3):
             group.report(seed)
-        assert begun.wait(DEADLINE_S)
+        assert started.wait(DEADLINE_S)
         assert group.answers()
         go_on.set()
 
 
-def test_a_look_that_fails_is_told_and_looked_again(
+def test_failed_solve_is_logged_and_retried(
     tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     failed, again, times = threading.Event(), threading.Event(), [0]
 
-    def fails(*_: Any, **__: Any) -> Step | None:
+    def fails(*_: Any, **__: Any) -> RebalanceStep | None:
         times[0] += 1
         (failed if times[0] == 1 else again).set()
         raise ConfigError("no slots for it")
 
-    monkeypatch.setattr(planner_placement, "find_step", fails)
+    monkeypatch.setattr(planner_placement, "find_rebalance_step", fails)
     with group2(tiny_checkpoint) as group:
         group.hold()
         for seed in range(3):
             group.report(seed)
         assert failed.wait(DEADLINE_S)
-        assert again.wait(DEADLINE_S)  # LOOK_S of the follower later
+        assert again.wait(DEADLINE_S)  # POLL_INTERVAL_S of the follower later
         assert group.answers()
     assert "no slots for it" in caplog.text
 
@@ -308,21 +308,21 @@ def test_what_was_sampled_is_a_profile_when_the_planner_ends(
     with group2(tiny_checkpoint, record=str(folder)) as group:
         for seed in range(3):
             group.report(seed)
-        group.attention.answer(PlanQuery(1, [(0, 9)]))  # so they have been taken
+        group.attention.answer(PlanRequest(1, [(0, 9)]))  # so they have been taken
         made_of = group.folder
     counts = RoutingCounts.read(folder / "routing.safetensors", made_of, read_spec(made_of))
     assert counts.counted == 3 * TOKENS
     assert [path.name for path in folder.iterdir()] == ["routing.safetensors"]
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_nothing_else_happens(
+def test_unwritable_folder_is_logged_only(
     tiny_checkpoint: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     with group2(tiny_checkpoint, record=str(tmp_path / "file" / "folder")) as group:
         group.report()
         assert group.answers()
-    assert "routing_not_recorded" in caplog.text
+    assert "routing_record_failed" in caplog.text
 
 
 def test_what_the_launcher_has_put_on_more_ranks_is_gone_on_from_there(
@@ -332,7 +332,7 @@ def test_what_the_launcher_has_put_on_more_ranks_is_gone_on_from_there(
         group.hold()
         third = stack.enter_context(PlannerConnection(group.address, name="expert-2"))
         third.send(held(2, group.placement))  # as it came
-        placement = resized(group.placement, 3, generation=4)
+        placement = resize_placement(group.placement, 3, generation=4)
         group.experts.append(third)
         for rank, expert in enumerate(group.experts):
             expert.send(held(rank, placement, newest=4))

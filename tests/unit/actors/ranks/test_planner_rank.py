@@ -12,14 +12,14 @@ from actors.channels.listener import dial
 from actors.ranks.rank import Rank
 from contracts.errors import HandshakeError
 from contracts.plan import Order, Plan
-from contracts.planning import (
+from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,
     BatchReport,
     ExpertReport,
-    MicroBatchTimes,
+    MicroBatchReport,
     ModelsChanged,
-    PlanAnswer,
-    PlanQuery,
+    PlanRequest,
+    PlanResponse,
     RowsTime,
 )
 from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
@@ -51,14 +51,14 @@ def report(tokens: int, ms: float = 1.0) -> BatchReport:
         rank="attention-0",
         plan=Plan(order=Order.ASAS),
         measured_ms=5 * ms,
-        micro_batches=[MicroBatchTimes([(0, tokens)], ms)],
+        micro_batches=[MicroBatchReport([(0, tokens)], ms)],
         e2a=[RowsTime(tokens, ms / 10)],
     )
 
 
 def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
-        answer = rank.answer(PlanQuery(7, [(0, 300), (0, 100)]))
+        answer = rank.answer(PlanRequest(7, [(0, 300), (0, 100)]))
     assert answer.number == 7
     assert answer.plan is not None
     assert answer.predicted_ms > 0
@@ -67,19 +67,19 @@ def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: Rank) -> N
 
 def test_a_batch_of_the_same_shape_is_not_solved_twice(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
-        first = rank.answer(PlanQuery(1, [(0, 300)]))
-        second = rank.answer(PlanQuery(2, [(0, 301)]))
+        first = rank.answer(PlanRequest(1, [(0, 300)]))
+        second = rank.answer(PlanRequest(2, [(0, 301)]))
     assert (second.plan, second.solve_ms) == (first.plan, 0.0)
 
 
-def test_a_cold_planner_says_why_it_has_no_plan(cold_planner: Rank) -> None:
+def test_cold_planner_reports_why_it_has_no_plan(cold_planner: Rank) -> None:
     with PlannerConnection(address_of(cold_planner)) as rank:
-        answer = rank.answer(PlanQuery(1, [(0, 300)]))
+        answer = rank.answer(PlanRequest(1, [(0, 300)]))
     assert answer.plan is None
     assert "too few measured times" in answer.reason
 
 
-def test_all_ranks_hear_that_the_models_have_changed(cold_planner: Rank) -> None:
+def test_all_ranks_receive_models_changed(cold_planner: Rank) -> None:
     address = address_of(cold_planner)
     with PlannerConnection(address) as rank, PlannerConnection(address) as other:
         assert rank.read() == other.read() == ModelsChanged(1)
@@ -93,7 +93,7 @@ def test_all_ranks_hear_that_the_models_have_changed(cold_planner: Rank) -> None
 def test_the_latest_batch_is_in_the_metrics(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         rank.send(report(64, 2.0))
-        rank.answer(PlanQuery(1, [(0, 300)]))  # so the report has been taken
+        rank.answer(PlanRequest(1, [(0, 300)]))  # so the report has been taken
     text = planner.metrics()
     assert "tandem_plan_measured_seconds 0.01\n" in text
     assert "tandem_plan_predicted_seconds" in text
@@ -130,7 +130,7 @@ def test_a_broken_frame_ends_its_connection_only(planner: Rank, frame: bytes) ->
         bad.socket.sendall(frame)
         with pytest.raises(EOFError):
             bad.read()
-        assert good.answer(PlanQuery(1, [(0, 10)])).plan is not None
+        assert good.answer(PlanRequest(1, [(0, 10)])).plan is not None
 
 
 @pytest.mark.parametrize(
@@ -161,20 +161,18 @@ def test_a_message_with_impossible_values_ends_its_connection(
 
 
 @pytest.mark.parametrize("batch", [[(5, 5)], [(9, 3)], [(0, 1 << 30)]])
-def test_a_batch_that_cannot_be_planned_is_told_so(
-    planner: Rank, batch: list[tuple[int, int]]
-) -> None:
+def test_unplannable_batch_gets_a_reason(planner: Rank, batch: list[tuple[int, int]]) -> None:
     with PlannerConnection(address_of(planner)) as rank:
-        answer = rank.answer(PlanQuery(1, batch))
+        answer = rank.answer(PlanRequest(1, batch))
         assert (answer.plan, bool(answer.reason)) == (None, True)
-        assert isinstance(rank.answer(PlanQuery(2, [(0, 9)])), PlanAnswer)
+        assert isinstance(rank.answer(PlanRequest(2, [(0, 9)])), PlanResponse)
 
 
-def test_a_rank_that_is_silent_in_the_handshake_keeps_nobody_waiting(
+def test_silent_handshake_blocks_no_other_rank(
     planner: Rank,
 ) -> None:
     with dial(address_of(planner), DEADLINE_S), PlannerConnection(address_of(planner)) as rank:
-        assert rank.answer(PlanQuery(1, [(0, 10)])).plan is not None
+        assert rank.answer(PlanRequest(1, [(0, 10)])).plan is not None
 
 
 def test_stopping_ends_connections_and_the_listener(tiny_checkpoint: Checkpoints) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages import Cancel
-from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
+from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from tests.support.group_harness import (
@@ -43,12 +43,12 @@ def router_of(connection: RankConnection) -> Router:
     return router
 
 
-def heard(connection: RankConnection, number: int) -> None:
+def wait_for_report(connection: RankConnection, number: int) -> None:
     """Reads up to that report."""
     connection.read_until(lambda: bool(connection.log) and connection.log[-1].number >= number)
 
 
-def test_all_clients_hear_every_report_and_a_late_one_begins_with_a_snapshot(
+def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -59,18 +59,18 @@ def test_all_clients_hear_every_report_and_a_late_one_begins_with_a_snapshot(
     ):
         key = RequestKey(7, 0)
         first.scored(first.submit(range(3, 53), candidates=[0], key=key))
-        heard(second, first.log[-1].number)
+        wait_for_report(second, first.log[-1].number)
         assert first.log[1:] == second.log[-len(first.log) + 1 :]
         assert isinstance(first.log[0], WorkerSnapshot)
         reports = [entry for entry in first.log if isinstance(entry, WorkerReport)]
         assert [prompt.key for report in reports for prompt in report.accepted] == [key]
-        told = [progress for report in reports for progress in report.progress]
-        assert [progress.done_tokens for progress in told] == [0], (
+        progress_reports = [progress for report in reports for progress in report.progress]
+        assert [progress.done_tokens for progress in progress_reports] == [0], (
             "it ends in the batch in which it starts"
         )
         assert sum(len(report.stored) for report in reports) == 3
         with group.client() as late:
-            heard(late, first.log[-1].number)
+            wait_for_report(late, first.log[-1].number)
             (snapshot,) = late.log
             assert isinstance(snapshot, WorkerSnapshot)
             assert len(snapshot.committed) == 3
@@ -96,7 +96,7 @@ def test_routers_that_fold_the_log_end_with_no_load_and_the_caches_blocks(
         client.wait(*ids)
         blocks = loop_of(group.workers[0]).scheduler.blocks
         with group.client() as late:
-            heard(late, client.log[-1].number)
+            wait_for_report(late, client.log[-1].number)
             routers = [router_of(client), router_of(late)]
         assert blocks.evicted_total > 0, "the pool was meant to be too small"
         assert routers[0].snapshot(0) == routers[1].snapshot(0)
@@ -117,7 +117,7 @@ def test_a_key_that_is_open_or_no_routers_is_refused(tiny_checkpoint: Checkpoint
         client.scored(client.submit([5], candidates=[0], key=key))
 
 
-def test_a_reference_pass_is_told_with_the_first_report(tiny_checkpoint: Checkpoints) -> None:
+def test_first_report_has_the_reference_pass(tiny_checkpoint: Checkpoints) -> None:
     config = prefill_config(prefill={"saturation": None, "max_batch_tokens": 200})
     with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
         client.scored(client.submit([3, 4], candidates=[0]))
@@ -182,7 +182,7 @@ def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
         )
 
 
-def test_a_worker_that_fails_says_so_before_it_fails_its_requests(
+def test_failing_worker_reports_before_it_fails_requests(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS B1: else they are sent to it again, as their prefix is there."""

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contracts.planning import RoutingReport
+from contracts.planner_messages import RoutingSampleReport
 from models.spec.model import read_spec
 from tests.support.fake_planner import DEADLINE_S, FakePlanner
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
 from tests.support.tiny_models import prompts
 
 
-@pytest.mark.parametrize("placement", [{"follow": "follow"}, {"record": "/tmp"}])
+@pytest.mark.parametrize("placement", [{"rebalance": "continuous"}, {"record": "/tmp"}])
 def test_where_experts_follow_or_it_is_recorded_a_rank_reports_paths_of_its_tokens(
     tiny_checkpoint: Callable[..., Path], placement: dict[str, Any]
 ) -> None:
@@ -40,12 +40,14 @@ def test_where_experts_follow_or_it_is_recorded_a_rank_reports_paths_of_its_toke
     assert all(len(set(experts)) == spec.top_k for experts in sets)
 
 
-def _first(planner: FakePlanner, client: RankConnection, rows: list[list[int]]) -> RoutingReport:
+def _first(
+    planner: FakePlanner, client: RankConnection, rows: list[list[int]]
+) -> RoutingSampleReport:
     end_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < end_s:
         client.generated(client.submit(rows[0], sampling=greedy(4)))
         while not planner.received.empty():
             message = planner.received.get()
-            if isinstance(message, RoutingReport):
+            if isinstance(message, RoutingSampleReport):
                 return message
     raise AssertionError("nothing was reported")

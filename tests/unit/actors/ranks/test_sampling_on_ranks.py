@@ -37,7 +37,10 @@ def client(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
 ) -> Iterator[RankConnection]:
     """Of a rank of either kind; the prefill worker keeps no KV cache."""
-    with rank_of(request.param, tiny_checkpoint("qwen3_moe"), kv_free=True) as (_, connection):
+    with rank_of(request.param, tiny_checkpoint("qwen3_moe"), disable_kv_cache=True) as (
+        _,
+        connection,
+    ):
         yield connection
 
 
@@ -171,7 +174,7 @@ def test_a_seed_gives_the_same_tokens_on_either_kind_of_rank(
     with ThreadGroup(folder, two) as group, group.client(0) as first, group.client(1) as second:
         wanted, _ = first.generated(first.submit(PROMPT, sampling=sampling))
         assert second.generated(second.submit(PROMPT, sampling=sampling))[0] == wanted
-    config = prefill_config(prefill={"kv_free": False})
+    config = prefill_config(prefill={"disable_kv_cache": False})
     with PrefillThreads(folder, config) as workers, workers.client() as third:
         assert third.generated(third.submit(PROMPT, sampling=sampling))[0] == wanted
 

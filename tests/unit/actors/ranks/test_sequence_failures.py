@@ -188,7 +188,7 @@ def test_an_allocation_that_fails_for_the_batch_is_tried_for_each_of_its_sequenc
         assert [client.generated(i)[0] for i in ids] == wanted
 
 
-def test_a_request_whose_admission_raises_is_the_only_one_that_fails(
+def test_only_the_request_with_failing_admission_fails(
     rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1: the rule holds wherever a sequence can be named."""

@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from actors.batching.scheduled_batch import ScheduledBatch
-from actors.engine.pseudo_answers import pseudo_answer
 from actors.ranks.prefill_rank import prefill_rank
 from actors.ranks.rank import Rank
 from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
 from contracts.config import KvConfig, LogConfig, PrefillConfig, TandemConfig
 from contracts.messages import Submit
+from contracts.ranks import Group, RankSpec
 from contracts.requests import Caller, Priority
-from contracts.routing import RequestKey, WorkerReport, WorkerSnapshot
-from contracts.worker import Group, WorkerSpec
+from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.request_work import token_work
 from planner.routing.worker_state import WorkerState
 from tests.support.group_harness import RankConnection, greedy
+from tests.support.stub_executor import pseudo_answer
 
 TOKEN = b"a token for tests"
 BLOCK = 4
@@ -37,9 +37,9 @@ def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[Rank]:
     config = TandemConfig(
         kv=KvConfig(block_tokens=BLOCK, pool_tokens=POOL_BLOCKS * BLOCK),
         prefill=PrefillConfig(engine="stub", max_batch_tokens=16),
-        log=LogConfig(stacks_after_s=HELD_S),
+        log=LogConfig(stall_threshold_s=HELD_S),
     )
-    spec = WorkerSpec(
+    spec = RankSpec(
         group=Group.PREFILL,
         rank=1,
         attention_ranks=0,
@@ -85,7 +85,7 @@ def test_scores_and_generates_the_same_for_the_same_tokens(stub: Rank) -> None:
     assert finished.usage.prompt_tokens == 3
 
 
-def test_the_snapshot_comes_first_and_every_client_hears_every_report(stub: Rank) -> None:
+def test_snapshot_is_first_and_every_client_gets_every_report(stub: Rank) -> None:
     with connect(stub) as client, connect(stub) as listener:
         key = RequestKey(3, 1)
         client.scored(client.submit(list(range(9)), candidates=[1], key=key))
@@ -112,7 +112,7 @@ def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
             late.wait(late.submit([1], candidates=[1]))
             snapshot = late.log[0]
     assert isinstance(snapshot, WorkerSnapshot)
-    assert state.requests.met_by(Priority.BE).load == 0
+    assert state.requests.visible_to(Priority.BE).load == 0
     assert cached == 0
     assert 0 < len(state.committed()) <= POOL_BLOCKS
     assert set(snapshot.committed) == set(state.committed())
@@ -140,41 +140,41 @@ def test_a_pseudo_answer_may_pass_for_log_probabilities() -> None:
     assert all(-8.0 <= logprob <= 0.0 for logprob in getattr(scored, "token_logprobs"))  # noqa: B009
 
 
-def test_a_rank_whose_loop_is_held_logs_where_it_stands_and_goes_on(
+def test_stalled_loop_logs_its_stack_and_continues(
     stub: Rank, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(stub.loop, ServingLoop)
     executor, step = stub.loop.executor, stub.loop.executor.step
-    told, released = threading.Event(), threading.Event()
+    logged, released = threading.Event(), threading.Event()
 
-    def hear(record: logging.LogRecord) -> bool:
-        if record.getMessage().startswith("loop_held"):
-            told.set()
+    def on_record(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("event_loop_blocked"):
+            logged.set()
         return True
 
     def a_step_that_holds(timeout_s: float) -> list[ScheduledBatch]:
         released.wait(20.0)
         return step(timeout_s)
 
-    caplog.handler.addFilter(hear)
+    caplog.handler.addFilter(on_record)
     connection = connect(stub)
     try:
         monkeypatch.setattr(executor, "step", a_step_that_holds)
-        assert told.wait(20.0)
+        assert logged.wait(20.0)
         monkeypatch.setattr(executor, "step", step)
         released.set()
         connection.wait(connection.submit([1, 2, 3]))
     finally:
         released.set()
-        caplog.handler.removeFilter(hear)
+        caplog.handler.removeFilter(on_record)
         connection.close()
-    (line,) = (m for m in caplog.messages if m.startswith("loop_held"))
+    (line,) = (m for m in caplog.messages if m.startswith("event_loop_blocked"))
     assert "rank=prefill-1" in line
     assert "thread prefill-1-loop:" in line
     assert "a_step_that_holds" in line
 
 
-def test_a_trace_says_whose_tokens_a_batch_had(stub: Rank) -> None:
+def test_trace_names_the_requests_of_a_batch(stub: Rank) -> None:
     since_s = stub.clock_s()
     connection = connect(stub)
     connection.wait(connection.submit([1, 2, 3], caller=Caller(request=1, name="mine")))

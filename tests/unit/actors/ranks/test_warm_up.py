@@ -44,7 +44,7 @@ def damaged(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_told(worker: Rank, client: RankConnection, folder: Path) -> None:
+def assert_names_checkpoint(worker: Rank, client: RankConnection, folder: Path) -> None:
     failed = client.failed(client.submit([1, 2, 3], candidates=[0]))
     for message in (failed.message, worker.status().reason):
         assert str(folder) in message
@@ -53,20 +53,20 @@ def assert_told(worker: Rank, client: RankConnection, folder: Path) -> None:
     assert not worker.status().healthy
 
 
-def test_an_attention_rank_whose_own_batch_has_no_finite_logits_names_its_checkpoint(
+def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(
     damaged: Path,
 ) -> None:
     """FINDINGS A1: it was healthy, and the first requests were answered with what NaN gives."""
     with ThreadGroup(damaged, group_config()) as group, group.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)
-        assert_told(group.attention[0], client, damaged)
+        assert_names_checkpoint(group.attention[0], client, damaged)
 
 
-def test_a_prefill_worker_whose_reference_pass_has_no_finite_logits_names_its_checkpoint(
+def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(
     damaged: Path,
 ) -> None:
     """FINDINGS A1."""
     config = prefill_config(prefill={"saturation": None})
     with PrefillThreads(damaged, config) as workers, workers.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)
-        assert_told(workers.workers[0], client, damaged)
+        assert_names_checkpoint(workers.workers[0], client, damaged)

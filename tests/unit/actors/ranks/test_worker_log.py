@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.ranks.worker_log import WorkerLog
-from contracts.routing import OpenRequest, Prompt, RequestKey
+from contracts.routing_messages import OpenRequest, Prompt, RequestKey
 
 BLOCK = 4
 
@@ -38,7 +38,7 @@ def test_a_request_is_open_until_it_has_ended() -> None:
     assert log.report() is None
 
 
-def test_a_report_says_of_each_block_what_became_of_it_last() -> None:
+def test_report_has_the_last_state_of_each_block() -> None:
     log = new_log()
     log.stored([b"a", b"b", b"c"])
     log.evicted([b"b", b"d"])
@@ -52,7 +52,7 @@ def test_a_report_says_of_each_block_what_became_of_it_last() -> None:
     assert set(log.snapshot().committed) == {b"c", b"d"}
 
 
-def test_a_snapshot_holds_what_was_reported_and_nothing_that_was_not() -> None:
+def test_snapshot_has_only_what_was_reported() -> None:
     log = new_log()
     log.stored(prompt(1).hashes)
     log.report()

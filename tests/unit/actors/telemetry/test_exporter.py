@@ -57,7 +57,7 @@ def test_a_scrape_has_all_that_was_counted(exporting: Exporting) -> None:
     assert exporting.get("/metrics").status_code == 200
 
 
-def test_open_metrics_are_for_those_who_want_them_and_name_a_request_of_each_bucket(
+def test_openmetrics_is_served_on_request_with_an_exemplar_per_bucket(
     exporting: Exporting,
 ) -> None:
     for value, request_id in ((0.02, "req-a"), (0.2, "req-b" * 100)):
@@ -85,7 +85,7 @@ def test_another_processs_path_is_not_answered(exporting: Exporting) -> None:
         other.get()
 
 
-def test_with_a_key_who_does_not_carry_it_sees_nothing() -> None:
+def test_request_without_the_bearer_token_is_unauthorized() -> None:
     guarded = Exporting(key="secret")
     try:
         guarded.telemetry.count(metrics.PREEMPTIONS)
@@ -103,7 +103,7 @@ def test_with_a_key_who_does_not_carry_it_sees_nothing() -> None:
     [b"\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01" + b"\0" * 64, b"a" * (2 * MAX_HEAD_BYTES)],
     ids=["nothing", "no path", "TLS", "too long"],
 )
-def test_who_speaks_no_http_is_let_go_and_others_are_answered(
+def test_client_without_http_is_disconnected_and_others_are_served(
     exporting: Exporting, sent: bytes
 ) -> None:
     with exporting.connect() as strange:
@@ -135,14 +135,14 @@ def test_slow_scrapers_that_hold_every_slot_are_let_go_and_the_next_one_is_answe
         connection.close()
 
 
-def test_a_scraper_that_reads_nothing_holds_up_nobody(exporting: Exporting) -> None:
+def test_scraper_that_does_not_read_does_not_block_others(exporting: Exporting) -> None:
     deaf = exporting.connect()
     deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
     assert exporting.get().status_code == 200
     deaf.close()
 
 
-def test_a_port_that_cannot_be_had_is_told_and_costs_nothing_else(
+def test_unavailable_port_is_logged_and_does_not_stop_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     thread = ExporterThread(Telemetry(), key=None, name="expert-1")

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.telemetry.rank_metrics import RankMetrics
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
-from contracts.events import Stage, TaskSpan
 from contracts.metrics import STAGE
-from contracts.worker import Group, WorkerSpec
+from contracts.ranks import Group, RankSpec
+from contracts.traces import Stage, TaskSpan
 
 
 class Time:
@@ -26,7 +26,7 @@ class Time:
 
 
 def made(time: Time) -> RankMetrics:
-    spec = WorkerSpec(
+    spec = RankSpec(
         group=Group.EXPERT,
         rank=1,
         attention_ranks=1,
@@ -50,7 +50,7 @@ def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
     time = Time()
     metrics = made(time)
     timeline = Timeline(10, metrics.span)
-    metrics.follow(timeline, lambda: (0, 0))
+    metrics.attach(timeline, lambda: (0, 0))
     for busy_s, expected in ((0.5, 0.25), (2.0, 1.0), (0.0, 0.0)):
         timeline.add(TaskSpan("expert-1", Stage.EXPERT, time.now_s, time.now_s + busy_s))
         timeline.add(TaskSpan("expert-1", Stage.WAIT, time.now_s, time.now_s + 1.0))
@@ -62,7 +62,7 @@ def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
 
 def test_bytes_sent_are_a_counter_of_all_that_was_sent_however_often_it_is_read() -> None:
     metrics, sent = made(Time()), [0]
-    metrics.follow(Timeline(0), lambda: (sent[0], 7))
+    metrics.attach(Timeline(0), lambda: (sent[0], 7))
     for sent[0] in (10, 10, 35):
         assert value(metrics, "tandem_channel_bytes_total") == sent[0]
 
@@ -96,9 +96,9 @@ def test_what_is_noted_is_shown_as_if_it_had_been_observed(scrapes: list[list[fl
     """In the buckets' bounds and beyond them, however often somebody asks between, and however many
     there are."""
     noted, observed = Telemetry(), Telemetry()
-    note = noted.noting(STAGE, "expert", "expert-1")
+    note = noted.buffered_observer(STAGE, "expert", "expert-1")
     for values in scrapes:
-        with patch("actors.telemetry.telemetry.MOST_NOTED", 3):
+        with patch("actors.telemetry.telemetry.MAX_BUFFERED", 3):
             for value in values:
                 note(value)
                 observed.observe(STAGE, "expert", "expert-1", value=value)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from actors.telemetry.exporter import ExporterThread
-from actors.telemetry.scrape_key import STANDS_S, ScrapeKey
+from actors.telemetry.scrape_key import SETTLE_S, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from contracts.config import HttpConfig
 
@@ -44,7 +44,7 @@ def test_the_files_key_goes_before_and_a_new_one_counts_when_it_has_stood(tmp_pa
     assert key() == "first"
     written(path, "metrics_key: second")
     assert key() == "first"
-    time.now_s += STANDS_S
+    time.now_s += SETTLE_S
     assert key() == "second"
 
 
@@ -54,11 +54,11 @@ def test_a_file_in_the_middle_of_being_written_opens_nothing(tmp_path: Path) -> 
     key = followed(path, time)
     written(path)
     assert key() == "first"
-    time.now_s += STANDS_S / 2
+    time.now_s += SETTLE_S / 2
     written(path, "metrics_key: second-one")
-    time.now_s += STANDS_S / 2
+    time.now_s += SETTLE_S / 2
     assert key() == "first"
-    time.now_s += STANDS_S
+    time.now_s += SETTLE_S
     assert key() == "second-one"
 
 
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, damage: str)
     else:
         path.write_text("api_keys: []")
     for _ in range(3):
-        time.now_s += STANDS_S
+        time.now_s += SETTLE_S
         assert key() == "first"
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from actors.telemetry.chrome_trace import write_chrome_trace
 from actors.telemetry.timeline import Timeline
-from contracts.events import Stage, TaskSpan
-from planner.findep.exposure import busy_seconds, exposed_communication
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.exposed_communication import busy_seconds, exposed_communication
 
 
 def span(stage: Stage, start_s: float, end_s: float, resource: str = "attention-0") -> TaskSpan:
@@ -29,7 +29,7 @@ def test_communication_under_computation_is_not_exposed() -> None:
     assert exposed_communication(spans) == (0.0, 0.0)
 
 
-def test_exposed_seconds_are_those_in_which_payloads_move_and_nobody_computes() -> None:
+def test_exposed_seconds_are_transfer_time_without_computation() -> None:
     """attention 0-4        8-9              finish 16-17
     a2e           3--6  5---8                              exposed 4-8: 4 s
     expert                   9-12
@@ -103,9 +103,9 @@ def test_capacity_zero_records_no_span_but_still_counts() -> None:
 
 def test_only_the_part_of_a_transfer_within_a_wait_counts_as_exposed() -> None:
     timeline = Timeline(10)
-    timeline.waited(10.0, 20.0, [(5.0, 12.0), (11.0, 13.0), (19.0, 25.0), (1.0, 2.0)])
+    timeline.record_wait(10.0, 20.0, [(5.0, 12.0), (11.0, 13.0), (19.0, 25.0), (1.0, 2.0)])
     assert timeline.exposed_s == pytest.approx(4.0)
-    timeline.waited(30.0, 31.0, [])
+    timeline.record_wait(30.0, 31.0, [])
     assert timeline.exposed_s == pytest.approx(4.0)
 
 

@@ -37,7 +37,7 @@ def test_a_label_may_be_as_long_as_a_context() -> None:
     assert trie.longest == 100_000
 
 
-def test_a_trie_says_what_may_follow_and_where_a_sequence_ends() -> None:
+def test_trie_returns_followers_and_ends() -> None:
     trie = TokenTrie([[7, 8], [7], [9, 8]])
     assert list(trie.followers(ROOT)) == [7, 9]
     seven = trie.step(ROOT, 7)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cluster.cli.config_page import TARGET, page
-from cluster.cli.config_table import keys_of
+from cluster.cli.config_table import config_keys
 from cluster.cli.main import main
 from contracts.config import TandemConfig
 
@@ -27,7 +27,7 @@ def test_every_key_is_printed_with_its_default_and_what_it_takes(
     assert (r1["value"], r1["default"], r1["takes"]) == (4, 2, "int >= 1")
     assert found["groups.placement"]["takes"] == "pack, spread"
     assert found["log.level"]["meaning"] == "From which on events are written."
-    assert found["prefill.margin"]["takes"] == "float >= 0, <= 10"
+    assert found["prefill.saturation_margin"]["takes"] == "float >= 0, <= 10"
     assert "secret" not in out
 
 
@@ -38,14 +38,14 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in out
 
 
-def test_every_key_says_what_it_means() -> None:
-    without = [key.key for key in keys_of(TandemConfig()) if not key.meaning.endswith(".")]
+def test_every_key_has_a_meaning() -> None:
+    without = [key.key for key in config_keys(TandemConfig()) if not key.meaning.endswith(".")]
     assert not without, "put a sentence below the field in contracts/config.py"
 
 
-def test_every_time_and_size_says_its_unit() -> None:
+def test_every_time_and_size_has_a_unit() -> None:
     units = {"_per_s": "a second", "_s": "seconds", "_bytes": "bytes"}
-    for key in keys_of(TandemConfig()):
+    for key in config_keys(TandemConfig()):
         ending = next((ending for ending in units if key.key.endswith(ending)), None)
         if ending is not None:
             assert units[ending] in key.meaning.lower(), key.key

@@ -19,10 +19,10 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 
-from cluster.cli.config_options import config_of
+from cluster.cli.config_options import config_from_options
 from cluster.cli.main import _parser, main
-from cluster.files.model_folder import resolve_model_folder
-from cluster.serving.front import free_port
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.server import free_port
 from contracts.config import BUNDLED
 from contracts.import_path import ROOT
 from tests.support.tiny_models import set_config
@@ -74,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ("http.port=99999", ["http.port", "65535"]),
         ("http.port=0", ["http.port=0", "--port"]),
         ("http.front=serve", ["http.front=serve", "direct"]),
-        ("channel.silence_s=0.1", ["silence_s=0.1", "heartbeat_s=0.2", "channel"]),
+        ("channel.heartbeat_timeout_s=0.1", ["silence_s=0.1", "heartbeat_s=0.2", "channel"]),
         ("kv.memory_fraction=1.5", ["kv.memory_fraction", "0.9"]),
         ("model.dtype=int8", ["model.dtype", "int8"]),
         ("schedule.r1", ["--set schedule.r1", "section.key=value"]),
@@ -91,7 +91,7 @@ def test_a_setting_that_cannot_be_used_is_named(run: Run, setting: str, parts: l
             assert part in line
 
 
-def test_order_naive_with_two_micro_batches_says_what_naive_means(run: Run) -> None:
+def test_naive_order_with_two_micro_batches_is_explained(run: Run) -> None:
     line = run("serve", "--set", "schedule.order=naive", "--set", "schedule.r1=2")
     assert "order naive means r1=1, r2=1, got r1=2" in line
 
@@ -208,7 +208,7 @@ BROKEN_TEXT: list[tuple[Callable[[Path], object], list[str]]] = [
 
 
 @pytest.mark.parametrize(("broken", "parts"), BROKEN_TEXT)
-def test_a_tokenizer_or_chat_template_that_cannot_be_used_is_told_before_ray_starts(
+def test_unusable_tokenizer_is_reported_before_ray_starts(
     run: Run, tmp_path: Path, broken: Callable[[Path], object], parts: list[str]
 ) -> None:
     """FINDINGS B7: doctor was green, and serve's error came after minutes and named nothing."""
@@ -236,7 +236,7 @@ def test_doctor_names_a_tokenizer_or_chat_template_that_cannot_be_used(
         assert part in findings["tokenizer"]["found"]
 
 
-def test_doctor_says_that_a_model_without_a_chat_template_answers_no_chats(
+def test_doctor_warns_about_missing_chat_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
@@ -291,7 +291,7 @@ def closed_port() -> int:
     return free_port()
 
 
-def test_a_ray_address_where_nothing_listens(
+def test_ray_address_without_listener(
     run: Run, closed_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"127.0.0.1:{closed_port}"
@@ -373,7 +373,7 @@ def test_a_wrong_argument_is_one_line_with_the_nearest_that_there_is(
     assert line in err
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
@@ -382,12 +382,12 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_names_of_the_server_and_its_model_are_options() -> None:
     given = ["--name", "b", "--served-model-name", "m", "--log-level", "debug"]
-    config = config_of(_parser().parse_args(["serve", *given]))
+    config = config_from_options(_parser().parse_args(["serve", *given]))
     assert (config.serve.name, config.model.name, config.log.level) == ("b", "m", "debug")
 
 
 @pytest.mark.long
-def test_whoever_reads_our_output_may_leave(tmp_path: Path) -> None:
+def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
     """FINDINGS C: `tandem plan … | head` exited with 1."""
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048, "devices": 4}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
@@ -402,7 +402,7 @@ def test_whoever_reads_our_output_may_leave(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_doctor_tells_an_error_as_json_and_by_its_status(
+def test_doctor_reports_errors_in_json_and_exit_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -418,7 +418,7 @@ def test_options_override_settings_and_settings_override_the_file(tmp_path: Path
     path.write_text("groups: {attention_ranks: 5, expert_ranks: 5}\nhttp: {port: 5}\n")
     settings = ["--set", "groups.attention_ranks=6", "--set", "groups.expert_ranks=6"]
     options = ["--config", str(path), *settings, "--expert-ranks", "7"]
-    config = config_of(_parser().parse_args(["serve", *options]))
+    config = config_from_options(_parser().parse_args(["serve", *options]))
     assert (config.http.port, config.groups.attention_ranks, config.groups.expert_ranks) == (
         5,
         6,

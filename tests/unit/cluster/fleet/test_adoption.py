@@ -13,20 +13,20 @@ import msgspec
 import pytest
 import ray
 
-from actors.channels.neighbour import here
+from actors.channels.local_process import own_identity
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, Seat, make_specs
-from cluster.fleet import adoption, ledger
-from cluster.fleet.ledger import Ledger, Record, Room
-from cluster.fleet.member import Member, Place
-from cluster.fleet.nodes import Node, Placed, RankRequest
+from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
+from cluster.fleet import adoption, fleet_store
+from cluster.fleet.fleet_store import FleetRecord, FleetStore, RoomRecord
+from cluster.fleet.member import Member, RankBundle
+from cluster.fleet.nodes import Node, RankPlacement, RankRequest
 from cluster.fleet.rank_group import RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.loading import load_config
-from contracts.scaling import KeptScale
-from contracts.worker import Group, RankReady, WorkerSpec
-from tests.support.whereabouts import whereabouts_of
+from contracts.ranks import Group, RankReady, RankSpec
+from contracts.scaling import ScaleCheckpoint
+from tests.support.process_identity import process_identity_of
 
 TOKEN = b"of this launch"
 CONFIG = load_config(None, ["groups.expert_ranks=2"])
@@ -35,7 +35,7 @@ CONFIG = load_config(None, ["groups.expert_ranks=2"])
 class FakeRank(RayRank):
     """Says who it is; silent: nothing."""
 
-    def __init__(self, spec: WorkerSpec, key: str) -> None:
+    def __init__(self, spec: RankSpec, key: str) -> None:
         super().__init__(spec.name, self, key)
         self.spec = spec
         self.silent = False
@@ -50,7 +50,7 @@ class FakeRank(RayRank):
         return answer
 
 
-class FakePlaced(Placed):
+class FakePlaced(RankPlacement):
     def start(self, bundle: int) -> RayRank:
         """A process that knows nothing."""
         raise AssertionError("every rank of these tests is there")
@@ -72,23 +72,25 @@ class Cluster:
         self.remnants_ended: list[str] = []
         self.actors: dict[str, FakeRank] = {}
         self.rooms: set[str] = set()
-        monkeypatch.setattr(ledger, "_internal_kv_put", self._put)
-        monkeypatch.setattr(ledger, "_internal_kv_get", lambda key, namespace: self.kept.get(key))
+        monkeypatch.setattr(fleet_store, "_internal_kv_put", self._put)
         monkeypatch.setattr(
-            ledger, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None)
+            fleet_store, "_internal_kv_get", lambda key, namespace: self.kept.get(key)
+        )
+        monkeypatch.setattr(
+            fleet_store, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None)
         )
         self.kept_names: set[str] = set()
-        monkeypatch.setattr(adoption, "end_remnants", self._end_remnants)
-        monkeypatch.setattr(adoption, "placed_of", self._room)
+        monkeypatch.setattr(adoption, "kill_orphans", self._end_remnants)
+        monkeypatch.setattr(adoption, "restore_placement", self._room)
         monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(adoption, "RayRank", lambda name, actor, key: actor)
-        monkeypatch.setattr(adoption, "scraped_of", lambda config: None)
+        monkeypatch.setattr(adoption, "create_scrape_targets", lambda config: None)
         monkeypatch.setattr(adoption, "Fleet", FakeFleet)
 
     def launch(self, launch_id: str = "one") -> list[RankGroup]:
         seats = [Seat("cpu", "127.0.0.1", 1)]
-        formation = Formation(CONFIG, "folder", TOKEN, 3, "shm")
-        specs = make_specs(formation, seats, seats * 2, seats)
+        group_spec = GroupSpec(CONFIG, "folder", TOKEN, 3, "shm")
+        specs = make_specs(group_spec, seats, seats * 2, seats)
         requests = [RankRequest(spec.group, spec.rank, {"CPU": 0.5}) for spec in specs]
         node = Node("a", "10.0.0.1", "127.0.0.1")
         placed = FakePlaced(requests, None, "cpu", [node] * 4, "tandem", "tandem/room")
@@ -98,28 +100,28 @@ class Cluster:
             key = f"tandem/room/{spec.name}/1"
             self.actors[key] = rank = FakeRank(spec, key)
             ready = RankReady(name=spec.name, pid=place, channel_address="tcp:here")
-            members.append(Member(spec, Place(placed, place), rank, ready))
-        groups = [RankGroup(members[:3], formation), RankGroup(members[3:], formation)]
-        Ledger("tandem", launch_id, CONFIG).write(TOKEN, groups)
+            members.append(Member(spec, RankBundle(placed, place), rank, ready))
+        groups = [RankGroup(members[:3], group_spec), RankGroup(members[3:], group_spec)]
+        FleetStore("tandem", launch_id, CONFIG).write(TOKEN, groups)
         return groups
 
-    def launched_by(self, pid: int) -> Ledger:
+    def launched_by(self, pid: int) -> FleetStore:
         """The ledger of another process, which has launched."""
-        book = Ledger("tandem", "one", CONFIG)
-        book._writer = whereabouts_of(pid)
+        book = FleetStore("tandem", "one", CONFIG)
+        book._writer = process_identity_of(pid)
         book.write(TOKEN, self.launch())
         return book
 
     def dies(self) -> None:
         """Whoever has launched."""
         for key, body in self.kept.items():
-            record = msgspec.msgpack.decode(body, type=Record)
-            gone = whereabouts_of(os.getppid(), later_ticks=1)
+            record = msgspec.msgpack.decode(body, type=FleetRecord)
+            gone = process_identity_of(os.getppid(), later_ticks=1)
             record = msgspec.structs.replace(record, writer=gone)
             self.kept[key] = msgspec.msgpack.encode(record)
 
     def adopted(self, launch_id: str = "one", config: TandemConfig = CONFIG) -> Any:
-        return adoption.adopt(config, "folder", Ledger("tandem", launch_id, config))
+        return adoption.adopt(config, "folder", FleetStore("tandem", launch_id, config))
 
     def _end_remnants(self, application: str, kept: Collection[str] = ()) -> None:
         if kept:
@@ -136,7 +138,7 @@ class Cluster:
             raise ValueError(name)
         return self.actors[name]
 
-    def _room(self, room: Room, application: str) -> Placed:
+    def _room(self, room: RoomRecord, application: str) -> RankPlacement:
         if room.name not in self.rooms:
             raise ResourceError(f"{room.name}: no such placement group")
         return FakePlaced(room.requests, None, room.device, room.nodes, application, room.name)
@@ -172,15 +174,15 @@ def test_a_group_that_was_scaled_is_taken_over_as_it_is(cluster: Cluster) -> Non
     cluster.rooms.add("tandem/more")
     cluster.actors["tandem/more/attention-1"] = rank = FakeRank(spec, "tandem/more/attention-1")
     ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
-    attention.join(Member(spec, Place(own, 0), rank, ready))
+    attention.join(Member(spec, RankBundle(own, 0), rank, ready))
     attention.next_epoch()
-    Ledger("tandem", "one", CONFIG).write(TOKEN, groups)
+    FleetStore("tandem", "one", CONFIG).write(TOKEN, groups)
     _, (found, _), *_ = cluster.adopted()
     assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0", "attention-1"]
     (_, new) = found.of_kind(Group.ATTENTION)
     assert (new.place.placed.name, new.spec.attention_ranks) == ("tandem/more", 2)
     attention.leave(attention.of_kind(Group.ATTENTION)[1])
-    Ledger("tandem", "one", CONFIG).write(TOKEN, groups)
+    FleetStore("tandem", "one", CONFIG).write(TOKEN, groups)
     cluster.rooms.discard("tandem/more")
     _, (found, _), *_ = cluster.adopted()
     assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
@@ -199,18 +201,18 @@ def test_a_rank_that_was_leaving_is_taken_over_as_one_where_it_is_there(
     own = FakePlaced([request], None, "cpu", [node], "tandem", "tandem/more")
     spec = msgspec.structs.replace(first.spec, rank=1, epoch=4)
     ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
-    leaving = Member(spec, Place(own, 0), FakeRank(spec, "tandem/more/attention-1"), ready)
-    attention.join(leaving)
-    attention.leave(leaving)
-    Ledger("tandem", "one", CONFIG).write(TOKEN, groups, KeptScale(resumed=1))
+    draining = Member(spec, RankBundle(own, 0), FakeRank(spec, "tandem/more/attention-1"), ready)
+    attention.join(draining)
+    attention.leave(draining)
+    FleetStore("tandem", "one", CONFIG).write(TOKEN, groups, ScaleCheckpoint(resumed=1))
     if there != "nothing":
         cluster.rooms.add("tandem/more")
     if there == "all":
         cluster.actors["tandem/more/attention-1"] = FakeRank(spec, "tandem/more/attention-1")
     _, (found, _), _, _, _, kept = cluster.adopted()
-    assert kept == KeptScale(resumed=1)
+    assert kept == ScaleCheckpoint(resumed=1)
     assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
-    assert [one.name for one in found.leaving] == ["attention-1"] * (there == "all")
+    assert [one.name for one in found.draining] == ["attention-1"] * (there == "all")
     assert not cluster.remnants_ended
     names = {"tandem/room", "tandem/more", "tandem/more/attention-1", *cluster.actors}
     assert cluster.kept_names == names, "all else is ended"
@@ -232,7 +234,7 @@ def test_what_does_not_fit_is_ended_and_not_taken_over(cluster: Cluster, other: 
 
 
 @pytest.mark.parametrize("field", ["rank", "epoch", "token"])
-def test_a_rank_that_is_somebody_else_is_not_taken_over(cluster: Cluster, field: str) -> None:
+def test_rank_with_other_identity_is_not_adopted(cluster: Cluster, field: str) -> None:
     groups = cluster.launch()
     rank = groups[0].members[1].handle
     assert isinstance(rank, FakeRank)
@@ -249,20 +251,20 @@ def test_a_rank_that_does_not_answer_is_the_supervisors_business(cluster: Cluste
     assert cluster.adopted() is not None
 
 
-def test_what_changes_is_written_down_and_nothing_else(cluster: Cluster) -> None:
+def test_only_changes_are_saved(cluster: Cluster) -> None:
     groups = cluster.launch()
-    book = Ledger("tandem", "one", CONFIG)
+    book = FleetStore("tandem", "one", CONFIG)
     book.write(TOKEN, groups)
     written = cluster.writes
     book.write(TOKEN, groups)
     assert cluster.writes == written
     member = groups[0].members[0]
     spec = msgspec.structs.replace(member.spec, epoch=4)
-    member.settle(spec, member.handle, msgspec.structs.replace(member.ready, pid=99))
+    member.assign(spec, member.handle, msgspec.structs.replace(member.ready, pid=99))
     book.write(TOKEN, groups)
     assert cluster.writes == written + 1
     record = book.read()
-    assert isinstance(record, Record)
+    assert isinstance(record, FleetRecord)
     assert record.groups[0].ranks[0].ready.pid == 99
     assert record.groups[0].ranks[0].spec.group is Group.ATTENTION
     book.forget()
@@ -278,14 +280,14 @@ def test_ranks_of_a_launcher_that_lives_and_ends_are_let_alone(cluster: Cluster)
     groups = cluster.launch()
     before.write(TOKEN, groups)
     before.leave()
-    record = Ledger("tandem", "one", CONFIG).read()
+    record = FleetStore("tandem", "one", CONFIG).read()
     assert record is not None, "the one before neither writes over the next one's, nor forgets it"
-    assert record.writer == here()
+    assert record.writer == own_identity()
 
 
-def test_a_launcher_whose_pid_is_another_process_now_is_gone(cluster: Cluster) -> None:
+def test_launcher_with_reused_pid_counts_as_dead(cluster: Cluster) -> None:
     cluster.launched_by(os.getppid())
-    book = Ledger("tandem", "one", CONFIG)
+    book = FleetStore("tandem", "one", CONFIG)
     assert book.other() is not None
     cluster.dies()
     assert book.other() is None
@@ -296,13 +298,13 @@ def test_a_launcher_that_lives_and_does_not_end_is_waited_for_until_it_is_gone(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.launched_by(os.getppid())
-    looks: list[float] = []
+    sleeps: list[float] = []
 
-    def look(period_s: float) -> None:
-        looks.append(period_s)
+    def record_sleep(period_s: float) -> None:
+        sleeps.append(period_s)
         cluster.dies()
 
-    monkeypatch.setattr(time, "sleep", look)
+    monkeypatch.setattr(time, "sleep", record_sleep)
     assert cluster.adopted() is not None
-    assert len(looks) == 1
+    assert len(sleeps) == 1
     assert not cluster.remnants_ended

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.ranks.rendezvous import Formation, Seat, form_group, make_specs
+from actors.ranks.rendezvous import GroupSpec, Seat, form_group, make_specs
 from cluster.fleet.nodes import (
     Node,
-    Placed,
+    RankPlacement,
     check_resources,
     kv_ranks,
     rank_requests,
@@ -29,7 +29,7 @@ from contracts.errors import (
     TandemError,
 )
 from contracts.loading import load_config
-from contracts.worker import Group, RankReady, WorkerSpec
+from contracts.ranks import Group, RankReady, RankSpec
 
 PIPELINES = ("attention", "expert", "prefill")
 
@@ -49,7 +49,7 @@ def test_the_backend_follows_placement_unless_it_is_set() -> None:
     assert resolve_backend(load_config(None, ["channel.backend=tcp"]), "cpu", ["a"]) == "tcp"
 
 
-def test_each_rank_asks_for_its_share_and_for_the_resources_of_its_group() -> None:
+def test_each_rank_requests_its_share_and_group_resources() -> None:
     config = load_config(
         None,
         ["groups.attention_ranks=2", "groups.cpus_per_rank=0.5", "groups.expert_resources={eg: 1}"],
@@ -64,9 +64,9 @@ def test_each_rank_asks_for_its_share_and_for_the_resources_of_its_group() -> No
     assert rank_requests(config, "cuda")[0].resources["GPU"] == 1
 
 
-def placed(config: TandemConfig, groups: Sequence[Group], nodes: str, device: str) -> Placed:
+def placed(config: TandemConfig, groups: Sequence[Group], nodes: str, device: str) -> RankPlacement:
     requests = rank_requests(config, device, groups)
-    return Placed(requests, None, device, [Node(id, f"at-{id}", f"at-{id}") for id in nodes])
+    return RankPlacement(requests, None, device, [Node(id, f"at-{id}", f"at-{id}") for id in nodes])
 
 
 def test_a_nodes_memory_for_kv_is_shared_by_all_its_ranks_of_both_pipelines() -> None:
@@ -80,7 +80,7 @@ def test_a_nodes_memory_for_kv_is_shared_by_all_its_ranks_of_both_pipelines() ->
     assert [seat.host for seat in seat_ranks(prefilling, with_kv)] == ["at-a", "at-c"]
 
 
-def test_a_rank_with_a_gpu_of_its_own_shares_its_memory_with_nobody() -> None:
+def test_rank_with_own_gpu_has_all_its_memory() -> None:
     for backend, shares in (("nccl", 1), ("ipc", 4)):
         ranks = [f"groups.{kind}_ranks=2" for kind in PIPELINES]
         config = load_config(None, [*ranks, f"channel.backend={backend}"])
@@ -121,7 +121,7 @@ def test_exactly_enough_is_enough() -> None:
 class FakeRank:
     """A worker handle whose calls answer at once, fail, or never answer."""
 
-    def __init__(self, spec: WorkerSpec, log: list[str], answers: dict[str, Any]) -> None:
+    def __init__(self, spec: RankSpec, log: list[str], answers: dict[str, Any]) -> None:
         self.spec = spec
         self._log = log
         self._answers = answers
@@ -140,9 +140,9 @@ class FakeRank:
 
 def group_of(
     answers: dict[str, dict[str, Any]],
-) -> tuple[list[WorkerSpec], list[FakeRank], list[str]]:
+) -> tuple[list[RankSpec], list[FakeRank], list[str]]:
     seats = [Seat("cpu", "127.0.0.1", 1)] * 2
-    specs = make_specs(Formation(TandemConfig(), "folder", b"t", 1, "shm"), seats, seats)
+    specs = make_specs(GroupSpec(TandemConfig(), "folder", b"t", 1, "shm"), seats, seats)
     log: list[str] = []
     return specs, [FakeRank(spec, log, answers.get(spec.name, {})) for spec in specs], log
 
@@ -196,14 +196,14 @@ def test_a_rank_that_keeps_a_group_from_forming_is_named(
     assert caught.value.message.count(rank) == 1
 
 
-def test_a_failure_is_told_though_an_earlier_rank_is_still_busy() -> None:
+def test_failure_is_reported_while_an_earlier_rank_is_busy() -> None:
     broken = {"prepare": CheckpointError("a.safetensors: truncated")}
     specs, ranks, _ = group_of({"attention-0": {"prepare": "never"}, "expert-1": broken})
     with pytest.raises(CheckpointError, match=r"expert-1: a\.safetensors: truncated"):
         form_group(specs, ranks, timeout_s=60.0)
 
 
-def loaded(specs: Sequence[WorkerSpec], *names: str) -> list[RankReady]:
+def loaded(specs: Sequence[RankSpec], *names: str) -> list[RankReady]:
     wanted = [spec.name for spec in specs if spec.name in names]
     return [RankReady(name=name, pid=1, channel_address=f"addr-{name}") for name in wanted]
 
@@ -221,9 +221,9 @@ class Unreached(FakeRank):
 def test_what_has_been_loaded_is_kept_though_another_rank_is_lost_meanwhile() -> None:
     specs, _, log = group_of({})
     known = [loaded(specs, "expert-0", "expert-1"), loaded(specs, "expert-0")]
-    asked = iter(known)
+    replies = iter(known)
     rank = Unreached(specs[0], log, {})
-    (ready,) = form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: next(asked))
+    (ready,) = form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: next(replies))
     assert ready.name == "attention-0"
     assert [line for line in log if line] == [
         f"attention-0 connect { ({each.name: each.channel_address for each in some}) }"
@@ -231,17 +231,17 @@ def test_what_has_been_loaded_is_kept_though_another_rank_is_lost_meanwhile() ->
     ]
 
 
-@pytest.mark.parametrize("goes_without", [False, True])
+@pytest.mark.parametrize("allow_unreachable", [False, True])
 def test_one_that_stays_out_of_reach_is_gone_without_or_named(
-    goes_without: bool, monkeypatch: pytest.MonkeyPatch
+    allow_unreachable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.ranks.rendezvous.REACH_S", 0.2)
-    monkeypatch.setattr("actors.ranks.rendezvous.WITHOUT_S", 0.2)
+    monkeypatch.setattr("actors.ranks.rendezvous.REACH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("actors.ranks.rendezvous.DEGRADED_REACH_TIMEOUT_S", 0.2)
     specs, _, log = group_of({})
     rank, there = Unreached(specs[0], log, {}), loaded(specs, "expert-0", "expert-1")
-    if goes_without:
+    if allow_unreachable:
         (ready,) = form_group(
-            specs[:1], [rank], timeout_s=60.0, others=lambda: there, goes_without=True
+            specs[:1], [rank], timeout_s=60.0, others=lambda: there, allow_unreachable=True
         )
         assert ready.name == "attention-0"
         return
@@ -257,10 +257,10 @@ def test_one_that_stays_out_of_reach_is_gone_without_or_named(
         HandshakeError("expert-0 refused attention-0: wrong token"),
     ],
 )
-def test_a_rank_that_is_gone_or_refused_is_told_of_at_once(error: TandemError) -> None:
+def test_lost_or_refused_rank_is_reported_at_once(error: TandemError) -> None:
     specs, _, log = group_of({})
     rank = FakeRank(specs[0], log, {"connect": error})
     there = loaded(specs, "expert-0")
     with pytest.raises(LaunchError, match=error.message):
-        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there, goes_without=True)
+        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there, allow_unreachable=True)
     assert len([line for line in log if line]) == 1

@@ -6,10 +6,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from actors.ranks.remote import RayRank
-from cluster.fleet.member import HUNG_AFTER_S, Member, Place
-from cluster.fleet.nodes import Placed
+from cluster.fleet.member import HUNG_AFTER_S, Member, RankBundle
+from cluster.fleet.nodes import RankPlacement
 from contracts.errors import LaunchError
-from contracts.worker import Group, RankReady, RankStatus, WorkerSpec
+from contracts.ranks import Group, RankReady, RankSpec, RankStatus
 
 
 class SilentRank(RayRank):
@@ -27,7 +27,7 @@ class SilentRank(RayRank):
 
 def member() -> tuple[Member, SilentRank]:
     rank = SilentRank()
-    spec = WorkerSpec(
+    spec = RankSpec(
         group=Group.PREFILL,
         rank=0,
         attention_ranks=0,
@@ -39,10 +39,10 @@ def member() -> tuple[Member, SilentRank]:
         backend="shm",
     )
     ready = RankReady(name="prefill-0", pid=1, channel_address="")
-    return Member(spec, Place(Placed([], None, "cpu", []), 0), rank, ready), rank
+    return Member(spec, RankBundle(RankPlacement([], None, "cpu", []), 0), rank, ready), rank
 
 
-def test_a_worker_that_answers_is_asked_again_and_kept() -> None:
+def test_answering_worker_is_checked_again_and_kept() -> None:
     worker, rank = member()
     for second in range(20):
         assert worker.check(float(second), 0.0) == ""
@@ -78,7 +78,7 @@ def test_a_new_worker_in_its_place_does_not_answer_for_the_old_one() -> None:
     worker, rank = member()
     worker.check(0.0, 0.0)
     rank.answer.set_exception(LaunchError("prefill-0: its actor died"))
-    worker.replaced_for = "its actor died"
-    worker.settle(worker.spec, SilentRank(), worker.ready)
-    assert worker.replaced_for == ""
+    worker.replacement_reason = "its actor died"
+    worker.assign(worker.spec, SilentRank(), worker.ready)
+    assert worker.replacement_reason == ""
     assert worker.check(100.0, 0.0) == ""

@@ -7,23 +7,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cluster.bulk.session import own_workers
-from cluster.capacity.doctor import examine
-from cluster.capacity.weight_bytes import group_weight_bytes, prefill_weight_bytes
-from cluster.files.findings import Finding
-from cluster.files.model_folder import resolve_model_folder
-from cluster.files.placement_file import write_placement
-from cluster.fleet.placements import check_placement_file, configured_placements
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.placements import check_placement_file, configured_placements, write_placement
 from cluster.serving.server import preflight
+from cluster.tools.bulk.workers import own_workers
+from cluster.tools.doctor.config_checks import check_config
+from cluster.tools.doctor.findings import Finding
+from cluster.tools.doctor.weight_bytes import group_weight_bytes, prefill_weight_bytes
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import ConfigError
 from contracts.loading import load_config
 from contracts.placement import PlacementFile
-from contracts.worker import Group
-from models.foresight.profile_file import digest_of
+from contracts.ranks import Group
+from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
-from planner.placement.contiguous import contiguous
+from planner.placement.slots import contiguous
 from tests.support.placements import replicated
 
 FOLDER = resolve_model_folder(BUNDLED)
@@ -38,7 +37,7 @@ EXPERT_BYTES = 3 * 192 * 96 * 2
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = PlacementFile(
-        checkpoint=digest_of(FOLDER).hex(),
+        checkpoint=checkpoint_digest(FOLDER).hex(),
         tokenizer=tokenizer_digest(FOLDER).hex(),
         placement=PLACED,
     )
@@ -51,7 +50,7 @@ def _config(path: Path, *settings: str) -> TandemConfig:
 
 
 def _finding(config: TandemConfig) -> Finding:
-    return next(one for one in examine(config, {}) if one.check == "placement")
+    return next(one for one in check_config(config, {}) if one.check == "placement")
 
 
 def test_it_is_for_the_expert_ranks_and_begins_with_generation_0(path: Path) -> None:
@@ -104,7 +103,7 @@ def test_doctor_counts_replicas_and_slots_that_following_will_fill(path: Path) -
     assert _finding(config).found == f"{path}: 20 replicas, 2 MiB"
     settings = ["model.dtype=bfloat16", "groups.expert_ranks=2", "placement.spare_slots=1"]
     assert group_weight_bytes(load_config(None, settings), SPEC)[1] == 5 * 16 * EXPERT_BYTES
-    settings.append("placement.follow=follow")
+    settings.append("placement.rebalance=continuous")
     following = load_config(None, settings)
     assert group_weight_bytes(following, SPEC)[1] == 5 * 18 * EXPERT_BYTES
     assert "with 1 spare slots a rank" in _finding(following).found
@@ -114,7 +113,7 @@ def test_spare_slots_have_replicas_from_the_first_where_experts_follow() -> None
     settings = ["groups.expert_ranks=4", "placement.spare_slots=2"]
     still = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
     assert still == contiguous(16, 4, num_layers=5, moe_layers=LAYERS)
-    settings.append("placement.follow=follow")
+    settings.append("placement.rebalance=continuous")
     placement = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
     assert placement.slots_per_rank == (6, 6, 6, 6)
     for rank in range(4):
@@ -125,6 +124,6 @@ def test_spare_slots_have_replicas_from_the_first_where_experts_follow() -> None
 
 
 def test_more_spare_slots_than_a_rank_has_a_use_for_are_refused() -> None:
-    settings = ["groups.expert_ranks=4", "placement.spare_slots=13", "placement.follow=once"]
+    settings = ["groups.expert_ranks=4", "placement.spare_slots=13", "placement.rebalance=once"]
     with pytest.raises(ConfigError, match="use for 12 more at most"):
         configured_placements(load_config(None, settings), FOLDER, SPEC)

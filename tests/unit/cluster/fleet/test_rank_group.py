@@ -13,13 +13,13 @@ import ray
 
 import cluster.fleet.supervisor
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation
+from actors.ranks.rendezvous import GroupSpec
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch_pipeline
-from cluster.fleet.nodes import Node, Placed, RankRequest
+from cluster.fleet.nodes import Node, RankPlacement, RankRequest
 from contracts.errors import ChannelError, LaunchError
 from contracts.loading import config_from
-from contracts.worker import Group, RankReady, RankStatus
+from contracts.ranks import Group, RankReady, RankStatus
 
 
 class FakeRank(RayRank):
@@ -48,7 +48,7 @@ class FakeRank(RayRank):
         ready = RankReady(name=self.name, pid=1, channel_address=address, client_address=address)
         return done(ready) if self.hold is None else after(self.hold, ready)
 
-    def told(self, method: str) -> list[Any]:
+    def received(self, method: str) -> list[Any]:
         return [arguments[0] for called, arguments in self.calls if called == method and arguments]
 
 
@@ -68,21 +68,21 @@ def after(first: Future[Any], result: Any) -> Future[Any]:
     """The result once `first` is done, or its error."""
     future: Future[Any] = Future()
 
-    def settle(_: Future[Any]) -> None:
+    def assign(_: Future[Any]) -> None:
         error = first.exception()
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
 
-    first.add_done_callback(settle)
+    first.add_done_callback(assign)
     return future
 
 
 NODE = Node("a", "10.0.0.1", "10.0.0.1")
 
 
-class FakePlaced(Placed):
+class FakePlaced(RankPlacement):
     """Room on one node. Ranks are made by the rig."""
 
     rig: Rig
@@ -118,7 +118,7 @@ class Rig:
         requests = [RankRequest(Group.PREFILL, rank, {}) for rank in range(3)]
         placed = FakePlaced(requests, None, "cpu", [NODE] * 3)
         placed.rig = self
-        (self.group,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
+        (self.group,) = launch_pipeline(GroupSpec(config, "", b"", 1, "auto"), placed, Counter())
         self.fleet = Fleet(b"", [self.group])
 
     def start(self, name: str) -> FakeRank:
@@ -143,7 +143,7 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.parametrize("rig", ["gathered"], indirect=True)
-def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig) -> None:
+def test_lost_members_are_skipped_and_introduced_when_replaced(rig: Rig) -> None:
     """FINDINGS B2: a new worker dialled the lost ones, for ten seconds each."""
     late: Future[None] = Future()
     rig.hold["prefill-1"] = late
@@ -153,12 +153,12 @@ def test_lost_members_are_left_out_and_all_are_told_when_they_are_back(rig: Rig)
     rig.wait(lambda: rig.group.restarts == 1)
     fresh = rig.started[4]
     assert fresh.name == "prefill-0"
-    assert fresh.told("connect")[0].keys() == {"prefill-0", "prefill-2"}
+    assert fresh.received("connect")[0].keys() == {"prefill-0", "prefill-2"}
     late.set_result(None)
     rig.wait(lambda: rig.group.restarts == 2)
     addresses = rig.group.client_addresses
     waiting = (fresh, rig.started[2], rig.started[3])
-    rig.wait(lambda: all(rank.told("connect")[-1:] == [addresses] for rank in waiting))
+    rig.wait(lambda: all(rank.received("connect")[-1:] == [addresses] for rank in waiting))
 
 
 @pytest.mark.parametrize("rig", ["all_to_all"], indirect=True)
@@ -168,9 +168,11 @@ def test_workers_in_lockstep_are_replaced_together_under_one_epoch(rig: Rig) -> 
     rig.wait(lambda: rig.group.restarts == 3)
     fresh = rig.started[3:]
     assert [rank.name for rank in fresh] == ["prefill-0", "prefill-1", "prefill-2"]
-    assert {spec.epoch for rank in fresh for spec in rank.told("prepare")} == {2}
+    assert {spec.epoch for rank in fresh for spec in rank.received("prepare")} == {2}
     for rank in fresh:
-        assert rank.told("connect") == [{f"prefill-{i}": f"tcp:prefill-{i}:2" for i in range(3)}]
+        assert rank.received("connect") == [
+            {f"prefill-{i}": f"tcp:prefill-{i}:2" for i in range(3)}
+        ]
     assert rig.group.epoch == 2
 
 
@@ -178,8 +180,8 @@ def test_workers_in_lockstep_are_replaced_together_under_one_epoch(rig: Rig) -> 
 def test_one_that_cannot_reach_another_goes_without_it_but_in_lockstep(
     rig: Rig, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.ranks.rendezvous.REACH_S", 0.0)
-    monkeypatch.setattr("actors.ranks.rendezvous.WITHOUT_S", 0.0)
+    monkeypatch.setattr("actors.ranks.rendezvous.REACH_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("actors.ranks.rendezvous.DEGRADED_REACH_TIMEOUT_S", 0.0)
     rig.unreached["prefill-1"] = "prefill-2"
     rig.started[1].dead = True
     rig.wait(lambda: rig.group.restarts > 0)
@@ -191,7 +193,7 @@ def test_one_that_is_lost_costs_the_others_nothing(rig: Rig) -> None:
     rig.started[2].dead = True
     rig.wait(lambda: rig.group.restarts == 1)
     assert [rank.name for rank in rig.started[3:]] == ["prefill-2"]
-    assert not rig.started[0].told("prepare")[1:]
+    assert not rig.started[0].received("prepare")[1:]
 
 
 @pytest.mark.parametrize("rig", ["gathered"], indirect=True)
@@ -200,14 +202,16 @@ def test_when_the_next_one_is_lost_while_it_loads_another_takes_the_place(rig: R
     lost_too: Future[None] = Future()
     rig.hold["prefill-1"] = lost_too
     rig.started[1].dead = True
-    rig.wait(lambda: len(rig.started) == 4 and bool(rig.started[3].told("prepare")))
+    rig.wait(lambda: len(rig.started) == 4 and bool(rig.started[3].received("prepare")))
     lost_too.set_exception(LaunchError("prefill-1: its actor died"))
     rig.wait(lambda: rig.group.restarts == 1)
     between, fresh = rig.started[3:]
     assert rig.killed == [rig.started[1].actor, between.actor]
-    assert [spec.epoch for rank in (between, fresh) for spec in rank.told("prepare")] == [2, 3]
+    assert [spec.epoch for rank in (between, fresh) for spec in rank.received("prepare")] == [2, 3]
     assert rig.group.client_addresses["prefill-1"] == "tcp:prefill-1:3"
     others = (rig.started[0], rig.started[2])
-    rig.wait(lambda: all(rank.told("connect")[1:] for rank in others))
+    rig.wait(lambda: all(rank.received("connect")[1:] for rank in others))
     for rank in others:
-        assert {told["prefill-1"] for told in rank.told("connect")[1:]} == {"tcp:prefill-1:3"}
+        assert {received["prefill-1"] for received in rank.received("connect")[1:]} == {
+            "tcp:prefill-1:3"
+        }

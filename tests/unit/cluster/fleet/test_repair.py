@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.fleet.repair import Action, GiveUp, GroupHealth, Replace, policy_of
+from cluster.fleet.repair import Action, GiveUp, GroupHealth, Replace, repair_policy
 from contracts.loading import load_config
-from contracts.worker import Group
+from contracts.ranks import Group
 
 NAMES = ("prefill-0", "prefill-1", "prefill-2")
 LOST = {"prefill-0": "its loop failed", "prefill-2": "no answer for 3.1 s"}
 
 
 def actions(group: Group, health: GroupHealth, *overrides: str) -> list[Action]:
-    config = load_config(None, ["groups.prefill_ranks=3", "groups.repair_s=10", *overrides])
-    return list(policy_of(group, config)(health))
+    config = load_config(
+        None, ["groups.prefill_ranks=3", "groups.recovery_timeout_s=10", *overrides]
+    )
+    return list(repair_policy(group, config)(health))
 
 
 @pytest.mark.parametrize("experts", ["resident", "gathered", "all_to_all"])
 @pytest.mark.parametrize("group", list(Group))
-def test_nothing_is_done_about_healthy_ranks(group: Group, experts: str) -> None:
+def test_healthy_ranks_need_no_action(group: Group, experts: str) -> None:
     assert not actions(group, GroupHealth(NAMES, {}, 0.0), f"prefill.experts={experts}")
 
 
@@ -30,7 +32,7 @@ def test_each_lost_prefill_worker_is_replaced_alone_and_at_once() -> None:
     ]
 
 
-def test_workers_in_lockstep_are_replaced_all_at_once_whoever_is_lost() -> None:
+def test_lockstep_workers_are_replaced_together() -> None:
     assert actions(Group.PREFILL, GroupHealth(NAMES, LOST, 0.0), "prefill.experts=all_to_all") == [
         Replace(NAMES, "prefill-0", "its loop failed")
     ]
@@ -44,7 +46,7 @@ def test_attention_and_expert_ranks_are_replaced_each_alone_and_at_once() -> Non
     ]
 
 
-def test_attention_and_expert_ranks_that_nobody_replaces_in_time_are_given_up_by_name() -> None:
+def test_unreplaced_attention_and_expert_ranks_fail_by_name() -> None:
     names, out = ("attention-0", "expert-0"), {"expert-0": "expert-0: its actor died"}
     assert not actions(Group.ATTENTION, GroupHealth(names, {}, 9.9, out))
     assert actions(Group.ATTENTION, GroupHealth(names, {}, 10.0, out)) == [

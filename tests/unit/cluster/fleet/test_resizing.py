@@ -13,18 +13,18 @@ import msgspec
 import pytest
 import ray
 
-from actors.ranks.placing import Working
-from actors.ranks.rendezvous import Formation
-from cluster.fleet import growth, resizing
+from actors.ranks.expert_resize import RunningRank
+from actors.ranks.rendezvous import GroupSpec
+from cluster.fleet import membership, resizing
 from cluster.fleet.launch import launch_pipeline
 from cluster.fleet.nodes import RankRequest
-from cluster.fleet.resizing import Resizing
+from cluster.fleet.resizing import Resizer
 from cluster.fleet.supervisor import Supervisor
 from contracts.errors import NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
-from contracts.scaling import KeptScale, ScaleState, ScaleWanted
-from contracts.worker import Group, RankReady
-from planner.placement.contiguous import contiguous
+from contracts.ranks import Group, RankReady
+from contracts.scaling import ScaleCheckpoint, ScaleState, ScaleTarget
+from planner.placement.slots import contiguous
 from tests.support.started_ranks import StartedRanks
 from tests.support.waiting import wait_until
 
@@ -38,10 +38,11 @@ class Rig(StartedRanks):
         super().__init__(monkeypatch)
         self.free = 10.0
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": self.free})
-        monkeypatch.setattr(growth, "ANSWER_S", 0.01)
-        monkeypatch.setattr(growth, "LATE_S", 0.05)
+        monkeypatch.setattr(membership, "REPLY_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(membership, "LATE_S", 0.05)
         self.config = config_from(
-            {"groups": {"attention_ranks": 2, "expert_ranks": 2, "drain_s": 0.1}}, source="test"
+            {"groups": {"attention_ranks": 2, "expert_ranks": 2, "drain_timeout_s": 0.1}},
+            source="test",
         )
         kinds = [(Group.ATTENTION, 0), (Group.ATTENTION, 1), (Group.EXPERT, 0), (Group.EXPERT, 1)]
         placed = self.place([RankRequest(*each, {"CPU": CPU}) for each in kinds])
@@ -49,23 +50,23 @@ class Rig(StartedRanks):
         self.move_fails = ""
         monkeypatch.setattr(resizing, "place_experts", self.move)
         experts = {Group.EXPERT: contiguous(4, 2, num_layers=1, moe_layers=[0])}
-        formation = Formation(self.config, "", b"", 1, "shm", None, experts)
-        (self.group,) = launch_pipeline(formation, placed, Counter())
-        self.kept: list[KeptScale] = []
-        self.resizing = Resizing([self.group], self.config, keep=self.keep)
+        group_spec = GroupSpec(self.config, "", b"", 1, "shm", None, experts)
+        (self.group,) = launch_pipeline(group_spec, placed, Counter())
+        self.kept: list[ScaleCheckpoint] = []
+        self.resizing = Resizer([self.group], self.config, keep=self.keep)
 
     def keep(self) -> None:
         self.kept.append(self.resizing.kept)
 
-    def move(self, find: Callable[[], list[Working]], ranks: int, *_: Any) -> None:
+    def move(self, find: Callable[[], list[RunningRank]], ranks: int, *_: Any) -> None:
         """Experts, to so many ranks of those that work."""
         names = [one.ready.name for one in find()]
         self.moves.append((ranks, [name for name in names if name.startswith("expert")]))
         if self.move_fails:
             raise ResourceError(self.move_fails)
 
-    def scale(self, **wanted: int) -> ScaleState:
-        self.resizing.begin(ScaleWanted(**wanted))
+    def scale(self, **requested: int) -> ScaleState:
+        self.resizing.begin(ScaleTarget(**requested))
         return self.ended()
 
     def ended(self) -> ScaleState:
@@ -87,14 +88,14 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def test_one_more_joins_all_under_a_higher_epoch_and_nobody_else_is_started(rig: Rig) -> None:
+def test_added_rank_joins_under_higher_epoch_and_no_other_starts(rig: Rig) -> None:
     state = rig.scale(attention_ranks=3)
     assert (state.state, state.ranks) == ("done", {"attention_ranks": 3, "expert_ranks": 2})
     assert rig.names == ["attention-0", "attention-1", "attention-2"]
     assert [rank.name for rank in rig.started[4:]] == ["attention-2"]
     new = rig.rank("attention-2")
     assert (new.spec.rank, new.spec.epoch, new.spec.group) == (2, 2, Group.ATTENTION)
-    assert set(new.has_heard("connect")[0][0]) == {"expert-0", "expert-1"}
+    assert set(new.calls_of("connect")[0][0]) == {"expert-0", "expert-1"}
     assert [step.partition(",")[0] for step in state.steps] == [
         "attention-2 starts",
         "attention-2 serves",
@@ -106,9 +107,9 @@ def test_those_that_go_leave_first_and_only_room_of_their_own_is_free_again(rig:
     state = rig.scale(attention_ranks=1)
     assert (state.state, rig.names) == ("done", ["attention-0"])
     for name in ("attention-2", "attention-1"):
-        told = [each[0] for each in rig.rank(name).told]
-        assert told.index("leave") < told.index("stop")
-        assert rig.rank(name).has_heard("leave")[0][0] <= 0.1
+        calls = [each[0] for each in rig.rank(name).calls]
+        assert calls.index("leave") < calls.index("stop")
+        assert rig.rank(name).calls_of("leave")[0][0] <= 0.1
     assert rig.killed == ["attention-2", "attention-1"]
     assert rig.released == [["attention-2"]], "the other's is among those of the launch"
     rig.free = 0.0
@@ -117,18 +118,18 @@ def test_those_that_go_leave_first_and_only_room_of_their_own_is_free_again(rig:
 
 
 def test_what_cannot_be_is_refused_by_name_and_number(rig: Rig) -> None:
-    for wanted, said in (
+    for requested, message in (
         ({}, "give one of attention_ranks, expert_ranks, prefill_workers"),
         ({"attention_ranks": 0}, "attention_ranks=0: give 1 to 1024"),
         ({"prefill_workers": 2}, "prefill_workers=2: this server was started without any"),
     ):
-        with pytest.raises(RequestError, match=said):
-            rig.resizing.begin(ScaleWanted(**wanted))
+        with pytest.raises(RequestError, match=message):
+            rig.resizing.begin(ScaleTarget(**requested))
     rig.free = 0.9
     with pytest.raises(
         NotReadyError, match=r"attention_ranks=4: 2 more need 1 CPU, the Ray cluster has 0.9 free"
     ):
-        rig.resizing.begin(ScaleWanted(attention_ranks=4))
+        rig.resizing.begin(ScaleTarget(attention_ranks=4))
     assert rig.resizing.state == ScaleState(ranks={"attention_ranks": 2, "expert_ranks": 2})
     assert len(rig.started) == 4
 
@@ -143,9 +144,9 @@ def test_so_many_that_are_there_already_are_no_work(rig: Rig) -> None:
 def test_a_second_one_is_refused_while_one_is_under_way(rig: Rig) -> None:
     held: Future[Any] = Future()
     rig.next = lambda rank: setattr(rank, "hold", held)
-    rig.resizing.begin(ScaleWanted(attention_ranks=3))
+    rig.resizing.begin(ScaleTarget(attention_ranks=3))
     with pytest.raises(OverloadError, match=r"another scale is under way \(attention_ranks=3, for"):
-        rig.resizing.begin(ScaleWanted(attention_ranks=1))
+        rig.resizing.begin(ScaleTarget(attention_ranks=1))
     held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
     assert rig.ended().state == "done"
     assert rig.scale(attention_ranks=2).number == 2
@@ -180,13 +181,13 @@ def test_a_rank_that_is_being_replaced_is_left_out_and_may_be_let_go_of(rig: Rig
     held: Future[Any] = Future()
     rig.next = lambda rank: setattr(rank, "hold", held if rank.name == lost.name else None)
     supervisor = Supervisor([rig.group])
-    lost.replaced_for = "its actor died"
+    lost.replacement_reason = "its actor died"
     replacing = threading.Thread(target=supervisor._replace, args=(rig.group, [lost]))
     replacing.start()
     wait_until(lambda: len(rig.started) == 5, "it was not replaced", 20.0, 0.002)
     assert rig.scale(attention_ranks=3).state == "done"
     assert rig.scale(attention_ranks=1).state == "done"
-    assert not rig.started[1].has_heard("leave"), "nobody is there who could"
+    assert not rig.started[1].calls_of("leave"), "nobody is there who could"
     ready = RankReady(name=lost.name, pid=7, channel_address="tcp:x", client_address="tcp:y")
     held.set_result(ready)
     replacing.join(20.0)
@@ -198,7 +199,7 @@ def test_a_rank_that_is_being_replaced_is_left_out_and_may_be_let_go_of(rig: Rig
 def test_when_all_end_a_scale_ends(rig: Rig) -> None:
     held: Future[Any] = Future()
     rig.next = lambda rank: setattr(rank, "hold", held)
-    rig.resizing.begin(ScaleWanted(attention_ranks=3))
+    rig.resizing.begin(ScaleTarget(attention_ranks=3))
     closing = threading.Thread(target=rig.resizing.close, args=(20.0,))
     closing.start()
     wait_until(lambda: len(rig.started) == 5, "none has started", 20.0, 0.002)
@@ -213,15 +214,15 @@ def test_the_wanted_number_of_prefill_workers_has_a_bound(rig: Rig) -> None:
     groups = msgspec.structs.replace(rig.config.groups, prefill_ranks=2)
     config = msgspec.structs.replace(rig.config, groups=groups)
     placed = rig.place([RankRequest(Group.PREFILL, rank, {"CPU": CPU}) for rank in range(2)])
-    (workers,) = launch_pipeline(Formation(config, "", b"", 1, "auto"), placed, Counter())
-    made = Resizing([rig.group, workers], config)
+    (workers,) = launch_pipeline(GroupSpec(config, "", b"", 1, "auto"), placed, Counter())
+    made = Resizer([rig.group, workers], config)
     with pytest.raises(RequestError, match=r"prefill_workers=3: .* 2 at most \(groups.prefill_ran"):
-        made.begin(ScaleWanted(prefill_workers=3))
+        made.begin(ScaleTarget(prefill_workers=3))
     gathered = msgspec.structs.replace(config.prefill, experts="gathered")
     divided = msgspec.structs.replace(config, prefill=gathered)
     with pytest.raises(RequestError, match=r"prefill.experts=gathered: its workers divide"):
-        Resizing([workers], divided).begin(ScaleWanted(prefill_workers=1))
-    made.begin(ScaleWanted(prefill_workers=1))
+        Resizer([workers], divided).begin(ScaleTarget(prefill_workers=1))
+    made.begin(ScaleTarget(prefill_workers=1))
     wait_until(lambda: made.state.state == "done", "it never ended", 20.0, 0.002)
     assert list(workers.client_addresses) == ["prefill-0"]
 
@@ -254,7 +255,7 @@ def test_where_experts_cannot_move_all_is_as_it_was(rig: Rig, ranks: int) -> Non
 
 def test_more_expert_ranks_than_experts_are_refused(rig: Rig) -> None:
     with pytest.raises(RequestError, match=r"expert_ranks=5: the model has 4 experts per layer"):
-        rig.resizing.begin(ScaleWanted(expert_ranks=5))
+        rig.resizing.begin(ScaleTarget(expert_ranks=5))
 
 
 def taken_over(
@@ -264,28 +265,32 @@ def taken_over(
     attention ranks ask."""
     monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: used)
     rig.kept.clear()
-    rig.resizing = Resizing([rig.group], rig.config, keep=rig.keep)
-    rig.resizing.resume(KeptScale(state, resumed))
+    rig.resizing = Resizer([rig.group], rig.config, keep=rig.keep)
+    rig.resizing.resume(ScaleCheckpoint(state, resumed))
     return rig.ended()
 
 
-def test_what_is_begun_is_written_down_before_anything_starts_and_so_is_its_end(rig: Rig) -> None:
-    at_start: list[KeptScale] = []
+def test_change_is_saved_before_start_and_at_end(rig: Rig) -> None:
+    at_start: list[ScaleCheckpoint] = []
     rig.next = lambda rank: at_start.append(rig.kept[-1])
     rig.scale(attention_ranks=3)
-    (begun,) = at_start
-    assert (begun.state.state, begun.state.wanted) == ("running", ScaleWanted(attention_ranks=3))
+    (first_save,) = at_start
+    assert (first_save.state.state, first_save.state.requested) == (
+        "running",
+        ScaleTarget(attention_ranks=3),
+    )
     assert (rig.kept[-1].state.state, rig.kept[-1].state.number) == ("done", 1)
     assert rig.kept[-1] == rig.resizing.kept
 
 
-def test_a_launcher_that_takes_over_goes_on_from_what_is_there(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_launcher_resumes_from_present_ranks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its predecessor had started one of two."""
     rig.scale(attention_ranks=3)
     half = ScaleState(
-        state="running", number=7, wanted=ScaleWanted(attention_ranks=4), steps=["attention-2 ..."]
+        state="running",
+        number=7,
+        requested=ScaleTarget(attention_ranks=4),
+        steps=["attention-2 ..."],
     )
     state = taken_over(rig, half, monkeypatch)
     assert (state.state, state.number) == ("done", 7)
@@ -304,7 +309,7 @@ def test_experts_go_on_to_ranks_that_had_come_for_them_or_these_go_again(
     rig.scale(expert_ranks=3)
     rig.moves.clear()
     rig.move_fails = fails
-    half = ScaleState(state="running", number=1, wanted=ScaleWanted(expert_ranks=3))
+    half = ScaleState(state="running", number=1, requested=ScaleTarget(expert_ranks=3))
     state = taken_over(rig, half, monkeypatch, used=2)
     assert [count for count, _ in rig.moves] == [3]
     assert (state.state, state.reason) == ("failed" if fails else "done", fails)
@@ -316,9 +321,9 @@ def test_a_change_that_ends_one_launcher_after_the_other_is_given_up(
 ) -> None:
     """Expert ranks that nobody asks go; what else has come stays."""
     rig.scale(attention_ranks=3, expert_ranks=3)
-    wanted = ScaleWanted(attention_ranks=4, expert_ranks=3)
-    half = ScaleState(state="running", number=1, wanted=wanted)
-    state = taken_over(rig, half, monkeypatch, resumed=resizing.MOST_RESUMED)
+    requested = ScaleTarget(attention_ranks=4, expert_ranks=3)
+    half = ScaleState(state="running", number=1, requested=requested)
+    state = taken_over(rig, half, monkeypatch, resumed=resizing.MAX_RESUMES)
     assert state.state == "failed"
     assert "launchers of the ranks have ended 3 times in this change" in state.reason
     assert expert_ranks(rig) == ["expert-0", "expert-1"]
@@ -331,18 +336,18 @@ def test_a_rank_that_was_leaving_goes_on_leaving_and_its_room_is_free_again(
 ) -> None:
     rig.scale(attention_ranks=3)
     rig.group.leave(rig.group.members[-1])
-    half = ScaleState(state=progress, number=1, wanted=ScaleWanted(attention_ranks=2))
+    half = ScaleState(state=progress, number=1, requested=ScaleTarget(attention_ranks=2))
     assert taken_over(rig, half, monkeypatch).state == "done"
-    wait_until(lambda: not rig.group.leaving, "it leaves for ever", 20.0, 0.002)
-    told = [each[0] for each in rig.rank("attention-2").told]
-    assert told.index("leave") < told.index("stop")
+    wait_until(lambda: not rig.group.draining, "it leaves for ever", 20.0, 0.002)
+    calls = [each[0] for each in rig.rank("attention-2").calls]
+    assert calls.index("leave") < calls.index("stop")
     assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
     assert rig.names == ["attention-0", "attention-1"]
 
 
 def test_one_that_is_over_stays_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     over = ScaleState(
-        state="failed", number=3, wanted=ScaleWanted(expert_ranks=3), reason="no room"
+        state="failed", number=3, requested=ScaleTarget(expert_ranks=3), reason="no room"
     )
     state = taken_over(rig, over, monkeypatch)
     assert (state.state, state.number, state.reason) == ("failed", 3, "no room")
@@ -350,7 +355,7 @@ def test_one_that_is_over_stays_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) 
     assert rig.resizing.kept.resumed == 0
 
 
-def test_a_step_says_which_seat_is_kept(rig: Rig) -> None:
+def test_step_reports_kept_bundle(rig: Rig) -> None:
     rig.scale(attention_ranks=3)
     last, launched = [step for step in rig.scale(attention_ranks=1).steps if "is gone" in step]
     assert "seat" not in last

@@ -8,14 +8,14 @@ from concurrent.futures import Future
 from typing import Any
 
 from actors.ranks.remote import RayRank
-from actors.ranks.rendezvous import Formation, Seat, make_specs
-from cluster.fleet.member import CHECK_PERIOD_S, Member, Place
-from cluster.fleet.nodes import Placed
+from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
+from cluster.fleet.member import CHECK_PERIOD_S, Member, RankBundle
+from cluster.fleet.nodes import RankPlacement
 from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.supervisor import Supervisor
 from contracts.errors import LaunchError
 from contracts.loading import load_config
-from contracts.worker import RankReady, RankStatus
+from contracts.ranks import RankReady, RankStatus
 
 REPAIR_S = 10.0
 
@@ -39,7 +39,7 @@ class FakeRank(RayRank):
         return answer
 
 
-class NobodyComes(Supervisor):
+class UnplaceableRank(Supervisor):
     """Without Ray: nobody is killed, or found for a place."""
 
     def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
@@ -51,17 +51,17 @@ class Rig:
 
     def __init__(self) -> None:
         seats = [Seat("cpu", "127.0.0.1", 1)]
-        config = load_config(None, [f"groups.repair_s={REPAIR_S}"])
-        formation = Formation(config, "", b"", 1, "shm")
-        specs = make_specs(formation, seats, seats, seats)
+        config = load_config(None, [f"groups.recovery_timeout_s={REPAIR_S}"])
+        group_spec = GroupSpec(config, "", b"", 1, "shm")
+        specs = make_specs(group_spec, seats, seats, seats)
         self.ranks = [FakeRank(spec.name) for spec in specs]
-        told = [RankReady(name=spec.name, pid=1, channel_address="") for spec in specs]
-        placed = Placed([], None, "cpu", [])
-        places = [Place(placed, bundle) for bundle in range(3)]
-        members = [Member(*each) for each in zip(specs, places, self.ranks, told, strict=True)]
-        self.group = RankGroup(members[:2], formation)
-        self.planner = RankGroup(members[2:], formation)
-        self.supervisor = NobodyComes([self.group, self.planner])
+        ready = [RankReady(name=spec.name, pid=1, channel_address="") for spec in specs]
+        placed = RankPlacement([], None, "cpu", [])
+        places = [RankBundle(placed, bundle) for bundle in range(3)]
+        members = [Member(*each) for each in zip(specs, places, self.ranks, ready, strict=True)]
+        self.group = RankGroup(members[:2], group_spec)
+        self.planner = RankGroup(members[2:], group_spec)
+        self.supervisor = UnplaceableRank([self.group, self.planner])
         self.now_s = 0.0
 
     def pass_time(self, seconds: float, *, stalled_s: float = 0.0) -> str:
@@ -71,7 +71,7 @@ class Rig:
         return self.group.beyond_repair
 
 
-def test_a_group_is_given_up_by_name_once_nobody_has_come_for_too_long() -> None:
+def test_group_fails_by_name_after_recovery_timeout() -> None:
     """FINDINGS B15."""
     rig = Rig()
     assert rig.pass_time(100.0) == ""
@@ -92,7 +92,7 @@ def test_time_in_which_the_watch_itself_stood_still_does_not_count() -> None:
     assert rig.pass_time(REPAIR_S) != ""
 
 
-def test_supervision_goes_on_when_what_each_round_tells_fails() -> None:
+def test_supervision_continues_when_on_round_fails() -> None:
     """Ray's GCS does not answer, say: nothing would be replaced any more."""
     rounds: list[int] = []
     again = threading.Event()
@@ -103,7 +103,7 @@ def test_supervision_goes_on_when_what_each_round_tells_fails() -> None:
             again.set()
         raise RuntimeError("nobody answers")
 
-    supervisor = NobodyComes([], fail)
+    supervisor = UnplaceableRank([], fail)
     supervisor.start()
     assert again.wait(10.0)
     supervisor.close(10.0)
@@ -113,4 +113,4 @@ def test_a_planner_that_is_lost_ends_nothing() -> None:
     rig = Rig()
     rig.ranks[2].died = True
     assert rig.pass_time(10 * REPAIR_S) == ""
-    assert rig.planner.members[0].replaced_for == "planner-0: its actor died"
+    assert rig.planner.members[0].replacement_reason == "planner-0: its actor died"

@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from actors.telemetry.timeline import Timeline
 from cluster.fleet import tracing
-from cluster.fleet.tracing import OneAtATime, Traced, gather, offset_of, trace_answer
+from cluster.fleet.tracing import (
+    TracedRank,
+    TraceLock,
+    estimate_offset,
+    gather_traces,
+    trace_answer,
+)
 from contracts.clock import ManualClock, monotonic_s
-from contracts.events import Stage, TaskSpan
-from contracts.traces import BatchSpan, this_boot
+from contracts.traces import BatchSpan, Stage, TaskSpan, boot_identity
 
 AHEAD_S = 1000.0
 
@@ -52,30 +57,30 @@ class Silent(FakeRank):
     ),
     st.floats(-1e5, 1e5),
 )
-def test_an_offset_is_right_to_within_what_it_says(
+def test_offset_is_within_its_uncertainty(
     ways: list[tuple[float, float, float]], ahead_s: float
 ) -> None:
     """ways: when each was asked, and how long the question and the answer took."""
     rounds = [
-        (asked_s, asked_s + there_s + ahead_s, asked_s + there_s + back_s)
-        for asked_s, there_s, back_s in ways
+        (sent_s, sent_s + there_s + ahead_s, sent_s + there_s + back_s)
+        for sent_s, there_s, back_s in ways
     ]
-    found = offset_of(rounds, same_boot=False)
+    found = estimate_offset(rounds, same_boot=False)
     assert abs(found.offset_ms - 1e3 * ahead_s) <= found.uncertainty_ms + 1e-6
     quickest_ms = 1e3 * min(there + back for _, there, back in ways)
     assert found.uncertainty_ms == pytest.approx(quickest_ms / 2, abs=1e-6)
 
 
-def test_one_kernels_clock_is_shared_unless_round_trips_say_otherwise() -> None:
-    assert offset_of([(1.0, 1.0005, 1.001)], same_boot=True).is_shared
-    assert not offset_of([(1.0, 1.0005, 1.001)], same_boot=False).is_shared
-    contradicted = offset_of([(1.0, 9.0, 1.001)], same_boot=True)
+def test_clock_of_one_kernel_is_shared_unless_round_trips_contradict() -> None:
+    assert estimate_offset([(1.0, 1.0005, 1.001)], same_boot=True).is_shared
+    assert not estimate_offset([(1.0, 1.0005, 1.001)], same_boot=False).is_shared
+    contradicted = estimate_offset([(1.0, 9.0, 1.001)], same_boot=True)
     assert not contradicted.is_shared
     assert contradicted.applied_s == pytest.approx(8.0, abs=0.001)
 
 
 def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests() -> None:
-    attention, expert = FakeRank("attention-0", AHEAD_S), FakeRank("expert-0", boot=this_boot())
+    attention, expert = FakeRank("attention-0", AHEAD_S), FakeRank("expert-0", boot=boot_identity())
     now_s = monotonic_s()
     there_s = now_s + AHEAD_S
     attention.timeline.add(
@@ -88,8 +93,8 @@ def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests
         TaskSpan("expert-0", Stage.EXPERT, now_s, now_s + 0.25, batch=3, of=(("attention-0", 3),))
     )
     expert.timeline.add(TaskSpan("attention-0>expert-0", Stage.A2E, now_s, now_s + 0.1, batch=3))
-    ranks: list[Traced] = [attention, expert]
-    found = gather(ranks, now_s - 1.0, monotonic_s, spans=True)
+    ranks: list[TracedRank] = [attention, expert]
+    found = gather_traces(ranks, now_s - 1.0, monotonic_s, spans=True)
     answer = trace_answer(found, 1.0, 2)
     events = msgspec.json.decode(answer.events)
     tasks = {event["cat"]: event for event in events if event["ph"] == "X"}
@@ -110,19 +115,21 @@ def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests
     assert answer.note.missing == {}
 
 
-def test_a_rank_that_does_not_answer_is_named_and_holds_up_nobody(
+def test_silent_rank_is_named_and_delays_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracing, "CLOCK_TIMEOUT_S", 0.05)
     well = FakeRank("attention-0")
-    answer = trace_answer(gather([Silent("expert-0"), well], 0.0, monotonic_s, spans=True), 1.0, 2)
+    answer = trace_answer(
+        gather_traces([Silent("expert-0"), well], 0.0, monotonic_s, spans=True), 1.0, 2
+    )
     assert list(answer.note.missing) == ["expert-0"]
     assert "no answer" in answer.note.missing["expert-0"]
     assert list(answer.note.ranks) == ["attention-0"]
     assert b"expert-0: missing, no answer" in bytes(answer.events)
 
 
-def test_what_was_overwritten_is_told_and_what_is_older_is_left_out() -> None:
+def test_overwritten_spans_are_reported_and_older_are_omitted() -> None:
     timeline = Timeline(4)
     for number in range(4):
         timeline.add(TaskSpan("expert-0", Stage.EXPERT, number, number + 0.5))
@@ -133,16 +140,16 @@ def test_what_was_overwritten_is_told_and_what_is_older_is_left_out() -> None:
     assert len(timeline.since("expert-0", 0.0).spans) == 4
 
 
-def test_clocks_alone_bring_no_spans() -> None:
+def test_clock_only_trace_has_no_spans() -> None:
     rank = FakeRank("expert-0")
     rank.timeline.add(TaskSpan("expert-0", Stage.EXPERT, 1.0, 1e9))
-    answer = trace_answer(gather([rank], 0.0, monotonic_s, spans=False), 0.0, 2)
+    answer = trace_answer(gather_traces([rank], 0.0, monotonic_s, spans=False), 0.0, 2)
     assert answer.note.ranks["expert-0"].spans == 0
 
 
 def test_one_trace_is_made_at_a_time() -> None:
     clock = ManualClock()
-    traces = OneAtATime(clock)
+    traces = TraceLock(clock)
     assert traces.begin(5.0) is None
     clock.advance(2.0)
     assert traces.begin(5.0) == 3.0

@@ -15,21 +15,21 @@ from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.channels.handshake import Identity
 from actors.kv.block_manager import BlockManager
-from cluster.api.app import build_app
-from cluster.api.callers import Callers, salted
-from cluster.api.field_bounds import MAX_CACHE_SALT_CHARACTERS
-from cluster.api.schemas import ServedModel
-from cluster.routing.admission import Admission
-from cluster.routing.least_work import LeastWork, PrefixTable
+from cluster.http.app import build_app
+from cluster.http.authenticator import Authenticator, with_cache_salt
+from cluster.http.field_bounds import MAX_CACHE_SALT_CHARACTERS
+from cluster.http.schemas import ModelInfo
+from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.pipelines import Pipelines
 from cluster.routing.placer import RoutingConfig
-from cluster.routing.prefill_backlog import PrefillBacklog
+from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
-from contracts.routing import Prompt, RequestKey
+from contracts.routing_messages import Prompt, RequestKey
 from models.text.tokenizer import Tokenizer
 from planner.routing.backlog import Backlog
 from planner.routing.request_work import token_work
@@ -44,7 +44,7 @@ KEYS = ["first-key", "second-key"]
 PROMPT = list(range(40, 40 + 6 * BLOCK + 2))  # the last block is not full
 SALTS = (b"", b"a" * 16, b"b" * 16)
 
-Ask = Callable[..., Awaitable[int]]
+Send = Callable[..., Awaitable[int]]
 
 
 @pytest.fixture(scope="module")
@@ -67,12 +67,12 @@ def ranks(
 
 
 @asynccontextmanager
-async def asking(
+async def api_client(
     ranks: tuple[list[tuple[str, str, bytes]], Tokenizer],
     keys: list[str],
     *,
     share_between_keys: bool = False,
-) -> AsyncIterator[Ask]:
+) -> AsyncIterator[Send]:
     """ask(key, path, prompt, …) → cached_tokens of the answer, from the API before real ranks."""
     (attention, prefill), tokenizer = ranks
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**12)
@@ -82,10 +82,10 @@ async def asking(
     ]
     limits = RoutingConfig(block_tokens=BLOCK)
     backend = Pipelines(
-        Admission(LeastWork(clients[:1], limits)),
-        Admission(PrefillBacklog(clients[1:], limits, saturation, token_work)),
+        PipelineBackend(LeastWorkPlacer(clients[:1], limits)),
+        PipelineBackend(PrefillPlacer(clients[1:], limits, saturation, token_work)),
     )
-    model = ServedModel(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
+    model = ModelInfo(name="m", max_context_tokens=256, vocab_size=420, eos_token_ids=())
     app = build_app(
         backend,
         tokenizer,
@@ -98,7 +98,7 @@ async def asking(
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
-        async def ask(key: str | None, path: str, **body: Any) -> int:
+        async def send(key: str | None, path: str, **body: Any) -> int:
             headers = {"authorization": f"Bearer {key}"} if key else {}
             answer = await http.post(path, json={"model": "m", **body}, headers=headers)
             assert answer.status_code == 200, answer.text
@@ -107,7 +107,7 @@ async def asking(
             return cached
 
         try:
-            yield ask
+            yield send
         finally:
             await backend.close()
 
@@ -134,12 +134,12 @@ def test_a_key_finds_its_own_prefix_and_never_another_ones(ranks: Any, what: str
 
     async def run() -> None:
         one, two = f"first-{number}", f"second-{number}"
-        async with asking(ranks, [one, two]) as ask:
-            assert await ask(one, path, **body) == 0
-            again = await ask(one, path, **body)
+        async with api_client(ranks, [one, two]) as send:
+            assert await send(one, path, **body) == 0
+            again = await send(one, path, **body)
             assert again > 2 * BLOCK
-            assert await ask(two, path, **body) == 0, "what the first key has sent"
-            assert await ask(two, path, **body) == again
+            assert await send(two, path, **body) == 0, "what the first key has sent"
+            assert await send(two, path, **body) == again
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -150,35 +150,35 @@ def test_a_cache_salt_divides_the_requests_of_one_client(ranks: Any, what: str) 
     path, body = BODIES[what]
 
     async def run() -> None:
-        async with asking(ranks, []) as ask:
+        async with api_client(ranks, []) as send:
             one, two = {"cache_salt": f"one {what}"}, {"cache_salt": f"two {what}"}
-            assert await ask(None, path, **body, **one) == 0
-            again = await ask(None, path, **body, **one)
+            assert await send(None, path, **body, **one) == 0
+            again = await send(None, path, **body, **one)
             assert again > 2 * BLOCK
-            assert await ask(None, path, **body, **two) == 0
-            assert await ask(None, path, **body, **two) == again
+            assert await send(None, path, **body, **two) == 0
+            assert await send(None, path, **body, **two) == again
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_keys_share_prefixes_where_the_configuration_says_so(ranks: Any) -> None:
+def test_keys_share_prefixes_if_configured(ranks: Any) -> None:
     async def run() -> None:
         body = {"prompt": [*PROMPT, 7], "max_tokens": 2}
-        async with asking(ranks, KEYS, share_between_keys=True) as ask:
-            await ask(KEYS[0], "/v1/completions", **body)
-            assert await ask(KEYS[1], "/v1/completions", **body) == len(PROMPT)
-            assert await ask(KEYS[1], "/v1/completions", **body, cache_salt="mine") == 0
+        async with api_client(ranks, KEYS, share_between_keys=True) as send:
+            await send(KEYS[0], "/v1/completions", **body)
+            assert await send(KEYS[1], "/v1/completions", **body) == len(PROMPT)
+            assert await send(KEYS[1], "/v1/completions", **body, cache_salt="mine") == 0
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_cache_salt_of_no_length_or_of_too_much_is_refused_by_name(ranks: Any) -> None:
     async def run() -> None:
-        async with asking(ranks, []) as ask:
+        async with api_client(ranks, []) as send:
             for path, body in BODIES.values():
                 for salt in ("", "x" * (MAX_CACHE_SALT_CHARACTERS + 1)):
                     with pytest.raises(AssertionError, match=f"cache_salt has {len(salt)} char"):
-                        await ask(None, path, **body, cache_salt=salt)
+                        await send(None, path, **body, cache_salt=salt)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -229,10 +229,10 @@ def test_the_routers_index_and_heads_match_only_under_the_same_salt(text: list[i
     workers = [LoggingWorker(n, token_work, 1000) for n in range(2)]
 
     def home(number: int, salt: bytes) -> int:
-        asked = submit(salt, text)
-        hashes = tuple(asked.block_hashes(BLOCK * 2))
+        submitted = submit(salt, text)
+        hashes = tuple(submitted.block_hashes(BLOCK * 2))
         prompt = Prompt(RequestKey(0, number), len(text), hashes)
-        backlog.put(prompt, token_ids=text, caller=asked.caller)
+        backlog.put(prompt, token_ids=text, caller=submitted.caller)
         ((sent, decision),) = backlog.take()
         router.apply(workers[decision.worker].accept(sent))
         return decision.worker
@@ -241,9 +241,9 @@ def test_the_routers_index_and_heads_match_only_under_the_same_salt(text: list[i
     assert homes == [0, 1, 0, 1], "each where its own is, and the second not where the first's is"
 
 
-def test_a_key_is_told_to_nobody_and_is_the_same_in_every_replica() -> None:
+def test_key_digest_hides_key_and_is_equal_in_all_replicas() -> None:
     known = [ApiKey(key) for key in KEYS]
-    one, other = Callers(known), Callers(known[::-1])
+    one, other = Authenticator(known), Authenticator(known[::-1])
     for key in KEYS:
         caller = one.caller(key)
         same = other.caller(key)
@@ -256,10 +256,10 @@ def test_a_key_is_told_to_nobody_and_is_the_same_in_every_replica() -> None:
 
 
 def test_a_cache_salt_adds_to_the_keys_salt_and_does_not_replace_it() -> None:
-    callers = Callers([ApiKey(key) for key in KEYS])
+    authenticator = Authenticator([ApiKey(key) for key in KEYS])
     salts = [
-        salted(caller, cache_salt).salt
-        for caller in (callers.caller(KEYS[0]), callers.caller(KEYS[1]), Caller())
+        with_cache_salt(caller, cache_salt).salt
+        for caller in (authenticator.caller(KEYS[0]), authenticator.caller(KEYS[1]), Caller())
         for cache_salt in (None, "a", "b")
     ]
     assert len(set(salts)) == len(salts)

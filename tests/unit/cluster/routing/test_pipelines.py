@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cluster.routing.admission import Admission
-from cluster.routing.least_work import LeastWork
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.pipelines import Pipelines
 from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
@@ -40,8 +40,10 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
 def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
     async def body() -> None:
         rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
-        admission = Admission(
-            LeastWork([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
+        admission = PipelineBackend(
+            LeastWorkPlacer(
+                [RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig()
+            )
         )
         async with routing([worker]) as router:
             both = Pipelines(admission, router)
@@ -74,7 +76,7 @@ def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
             assert (await drain(only, generation(3))).usage.completion_tokens == 3
         rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
         client = RankClient(rank.name, await rank.listen(), ME, QUICK)
-        admission = Admission(LeastWork([client], RoutingConfig()))
+        admission = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
         only = Pipelines(admission, None)
         only.start()
         await only.wait_ready()

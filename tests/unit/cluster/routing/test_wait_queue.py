@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing.wait_queue import WaitQueue
+from cluster.routing.admission_controller import WaitQueue
 from contracts.requests import Caller
 
 HOG, SMALL = Caller(b"a", 1), Caller(b"b", 2)
@@ -24,7 +24,7 @@ def room_of(places: int) -> WaitQueue:
 
 
 async def waiting(room: WaitQueue, caller: Caller, count: int) -> list[asyncio.Task[None]]:
-    tasks = [asyncio.create_task(room.wait(caller)) for _ in range(count)]
+    tasks = [asyncio.create_task(room.acquire(caller)) for _ in range(count)]
     await asyncio.sleep(0)
     return tasks
 
@@ -38,14 +38,14 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_patient_sequences_of_one_request_leave_places_to_the_first_ones_of_others() -> None:
+def test_waiting_sequences_leave_slots_to_first_sequences_of_others() -> None:
     """FINDINGS A6: 122 of 126 small requests were refused beside one that kept all places."""
 
     async def body() -> None:
         room = room_of(8)
         hogs = await waiting(room, HOG, 20)
         assert granted(hogs) == 6
-        assert [room.enter(Caller(b"b", n)) for n in range(3)] == [True, True, False]
+        assert [room.acquire_nowait(Caller(b"b", n)) for n in range(3)] == [True, True, False]
         for task in hogs:
             task.cancel()
         await asyncio.gather(*hogs, return_exceptions=True)
@@ -53,7 +53,7 @@ def test_patient_sequences_of_one_request_leave_places_to_the_first_ones_of_othe
     run(body())
 
 
-def test_places_go_by_turns_to_requests_in_line_and_none_keeps_more_than_its_share() -> None:
+def test_slots_rotate_among_waiting_requests_within_share() -> None:
     """FINDINGS A6."""
 
     async def body() -> None:
@@ -61,16 +61,16 @@ def test_places_go_by_turns_to_requests_in_line_and_none_keeps_more_than_its_sha
         hogs, small = await waiting(room, HOG, 40), await waiting(room, SMALL, 6)
         assert (granted(hogs), granted(small)) == (6, 0), "alone it may have more"
         for turn in (1, 2):
-            room.leave(HOG)
+            room.release(HOG)
             await settle()
             assert (granted(hogs), granted(small)) == (6, turn), "until it has its share"
         for _ in range(4):
-            room.leave(HOG)
+            room.release(HOG)
             await settle()
         assert (granted(hogs), granted(small)) == (6 + 3, 3), "as many each while both wait"
         for task in small:
             task.cancel()
-        room.leave(HOG)
+        room.release(HOG)
         await settle()
         assert granted(hogs) == 6 + 4, "nobody else is in line"
         for task in hogs:
@@ -83,7 +83,7 @@ def test_places_go_by_turns_to_requests_in_line_and_none_keeps_more_than_its_sha
 @given(
     st.lists(st.tuples(st.sampled_from(["wait", "enter", "leave", "cancel"]), st.integers(0, 3)))
 )
-def test_places_are_never_lost_nor_given_twice_whoever_cancels(
+def test_slots_are_neither_lost_nor_granted_twice_under_cancellation(
     steps: list[tuple[str, int]],
 ) -> None:
     async def body() -> None:
@@ -93,11 +93,11 @@ def test_places_are_never_lost_nor_given_twice_whoever_cancels(
         for what, number in steps:
             caller = callers[number]
             if what == "wait":
-                tasks.append((caller, asyncio.create_task(room.wait(caller))))
-            elif what == "enter" and room.enter(caller):
+                tasks.append((caller, asyncio.create_task(room.acquire(caller))))
+            elif what == "enter" and room.acquire_nowait(caller):
                 held.append(caller)
             elif what == "leave" and held:
-                room.leave(held.pop())
+                room.release(held.pop())
             elif what == "cancel" and tasks:
                 tasks[number % len(tasks)][1].cancel()
             if number % 2:  # else several happen at once
@@ -105,13 +105,13 @@ def test_places_are_never_lost_nor_given_twice_whoever_cancels(
         await settle()
         waits = [pair for pair in tasks if not pair[1].done()]
         held += [c for c, task in tasks if task.done() and not task.cancelled()]
-        assert room.taken == len(held) <= 5
-        assert not waits or room.taken >= 4, "who is patient leaves one place of five"
+        assert room.in_use == len(held) <= 5
+        assert not waits or room.in_use >= 4, "who is patient leaves one place of five"
         while waits:
-            room.leave(held.pop())
+            room.release(held.pop())
             await settle()
             held += [caller for caller, task in waits if task.done()]
             waits = [pair for pair in waits if not pair[1].done()]
-        assert room.taken == len(held) <= 5
+        assert room.in_use == len(held) <= 5
 
     run(body())

@@ -10,36 +10,36 @@ import pytest
 from ray.exceptions import RayError
 
 from cluster.fleet.codec import encode_scale
-from cluster.serving.launcher import AskGroups, Launcher
+from cluster.serving.launcher import GroupsClient, Launcher
 from contracts.clock import monotonic_s
 from contracts.errors import NotReadyError
-from contracts.scaling import ScaleState, ScaleWanted
+from contracts.scaling import ScaleState, ScaleTarget
 
 
 async def _silent(*_: Any) -> Any:
     raise RayError("the actor died")
 
 
-SILENT = AskGroups(_silent, _silent, _silent, _silent, _silent)
+SILENT = GroupsClient(_silent, _silent, _silent, _silent, _silent)
 
 
 @pytest.mark.parametrize(
-    ("asked", "event"),
+    ("calls", "event"),
     [
         (lambda launcher: launcher.status(), "rank_status_failed"),
         (lambda launcher: launcher.trace(1.0), "trace_failed"),
         (lambda launcher: launcher.offset(), "trace_failed"),
-        (lambda launcher: launcher.scale(None), "scale_not_asked"),
+        (lambda launcher: launcher.scale(None), "scale_request_failed"),
     ],
 )
-def test_without_a_launcher_the_ingress_is_not_ready_to_tell(
-    asked: Any, event: str, caplog: pytest.LogCaptureFixture
+def test_status_without_launcher_is_not_ready(
+    calls: Any, event: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.WARNING, "tandem.ingress"),
         pytest.raises(NotReadyError, match="the launcher of the ranks does not answer"),
     ):
-        asyncio.run(asked(Launcher(SILENT)))
+        asyncio.run(calls(Launcher(SILENT)))
     assert event in caplog.text
     assert "the actor died" in caplog.text
 
@@ -48,21 +48,21 @@ def test_without_a_launcher_the_ingress_has_metrics_of_its_own_only() -> None:
     assert asyncio.run(Launcher(SILENT).metrics()) == ""
 
 
-def test_a_launcher_is_asked_for_what_is_wanted_and_its_clock_is_compared() -> None:
-    asked: list[bytes] = []
+def test_launcher_receives_requests_and_clock_is_compared() -> None:
+    calls: list[bytes] = []
 
     async def scale(body: bytes) -> tuple[bytes, bytes]:
-        asked.append(body)
+        calls.append(body)
         return encode_scale(ScaleState()), b""
 
     async def clock() -> tuple[float, str]:
         return monotonic_s() - 3600, "another boot"
 
     launcher = Launcher(SILENT._replace(scale=scale, clock=clock))
-    wanted = ScaleWanted(expert_ranks=2)
-    assert asyncio.run(launcher.scale(wanted)) == ScaleState()
+    requested = ScaleTarget(expert_ranks=2)
+    assert asyncio.run(launcher.scale(requested)) == ScaleState()
     asyncio.run(launcher.scale(None))
-    assert asked == [encode_scale(wanted), b""]
+    assert calls == [encode_scale(requested), b""]
     ahead = asyncio.run(launcher.offset())
     assert ahead.applied_s == pytest.approx(3600, abs=1.0)
     assert not ahead.is_shared

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-from cluster.serving.ray_environment import before_a_cluster_is_started, cluster_address
+from cluster.serving.ray_environment import cluster_address, prepare_cluster_environment
 from cluster.serving.ray_session import START_ATTEMPTS, check_cores, ray_session
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
@@ -71,16 +71,16 @@ def test_what_has_no_command_line_yet_ends_with_a_failed_start(
     starting: Callable[[int], Ray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux shows none for a moment after `Popen` has returned."""
-    asked: set[int] = set()
+    seen_pids: set[int] = set()
     cmdline = psutil.Process.cmdline
 
-    def at_second_asking(process: psutil.Process) -> list[str]:
-        if process.pid in asked:
+    def at_second_call(process: psutil.Process) -> list[str]:
+        if process.pid in seen_pids:
             return cmdline(process)
-        asked.add(process.pid)
+        seen_pids.add(process.pid)
         return []
 
-    monkeypatch.setattr(psutil.Process, "cmdline", at_second_asking)
+    monkeypatch.setattr(psutil.Process, "cmdline", at_second_call)
     cluster = starting(1)
     with local_session():
         failed, _ = cluster.started
@@ -91,9 +91,9 @@ def test_a_local_cluster_that_never_starts_is_one_line(starting: Callable[[int],
     cluster = starting(START_ATTEMPTS)
     with pytest.raises(
         LaunchError, match=r"did not start, 3 times: The node timed out\. \["
-    ) as told:
+    ) as results:
         local_session().__enter__()
-    assert "\n" not in told.value.message
+    assert "\n" not in results.value.message
     assert not any(psutil.pid_exists(process.pid) for process in cluster.started)
     assert not any(folder.exists() for folder in cluster.folders)
 
@@ -114,9 +114,9 @@ def test_ranks_without_cpus_fit_any_machine() -> None:
 def test_a_cluster_of_our_own_takes_tokens_and_another_is_joined_as_it_is() -> None:
     """FINDINGS C: Ray listens on all interfaces."""
     ours: dict[str, str] = {}
-    before_a_cluster_is_started(TandemConfig(), ours)
+    prepare_cluster_environment(TandemConfig(), ours)
     assert ours == {"RAY_AUTH_MODE": "token"}
     for given in ({"RAY_ADDRESS": "a:1"}, {"RAY_AUTH_MODE": "disabled"}):
         environment = dict(given)
-        before_a_cluster_is_started(TandemConfig(), environment)
+        prepare_cluster_environment(TandemConfig(), environment)
         assert environment == given

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.requests import Priority
+from models.experts.cache_requests import DEMAND, USED_HINT, ExpertRequest, PredictedExpert
 from models.experts.expert_cache import HINT_PARTS, LS_LIVE_S, ExpertCache
-from models.experts.expert_form import AsComputed, SlotMemory
+from models.experts.expert_format import ComputeFormat, SlotMemory
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_tier import PartRead
-from models.experts.expert_traffic import DEMAND, USED_HINT
-from models.experts.expert_wants import Guess, Want
+from models.experts.expert_tier import CompletedRead
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
-from planner.policies.eviction import Kind, eviction
-from planner.policies.read_ahead import pays
+from planner.scheduling.expert_eviction import Kind, eviction
+from planner.scheduling.prefetch_trial import pays
 
 Checkpoints = Callable[..., Path]
 LAYERS, EXPERTS, PARTS, ROOM, DEADLINE_S = 3, 4, 2, 8, 20.0
@@ -41,7 +40,7 @@ class FakeTier:
         self.log: list[tuple[int, int, int]] = []
         self.broken: set[tuple[int, int]] = set()
         self.closed = self.woken = False
-        self._asked: dict[int, tuple[int, int, int, int]] = {}  # ticket -> urgency, what
+        self._requests: dict[int, tuple[int, int, int, int]] = {}  # ticket -> urgency, what
         self._skipped: set[int] = set()
         self._ended: dict[int, tuple[int, int, int]] = {}
         self._tickets = 0
@@ -51,36 +50,36 @@ class FakeTier:
 
     @property
     def room(self) -> int:
-        return ROOM - len(self._asked) - len(self._ended)
+        return ROOM - len(self._requests) - len(self._ended)
 
     def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
         assert self.room > 0
         self._tickets += 1
-        self._asked[self._tickets] = urgency, layer, expert, part
+        self._requests[self._tickets] = urgency, layer, expert, part
         return self._tickets
 
-    def begin(self) -> None:
+    def submit(self) -> None:
         """At once."""
 
-    def hurry(self, ticket: int, urgency: int) -> None:
-        if ticket in self._asked:
-            self._asked[ticket] = urgency, *self._asked[ticket][1:]
+    def expedite(self, ticket: int, urgency: int) -> None:
+        if ticket in self._requests:
+            self._requests[ticket] = urgency, *self._requests[ticket][1:]
 
-    def skip(self, ticket: int) -> None:
+    def cancel(self, ticket: int) -> None:
         self._skipped.add(ticket)
 
-    def ended(self) -> list[PartRead]:
+    def poll_completed(self) -> list[CompletedRead]:
         found = []
-        while self._asked and self.allowed:
-            ticket = min(self._asked, key=lambda each: (self._asked[each][0], each))
-            _, layer, expert, part = self._asked.pop(ticket)
+        while self._requests and self.allowed:
+            ticket = min(self._requests, key=lambda each: (self._requests[each][0], each))
+            _, layer, expert, part = self._requests.pop(ticket)
             self._ended[ticket] = layer, expert, part
             if ticket in self._skipped:
-                found.append(PartRead(ticket, 0.0))
+                found.append(CompletedRead(ticket, 0.0))
                 continue
             self.allowed -= 1
             broken = (layer, expert) in self.broken
-            found.append(PartRead(ticket, 0.001, "it is broken" if broken else ""))
+            found.append(CompletedRead(ticket, 0.001, "it is broken" if broken else ""))
             if not broken:
                 self.log.append((layer, expert, part))
         return found
@@ -133,21 +132,21 @@ def opened(
     deadline_s: float = DEADLINE_S,
 ) -> ExpertCache:
     order = eviction(kind, slots, {})
-    return ExpertCache(tier, AsComputed(layout), slots, order, pays, deadline_s=deadline_s)
+    return ExpertCache(tier, ComputeFormat(layout), slots, order, pays, deadline_s=deadline_s)
 
 
-def compute(cache: ExpertCache, want: Want, most: int = 1) -> list[int]:
+def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:
     """The experts of a want, in the order in which they were computed with; each is what it
     should be."""
     order: list[int] = []
-    while want.left:
-        taken = cache.take(want, PAIRS, most)
-        for expert, slot in taken:
+    while request.left:
+        acquired = cache.acquire(request, PAIRS, most)
+        for expert, slot in acquired:
             memory = cache._memory[slot]
-            assert all(set(tensor) == {number_of(want.layer, expert)} for tensor in memory)
+            assert all(set(tensor) == {number_of(request.layer, expert)} for tensor in memory)
             order.append(expert)
-        if taken:
-            cache.done(want, taken)
+        if acquired:
+            cache.done(request, acquired)
         else:
             cache.wait(0.05)
     return order
@@ -162,8 +161,8 @@ def test_a_layer_that_wants_more_than_there_are_slots_comes_in_waves(
 ) -> None:
     cache = opened(layout, 2, FakeTier(), kind=kind)
     for layer in (0, 1, 2, 0):
-        want = cache.want(layer, range(EXPERTS), LS)
-        assert sorted(compute(cache, want)) == list(range(EXPERTS))
+        request = cache.request(layer, range(EXPERTS), LS)
+        assert sorted(compute(cache, request)) == list(range(EXPERTS))
         cache.check()
 
 
@@ -171,10 +170,10 @@ def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayou
     tier = FakeTier()
     cache = opened(layout, 4, tier)
     for _ in range(3):
-        compute(cache, cache.want(1, [0, 3], LS))
+        compute(cache, cache.request(1, [0, 3], LS))
     assert tier.experts == [(1, 0), (1, 3)]
     traffic = cache.traffic
-    assert (traffic.hits[1], traffic.wanted[1]) == (4, 6)
+    assert (traffic.hits[1], traffic.requested[1]) == (4, 6)
     assert traffic.read_bytes[DEMAND] == 2 * tier.expert_bytes
     assert traffic.hit_fraction(1) == pytest.approx(4 / 6)
 
@@ -182,16 +181,16 @@ def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayou
 def test_what_has_come_is_computed_with_while_the_rest_is_read(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 4, tier)
-    compute(cache, cache.want(0, [1], LS))
+    compute(cache, cache.request(0, [1], LS))
     tier.allowed = 0
-    want = cache.want(0, [0, 1, 2], LS)
-    assert want.can_go_on
-    taken = cache.take(want, PAIRS, 9)
-    assert [expert for expert, _ in taken] == [1]
-    cache.done(want, taken)
-    assert not want.can_go_on
+    request = cache.request(0, [0, 1, 2], LS)
+    assert request.is_ready
+    acquired = cache.acquire(request, PAIRS, 9)
+    assert [expert for expert, _ in acquired] == [1]
+    cache.done(request, acquired)
+    assert not request.is_ready
     tier.allowed = 2 * PARTS
-    assert sorted(compute(cache, want)) == [0, 2]
+    assert sorted(compute(cache, request)) == [0, 2]
 
 
 def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
@@ -199,26 +198,26 @@ def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
 ) -> None:
     tier = FakeTier()
     cache = opened(layout, 4, tier)
-    compute(cache, cache.want(0, [1, 3], LS))
+    compute(cache, cache.request(0, [1, 3], LS))
     tier.allowed = 0
-    want = cache.want(0, range(EXPERTS), LS)
-    first = cache.take(want, PAIRS, 9)
+    request = cache.request(0, range(EXPERTS), LS)
+    first = cache.acquire(request, PAIRS, 9)
     assert [expert for expert, _ in first] == [1]
-    cache.done(want, first)
+    cache.done(request, first)
     tier.allowed = 1000
     cache.wait(0.0)
     runs = []
-    while want.left:
-        runs.append(cache.take(want, PAIRS, 9))
-        cache.done(want, runs[-1])
+    while request.left:
+        runs.append(cache.acquire(request, PAIRS, 9))
+        cache.done(request, runs[-1])
     assert [[expert for expert, _ in run] for run in runs] == [[0], [2, 3]]
 
 
 def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 2, tier)
-    be = cache.want(0, [0, 1], BE)
-    ls = cache.want(1, [2, 3], LS)
+    be = cache.request(0, [0, 1], BE)
+    ls = cache.request(1, [2, 3], LS)
     tier.allowed = 1000
     assert sorted(compute(cache, ls)) == [2, 3]
     assert sorted(compute(cache, be)) == [0, 1]
@@ -232,16 +231,18 @@ def test_a_prompt_of_be_leaves_what_ls_uses_while_ls_is_live(
 ) -> None:
     tier, now = FakeTier(), [5.0]
     cache = ExpertCache(
-        tier, AsComputed(layout), 8, eviction(kind, 8, {}), pays, deadline_s=20.0,
+        tier, ComputeFormat(layout), 8, eviction(kind, 8, {}), pays, deadline_s=20.0,
         clock=lambda: now[0],
     )  # fmt: skip
     for layer in range(2):
-        compute(cache, cache.want(layer, [0, 1], LS))
+        compute(cache, cache.request(layer, [0, 1], LS))
     now[0] += quiet_s
     for _ in range(2):
         for layer in range(LAYERS):
-            compute(cache, cache.want(layer, list(range(EXPERTS)), BE))
-            cache.hint("be", (layer + 1) % LAYERS, [Guess(2, 0.99), Guess(3, 0.99)], BE)
+            compute(cache, cache.request(layer, list(range(EXPERTS)), BE))
+            cache.hint(
+                "be", (layer + 1) % LAYERS, [PredictedExpert(2, 0.99), PredictedExpert(3, 0.99)], BE
+            )
     there = [cache.holds(layer, expert) for layer in range(2) for expert in (0, 1)]
     assert all(there) == (not quiet_s), "and what it has left is BE's"
     cache.check()
@@ -252,29 +253,29 @@ def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(
 ) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
-    cache.want(0, [0], LS)
-    cache.hint("me", 1, [Guess(1, 0.2), Guess(2, 0.9), Guess(3, 0.5)])
+    cache.request(0, [0], LS)
+    cache.hint("me", 1, [PredictedExpert(1, 0.2), PredictedExpert(2, 0.9), PredictedExpert(3, 0.5)])
     tier.allowed = 1000
     for _ in range(8):
         cache.wait(0.0)
     assert tier.experts == [(0, 0), (1, 2), (1, 3), (1, 1)]
 
 
-def test_nothing_is_read_ahead_while_something_that_is_wanted_is_missing(
+def test_no_prefetch_while_requested_experts_are_missing(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
-    cache.want(0, [0], LS)
+    cache.request(0, [0], LS)
     room = tier.room
-    cache.hint("me", 1, [Guess(2, 0.9)])
+    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
     assert tier.room == room
 
 
 def test_one_hint_is_read_at_a_time_and_few_parts_of_it(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
-    cache.hint("me", 1, [Guess(expert, 0.9) for expert in range(EXPERTS)])
+    cache.hint("me", 1, [PredictedExpert(expert, 0.9) for expert in range(EXPERTS)])
     assert tier.room == ROOM - min(PARTS, HINT_PARTS)
     tier.allowed = PARTS
     cache.wait(0.0)
@@ -282,19 +283,19 @@ def test_one_hint_is_read_at_a_time_and_few_parts_of_it(layout: ExpertLayout) ->
     assert tier.room == ROOM - min(PARTS, HINT_PARTS), "then the next one"
 
 
-def test_a_hint_that_came_true_is_there_and_one_that_did_not_is_given_up(
+def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier()
     cache = opened(layout, 6, tier)
-    cache.hint("me", 1, [Guess(2, 0.9)])
+    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
     cache.wait(0.0)
     cache.wait(0.0)
     tier.allowed = 0
-    cache.hint("me", 2, [Guess(0, 0.9), Guess(1, 0.8)])
-    assert compute(cache, cache.want(1, [2], LS, "me")) == [2]
+    cache.hint("me", 2, [PredictedExpert(0, 0.9), PredictedExpert(1, 0.8)])
+    assert compute(cache, cache.request(1, [2], LS, "me")) == [2]
     assert cache.traffic.read_bytes[USED_HINT] == tier.expert_bytes
-    other = cache.want(2, [3], LS, "me")
+    other = cache.request(2, [3], LS, "me")
     tier.allowed = 1000
     assert compute(cache, other) == [3]
     assert not cache.holds(2, 0)
@@ -305,22 +306,22 @@ def test_a_hint_that_came_true_is_there_and_one_that_did_not_is_given_up(
 def test_a_hint_that_is_wanted_while_it_is_read_is_hurried(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
-    cache.hint("me", 1, [Guess(2, 0.9)])
-    cache.want(0, [1], BE)
-    want = cache.want(1, [2], LS, "me")
+    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
+    cache.request(0, [1], BE)
+    request = cache.request(1, [2], LS, "me")
     tier.allowed = PARTS
-    assert compute(cache, want) == [2]
+    assert compute(cache, request) == [2]
 
 
-def test_a_hint_evicts_nothing_that_is_wanted_or_hinted(layout: ExpertLayout) -> None:
+def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 2, tier)
-    want = cache.want(0, [0, 1], LS)
+    request = cache.request(0, [0, 1], LS)
     cache.wait(0.0)
-    cache.hint("me", 1, [Guess(2, 1.0)])
+    cache.hint("me", 1, [PredictedExpert(2, 1.0)])
     cache.wait(0.0)
     assert tier.experts == [(0, 0), (0, 1)]
-    assert sorted(compute(cache, want)) == [0, 1]
+    assert sorted(compute(cache, request)) == [0, 1]
     assert not cache.wait(0.0)
     assert tier.experts[2:] == [(1, 2)], "now there is a slot"
 
@@ -330,48 +331,48 @@ def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
     order = eviction("lru", 6, {})
     cache = ExpertCache(
         tier,
-        AsComputed(layout),
+        ComputeFormat(layout),
         6,
         order,
         lambda p, hidden_s, wait_s: p > 0.5,
         deadline_s=DEADLINE_S,
     )
     for owner in ("one", "two"):  # after the first its times are known
-        cache.hint(owner, 1, [Guess(0, 0.9)])
+        cache.hint(owner, 1, [PredictedExpert(0, 0.9)])
         cache.wait(0.0)
-        compute(cache, cache.want(1, [0], LS, owner))
-    cache.hint("three", 2, [Guess(1, 0.6), Guess(2, 0.4)])
+        compute(cache, cache.request(1, [0], LS, owner))
+    cache.hint("three", 2, [PredictedExpert(1, 0.6), PredictedExpert(2, 0.4)])
     for _ in range(4):
         cache.wait(0.0)
     assert cache.holds(2, 1)
     assert not cache.holds(2, 2)
 
 
-def test_what_cannot_be_read_is_an_error_for_those_who_want_it_alone(
+def test_unreadable_expert_fails_only_its_requests(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier()
     tier.broken = {(0, 1)}
     cache = opened(layout, 3, tier)
-    cache.hint("me", 0, [Guess(1, 1.0)])
-    bad, good = cache.want(0, [0, 1], LS), cache.want(2, [1], LS)
+    cache.hint("me", 0, [PredictedExpert(1, 1.0)])
+    bad, good = cache.request(0, [0, 1], LS), cache.request(2, [1], LS)
     with pytest.raises(ChannelError, match="expert 1 of layer 0: it is broken"):
         compute(cache, bad)
     cache.drop(bad)
     assert compute(cache, good) == [1]
     tier.broken.clear()
-    assert compute(cache, cache.want(0, [1], LS)) == [1], "it is tried again for the next one"
+    assert compute(cache, cache.request(0, [1], LS)) == [1], "it is tried again for the next one"
     cache.check()
 
 
-def test_a_tier_that_gives_nothing_for_the_deadline_is_named(layout: ExpertLayout) -> None:
+def test_stalled_tier_is_named_after_timeout(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 3, tier, deadline_s=0.1)
-    want, start_s = cache.want(1, [2, 3], LS), monotonic_s()
+    request, start_s = cache.request(1, [2, 3], LS), monotonic_s()
     with pytest.raises(ChannelError, match=r"experts \[2, 3\] of layer 1 .* from the disk"):
-        compute(cache, want)
+        compute(cache, request)
     assert monotonic_s() - start_s < 2.0
-    cache.drop(want)
+    cache.drop(request)
     tier.allowed = 1000
     cache.wait(0.0)
     cache.check()
@@ -398,30 +399,30 @@ def test_any_hints_wants_and_drops_end_with_what_was_wanted(
 ) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, slots, tier, kind=kind)
-    wants: list[Want] = []
+    requests: list[ExpertRequest] = []
     for number, (what, layer, experts, priority) in enumerate(events):
         owner = number % 3
         if what == "want":
-            wants.append(cache.want(layer, sorted(experts), priority, owner))
+            requests.append(cache.request(layer, sorted(experts), priority, owner))
         elif what == "hint":
-            cache.hint(owner, layer, [Guess(e, 1 / (1 + e)) for e in experts])
+            cache.hint(owner, layer, [PredictedExpert(e, 1 / (1 + e)) for e in experts])
         elif what == "forget":
             cache.forget_hints(owner)
         elif what == "read":
             tier.allowed += len(experts)
             cache.wait(0.0)
-        elif wants and what == "drop":
-            cache.drop(wants.pop(layer % len(wants)))
-        elif wants:
-            want = wants[layer % len(wants)]
-            cache.done(want, cache.take(want, PAIRS, 1))
+        elif requests and what == "drop":
+            cache.drop(requests.pop(layer % len(requests)))
+        elif requests:
+            request = requests[layer % len(requests)]
+            cache.done(request, cache.acquire(request, PAIRS, 1))
         cache.check()
     tier.allowed = 1_000_000
     for _ in range(1000):  # whoever can go on does, as in the executor
-        if not any(want.left for want in wants):
+        if not any(request.left for request in requests):
             break
         cache.wait(0.0)
-        for want in wants:
-            cache.done(want, cache.take(want, PAIRS, 2))
+        for request in requests:
+            cache.done(request, cache.acquire(request, PAIRS, 2))
         cache.check()
-    assert not any(want.left for want in wants)
+    assert not any(request.left for request in requests)

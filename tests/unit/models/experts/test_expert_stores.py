@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from contracts.errors import ChannelError, PeerDeadError, ResourceError
 from kernels.linear import is_packed
 from models.experts.copying_store import CopyingStore
+from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import HostSource, open_host_source
-from models.experts.moe import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 
@@ -36,14 +36,14 @@ class GatedSource:
         self.gate = threading.Event()
         self.gate.set()
         self.copies: list[int] = []
-        self.begun = threading.Condition()
+        self.started = threading.Condition()
         self.errors: list[Exception] = []
         self.closed = False
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
-        with self.begun:
+        with self.started:
             self.copies.append(layer)
-            self.begun.notify_all()
+            self.started.notify_all()
         assert self.gate.wait(DEADLINE_S)
         if self.errors:
             raise self.errors.pop()
@@ -55,8 +55,10 @@ class GatedSource:
         self.gate.set()
 
     def wait_for_copies(self, *layers: int) -> None:
-        with self.begun:
-            assert self.begun.wait_for(lambda: self.copies == list(layers), DEADLINE_S), self.copies
+        with self.started:
+            assert self.started.wait_for(lambda: self.copies == list(layers), DEADLINE_S), (
+                self.copies
+            )
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +107,13 @@ def test_passes_find_their_layers_and_the_next_ones_are_copied_meanwhile(model: 
 
 
 @settings(deadline=None, max_examples=30)
-@given(asked=st.lists(st.integers(0, 4), max_size=12))
-def test_any_order_of_layers_gives_the_layers_asked_for(model: ModelSpec, asked: list[int]) -> None:
+@given(requested=st.lists(st.integers(0, 4), max_size=12))
+def test_any_fetch_order_returns_requested_layers(model: ModelSpec, requested: list[int]) -> None:
     with opened(model, GatedSource()) as store:
-        assert [weight_of(store.fetch(layer)) for layer in asked] == asked
+        assert [weight_of(store.fetch(layer)) for layer in requested] == requested
 
 
-def test_a_released_buffer_is_filled_before_the_next_layer_is_asked_for(model: ModelSpec) -> None:
+def test_released_buffer_is_filled_before_next_fetch(model: ModelSpec) -> None:
     source = GatedSource()
     with opened(model, source) as store:
         assert weight_of(store.fetch(1)) == 1
@@ -200,8 +202,8 @@ def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_nee
         assert_same_products(folder, source, buffer)
         part = [torch.empty_like(piece) for piece in buffer.part(2, 4)]
         source.copy_part(layout.spec.moe_layers[-1], 2, 4, part)
-        for got, wanted in zip(part, buffer.part(2, 4), strict=True):
-            assert torch.equal(got, wanted)
+        for got, expected in zip(part, buffer.part(2, 4), strict=True):
+            assert torch.equal(got, expected)
         stamps |= {path.stat().st_mtime_ns for path in tmp_path.rglob("*.bin")}
     assert len(stamps) == len(list(tmp_path.rglob("*.bin"))) == made
 
@@ -218,11 +220,11 @@ def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer)
     for layer in spec.moe_layers:
         source.copy(layer, buffer)
         for expert in everyone:
-            for mine, theirs, rows in (
+            for loaded, reference, rows in (
                 (buffer.layer.gate_up, held.held(layer).gate_up, x),
                 (buffer.layer.down, held.held(layer).down, h),
             ):
-                assert torch.equal(mine[expert](rows), theirs[expert](rows))
+                assert torch.equal(loaded[expert](rows), reference[expert](rows))
 
 
 def test_experts_are_packed_as_they_are_read_where_a_file_of_them_has_no_room(

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from models.decoder.kv_pool import kv_entry_shapes
-from models.spec.latent_spec import LatentSpec
+from models.spec.layer_spec import LatentSpec, RoutingSpec
 from models.spec.model import ClampSpec, ModelSpec, read_spec
-from models.spec.routing_spec import RoutingSpec
 
 MSCALED = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn",
            "original_max_position_embeddings": 4096}  # fmt: skip

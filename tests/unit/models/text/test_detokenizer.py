@@ -104,7 +104,7 @@ def test_an_unfinished_character_is_flushed_as_a_replacement(byte_level: Tokeniz
     assert "".join(pieces(byte_level, ids, [])) == "\ufffd"
 
 
-def test_each_token_is_looked_at_a_bounded_number_of_times() -> None:
+def test_each_token_is_decoded_bounded_number_of_times() -> None:
     """The window that is decoded again does not grow with the stream."""
     longest = 0
 
@@ -132,7 +132,9 @@ def _no_byte(token_id: int) -> None:
     return None
 
 
-def test_special_tokens_are_hidden_or_shown_as_asked(byte_level: Tokenizer, tmp_path: Path) -> None:
+def test_special_tokens_are_hidden_or_shown_as_requested(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
     ids = byte_level.encode("a<|im_end|>b")
     shown = byte_level.detokenizer(skip_special_tokens=False)
     assert "".join(pieces(byte_level, ids, [])) == "ab"

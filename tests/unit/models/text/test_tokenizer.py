@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from cluster.api.tokenizing import Tokenizing
+from cluster.http.tokenizer_pool import TokenizerPool
 from contracts.errors import CheckpointError, RequestError
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
@@ -117,7 +117,7 @@ def test_a_developer_message_is_not_lost_on_a_template_without_that_role(tmp_pat
     )
 
 
-def test_a_model_without_a_template_refuses_chats_and_says_what_to_use(tmp_path: Path) -> None:
+def test_model_without_template_rejects_chat_with_remedy(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path, chat_template=None))
     with pytest.raises(RequestError, match="/v1/completions"):
         tokenizer.encode_chat(MESSAGES)
@@ -147,7 +147,7 @@ def _make_config_a_list(folder: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [_remove, _truncate, _break_config, _break_template, _make_config_a_list]
 )
-def test_a_damaged_folder_is_one_line_that_says_what_is_wrong(
+def test_damaged_folder_gives_one_line_error(
     tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     folder = write_byte_level(tmp_path)
@@ -178,7 +178,7 @@ def test_half_a_surrogate_pair_is_a_request_error(tokenizer: Tokenizer) -> None:
 
 def test_long_texts_have_the_same_ids_when_encoded_in_a_thread(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * (THREAD_ABOVE_CHARACTERS // 10)
-    threads = Tokenizing(tokenizer, 1)
+    threads = TokenizerPool(tokenizer, 1)
     made: list[int] = []
     texts = [text, "short", text]
     assert asyncio.run(

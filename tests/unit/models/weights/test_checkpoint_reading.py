@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from contracts.clock import ManualClock
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool, kv_bytes_per_token
-from models.experts.moe import ExpertHalf
+from models.experts.expert_half import ExpertHalf
 from models.spec import safetensors_file
 from models.spec.model import ModelSpec, read_spec
 from models.spec.safetensors_file import SafetensorsFile
@@ -79,7 +79,7 @@ def test_eos_ids_come_from_both_files(tiny_checkpoint: Make, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("stored", "asked", "expected"),
+    ("stored", "requested", "expected"),
     [
         ("bfloat16", "auto", torch.bfloat16),
         ("float32", "auto", torch.float32),
@@ -89,10 +89,10 @@ def test_eos_ids_come_from_both_files(tiny_checkpoint: Make, tmp_path: Path) -> 
     ],
 )
 def test_dtype_auto_is_as_stored_unless_that_is_float16(
-    tiny_checkpoint: Make, stored: str, asked: str, expected: torch.dtype
+    tiny_checkpoint: Make, stored: str, requested: str, expected: torch.dtype
 ) -> None:
     spec = read_spec(tiny_checkpoint(dtype=stored))
-    assert resolve_dtype(spec, asked) is expected  # type: ignore[arg-type]
+    assert resolve_dtype(spec, requested) is expected  # type: ignore[arg-type]
 
 
 def test_the_check_reads_no_tensor_data(tiny_checkpoint: Make, read_names: list[str]) -> None:
@@ -114,7 +114,7 @@ def test_each_half_reads_only_its_own_tensors(tiny_checkpoint: Make, read_names:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_local_experts_stand_in_the_order_asked_for(
+def test_local_experts_keep_requested_order(
     tiny_checkpoint: Make, family: str, fused: bool
 ) -> None:
     folder = tiny_checkpoint(family, fused=fused)
@@ -239,7 +239,7 @@ def test_a_router_in_float32_counts_its_bytes(tiny_checkpoint: Make) -> None:
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_the_pool_takes_the_bytes_it_says(tiny_checkpoint: Make) -> None:
+def test_pool_size_matches_reported_bytes(tiny_checkpoint: Make) -> None:
     spec = read_spec(tiny_checkpoint())
     assert kv_bytes_per_token(spec, torch.bfloat16) == 3 * 2 * 2 * 12 * 2
     pool = KvPool(spec, 5, 4, torch.bfloat16)

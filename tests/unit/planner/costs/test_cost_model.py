@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.experts.dispatch import plan_dispatch
-from cluster.files.hardware import load_hardware
+from actors.moe.dispatch import plan_dispatch
+from cluster.fleet.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost, ServingCost
 from models.decoder.kv_pool import kv_bytes_per_token
@@ -28,8 +28,7 @@ from planner.costs.cost_model import (
 )
 from planner.costs.model_shape import chunk_work, hit_fraction
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
-from planner.placement.contiguous import contiguous
-from planner.placement.slots import ExpertPlacement
+from planner.placement.slots import ExpertPlacement, contiguous
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of, split
 
 GEMM_ALPHA, GEMM_BETA, ATTENTION_ALPHA, ATTENTION_BETA = 0.17, 8.59e-11, 0.15, 1.54e-11

@@ -32,7 +32,7 @@ def test_weights_of_both_groups_add_up_to_the_model() -> None:
 
 @some
 @given(small_shapes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4096))
-def test_as_many_samples_fit_as_it_says_and_not_one_more(
+def test_max_samples_fit_and_one_more_does_not(
     model: ModelShape, ag: int, eg: int, tokens: int
 ) -> None:
     deployment, usable = split(ag, min(eg, model.num_experts), tokens), 64.0 * GIB
@@ -65,7 +65,7 @@ def test_the_length_that_an_error_advises_fits_and_one_more_token_does_not(
             max_samples(model, split(1, 1, most + 1), gib * GIB)
 
 
-def test_too_few_expert_ranks_are_refused_with_a_number_whose_weights_fit() -> None:
+def test_too_few_expert_ranks_are_rejected_with_a_number_that_fits() -> None:
     model = shape(QWEN3_235B)
     with pytest.raises(ResourceError, match=r"expert_ranks.* or more would fit") as caught:
         max_samples(model, split(1, 2), 100.0 * GIB)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.planning.model_shape import shape_of
-from cluster.files.hardware import load_hardware
+from actors.planning.planner_inputs import shape_of
+from cluster.fleet.hardware import load_hardware
 from planner.costs.model_shape import ModelShape
-from planner.costs.offloading import Tier, most_sequences, offloaded_token, wanted
+from planner.costs.offloading import Tier, active_experts, most_sequences, offloaded_token
 from tests.support.model_shapes import QWEN3_235B, spec_of
 
 SHAPE: ModelShape = shape_of(spec_of(QWEN3_235B), torch.bfloat16)
@@ -18,10 +18,10 @@ HARDWARE = load_hardware("h200-node")
 
 
 def test_what_tokens_want_of_a_layer() -> None:
-    assert wanted(SHAPE, 1) == pytest.approx(SHAPE.top_k)
-    assert wanted(SHAPE, 1000) == pytest.approx(SHAPE.num_experts)
+    assert active_experts(SHAPE, 1) == pytest.approx(SHAPE.top_k)
+    assert active_experts(SHAPE, 1000) == pytest.approx(SHAPE.num_experts)
     share = SHAPE.top_k / SHAPE.num_experts
-    assert wanted(SHAPE, 2) == pytest.approx(SHAPE.num_experts * (1 - (1 - share) ** 2))
+    assert active_experts(SHAPE, 2) == pytest.approx(SHAPE.num_experts * (1 - (1 - share) ** 2))
 
 
 @given(
@@ -72,14 +72,14 @@ def test_experts_that_are_kept_as_they_are_stored_are_more_and_read_sooner() -> 
 def test_so_many_sequences_and_no_more_want_no_more_than_is_kept(kept: float) -> None:
     most = most_sequences(SHAPE, kept)
     if most:
-        assert wanted(SHAPE, most) <= kept * SHAPE.num_experts * (1 + 1e-9)
-    assert wanted(SHAPE, most + 1) > kept * SHAPE.num_experts
+        assert active_experts(SHAPE, most) <= kept * SHAPE.num_experts * (1 + 1e-9)
+    assert active_experts(SHAPE, most + 1) > kept * SHAPE.num_experts
 
 
-def test_where_a_step_wants_more_than_is_kept_nothing_is_there_again() -> None:
+def test_step_larger_than_the_cache_hits_no_expert() -> None:
     tier = Tier(0.5, 1e9)
     most = most_sequences(SHAPE, 0.5)
     below = offloaded_token(HARDWARE, SHAPE, tier, most, 64)
     above = offloaded_token(HARDWARE, SHAPE, tier, most + 1, 64)
-    assert below.missing == pytest.approx(0.5 * wanted(SHAPE, most))
-    assert above.missing == pytest.approx(wanted(SHAPE, most + 1))
+    assert below.missing == pytest.approx(0.5 * active_experts(SHAPE, most))
+    assert above.missing == pytest.approx(active_experts(SHAPE, most + 1))

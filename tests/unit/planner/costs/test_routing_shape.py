@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.files.hardware import load_hardware
+from cluster.fleet.hardware import load_hardware
 from contracts.hardware import LinkCost
 from planner.costs.cost_model import expert_model, link_model, stage_models
 from planner.costs.memory import rank_memories

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from planner.costs.stages import Linear
-from planner.online.expert_stage import ExpertStage, ExpertTimes
+from planner.online.stages import ExpertStage, ExpertTimes
 from tests.support.model_shapes import QWEN3_235B, shape
 
 MODEL = shape(QWEN3_235B, num_experts=16, num_experts_per_tok=4)
@@ -29,7 +29,7 @@ def test_one_token_reads_its_own_experts_and_many_read_all() -> None:
     assert TRUE.at(64) == pytest.approx(0.5 + 14.0 + 1.3 * 64)
 
 
-def test_calls_of_few_tokens_and_a_rare_prompt_foretell_full_ones() -> None:
+def test_small_calls_and_a_rare_prompt_predict_full_calls() -> None:
     """A line through them says half as much again."""
     stage = taught((1,) * 20 + (2,) * 6 + (3, 4) * 3 + (40, 70))
     line = stage.around(64.0)

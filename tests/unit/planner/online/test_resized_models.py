@@ -89,7 +89,7 @@ def test_what_was_measured_speaks_for_the_next_size_at_once(
     assert error_of(planner, group) < 0.12
 
 
-def test_what_was_cold_is_cold_and_what_nobody_measures_stays_the_files() -> None:
+def test_cold_stages_stay_cold_and_unmeasured_stages_keep_the_file() -> None:
     planner = OnlinePlanner(setup_of(QWEN, None))
     planner.resize(1, 3)
     with pytest.raises(NoPlanError, match="too few measured times yet of: attention, expert"):
@@ -101,7 +101,7 @@ def test_what_was_cold_is_cold_and_what_nobody_measures_stays_the_files() -> Non
     assert resized.plan([(0, 256)]) == anew.plan([(0, 256)])
 
 
-def test_a_group_that_comes_back_to_its_size_is_foretold_as_before() -> None:
+def test_group_resized_back_is_predicted_as_before() -> None:
     setup = setup_of(QWEN, None)
     planner, group = OnlinePlanner(setup), SimulatedGroup(setup, hardware(), noise=NOISE, seed=1)
     taught(planner, group, 60)

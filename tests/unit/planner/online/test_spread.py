@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.plan import Plan
-from contracts.planning import ExpertReport, RowsTime
+from contracts.planner_messages import ExpertReport, RowsTime
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
 from planner.online.models import OnlineModels
 from planner.online.planner import OnlinePlanner
@@ -69,7 +69,7 @@ def test_a_copys_time_is_its_part_of_the_link() -> None:
     assert unit[1] == pytest.approx(2e-6 * row_bytes, rel=0.05)  # and the pairs' 8 bytes
 
 
-def test_predictions_follow_a_change_at_once_and_plans_are_asked_for_again() -> None:
+def test_spread_change_updates_predictions_and_invalidates_plans() -> None:
     planner = OnlinePlanner(SETUP)
     batch, version = [[(0, 4096)]], planner.version
     before = planner.predict_ms(Plan(), batch)

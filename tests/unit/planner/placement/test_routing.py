@@ -32,6 +32,6 @@ def test_a_pair_is_local_where_its_tokens_rank_holds_the_expert() -> None:
     assert local_fraction(routing, everywhere, ranks_of_ids) == 1.0
 
 
-def test_a_sample_of_nothing_is_even() -> None:
+def test_empty_sample_is_even() -> None:
     empty = LayerRouting(4, np.zeros((0, 2), np.int64), NOTHING, TokenCounts(*[NOTHING] * 3))
     assert measure(empty, TWO_RANKS).load == 1.0

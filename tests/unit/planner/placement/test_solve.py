@@ -10,11 +10,10 @@ import pytest
 from benchmarks.placement.synthetic import planted, routing_of
 from contracts.errors import ConfigError
 from planner.placement.layout import Layout
-from planner.placement.lines import contiguous_line, held, layer_slots, moved
 from planner.placement.objective import Objective, PlacementCosts, usual_costs
 from planner.placement.routing import Measured, measure
-from planner.placement.samples import sample_of, split
-from planner.placement.solve import price_with_ids, solve_layer
+from planner.placement.slots import contiguous_line, held, layer_slots, moved
+from planner.placement.solve import price_with_ids, sample_of, solve_layer, split
 from tests.support.made_up_routing import any_routing, grouped
 
 
@@ -108,7 +107,7 @@ def test_a_start_is_left_only_where_that_pays_and_no_further_than_allowed() -> N
     settled = solve_layer(routing, [4] * 4, costs=costs).expert_of_slot
     again = solve_layer(routing, [4] * 4, costs=costs, start=settled)
     free = solve_layer(other, [4] * 4, start=settled)
-    few = solve_layer(other, [4] * 4, start=settled, most_moves=3)
+    few = solve_layer(other, [4] * 4, start=settled, max_moves=3)
     assert 0 < few.moves <= 3 < free.moves <= 16
     assert again.moves < free.moves
     assert _price(free.measured) < _price(few.measured) < _price(few.baseline)
@@ -123,7 +122,7 @@ def _price(measured: Measured) -> float:
     return float(objective.price(measured.copies, measured.load / 2))
 
 
-def test_who_stays_on_a_rank_stays_in_its_slot() -> None:
+def test_expert_that_stays_on_a_rank_keeps_its_slot() -> None:
     settled = solve_layer(any_routing(16, 2, 6000, seed=1), [5] * 4).expert_of_slot
     placed = solve_layer(any_routing(16, 2, 6000, seed=2), [5] * 4, start=settled)
     kept = sum(a == b for a, b in zip(settled, placed.expert_of_slot, strict=True))

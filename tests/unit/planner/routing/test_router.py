@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
-from contracts.routing import Calibration, Progress, Prompt, RequestKey, WorkerReport
+from contracts.routing_messages import Calibration, Prompt, PromptProgress, RequestKey, WorkerReport
 from planner.routing.request_work import token_work
-from planner.routing.route_policies import Policy, round_robin, token_load, weighted_counts
+from planner.routing.route_policies import (
+    RoutePolicy,
+    round_robin,
+    token_load,
+    weighted_queue_counts,
+)
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from planner.routing.worker_state import MissingReportsError
@@ -17,7 +22,7 @@ from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 DOCUMENT = [7] * 5 * BLOCK
 
 
-def router_of(tau: int, workers: int = 3, policy: Policy | None = None) -> Router:
+def router_of(tau: int, workers: int = 3, policy: RoutePolicy | None = None) -> Router:
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RouterConfig(workers=workers, saturation=saturation, block_tokens=BLOCK)
     return Router(config, token_work, policy) if policy else Router(config, token_work)
@@ -73,17 +78,21 @@ def test_work_that_a_cache_did_not_save_comes_back_into_the_load() -> None:
     placed(router, [first, second])
     for prompt in (first, second):
         router.apply(worker.accept(prompt))
-    router.apply(worker.say(ended=(first.key,)))
+    router.apply(worker.append_report(ended=(first.key,)))
     assert router.load(0) == 1
-    router.apply(worker.say(progress=(Progress(second.key, 0),)))
+    router.apply(worker.append_report(progress=(PromptProgress(second.key, 0),)))
     assert router.load(0) == len(DOCUMENT) + 1
 
 
 @pytest.mark.parametrize(
     ("policy", "workers"),
-    [(round_robin, [0, 1, 2, 0]), (weighted_counts, [0, 1, 2, 0]), (token_load, [0, 1, 2, 1])],
+    [
+        (round_robin, [0, 1, 2, 0]),
+        (weighted_queue_counts, [0, 1, 2, 0]),
+        (token_load, [0, 1, 2, 1]),
+    ],
 )
-def test_baselines_do_not_see_prefixes(policy: Policy, workers: list[int]) -> None:
+def test_baselines_do_not_see_prefixes(policy: RoutePolicy, workers: list[int]) -> None:
     prompts = [prompt_of([n] * size, n) for n, size in enumerate((30, 10, 20, 10))]
     assert placed(router_of(tau=1, policy=policy), prompts) == workers
 
@@ -100,7 +109,7 @@ def test_a_router_that_joins_by_snapshot_knows_what_is_cached_and_what_is_promis
     assert placed(joined, [prompt_of([1] * 9, 2), prompt_of([2] * 13, 3)]) == [1, 1]
 
 
-def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
+def test_missed_report_is_named_and_leaves_the_state_unchanged() -> None:
     router = router_of(tau=1000)
     with pytest.raises(MissingReportsError, match=r"worker 1: report 0\.2 follows -1\.-1"):
         router.apply(WorkerReport(worker=1, epoch=0, number=2, stored=(b"x",)))
@@ -108,22 +117,22 @@ def test_a_missed_report_is_named_and_nothing_is_folded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({"ended": (RequestKey(0, 9),)}, r"request \(0, 9\) is not open on this worker"),
         ({"accepted": (sibling(0), sibling(0))}, r"request \(0, 0\) is already open"),
         (
-            {"accepted": (sibling(0),), "progress": (Progress(RequestKey(0, 0), 99),)},
+            {"accepted": (sibling(0),), "progress": (PromptProgress(RequestKey(0, 0), 99),)},
             r"request \(0, 0\): done_tokens=99, until_tokens=0 of a prompt of 21 tokens",
         ),
     ],
 )
-def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         router_of(tau=1000).apply(WorkerReport(worker=0, epoch=0, number=0, **parts))
 
 
-def test_a_retired_worker_takes_nothing_more_and_ends_what_it_has() -> None:
+def test_retired_worker_accepts_no_requests_and_finishes_its_own() -> None:
     router = router_of(tau=1000, workers=2)
     assert placed(router, [sibling(0)]) == [0]
     router.retire(0)

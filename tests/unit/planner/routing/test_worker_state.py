@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.routing import WorkerReport
+from contracts.routing_messages import WorkerReport
 from planner.routing.worker_state import MissingReportsError, WorkerState
 
 
@@ -29,7 +29,7 @@ def test_a_report_that_builds_on_one_that_is_missing_is_refused() -> None:
     assert state.committed() == (b"a", b"b")
 
 
-def test_what_a_lost_incarnation_still_says_means_nothing() -> None:
+def test_reports_of_a_lost_epoch_are_ignored() -> None:
     """FINDINGS B18: a planted bug survived."""
     state = new_state()
     state.apply(report(3, 0, b"a"))

@@ -1,0 +1,184 @@
+"""What is left of a batch that is being formed: for all, and for each client request.
+
+While requests of others are there too, one request's sequences have a share of a batch, and no more
+of its places than leaves room for all: so a batch never takes longer than that because of one
+request, and who comes next finds a place in it. A request that is alone may have everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from contracts.config import ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Priority
+from planner.scheduling.fair_queue import TenantLimit, fair_limits
+
+SHARED_BATCHES = 32  # a batch is still shared so many batches after others were last there
+
+
+class Owner(NamedTuple):
+    """Of a sequence. request: of a client, which is one connection to the rank. priority: as
+    a plain number, for an owner is hashed for every sequence of every batch."""
+
+    tenant: bytes
+    request: tuple[int, int]
+    priority: int
+
+
+def owner_of(client: int, submit: Submit) -> Owner:
+    caller = submit.caller
+    return Owner(caller.tenant, (client, caller.request), int(submit.priority))
+
+
+class SequenceCounts:
+    """How many sequences each request has on the rank, waiting or running. LS work does not share
+    with BE work, but BE with LS."""
+
+    def __init__(self) -> None:
+        self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
+            defaultdict(Counter) for _ in Priority
+        ]
+        self._totals = [0 for _ in Priority]
+        self._shared_until = dict.fromkeys(Priority, 0)
+
+    def add(self, owner: Owner) -> None:
+        self._totals[owner.priority] += 1
+        self._counts[owner.priority][owner.tenant][owner.request] += 1
+
+    def remove(self, owner: Owner) -> None:
+        self._totals[owner.priority] -= 1
+        tenants = self._counts[owner.priority]
+        requests = tenants[owner.tenant]
+        requests[owner.request] -= 1
+        if not requests[owner.request]:
+            del requests[owner.request]
+        if not requests:
+            del tenants[owner.tenant]
+
+    def count(self, owner: Owner) -> int:
+        requests = self._counts[owner.priority].get(owner.tenant)
+        return requests[owner.request] if requests else 0
+
+    def total(self, priority: Priority) -> int:
+        """Sequences of that class."""
+        return self._totals[priority]
+
+    def shared(self, priority: Priority, batch: int, classes: Sequence[Priority]) -> bool:
+        """Whether requests of this class have others beside them in that batch, of the classes
+        `classes`, or had lately."""
+        if self._has_several(priority, classes):
+            self._shared_until[priority] = batch + SHARED_BATCHES
+        return batch < self._shared_until[priority]
+
+    def _has_several(self, lowest: Priority, classes: Sequence[Priority]) -> bool:
+        """Whether these classes, down to the lowest, have more than one request."""
+        seen = None
+        for priority in classes:
+            for tenant, requests in self._counts[priority].items():
+                if priority > lowest:
+                    return False
+                first = tenant, next(iter(requests))
+                if len(requests) > 1 or seen not in (None, first):
+                    return True
+                seen = first
+        return False
+
+    def parts(
+        self, priority: Priority, places: int, classes: Sequence[Priority]
+    ) -> Mapping[bytes, TenantLimit]:
+        """Of the tenants of a class that want more than their part of a batch, that part."""
+        before = (self._counts[each] for each in classes if each < priority)
+        taken = sum(sum(map(Counter.total, tenants.values())) for tenants in before)
+        return fair_limits(self._counts[priority], max(1, places - taken))
+
+
+class _Remaining:
+    """Of one request, or of all of a tenant's."""
+
+    __slots__ = ("places", "tenant", "tokens")
+
+    def __init__(self, tokens: int, places: int, tenant: _Remaining | None = None) -> None:
+        self.tokens = tokens
+        self.places = places
+        self.tenant = tenant
+
+
+class BatchBudget:
+    """Tokens and places. `reserve_tokens` some for those who wait while those who run take
+    theirs."""
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        sequence_counts: SequenceCounts,
+        batch: int,
+        classes: Sequence[Priority] = tuple(Priority),
+    ) -> None:
+        """among: the classes of the batch, in their order."""
+        self.tokens = config.max_batch_tokens
+        self.places = config.max_batch_sequences
+        self._reserved_tokens = 0
+        self._max_tokens_per_request = share_of(config.request_share, self.tokens)
+        self._max_places_per_request = share_of(config.request_share, self.places)
+        self._remaining: dict[Owner, _Remaining] = {}
+        self._tenants: dict[tuple[int, bytes], _Remaining] = {}
+        self._parts: dict[int, Mapping[bytes, TenantLimit]] = {  # of the classes that are shared
+            int(priority): sequence_counts.parts(priority, self.places, classes)
+            for priority in classes
+            if sequence_counts.shared(priority, batch, classes)
+        }
+        self.is_shared = bool(self._parts)
+
+    @property
+    def is_full(self) -> bool:
+        return self.tokens <= self._reserved_tokens or self.places == 0
+
+    def reserve_tokens(self, tokens: int) -> None:
+        self._reserved_tokens = tokens
+
+    def tokens_for(self, owner: Owner) -> int:
+        """How many tokens of one more sequence may come; 0: none."""
+        tokens = self.tokens - self._reserved_tokens
+        if tokens <= 0 or self.places == 0:
+            return 0
+        if owner.priority not in self._parts:
+            return tokens
+        remaining = self._remaining.get(owner) or self._account(owner)
+        if remaining.places <= 0 or (remaining.tenant is not None and remaining.tenant.places <= 0):
+            return 0
+        return max(0, min(tokens, remaining.tokens))
+
+    def take(self, owner: Owner, tokens: int) -> None:
+        """A whole prompt may be more than there was room for."""
+        self.tokens = max(0, self.tokens - tokens)
+        self.places -= 1
+        remaining = self._remaining.get(owner)
+        if remaining is not None:
+            remaining.tokens -= tokens
+            remaining.places -= 1
+            if remaining.tenant is not None:
+                remaining.tenant.places -= 1
+
+    def _account(self, owner: Owner) -> _Remaining:
+        part = self._parts[owner.priority].get(owner.tenant)
+        tenant = None
+        max_places = self._max_places_per_request
+        if part is not None:
+            max_places = min(max_places, part.per_request)
+            tenant = self._tenants.setdefault(
+                (owner.priority, owner.tenant),
+                _Remaining(self._max_tokens_per_request, part.places),
+            )
+        remaining = self._remaining[owner] = _Remaining(
+            self._max_tokens_per_request, max_places, tenant
+        )
+        return remaining
+
+
+def share_of(share: float, whole: int) -> int:
+    """At least 1."""
+    return max(1, math.floor(share * whole))

@@ -1,0 +1,183 @@
+"""Which chunk of a batch fills which block, while the batch is being formed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from actors.batching.batch_budget import BatchBudget
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.sequence import Sequence
+from actors.kv.block_contents import BlockPrefix
+from actors.kv.block_manager import BlockManager
+from models.decoder.batch import BlockCopy
+from planner.scheduling.batching import Phase
+
+
+class BatchBlocks:
+    """`sources`: blocks that others copy from; the batch holds a reference to each."""
+
+    def __init__(self) -> None:
+        self.sources: list[int] = []
+        self._provider: dict[int, int] = {}  # block -> chunk that computes something in it
+        self._copies: dict[int, tuple[BlockCopy, ...]] = {}  # by the block they go to
+
+    def fill(self, block: int, chunk: int) -> None:
+        self._provider[block] = chunk
+
+    def copy(self, source: int, block: int, tokens: int) -> tuple[BlockCopy, ...]:
+        """Copies that bring the first `tokens` slots of `source` into `block`.
+
+        All copies of a layer are one operation: what `source` itself is to receive by a copy of
+        this batch comes from where that takes it.
+
+            source  | 0 1 2 3 (copied from block 7) | 4 5 6 (its own) |      tokens = 6
+            block   |      from block 7, 0..4       | source, 4..6    |
+        """
+        copies = [
+            BlockCopy(other.source, block, other.first, min(other.last, tokens))
+            for other in self._copies.get(source, ())
+            if other.first < tokens
+        ]
+        own = copies[-1].last if copies else 0
+        if own < tokens:
+            copies.append(BlockCopy(source, block, own, tokens))
+        self._copies[block] = tuple(copies)
+        self.sources.append(source)
+        return self._copies[block]
+
+    def providers(self, blocks: Iterable[int]) -> frozenset[int]:
+        """The chunks of this batch that compute in `blocks`."""
+        return frozenset(self._provider[block] for block in blocks if block in self._provider)
+
+
+class CachedPrefix(NamedTuple):
+    """What blocks hold of a sequence: whole blocks, then the first tokens of one more."""
+
+    blocks: list[int]
+    head: BlockPrefix | None
+    tokens: int
+
+
+class BatchBuilder:
+    """A chunk that is in it has its blocks, and its sequence is in flight."""
+
+    def __init__(
+        self, number: int, budget: BatchBudget, blocks: BlockManager, *, whole_prompts: bool
+    ) -> None:
+        """whole_prompts: a prompt is never cut; one that is longer than a batch has it alone."""
+        self.budget = budget
+        self.chunks: list[Chunk] = []
+        self._number = number
+        self._blocks = blocks
+        self._whole_prompts = whole_prompts
+        self._batch_blocks = BatchBlocks()
+
+    def build(self, phase: Phase | None) -> ScheduledBatch:
+        """phase: of all that is in it; None: of either."""
+        highest = min(chunk.sequence.priority for chunk in self.chunks)
+        due_s = min(chunk.sequence.due_s for chunk in self.chunks)
+        sources = tuple(self._batch_blocks.sources)
+        return ScheduledBatch(self._number, highest, self.chunks, sources, due_s, phase)
+
+    def prefix(self, sequence: Sequence) -> CachedPrefix:
+        """The longest prefix that blocks hold, or will when this batch has run, of what need not be
+        computed in any case."""
+        block_tokens, needed = sequence.block_tokens, sequence.first_needed
+        hashes = sequence.hashes[: needed // block_tokens]
+        blocks = self._blocks.match(hashes, batch=self._number)
+        whole = len(blocks) * block_tokens
+        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
+        parent = sequence.before_block(len(blocks))
+        head = self._blocks.head(parent, rest, batch=self._number)
+        return CachedPrefix(blocks, head, whole + (head.tokens if head else 0))
+
+    def start(self, sequence: Sequence) -> bool:
+        """Whether its first chunk is in the batch now: there were blocks, and room for a prompt
+        that is not cut."""
+        token_budget = self.budget.tokens_for(sequence.owner)
+        prefix = self.prefix(sequence)
+        table = self._allocate(sequence, prefix, token_budget)
+        if table is None and prefix.head is not None:  # perhaps because of the block copied from
+            whole = len(prefix.blocks) * sequence.block_tokens
+            prefix = CachedPrefix(prefix.blocks, None, whole)
+            table = self._allocate(sequence, prefix, token_budget)
+        if table is None:
+            return False
+        sequence.block_table = table
+        sequence.num_computed = prefix.tokens
+        if sequence.num_cached is None:
+            sequence.num_cached = prefix.tokens
+        shared = list(prefix.blocks)
+        copies: tuple[BlockCopy, ...] = ()
+        if prefix.head is not None:
+            source, tokens = prefix.head
+            copies = self._batch_blocks.copy(source, table[len(prefix.blocks)], tokens)
+            shared += (copied.source for copied in copies)
+        stop = self._chunk_end(sequence, prefix.tokens, token_budget)
+        after = self._batch_blocks.providers(shared)
+        self._add(Chunk(sequence, prefix.tokens, stop, after, copies))
+        return True
+
+    def can_fit(self, sequence: Sequence) -> bool:
+        """Whether a first chunk would be in it, if blocks were: else nobody need give way. No: a
+        whole prompt, longer than what is left, behind others."""
+        start, token_budget = self.prefix(sequence).tokens, self.budget.tokens_for(sequence.owner)
+        return (
+            not self.chunks
+            or self._chunk_end(sequence, start, token_budget) <= start + token_budget
+        )
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Whether the next chunk of a sequence that runs is in the batch now: there were blocks."""
+        token_budget = self.budget.tokens_for(sequence.owner)
+        stop = min(len(sequence.token_ids), sequence.num_computed + token_budget)
+        table = self._blocks.take([], sequence.blocks_for(stop) - len(sequence.block_table))
+        if table is None:
+            return False
+        sequence.block_table.extend(table)
+        self._add(Chunk(sequence, sequence.num_computed, stop, frozenset()))
+        return True
+
+    def _chunk_end(self, sequence: Sequence, start: int, token_budget: int) -> int:
+        """Where the first chunk of a sequence ends."""
+        tokens = len(sequence.token_ids)
+        return tokens if self._whole_prompts else min(tokens, start + token_budget)
+
+    def _allocate(
+        self, sequence: Sequence, prefix: CachedPrefix, token_budget: int
+    ) -> list[int] | None:
+        """The block table; None if there are too few blocks, or if a whole prompt is too long for
+        what is left of the batch. The block to copy from is referred to as well, by the batch."""
+        stop = self._chunk_end(sequence, prefix.tokens, token_budget)
+        if self.chunks and stop > prefix.tokens + token_budget:
+            return None
+        new_blocks = sequence.blocks_for(stop) - len(prefix.blocks)
+        if prefix.head is None:
+            return self._blocks.take(prefix.blocks, new_blocks)
+        held = [*prefix.blocks, prefix.head.block]
+        table = self._blocks.take(held, new_blocks)
+        return None if table is None else table[: len(prefix.blocks)] + table[len(held) :]
+
+    def _add(self, chunk: Chunk) -> None:
+        """Says what its blocks will hold."""
+        sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
+        hashes = sequence.hashes
+        for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):
+            first, last = place * block_tokens, (place + 1) * block_tokens
+            digest = hashes[place] if last <= chunk.stop else None
+            if digest is None and chunk.start >= sequence.prompt_tokens:
+                break  # a block that a generation is filling: found once it is full
+            self._blocks.register(
+                sequence.block_table[place],
+                digest,
+                sequence.before_block(place),
+                sequence.token_ids[first : min(last, chunk.stop)],
+                batch=self._number,
+            )
+            self._batch_blocks.fill(sequence.block_table[place], len(self.chunks))
+        sequence.in_flight = True
+        sequence.num_computed = chunk.stop
+        sequence.last_batch = self._number
+        self.chunks.append(chunk)
+        self.budget.take(sequence.owner, chunk.stop - chunk.start)

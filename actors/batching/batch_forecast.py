@@ -1,0 +1,86 @@
+"""A guess at the batch that comes next, made while one runs: for a plan to be there in time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from actors.batching.batch_budget import BatchBudget
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
+from contracts.requests import Priority
+from planner.scheduling.batching import Form, Phase
+from planner.scheduling.fair_queue import FairQueue
+
+MAX_MATCHED_BLOCKS = 4096  # for one guess, of all prompts together
+MAX_HASHED_BLOCKS = 512
+
+Span = tuple[int, int]
+
+
+def upcoming(
+    form: Form,
+    budget: BatchBudget,
+    running: Iterable[Sequence],
+    waiting: Mapping[Priority, FairQueue[Sequence]],
+    held: PrefixEstimator,
+) -> list[Span]:
+    """New tokens [start, stop) per sequence of a batch of that form, in its order. Changes `budget`
+    only.
+
+    What runs now is taken to end well, and to generate; blocks are taken to suffice, and what
+    sequences of that batch will share among each other is not known yet.
+    """
+    found: list[Span] = []
+
+    def add(sequence: Sequence, start: int, length: int) -> None:
+        stop = min(length, start + budget.tokens_for(sequence.owner))
+        if stop > start:
+            found.append((start, stop))
+            budget.take(sequence.owner, stop - start)
+
+    continuing = [s for s in running if not s.done and not _is_last_batch(s)]
+    for sequence in sorted(continuing, key=lambda s: (s.phase is Phase.PREFILL, s.priority)):
+        start = sequence.num_computed
+        add(sequence, start, max(len(sequence.token_ids), start + 1))
+        if budget.is_full:
+            return found
+    for priority in form.priorities if form.phase is not Phase.DECODE else ():
+        queue = waiting[priority].ahead(lambda s: not budget.tokens_for(s.owner))
+        for sequence in itertools.islice(queue, form.starts):
+            add(sequence, held.tokens(sequence), len(sequence.token_ids))
+            if budget.is_full:
+                return found
+    return found
+
+
+class PrefixEstimator:
+    """What blocks hold of prompts that wait, as far as is soon told: beyond so many blocks nothing
+    is looked at, and fewer are hashed. (A hash is kept: its sequence needs it to start.)"""
+
+    def __init__(self, blocks: BlockManager, batch: int) -> None:
+        self._blocks = blocks
+        self._batch = batch
+        self._match_budget, self._hash_budget = MAX_MATCHED_BLOCKS, MAX_HASHED_BLOCKS
+
+    def tokens(self, sequence: Sequence) -> int:
+        block_tokens, needed = sequence.block_tokens, sequence.first_needed
+        known = sequence.hashed_blocks
+        count = min(needed // block_tokens, known + self._hash_budget, self._match_budget)
+        hashes = sequence.hash_blocks(count)[:count]
+        matched = len(self._blocks.match(hashes, batch=self._batch))
+        self._hash_budget -= max(0, count - known)
+        self._match_budget -= matched
+        whole = matched * block_tokens
+        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
+        parent = hashes[matched - 1] if matched else sequence.submit.caller.salt
+        head = self._blocks.head(parent, rest, batch=self._batch)
+        return whole + (head.tokens if head else 0)
+
+
+def _is_last_batch(sequence: Sequence) -> bool:
+    """Whether the batch that runs now is the sequence's last one, as far as that can be known."""
+    sampling = sequence.submit.sampling
+    if not sequence.in_flight or sequence.num_computed < len(sequence.token_ids):
+        return False
+    return sampling is None or sequence.generated + 1 >= sampling.max_tokens

@@ -1,0 +1,197 @@
+"""Heartbeats of all links of one endpoint, on one thread, apart from the data.
+
+Each link has a second socket that carries nothing but heartbeats. So a rank in a three-second GEMM
+still beats, no heartbeat waits behind a payload, and a payload under way on a slow link (whose
+bytes count as life, see `HeartbeatMonitor.record`) accuses nobody. Silence is judged here, after
+the sockets
+are drained, and only over time during which this process itself was running. A silent process of
+this machine that is neither stopped nor gone gets longer: on a busy machine it waits for a core;
+one that is stopped gets less. An endpoint whose owner's loop is stuck sends no heartbeats: its
+peers then lose it as one that hangs.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from actors.channels import local_process
+from actors.channels.local_process import STOPPED_FACTOR, is_hung
+from actors.channels.loop_watchdog import LoopWatchdog
+from contracts.clock import Clock, monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import PeerDeadError, PeerError, PeerHungError
+
+_MIN_WAIT_S = 0.01
+_HEARTBEAT = b"\x01"
+
+
+class HeartbeatMonitor:
+    """The heartbeat socket to `peer`. Used by the Pulse thread, except `record` and `close`."""
+
+    def __init__(self, sock: socket.socket, peer: str, now_s: float) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.last_seen_s = now_s
+        self.gone = False  # the other end was closed; the data socket will say so too
+        self._sock = sock
+        self.local_process = local_process.peer_process(sock)
+        self._lock = threading.Lock()
+
+    @property
+    def may_starve(self) -> bool:
+        """Whether the peer is a process of this machine that is neither stopped nor gone."""
+        return self.local_process is not None and self.local_process.is_running
+
+    def record(self, now_s: float) -> None:
+        """Notes a sign of life that came another way."""
+        self.last_seen_s = now_s
+
+    def exchange(self, now_s: float, *, beats: bool = True) -> None:
+        """Reads all heartbeats that wait, and sends one if it `beats` (skipped if the peer reads
+        none)."""
+        with self._lock:
+            if self.gone or self._sock.fileno() < 0:
+                return
+            try:
+                self._drain(now_s)
+                if beats:
+                    self._sock.send(_HEARTBEAT)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self.gone = True
+
+    def _drain(self, now_s: float) -> None:
+        while True:
+            try:
+                beats = self._sock.recv(4096)
+            except BlockingIOError:
+                return
+            if not beats:
+                self.gone = True
+                return
+            self.last_seen_s = now_s
+
+    def close(self) -> None:
+        with self._lock:
+            self._sock.close()
+            if self.local_process is not None:
+                self.local_process.close()
+
+
+class MonitoredLink(Protocol):
+    """What the Pulse needs of a link."""
+
+    peer: str
+    monitor: HeartbeatMonitor
+
+    @property
+    def blocked_since_s(self) -> float | None:
+        """Since when a send has made no progress; None: nothing is blocked."""
+
+    def flush(self) -> None:
+        """Tries again what the kernel did not take. Never raises, never waits."""
+
+
+L = TypeVar("L", bound=MonitoredLink)
+
+
+class HeartbeatThread(Generic[L]):
+    """The thread. `lost` is called on it, once per link; the link is then forgotten."""
+
+    def __init__(
+        self,
+        name: str,
+        config: ChannelConfig,
+        clock: Clock,
+        lost: Callable[[L, PeerError], None],
+        watch: LoopWatchdog,
+    ) -> None:
+        self._watch = watch
+        self._config = config
+        self._clock = clock
+        self._lost = lost
+        self._links: list[L] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"{name}-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, link: L) -> None:
+        with self._lock:
+            self._links.append(link)
+        self._wake.set()
+
+    def remove(self, link: L) -> None:
+        with self._lock:
+            if link in self._links:
+                self._links.remove(link)
+
+    def close(self, deadline_s: float) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        wait_s, slept_at_s = 0.0, monotonic_s()
+        while not self._stopping:
+            self._wake.wait(wait_s)
+            self._wake.clear()
+            stopped_s = monotonic_s() - slept_at_s - wait_s
+            wait_s = self.tick(
+                stopped_s if stopped_s > self._config.heartbeat_timeout_s / 4 else 0.0
+            )
+            slept_at_s = monotonic_s()
+
+    def tick(self, stopped_s: float) -> float:
+        """One round over all links; returns the seconds until the next.
+
+        `stopped_s`: how long this process did not run though it should have (SIGSTOP, a laptop's
+        lid, a starved machine): that long nobody could be heard, so it is not held against them.
+        """
+        with self._lock:
+            links = list(self._links)
+        now_s = self._clock()
+        wait_s = self._config.heartbeat_interval_s
+        beats = not self._watch.check()
+        for link in links:
+            link.monitor.last_seen_s = min(link.monitor.last_seen_s + stopped_s, now_s)
+            link.monitor.exchange(now_s, beats=beats)
+            link.flush()
+            error = self._check_link(link, now_s)
+            if error is not None:
+                self.remove(link)
+                self._lost(link, error)
+            wait_s = min(wait_s, self._until_next_limit_s(link, now_s))
+        return max(wait_s, _MIN_WAIT_S)
+
+    def _until_next_limit_s(self, link: L, now_s: float) -> float:
+        heartbeat_timeout_s, silent_s = (
+            self._config.heartbeat_timeout_s,
+            now_s - link.monitor.last_seen_s,
+        )
+        limits_s = (STOPPED_FACTOR * heartbeat_timeout_s, heartbeat_timeout_s)
+        left_s = (limit_s - silent_s for limit_s in limits_s if limit_s > silent_s)
+        return min(left_s, default=math.inf)
+
+    def _check_link(self, link: L, now_s: float) -> PeerError | None:
+        peer, heartbeat_timeout_s = link.peer, self._config.heartbeat_timeout_s
+        silent_s = now_s - link.monitor.last_seen_s
+        if silent_s >= heartbeat_timeout_s and link.monitor.gone:
+            return PeerDeadError(f"{peer} closed its connection", peer)
+        if is_hung(silent_s, heartbeat_timeout_s, link.monitor.local_process):
+            return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
+        blocked_s = link.blocked_since_s
+        if blocked_s is not None and now_s - blocked_s >= self._config.connect_timeout_s:
+            return PeerHungError(
+                f"{peer} has taken nothing for {self._config.connect_timeout_s:g} s", peer
+            )
+        return None

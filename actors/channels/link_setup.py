@@ -1,0 +1,248 @@
+"""How two endpoints become a link: two sockets, each opened with a handshake.
+
+"data" and "pulse" (heartbeats), tied together by a random id      -> Joint
+
+On the way they compare their clocks, so that either knows when, on its own, the other sent a
+packet: the acceptor tells its time in its answer, the initiator, with the pulse socket, what it
+makes of that.
+
+Either says its epoch. Of a name that has come with a higher one, those before it are refused from
+then on: whoever has been replaced is not taken back, however late it wakes up.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from actors.channels import handshake
+from actors.channels.handshake import Identity, Remote
+from actors.channels.link import LinkSockets
+from actors.channels.listener import HandshakeListener, dial
+from actors.channels.local_process import boot_id
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import ChannelError, HandshakeError
+from contracts.frames import FRAME_ERRORS
+from contracts.placement import placement_mismatch
+
+_DATA, _HEARTBEAT = "channel-data", "channel-heartbeat"
+
+
+class _Extra(msgspec.Struct, frozen=True, array_like=True):
+    """What both handshakes of a link carry."""
+
+    backend: str
+    link_id: bytes
+    offer: bytes = b""
+    clock_offset_s: float = 0.0  # the initiator's clock, of the acceptor's; with the pulse socket
+    placement: str = ""  # digest of the placement of experts
+
+
+class _ClockReading(msgspec.Struct, frozen=True, array_like=True):
+    """What the acceptor answers. boot: processes with an equal one have one clock."""
+
+    boot: str
+    now_s: float
+    epoch: int
+
+
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode_extra = msgspec.msgpack.Decoder(_Extra).decode
+_decode_reading = msgspec.msgpack.Decoder(_ClockReading).decode
+
+
+class _PendingSocket(msgspec.Struct, frozen=True):
+    """The socket of a link that came first. The initiator dials the data socket first, but each
+    handshake ends on a thread of its own: here the pulse socket may be first."""
+
+    sock: socket.socket
+    name: str
+    epoch: int
+    purpose: str
+    since_s: float
+    clock_offset_s: float
+
+
+class LinkSetup:
+    """Makes joints. `joined` is called on a handshake's thread and takes over the joint's sockets;
+    `linked` says, on any thread, whether a name is taken by a rank of that epoch or a newer one."""
+
+    def __init__(
+        self,
+        me: Identity,
+        backend: str,
+        deadline_s: float,
+        clock: Clock,
+        *,
+        linked: Callable[[str, int], bool],
+        joined: Callable[[LinkSockets], None],
+        placement: str = "",
+    ) -> None:
+        self._me, self._epoch = me, me.epoch or 0
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._placement = placement
+        self._linked = linked
+        self._joined = joined
+        self._lock = threading.Lock()
+        self._pending: dict[bytes, _PendingSocket] = {}
+        self._epochs: dict[str, int] = {}  # the newest that was heard of each name
+        self._closed = False
+        self._listener: HandshakeListener | None = None
+
+    def listen(self, sock: socket.socket) -> None:
+        self._listener = HandshakeListener(
+            sock, self._me, answer=self._check_peer, accepted=self._on_accepted
+        )
+
+    @property
+    def listening(self) -> bool:
+        return self._listener is not None
+
+    def connect(self, peer: str, address: str, offer: bytes) -> LinkSockets:
+        """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s. Any
+        thread."""
+        end_s = monotonic_s() + self._deadline_s
+        extra = _Extra(self._backend, secrets.token_bytes(16), offer, placement=self._placement)
+        data, offset_s, epoch = self._dial(peer, address, _DATA, extra, end_s)
+        extra = msgspec.structs.replace(extra, clock_offset_s=-offset_s)
+        try:
+            heartbeat, _, _ = self._dial(peer, address, _HEARTBEAT, extra, end_s)
+        except ChannelError:
+            data.close()
+            raise
+        return LinkSockets(
+            peer=peer,
+            data=data,
+            heartbeat=heartbeat,
+            initiator=True,
+            offer=offer,
+            clock_offset_s=offset_s,
+            epoch=epoch,
+        )
+
+    def close(self) -> None:
+        """Afterwards `joined` is not called any more."""
+        with self._lock:
+            self._closed = True
+            halves, self._pending = list(self._pending.values()), {}
+        for half in halves:
+            half.sock.close()
+        if self._listener is not None:
+            self._listener.close(self._deadline_s)
+
+    def _dial(
+        self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
+    ) -> tuple[socket.socket, float, int]:
+        """A proven socket, how far the peer's clock is ahead of ours (to within half the time that
+        the handshake took), and the peer's epoch."""
+        sock = dial(address, max(end_s - monotonic_s(), 1e-3))
+        try:
+            start_s = self._clock()
+            remote = handshake.initiate(
+                sock,
+                self._me,
+                purpose=purpose,
+                to=peer,
+                extra=msgspec.msgpack.encode(extra),
+                deadline_s=max(end_s - monotonic_s(), 1e-3),
+            )
+            reading = _clock_reading(remote)
+            self._check_epoch(peer, reading.epoch)
+            return sock, _offset_s(reading, (start_s + self._clock()) / 2), reading.epoch
+        except HandshakeError:
+            sock.close()
+            raise
+
+    def _check_peer(self, remote: Remote) -> bytes:
+        """Refuses a proven peer that nevertheless does not fit (handshake thread)."""
+        extra = _extra(remote)
+        if extra.backend != self._backend:
+            raise HandshakeError(
+                f"it uses backend {extra.backend}, {self._me.name} uses {self._backend}: "
+                "set channel.backend to one of them"
+            )
+        if extra.placement != self._placement:
+            raise HandshakeError(placement_mismatch("it", extra.placement, self._placement))
+        epoch = remote.epoch or 0
+        self._check_epoch(remote.name, epoch)
+        if self._linked(remote.name, epoch):
+            raise HandshakeError(f"{remote.name} is linked to {self._me.name} already")
+        return msgspec.msgpack.encode(_ClockReading(boot_id(), self._clock(), self._epoch))
+
+    def _check_epoch(self, name: str, epoch: int) -> None:
+        """Raises HandshakeError for a rank that has been replaced."""
+        with self._lock:
+            newest = self._epochs.get(name, 0)
+            if epoch < newest:
+                raise HandshakeError(
+                    f"{name} is at epoch {epoch}, which has been replaced by {newest}"
+                )
+            self._epochs[name] = epoch
+
+    def _on_accepted(self, sock: socket.socket, remote: Remote) -> None:
+        """Keeps the first socket of a link, joins with the second (handshake thread)."""
+        extra = _extra(remote)
+        arrived = _PendingSocket(
+            sock,
+            remote.name,
+            remote.epoch or 0,
+            remote.purpose,
+            monotonic_s(),
+            extra.clock_offset_s,
+        )
+        with self._lock:
+            self._close_expired()
+            other = self._pending.pop(extra.link_id, None)
+            if other is None and not self._closed:
+                self._pending[extra.link_id] = arrived
+                return
+        sockets = {half.purpose: half.sock for half in (arrived, other) if half is not None}
+        is_one = other is not None and (other.name, other.epoch) == (arrived.name, arrived.epoch)
+        if other is None or not is_one or sockets.keys() != {_DATA, _HEARTBEAT}:
+            for half in (arrived, other):
+                if half is not None:
+                    half.sock.close()
+            return
+        self._joined(
+            LinkSockets(
+                peer=arrived.name,
+                data=sockets[_DATA],
+                heartbeat=sockets[_HEARTBEAT],
+                initiator=False,
+                offer=extra.offer,
+                clock_offset_s=arrived.clock_offset_s or other.clock_offset_s,
+                epoch=arrived.epoch,
+            )
+        )
+
+    def _close_expired(self) -> None:
+        """Forgets sockets whose other half never came."""
+        before_s = monotonic_s() - self._deadline_s
+        for link_id, half in list(self._pending.items()):
+            if half.since_s < before_s:
+                self._pending.pop(link_id).sock.close()
+
+
+def _clock_reading(remote: Remote) -> _ClockReading:
+    try:
+        return _decode_reading(remote.extra)
+    except FRAME_ERRORS:
+        raise HandshakeError(f"{remote.name} does not answer as a channel does") from None
+
+
+def _offset_s(reading: _ClockReading, now_s: float) -> float:
+    """How far the acceptor's clock is ahead of ours, which said now_s then."""
+    return 0.0 if reading.boot == boot_id() else reading.now_s - now_s
+
+
+def _extra(remote: Remote) -> _Extra:
+    try:
+        return _decode_extra(remote.extra)
+    except FRAME_ERRORS:
+        raise HandshakeError(f"{remote.name} did not come for a channel") from None

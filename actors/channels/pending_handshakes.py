@@ -1,0 +1,121 @@
+"""Who has connected to a socket of ours and has not proven yet who he is.
+
+Anybody who reaches a port may connect, as often as he likes. What he can take is bounded here, for
+every socket that we open: so many connections, so much time. Where there is no room a newcomer
+takes the place of the oldest, first of his own address, then of the address that has the most.
+Whoever holds the token proves it in two round trips: he is among the newest until he has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from actors.channels.local_process import peer_credentials
+from contracts.clock import Clock, monotonic_s
+from contracts.logs import event
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+MAX_UNPROVEN: Final = 64  # per socket that we listen on
+MAX_PER_ADDRESS: Final = 32
+FIRST_BYTE_S: Final = 2.0  # a peer speaks as soon as it is asked
+HANDSHAKE_S: Final = 5.0  # all of it
+ACCEPT_RETRY_S: Final = 0.2  # after an accept that failed: no descriptors, no memory
+_LOG_PERIOD_S: Final = 10.0
+
+CloseConnection = Callable[[], None]
+
+
+class _Pending(NamedTuple):
+    address: str
+    close_connection: CloseConnection
+
+
+class PendingHandshakes:
+    """Of one listening socket. Used from any thread. name: the rank's."""
+
+    def __init__(self, name: str, clock: Clock = monotonic_s) -> None:
+        self._name = name
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Pending] = {}  # oldest first
+        self._per_address: Counter[str] = Counter()
+        self._next = 0
+        self._logged_s: dict[str, float] = {}
+        self._evicted = 0
+
+    def enter(self, address: str, close_connection: CloseConnection) -> int:
+        """Lets a newcomer in; its number, for `leave`. `close_connection` ends its connection:
+        called, on any thread, when another one needs its place."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            victim = self._evict(address)
+            if victim is not None:
+                self._free(victim.address)
+                self._evicted += 1
+            self._waiting[number] = _Pending(address, close_connection)
+            self._per_address[address] += 1
+        if victim is not None:
+            victim.close_connection()
+            self.log_limited(
+                "strangers_cut",
+                f"{self._evicted} so far; the last came from {victim.address or 'a Unix socket'}",
+            )
+        return number
+
+    def leave(self, number: int) -> bool:
+        """It has proven itself, or is gone. False: it had been cut."""
+        with self._lock:
+            waiting = self._waiting.pop(number, None)
+            if waiting is None:
+                return False
+            self._free(waiting.address)
+            return True
+
+    @property
+    def count(self) -> int:
+        """How many are in it now."""
+        return len(self._waiting)
+
+    def log_limited(self, name: str, reason: str) -> None:
+        """Logs what strangers bring about, at most every ten seconds."""
+        now_s = self._clock()
+        if now_s - self._logged_s.get(name, -_LOG_PERIOD_S) >= _LOG_PERIOD_S:
+            self._logged_s[name] = now_s
+            event(log, name, logging.WARNING, rank=self._name, reason=reason)
+
+    def _free(self, address: str) -> None:
+        self._per_address[address] -= 1
+        if not self._per_address[address]:
+            del self._per_address[address]
+
+    def _evict(self, address: str) -> _Pending | None:
+        """Takes out who must make room, if anybody must."""
+        if self._per_address[address] >= MAX_PER_ADDRESS:
+            fullest = address
+        elif len(self._waiting) >= MAX_UNPROVEN:
+            fullest = self._per_address.most_common(1)[0][0]
+        else:
+            return None
+        number = next(n for n, waiting in self._waiting.items() if waiting.address == fullest)
+        return self._waiting.pop(number)
+
+
+def address_of(sock: socket.socket) -> str:
+    """Whom to count a connection for: the host, or the process behind a Unix socket. Raises
+    OSError."""
+    if sock.family == socket.AF_UNIX:
+        return f"pid {peer_credentials(sock)[0]}"
+    return str(sock.getpeername()[0])
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Ends what its owner waits for on it, who then closes it. Any thread."""
+    with contextlib.suppress(OSError):  # it was gone already
+        sock.shutdown(socket.SHUT_RDWR)

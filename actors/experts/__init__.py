@@ -1,1 +1,0 @@
-"""Where routed experts are computed: dispatch, server, and what supplies their weights."""

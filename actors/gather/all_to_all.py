@@ -1,0 +1,322 @@
+"""Data-parallel attention with expert parallelism, in lockstep: the baseline of MoE-Prefill
+(Section 2: DP+EP), built as serving systems build it.
+
+    worker 0   attend | ── rows ──> | experts 0..3 on rows of all | ── sums ──> | combine | attend
+    worker 1   attend | <─ rows ─── | experts 4..7 on rows of all | <─ sums ─── | combine | attend
+                        all wait                                    all wait
+
+Each worker has 1/N of the experts; at every layer with experts activations go to where those are
+and come back. A worker without a batch takes part all the same, with no rows of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.channels.base import (
+    ChannelEvent,
+    Endpoint,
+    Header,
+    Packet,
+    PacketKind,
+    PeerLost,
+    TensorSpec,
+    transfer_span,
+    transfers,
+)
+from actors.moe.backend import TaskKey
+from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
+from actors.moe.merged_call import merge
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
+from contracts.errors import ChannelError, PeerError, PeerHungError
+from contracts.placement import Placement
+from contracts.plan import Plan
+from contracts.traces import Stage
+from kernels.steps import Steps
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import ExpertHalf
+from models.experts.router import RoutedTokens
+from planner.placement.slots import ExpertPlacement
+
+PEER_TIMEOUT_S = 60.0  # for a peer that lives: it may attend to a long batch
+_POLL_S = 0.2
+
+
+class AllToAll:
+    """One worker's side. `workers`: names of all, by rank. Owned by one thread, but for `connect`
+    before it starts."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        workers: Sequence[str],
+        half: ExpertHalf,
+        placement: Placement,
+        timeline: Timeline,
+        clock: Clock,
+    ) -> None:
+        """half: this worker's experts, of those that `placement` divides among the workers."""
+        self._rank = workers.index(endpoint.name)
+        self.counts = DispatchCounts(len(workers), own_rank=self._rank)
+        self._endpoint, self._half = endpoint, half
+        self._timeline, self._clock = timeline, clock
+        self._workers = tuple(workers)
+        self._peers = [name for name in workers if name != endpoint.name]
+        self._slots_per_rank = placement.slots_per_rank
+        self._placement = ExpertPlacement(placement)
+        self._pass = 0
+        self._arrived: dict[tuple[PacketKind, int, int, str], Packet] = {}
+        self._lost: PeerError | None = None
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        """Joins the workers of lower rank; those of higher rank join us. Raises ChannelError."""
+        local = self._workers.index(self._endpoint.name)
+        for peer in self._workers[:local]:
+            if peer in addresses and peer not in self._endpoint.peers():
+                self._endpoint.connect(peer, addresses[peer])
+
+    def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
+        """[T, D] float32: each token's weighted sum over its experts, wherever they are. Waits for
+        all workers. Raises PeerError if one is lost."""
+        self._wait_for_links()
+        tokens, placed = routed.x_TD.shape[0], self._placement.layer(layer)
+        slices = plan_dispatch(
+            routed.topk_ids_TK.cpu().numpy(),
+            routed.topk_weights_TK.cpu().numpy(),
+            [(0, tokens)],
+            placed,
+            free_rank=self._rank,
+        )
+        self.counts.add(layer, tokens, slices, placed)
+        return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
+
+    def participate(self, layer: int, like: Tensor) -> None:
+        """Takes part in a layer without rows of our own: `like` is [0, D]. Raises PeerError."""
+        self._wait_for_links()
+        self._exchange(layer, like, {})
+
+    def wait_for_pass(self, timeout_s: float) -> bool:
+        """Whether others have begun the next pass; waits for that. Raises PeerError."""
+        if not self._pass_started():
+            self._poll(timeout_s)
+        return self._pass_started()
+
+    def wake(self) -> None:
+        """Ends a wait of `wait_for_pass`. Called from any thread."""
+        self._endpoint.wake()
+
+    def end_pass(self) -> None:
+        """All layers of a pass are through."""
+        self._pass += 1
+
+    def _pass_started(self) -> bool:
+        return any(number == self._pass for _, number, _, _ in self._arrived)
+
+    def _exchange(self, layer: int, x_TD: Tensor, slices: dict[int, RankSlice]) -> Tensor:
+        own: Packet | None = None
+        for rank, worker in enumerate(self._workers):
+            piece = slices.get(rank) or self._empty(rank)
+            if worker == self._endpoint.name:
+                header = self._header(PacketKind.A2E, layer)
+                own = Packet(worker, header, _tensors(piece, x_TD), self._clock(), None)
+            else:
+                self._send(worker, self._header(PacketKind.A2E, layer), _tensors(piece, x_TD))
+        assert own is not None
+        packets = self._receive(PacketKind.A2E, layer)
+        local = self._run_experts(layer, {**packets, own.peer: own})
+        replies = self._receive(PacketKind.E2A, layer)
+        out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+        for rank, worker in enumerate(self._workers):
+            y_UD = local if worker == own.peer else replies[worker].tensors[0]
+            _add(out_TD, slices.get(rank), y_UD)
+        for packet in replies.values():
+            packet.release()
+        return out_TD
+
+    def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Tensor:
+        """Our experts on the rows of all, in one call; answers the others, returns our own sums."""
+        ordered = [packets[worker] for worker in self._workers]
+        groups = merge(ordered)
+        y_UD = self._half.run(layer, *groups.pairs)
+        local = y_UD[:0]
+        for number, packet in enumerate(ordered):
+            rows = y_UD[groups.first_row[number] : groups.first_row[number + 1]]
+            if packet.peer == self._endpoint.name:
+                local = rows
+            else:
+                rows = rows.to(packet.tensors[0].dtype)
+                self._send(packet.peer, self._header(PacketKind.E2A, layer), [rows])
+            packet.release()
+        return local
+
+    def _empty(self, rank: int) -> RankSlice:
+        counts_e = np.zeros(self._slots_per_rank[rank], np.int32)
+        none = np.zeros(0, np.int64)
+        return RankSlice(rank, 0, 0, 0, none, none.astype(np.int32), none.astype("f4"), counts_e)
+
+    def _header(self, kind: PacketKind, layer: int) -> Header:
+        now_s = self._clock()
+        return Header(kind, self._endpoint.epoch, self._pass, layer, 0, 0, sent_s=now_s)
+
+    def _send(self, peer: str, header: Header, tensors: Sequence[Tensor]) -> None:
+        parts = [TensorSpec(str(tensor.dtype)[6:], tuple(tensor.shape)) for tensor in tensors]
+        reservation = self._endpoint.reserve(peer, parts)
+        for place, tensor in zip(reservation.tensors, tensors, strict=True):
+            place.copy_(tensor)
+        self._endpoint.commit(reservation, header)
+
+    # --- waiting
+
+    def _wait_for_links(self) -> None:
+        end_s = self._clock() + PEER_TIMEOUT_S
+        while missing := [peer for peer in self._peers if peer not in self._endpoint.peers()]:
+            if self._clock() > end_s:
+                raise PeerHungError(
+                    f"{missing[0]} has not joined in {PEER_TIMEOUT_S:g} s", missing[0]
+                )
+            self._poll(_POLL_S)
+
+    def _receive(self, kind: PacketKind, layer: int) -> dict[str, Packet]:
+        """The packet of every peer."""
+        keys = {peer: (kind, self._pass, layer, peer) for peer in self._peers}
+        end_s = self._clock() + PEER_TIMEOUT_S
+        while missing := [peer for peer, key in keys.items() if key not in self._arrived]:
+            if self._clock() > end_s:
+                peer = missing[0]
+                raise PeerHungError(
+                    f"{peer} has not come to layer {layer} in {PEER_TIMEOUT_S:g} s", peer
+                )
+            self._poll(_POLL_S)
+        return {peer: self._arrived.pop(key) for peer, key in keys.items()}
+
+    def _poll(self, timeout_s: float) -> None:
+        """Takes what has arrived. Raises the loss of a peer, now and ever after."""
+        start_s = self._clock()
+        channel_events: list[ChannelEvent] = self._endpoint.poll(timeout_s)
+        self._timeline.record_wait(start_s, self._clock(), transfers(channel_events))
+        for channel_event in channel_events:
+            if isinstance(channel_event, Packet):
+                self._take(channel_event)
+            elif isinstance(channel_event, PeerLost):
+                self._lost = self._lost or channel_event.error
+        if self._lost is not None:
+            raise type(self._lost)(self._lost.message, self._lost.peer)
+
+    def _take(self, packet: Packet) -> None:
+        header = packet.header
+        if header.batch < self._pass:
+            packet.release()
+            return
+        self._timeline.add(transfer_span(packet, self._endpoint.name))
+        self._arrived[header.kind, header.batch, header.layer, packet.peer] = packet
+
+
+def _tensors(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
+    """As an A2E packet has them (actors/engine/executor.py): x_UD, index_N, weights_N, counts_e."""
+    rows_U = piece.rows_U
+    x_UD = x_TD[piece.start : piece.stop] if rows_U is None else x_TD[torch.from_numpy(rows_U)]
+    return [
+        x_UD,
+        torch.from_numpy(piece.index_N),
+        torch.from_numpy(piece.weights_N),
+        torch.from_numpy(piece.counts_e),
+    ]
+
+
+def _add(out_TD: Tensor, piece: RankSlice | None, y_UD: Tensor) -> None:
+    if piece is None:
+        return
+    if piece.rows_U is None:
+        out_TD[piece.start : piece.stop] += y_UD
+    else:
+        rows_U = torch.from_numpy(piece.rows_U).to(out_TD.device)
+        out_TD.index_add_(0, rows_U, y_UD.to(out_TD.dtype))
+
+
+class LockstepPending(NamedTuple):
+    """Rows that go out when all have come to their layer."""
+
+    layer: int
+    routed: RoutedTokens
+    is_complete: bool = True
+
+
+class LockstepBackend:
+    """The loss of a worker ends it."""
+
+    fatal = ChannelError
+    stage = Stage.EXPERT
+    yields = interleaves = False  # all come to a layer together
+    copy_s = 0.0
+
+    def __init__(self, half: AttentionHalf, all_to_all: AllToAll) -> None:
+        self._all_to_all = all_to_all
+        self._layers = half.spec.moe_layers
+        size = (0, half.spec.hidden_size)
+        self._empty = torch.empty(size, dtype=half.dtype, device=half.device)
+        self._layer_index: int | None = None  # at which of `_layers`
+        self._failed = False
+        self._woken = threading.Event()
+
+    @property
+    def is_engaged(self) -> bool:
+        return self._layer_index is not None
+
+    def wake(self) -> None:
+        self._woken.set()
+        self._all_to_all.wake()
+
+    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """Nothing depends on which tokens they are."""
+
+    def dispatch(
+        self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
+    ) -> LockstepPending:
+        return LockstepPending(key.layer, routed)
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        """Without a batch: sits in at one layer, if others have one."""
+        if self._failed:
+            self._woken.wait(timeout_s)
+            self._woken.clear()
+        elif idle:
+            try:
+                self._participate(timeout_s)
+            except ChannelError:
+                self._layer_index, self._failed = None, True
+                raise
+        return False
+
+    def combine(
+        self, hidden_TD: Tensor, pending: LockstepPending, shared_TD: Tensor | None
+    ) -> Steps[None]:
+        yield from ()
+        try:
+            hidden_TD.add_(self._all_to_all.sums(pending.layer, pending.routed))
+        except ChannelError:
+            self._failed = True
+            raise
+        if shared_TD is not None:
+            hidden_TD.add_(shared_TD)
+        if pending.layer == self._layers[-1]:
+            self._all_to_all.end_pass()
+
+    def drop(self, pending: LockstepPending) -> None:
+        """It holds nothing."""
+
+    def _participate(self, timeout_s: float) -> None:
+        if self._layer_index is None:
+            self._layer_index = 0 if self._all_to_all.wait_for_pass(timeout_s) else None
+            return
+        self._all_to_all.participate(self._layers[self._layer_index], self._empty)
+        self._layer_index += 1
+        if self._layer_index == len(self._layers):
+            self._layer_index = None
+            self._all_to_all.end_pass()

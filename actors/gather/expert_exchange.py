@@ -1,0 +1,284 @@
+"""Expert ranks give each other experts, one at a time, beside the token path.
+
+    peer     WANT layer, expert
+    giver    HERE, bytes | as they stand in memory          or   FAILED, bytes | why not
+
+A connection per peer that asks, each with a thread that sends; the receiver sets the pace. Both
+must lay experts out alike (models/experts/expert_layout.py); where they do not, they say so in the
+handshake, and the checkpoint is read instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
+
+import msgspec
+from torch import Tensor
+
+from actors.channels import handshake
+from actors.channels.handshake import Identity, Remote
+from actors.channels.listener import (
+    ADDRESS_SEPARATOR,
+    HandshakeListener,
+    dial,
+    listen_tcp,
+    listen_unix,
+)
+from actors.gather.protocol import Terms, check_terms, digest, read_terms
+from actors.gather.weight_link import bytes_of
+from contracts.clock import monotonic_s
+from contracts.config import ChannelConfig
+from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError, PeerHungError
+from contracts.logs import event
+from contracts.ranks import Group, RankSpec, rank_name
+from models.experts.expert_layout import ExpertLayout
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+PURPOSE: Final = "experts"
+REQUEST = struct.Struct("<II")  # layer, expert
+REPLY = struct.Struct("<BQ")  # kind, bytes that follow
+DATA, FAILED = 1, 2
+NICE: Final = 10
+_CHUNK_BYTES: Final = 1 << 20
+_MOST_TEXT_BYTES: Final = 4096
+
+FindExpert = Callable[[int, int], Sequence[Tensor] | None]
+"""An expert's memory, by layer and number; None: it is not here. From any thread."""
+
+
+class Limiter(Protocol):
+    def acquire(self, num_bytes: int) -> None:
+        """Returns once more may be taken."""
+
+
+class ExpertExchange:
+    """Both directions, of one expert rank: it takes experts of peers and gives them its own.
+    `fetch` is for the thread that brings experts in."""
+
+    def __init__(self, spec: RankSpec, layout: ExpertLayout, find: FindExpert) -> None:
+        me = Identity(name=spec.name, token=spec.token, epoch=None)
+        terms = Terms(spec.epoch, digest(layout.spec, str(layout.dtype)), layout.digest)
+        self._on_one_machine = spec.backend == "shm"
+        self.sender = ExpertSender(me, terms, find, spec.config.channel)
+        self.receiver = ExpertReceiver(me, terms, spec.config.channel)
+        self.introduce, self.fetch = self.receiver.introduce, self.receiver.fetch
+
+    def listen(self, host: str) -> str:
+        """Returns the address for the others' `introduce`."""
+        return self.sender.listen(host, shared_memory=self._on_one_machine)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.receiver.close()
+        self.sender.close()
+
+
+class ExpertSender:
+    """`listen`, then any number of peers; `close`."""
+
+    def __init__(self, me: Identity, terms: Terms, find: FindExpert, config: ChannelConfig) -> None:
+        self._me, self._terms, self._find, self._config = me, terms, find, config
+        self._lock = threading.Lock()  # guards the next two
+        self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
+        self._closed = False
+        self._listeners: list[HandshakeListener] = []
+        self.sent_bytes = 0
+
+    def listen(self, host: str, *, shared_memory: bool) -> str:
+        """Returns the address for the peers. A Unix socket too, where they are on one machine."""
+        opened = [*([listen_unix()] if shared_memory else []), listen_tcp(host)]
+        for sock, _ in opened:
+            listener = HandshakeListener(
+                sock, self._me, answer=self._check_peer, accepted=self._accept
+            )
+            self._listeners.append(listener)
+        return ADDRESS_SEPARATOR.join(address for _, address in opened)
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            self._closed = True
+            serving, self._serving = list(self._serving.values()), {}
+        for listener in self._listeners:
+            listener.close(self._config.connect_timeout_s)
+        for sock, thread in serving:
+            with contextlib.suppress(OSError):  # the peer was faster
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join(self._config.connect_timeout_s)
+
+    def _check_peer(self, remote: Remote) -> bytes:
+        if remote.purpose != PURPOSE:
+            raise HandshakeError(f"{self._me.name} gives experts, not {remote.purpose}")
+        check_terms(read_terms(remote.extra, remote.name), self._terms, remote.name, 0)
+        return msgspec.msgpack.encode(self._terms)
+
+    def _accept(self, sock: socket.socket, remote: Remote) -> None:
+        """A peer that comes again replaces itself."""
+        name = f"{self._me.name}-gives-{remote.name}"
+        thread = threading.Thread(
+            target=self._serve, args=(sock, remote.name), name=name, daemon=True
+        )
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            before = self._serving.pop(remote.name, None)
+            self._serving[remote.name] = sock, thread
+        if before is not None:
+            with contextlib.suppress(OSError):
+                before[0].shutdown(socket.SHUT_RDWR)
+        thread.start()
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            with sock:
+                lower_thread_priority()
+                _set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)  # between moves it asks for nothing
+                _set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_SNDTIMEO)
+                while True:
+                    request = bytearray(REQUEST.size)
+                    _receive(sock, memoryview(request), peer)
+                    self._send_expert(sock, *REQUEST.unpack(request))
+        except (OSError, PeerError) as error:
+            event(log, "expert_client_disconnected", logging.DEBUG, peer=peer, reason=error)
+
+    def _send_expert(self, sock: socket.socket, layer: int, expert: int) -> None:
+        memory = self._find(layer, expert)
+        if memory is None:
+            text = f"expert {expert} of layer {layer} is not on {self._me.name}".encode()
+            sock.sendall(REPLY.pack(FAILED, len(text)) + text)
+            return
+        pieces = bytes_of(memory)
+        sock.sendall(REPLY.pack(DATA, sum(map(len, pieces))))
+        for piece in pieces:
+            for first in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[first : first + _CHUNK_BYTES]
+                sock.sendall(chunk)
+                self.sent_bytes += len(chunk)
+
+
+class ExpertReceiver:
+    """Used by the thread that brings experts in; `introduce` and `close` from any."""
+
+    def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
+        self._me, self._terms, self._config = me, terms, config
+        self._addresses: dict[str, str] = {}
+        self._links: dict[str, socket.socket] = {}
+        self.received_bytes = 0
+
+    def introduce(self, addresses: Mapping[str, str]) -> None:
+        """Where they give. They are dialled when something is wanted of them."""
+        self._addresses.update(addresses)
+
+    def fetch(
+        self, rank: int, key: tuple[int, int], into: Sequence[Tensor], limiter: Limiter
+    ) -> None:
+        """Fills `into`. Raises ChannelError where that rank does not give it: its link is closed
+        then."""
+        peer = rank_name(Group.EXPERT, rank)
+        try:
+            self._fetch(peer, key, into, limiter)
+        except BlockingIOError:
+            self._close(peer)
+            heartbeat_timeout_s = self._config.heartbeat_timeout_s
+            raise PeerHungError(
+                f"{peer} gave nothing for {heartbeat_timeout_s:g} s", peer
+            ) from None
+        except OSError as error:
+            self._close(peer)
+            raise PeerDeadError(f"{peer}: connection lost ({error})", peer) from None
+        except BaseException:  # it was given up in the middle: what is under way is of no use
+            self._close(peer)
+            raise
+
+    def close(self) -> None:
+        for peer in list(self._links):
+            self._close(peer)
+
+    def _fetch(
+        self, peer: str, key: tuple[int, int], into: Sequence[Tensor], limiter: Limiter
+    ) -> None:
+        link = self._links.get(peer) or self._dial(peer)
+        link.sendall(REQUEST.pack(*key))
+        head = bytearray(REPLY.size)
+        _receive(link, memoryview(head), peer)
+        kind, num_bytes = REPLY.unpack(head)
+        pieces = bytes_of(into)
+        if kind == FAILED:
+            text = bytearray(min(num_bytes, _MOST_TEXT_BYTES))
+            _receive(link, memoryview(text), peer)
+            raise PeerError(f"{peer}: {text.decode(errors='replace')}", peer)
+        if kind != DATA or num_bytes != sum(map(len, pieces)):
+            expected_bytes = sum(map(len, pieces))
+            raise PeerError(
+                f"{peer} sends {num_bytes} bytes of an expert of {expected_bytes}", peer
+            )
+        for piece in pieces:
+            for first in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[first : first + _CHUNK_BYTES]
+                _receive(link, chunk, peer)
+                self.received_bytes += len(chunk)
+                limiter.acquire(len(chunk))
+
+    def _dial(self, peer: str) -> socket.socket:
+        address = self._addresses.get(peer)
+        if address is None:
+            raise ChannelError(f"{peer} gives no experts")
+        end_s = monotonic_s() + self._config.heartbeat_timeout_s
+        sock = dial(address, self._config.heartbeat_timeout_s)
+        try:
+            remote = handshake.initiate(
+                sock,
+                self._me,
+                purpose=PURPOSE,
+                to=peer,
+                extra=msgspec.msgpack.encode(self._terms),
+                deadline_s=max(end_s - monotonic_s(), 1e-3),
+            )
+            check_terms(read_terms(remote.extra, peer), self._terms, peer, 0)
+        except ChannelError:
+            sock.close()
+            raise
+        _set_timeouts(
+            sock, self._config.heartbeat_timeout_s, socket.SO_RCVTIMEO, socket.SO_SNDTIMEO
+        )
+        self._links[peer] = sock
+        return sock
+
+    def _close(self, peer: str) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.close()
+
+
+def _set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
+    """Waits in the kernel, a whole chunk at a time: a wake-up for each part of one would take the
+    interpreter from the loop. options: SO_RCVTIMEO, SO_SNDTIMEO."""
+    sock.setblocking(True)
+    whole, part = divmod(seconds, 1.0)
+    for option in options:
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(1e6 * part)))
+
+
+def lower_thread_priority() -> None:
+    """This thread, to those of the loop, where cores are few."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+def _receive(sock: socket.socket, into: memoryview, peer: str) -> None:
+    """Raises PeerDeadError; BlockingIOError where nothing came for as long as `_set_timeouts`
+    says."""
+    while len(into):
+        count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
+        if not count:
+            raise PeerDeadError(f"{peer} closed its connection", peer)
+        into = into[count:]

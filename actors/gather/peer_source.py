@@ -1,0 +1,246 @@
+"""AsyncEP's gather (MoE-Prefill, Section 6): each of N workers keeps 1/N of every layer's experts,
+gives them to its peers, and fetches theirs.
+
+    copy(layer, into)     into:  | peer 0's part | own part | peer 2's part |
+                                   socket or       memory     socket or
+                                   its segment                its segment      all at once
+
+A peer that dies or falls silent costs one wait of `channel.heartbeat_timeout_s` (four times as long
+where it
+is a process of this machine that may wait for a core). From then on its part comes from the
+fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and then, and
+taken back when `connect` names its new address (actors/gather/peer_dialer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections.abc import Mapping
+
+from actors.channels.handshake import Identity
+from actors.channels.local_process import is_hung
+from actors.gather.peer_dialer import PeerDialer
+from actors.gather.protocol import Terms, digest
+from actors.gather.weight_link import WeightLink, bytes_of
+from actors.gather.weight_server import WeightServer
+from actors.gather.weight_shard import ExpertRange, PartSource, Shard
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, PeerError, PeerHungError, ResourceError
+from contracts.logs import event
+from contracts.ranks import Group, RankSpec, rank_name
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from planner.placement.slots import expert_ranges
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+
+def own_part(spec: RankSpec, layout: ExpertLayout) -> ExpertRange:
+    """The experts that the worker keeps."""
+    return ExpertRange(layout, *expert_ranges(spec.placement)[spec.rank])
+
+
+def check_placement(spec: RankSpec) -> None:
+    """Raises ResourceError where weights cannot be gathered as asked for."""
+    if spec.device != "cpu" or spec.backend not in ("shm", "tcp"):
+        raise ResourceError(
+            f"prefill.experts={spec.config.prefill.experts} moves weights between CPU workers over "
+            f"shm or tcp, not to {spec.device} over {spec.backend}: set prefill.experts to "
+            "resident or streamed"
+        )
+
+
+def _is_far(host: str) -> bool:
+    """Whether peers of other machines may come: one that was replaced may be on another node."""
+    return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+class PeerSource:
+    """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
+    `fallbacks`: how many parts did not come from their peer, so far."""
+
+    def __init__(
+        self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource
+    ) -> None:
+        """`part`: what `own_part` says; `shard` holds it. Raises ResourceError."""
+        check_placement(spec)
+        self.name = spec.name
+        self._spec, self._config = spec, spec.config.channel
+        self.shard = shard
+        self.address = ""
+        self._part, self._fallback = part, fallback
+        self._bounds = {
+            rank_name(Group.PREFILL, rank): bounds
+            for rank, bounds in enumerate(expert_ranges(spec.placement))
+        }
+        layout = part.layout
+        model_digest = digest(layout.spec, str(layout.dtype))
+        self._me = Identity(name=spec.name, token=spec.token, epoch=None)
+        self._terms = Terms(
+            spec.epoch,
+            model_digest,
+            layout.digest,
+            spec.placement.digest,
+            shard.slots.payload_bytes,
+        )
+        self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
+        self._dialer = PeerDialer(self._me, self._terms, self._config)
+        self._links: dict[str, WeightLink] = {}
+        self._lost: dict[str, str] = {}  # peer -> why its link ended
+        self._copying = threading.Lock()
+        self._introduced = threading.Event()
+        self._closing = threading.Event()
+        self._before_bytes = 0  # of links that are gone
+        self.fallbacks = 0
+
+    def listen(self, host: str) -> str:
+        """Starts to serve the peers. Returns the address for their `connect`."""
+        shared = self._spec.backend == "shm"
+        tcp = not shared or _is_far(host)
+        self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
+        return self.address
+
+    def connect(self, addresses: Mapping[str, str]) -> None:
+        """Joins the peers named, again where one has a new address. One that cannot be reached, or
+        that is slow to answer, holds up nobody: it is dialled until it is there. Of one that
+        refuses us, or does not fit, the HandshakeError is raised, once all have been tried."""
+        peers = {p: at for p, at in addresses.items() if p in self._bounds and p != self.name}
+        try:
+            self._dialer.introduce(peers, self._config.heartbeat_timeout_s)
+        finally:
+            self._introduced.set()
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Why each of the peers whose part now comes from the fallback does not give it."""
+        return {
+            peer: self._lost.get(peer)
+            or self._dialer.problem(peer)
+            or f"{peer} has not been joined yet"
+            for peer, (first, last) in self._bounds.items()
+            if first < last and peer != self.name and peer not in self._links
+        }
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Sent and received so far."""
+        links = list(self._links.values())
+        received = self._before_bytes + sum(link.received_bytes for link in links)
+        return self._server.sent_bytes, received
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        """Before the first `connect` it waits for that: the peers may still be loading."""
+        if len(self._bounds) > 1:
+            self._introduced.wait(self._spec.config.groups.ready_timeout_s)
+        with self._copying:
+            self._copy(layer, into)
+
+    def _copy(self, layer: int, into: ExpertBuffer) -> None:
+        self._adopt()
+        requested = [
+            link for link in list(self._links.values()) if self._request(link, layer, into)
+        ]
+        # Ours is waited for last: while it has no room, the others' memory is not held up by us.
+        slot = self.shard.take(layer)
+        if slot is not None:
+            self._copy_own(layer, slot, into)
+        self._gather({link.fileno(): link for link in requested})
+        if slot is None:
+            self._copy_own(layer, self.shard.wait(layer, self._config.connect_timeout_s), into)
+        if self._closing.is_set():
+            raise ChannelError(f"{self.name} is closing")
+        for peer in self.lost:
+            first, last = self._bounds[peer]
+            self._fallback.copy_part(layer, first, last, into.part(first, last))
+            self.fallbacks += 1
+
+    def close(self) -> None:
+        self._closing.set()
+        self._introduced.set()
+        self._dialer.close()
+        self._server.close()
+        links = list(self._links.values())
+        for link in links:
+            link.abort()
+        ended = self._copying.acquire(timeout=self._config.connect_timeout_s)
+        for link in links:
+            link.close()
+        self.shard.close()
+        if ended:
+            self._copying.release()
+
+    def _request(self, link: WeightLink, layer: int, into: ExpertBuffer) -> bool:
+        first, last = self._bounds[link.peer]
+        if first == last:
+            return False
+        try:
+            link.request(layer, bytes_of(into.part(first, last)))
+        except PeerError as error:
+            self._lose(link, error)
+            return False
+        return True
+
+    def _copy_own(self, layer: int, slot: int, into: ExpertBuffer) -> None:
+        own_pieces = into.part(self._part.first, self._part.last)
+        for out, held in zip(own_pieces, self.shard.slots.pieces[slot], strict=True):
+            out.copy_(held)
+        self.shard.release(layer)
+
+    def _gather(self, under_way: dict[int, WeightLink]) -> None:
+        """Takes what the links bring, until each is through or lost."""
+        poll = select.poll()
+        for fd in under_way:
+            poll.register(fd, select.POLLIN)
+        while under_way:
+            oldest_s = min(link.progress_s for link in under_way.values())
+            left_s = oldest_s + self._config.heartbeat_timeout_s - monotonic_s()
+            # Silent for longer, one may be excused: it is looked at again and again.
+            ready = {
+                fd for fd, _ in poll.poll(1e3 * max(left_s, self._config.heartbeat_interval_s))
+            }
+            for fd, link in list(under_way.items()):
+                if self._advance(link, overdue=fd not in ready):
+                    del under_way[fd]
+                    poll.unregister(fd)
+
+    def _advance(self, link: WeightLink, *, overdue: bool) -> bool:
+        """Whether nothing more is to come from the link."""
+        try:
+            if not overdue:
+                return link.advance()
+            heartbeat_timeout_s = self._config.heartbeat_timeout_s
+            if monotonic_s() - link.progress_s < heartbeat_timeout_s:
+                return False
+            if link.advance():  # bytes too few to wake for are a sign of life too
+                return True
+            silent_s = monotonic_s() - link.progress_s
+            if is_hung(silent_s, heartbeat_timeout_s, link.local_process):
+                raise PeerHungError(
+                    f"{link.peer} sent nothing for {heartbeat_timeout_s:g} s", link.peer
+                )
+        except PeerError as error:
+            self._lose(link, error)
+            return True
+        return False
+
+    # --- losing and joining
+
+    def _lose(self, link: WeightLink, error: PeerError) -> None:
+        link.close()
+        self._before_bytes += link.received_bytes
+        del self._links[link.peer]
+        self._lost[link.peer] = error.message
+        event(log, "weights_fallback_used", logging.WARNING, peer=link.peer, reason=error.message)
+        self._dialer.reconnect(link.peer)
+
+    def _adopt(self) -> None:
+        """Takes over links that the dialler has made."""
+        for peer, link in self._dialer.take().items():
+            old = self._links.pop(peer, None)
+            if old is not None:
+                old.close()
+                self._before_bytes += old.received_bytes
+            if self._lost.pop(peer, None) is not None:
+                event(log, "weights_peer_recovered", logging.WARNING, peer=peer)
+            self._links[peer] = link

@@ -1,0 +1,82 @@
+"""What a worker and a peer that gathers from it say to each other.
+
+After the handshake (purpose "weights", `Terms` on both sides; over shared memory the server's first
+byte brings the segment's descriptor), on one connection per direction:
+
+    peer    WANT layer                                   DONE layer
+    server              (WAIT ...)  HERE layer | bytes
+                                                         over shared memory: no bytes, an offset
+
+One layer at a time. WAIT is a sign of life while a layer comes from the host store. What stands in
+the segment may be overwritten after DONE, or once the connection is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+
+from contracts.errors import HandshakeError
+from contracts.frames import FRAME_ERRORS
+from contracts.placement import placement_mismatch
+from models.spec.model import ModelSpec
+
+PURPOSE = "weights"
+FETCH, DONE = 1, 2
+KEEPALIVE, DATA, FAILED = 1, 2, 3
+REQUEST = struct.Struct("<BI")  # kind, layer
+REPLY = struct.Struct("<BIQ")  # kind, layer; bytes that follow, or the offset in the segment
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What both sides must agree on before weights move.
+
+    epoch: the worker's incarnation: an older one than was heard of under a name is refused.
+    same: a digest of the model's shape and its dtype, equal on all. layout: of how experts stand in
+    memory (models/experts/expert_layout.py). placement: of which worker has which.
+    segment_bytes: payload of the server's segment, over shared memory.
+    """
+
+    epoch: int
+    model_digest: bytes
+    layout: bytes
+    placement: str = ""
+    segment_bytes: int = 0
+
+
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(Terms).decode
+
+
+def digest(model: ModelSpec, dtype: str) -> bytes:
+    return hashlib.sha256(msgspec.json.encode((model, dtype))).digest()
+
+
+def read_terms(extra: bytes, name: str) -> Terms:
+    """Raises HandshakeError."""
+    try:
+        return _decode(extra)
+    except FRAME_ERRORS:
+        raise HandshakeError(f"{name} did not come for weights") from None
+
+
+def check_terms(remote: Terms, local: Terms, name: str, newest_epoch: int) -> None:
+    """Raises HandshakeError."""
+    if remote.model_digest != local.model_digest:
+        raise HandshakeError(
+            f"{name} holds experts of another model or dtype: start all prefill workers with the "
+            "same configuration"
+        )
+    if remote.placement != local.placement:
+        raise HandshakeError(placement_mismatch(name, remote.placement, local.placement))
+    if remote.layout != local.layout:
+        raise HandshakeError(
+            f"{name} lays experts out in another way, for another processor: set "
+            "prefill.packed_experts=false on all prefill workers"
+        )
+    if remote.epoch < newest_epoch:
+        raise HandshakeError(
+            f"{name} is at epoch {remote.epoch}, which has been replaced by {newest_epoch}"
+        )

@@ -1,0 +1,142 @@
+"""Experts here, with the weights of a store: resident, or a layer ahead of the compute.
+
+Where a layer's copy is slower than the compute, the micro-batches in flight that have come to it
+wait for one copy, and others attend meanwhile. On a GPU a layer is only queued: the host is a
+layer ahead, and spans are the host's.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from actors.moe.backend import TaskKey
+from actors.telemetry.timeline import Timeline
+from contracts.clock import Clock
+from contracts.errors import ChannelError
+from contracts.plan import Plan
+from contracts.traces import Stage, TaskSpan
+from kernels.device import LaunchLimiter
+from kernels.routing import local_index
+from kernels.steps import Steps, add_tiled
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_half import expert_sum_steps
+from models.experts.expert_store import ExpertStore
+from models.experts.router import RoutedTokens
+
+_LAYERS_AHEAD = 1  # on a GPU; what is queued there nobody overtakes
+
+
+class StoredPending:
+    """Rows whose experts are computed once the store has them."""
+
+    __slots__ = ("_store", "key", "routed")
+
+    def __init__(self, key: TaskKey, routed: RoutedTokens, store: ExpertStore) -> None:
+        self.key = key
+        self.routed = routed
+        self._store = store
+
+    @property
+    def is_complete(self) -> bool:
+        return self._store.is_ready(self.key.layer)
+
+
+class StoredBackend:
+    """name: of the worker, for its spans. What the store cannot bring ends the worker."""
+
+    fatal = ChannelError
+    stage = Stage.EXPERT
+    is_engaged = False
+    interleaves = True
+
+    def __init__(
+        self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
+    ) -> None:
+        self._name = name
+        self._store = store
+        self._timeline = timeline
+        self._clock = clock
+        experts = half.spec.num_experts
+        self._local_of_E = local_index(list(range(experts)), experts).to(half.device)
+        self._pending: list[StoredPending] = []
+        self._waited_s = 0.0  # by the store's account, as far as it was noted
+        self._pace = LaunchLimiter(half.device, _LAYERS_AHEAD)
+        self._woken = threading.Event()
+
+    def wake(self) -> None:
+        self._woken.set()
+        self._store.wake()
+
+    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """Nothing depends on which tokens they are."""
+
+    def dispatch(
+        self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
+    ) -> StoredPending:
+        pending = StoredPending(key, routed, self._store)
+        self._pending.append(pending)
+        return pending
+
+    def poll(self, timeout_s: float, *, idle: bool) -> bool:
+        if timeout_s <= 0.0:
+            return False  # what has come is complete without
+        if not self._pending:
+            self._woken.wait(timeout_s)
+            self._woken.clear()
+            return False
+        first = min(self._pending, key=lambda pending: (pending.key.priority, pending.key.layer))
+        start_s = self._clock()
+        arrived = self._store.wait_ready(first.key.layer, timeout_s)
+        self._note_exposed(first, start_s)
+        return arrived
+
+    @property
+    def yields(self) -> bool:
+        """A layer's experts stay where they are while others run, if they stay there for good."""
+        return not self._store.is_streamed
+
+    @property
+    def copy_s(self) -> float:
+        return self._store.copy_s
+
+    def combine(
+        self, hidden_TD: Tensor, pending: StoredPending, shared_TD: Tensor | None
+    ) -> Steps[None]:
+        start_s, layer = self._clock(), pending.key.layer
+        held = self._store.fetch(layer)
+        self._note_exposed(pending, start_s)
+        sums_TD = yield from expert_sum_steps(pending.routed, held, self._local_of_E)
+        yield from add_tiled(hidden_TD, sums_TD)
+        if shared_TD is not None:
+            yield from add_tiled(hidden_TD, shared_TD)
+        self._pending.remove(pending)
+        if not any(other.key.layer == layer for other in self._pending):
+            self._store.release()
+        self._pace.step()
+
+    def drop(self, pending: StoredPending) -> None:
+        self._pending.remove(pending)
+
+    def _note_exposed(self, pending: StoredPending, start_s: float) -> None:
+        """What has been waited for copies since the last time. A GPU tells some layers later."""
+        waited_s = self._store.waited_s
+        if waited_s <= self._waited_s:
+            return
+        self._timeline.exposed_s += waited_s - self._waited_s
+        self._waited_s = waited_s
+        key, tokens = pending.key, pending.routed.x_TD.shape[0]
+        end_s = self._clock()
+        self._timeline.add(
+            TaskSpan(
+                self._name,
+                Stage.WAIT,
+                start_s,
+                end_s,
+                key.batch,
+                key.layer,
+                key.micro_batch,
+                tokens=tokens,
+            )
+        )

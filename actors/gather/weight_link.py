@@ -1,0 +1,233 @@
+"""One peer that weights are gathered from: asked for a layer, its bytes go where they are used.
+
+Used by the thread that copies. Nothing waits here: `advance` takes what has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from actors.channels import handshake, local_process
+from actors.channels.handshake import Identity
+from actors.channels.listener import dial
+from actors.channels.segments import FLAG_BYTES, check_memfd
+from actors.gather.protocol import (
+    DATA,
+    DONE,
+    FAILED,
+    FETCH,
+    KEEPALIVE,
+    PURPOSE,
+    REPLY,
+    REQUEST,
+    Terms,
+    check_terms,
+    read_terms,
+)
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
+
+_WAKE_BYTES = 2 << 20  # do not wake for less than this, unless it is the rest: it costs the compute
+_MOST_TEXT_BYTES = 4096
+_MOST_PIECES = 512  # received at once; the kernel takes 1024
+
+
+def join(
+    peer: str, address: str, me: Identity, local: Terms, newest_epoch: int, deadline_s: float
+) -> WeightLink:
+    """A link to the server at `address`. Raises HandshakeError where that refuses us or does not
+    fit, another ChannelError where it cannot be reached."""
+    end_s = monotonic_s() + deadline_s
+    sock = dial(address, deadline_s)
+    try:
+        left_s = max(end_s - monotonic_s(), 1e-3)
+        extra = msgspec.msgpack.encode(local)
+        remote = handshake.initiate(
+            sock, me, purpose=PURPOSE, to=peer, extra=extra, deadline_s=left_s
+        )
+        terms = read_terms(remote.extra, peer)
+        check_terms(terms, local, peer, newest_epoch)
+        memory = None
+        if sock.family == socket.AF_UNIX:
+            sock.settimeout(max(end_s - monotonic_s(), 1e-3))
+            memory = _map(sock, peer, terms.segment_bytes)
+        return WeightLink(peer, sock, terms.epoch, memory)
+    except (ChannelError, OSError) as error:
+        sock.close()
+        if monotonic_s() >= end_s:
+            raise PeerHungError(f"{peer} said nothing for {deadline_s:g} s", peer) from None
+        if isinstance(error, ChannelError):
+            raise
+        raise PeerDeadError(f"{peer}: connection lost ({error})", peer) from None
+
+
+def _map(sock: socket.socket, peer: str, num_bytes: int) -> memoryview:
+    """The peer's segment, for reading only. Raises PeerError."""
+    _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    if len(fds) != 1:
+        raise PeerDeadError(f"{peer} closed its connection", peer)
+    try:
+        if not check_memfd(fds[0], num_bytes):
+            raise PeerError(f"{peer} sent a segment that is not one", peer)
+        return memoryview(mmap.mmap(fds[0], FLAG_BYTES + num_bytes, prot=mmap.PROT_READ))
+    finally:
+        os.close(fds[0])
+
+
+def bytes_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+    """The memory of contiguous CPU tensors, writable, without those that are empty."""
+    flat = (tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
+    return [piece.numpy().data for piece in flat]
+
+
+class WeightLink:
+    """`received_bytes`: so far. `progress_s`: when the peer last gave a sign of life.
+    `local_process`: its process, where that is known."""
+
+    def __init__(
+        self, peer: str, sock: socket.socket, epoch: int, segment: memoryview | None
+    ) -> None:
+        sock.setblocking(False)
+        self.peer, self.epoch = peer, epoch
+        self.local_process = local_process.peer_process(sock)
+        self.received_bytes = 0
+        self.progress_s = monotonic_s()
+        self._sock = sock
+        self._segment = segment
+        self._layer = 0
+        self._head = b""
+        self._into: list[memoryview] = []  # still to be filled
+        self._left = 0
+        self._num_bytes = 0
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def request(self, layer: int, into: list[memoryview]) -> None:
+        """Begins to fill `into`. Raises PeerError."""
+        self._layer, self._into = layer, into
+        self._num_bytes = sum(map(len, into))
+        self._head, self._left = b"", 0
+        self.progress_s = monotonic_s()
+        self._wake_at(REPLY.size)
+        self._send(FETCH)
+
+    def advance(self) -> bool:
+        """Takes what has arrived. True once `into` is full. Raises PeerError."""
+        try:
+            return self._advance()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+
+    def abort(self) -> None:
+        """Ends what the copying thread waits for. Called from any thread."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+        if self.local_process is not None:
+            self.local_process.close()
+        self._into = []
+
+    def _advance(self) -> bool:
+        while not self._left:
+            self._head += self._receive(REPLY.size - len(self._head))
+            if len(self._head) < REPLY.size:
+                return False
+            kind, layer, value = REPLY.unpack(self._head)
+            self._head = b""
+            if kind == FAILED:
+                self._fail(min(value, _MOST_TEXT_BYTES))
+            if kind == KEEPALIVE:
+                continue
+            if kind != DATA or layer != self._layer:
+                raise PeerError(
+                    f"{self.peer} sent something else than layer {self._layer}", self.peer
+                )
+            if self._segment is not None:
+                self._copy(self._segment, value)
+                return self._done()
+            if value != self._num_bytes:
+                raise PeerError(
+                    f"{self.peer} sent {value} bytes instead of {self._num_bytes}", self.peer
+                )
+            self._left = value
+            self._wake_at(min(self._left, _WAKE_BYTES))
+        while self._left:
+            self._fill()
+        return self._done()
+
+    def _fill(self) -> None:
+        """Receives straight into the tensors. Raises BlockingIOError, PeerDeadError."""
+        count = self._sock.recvmsg_into(self._into[:_MOST_PIECES])[0]
+        if not count:
+            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+        self.progress_s = monotonic_s()
+        self._left -= count
+        while count:
+            taken = min(count, len(self._into[0]))
+            self._into[0] = self._into[0][taken:]
+            count -= taken
+            if not len(self._into[0]):
+                self._into.pop(0)
+        self._wake_at(min(self._left, _WAKE_BYTES))
+
+    def _copy(self, segment: memoryview, offset: int) -> None:
+        if not FLAG_BYTES <= offset <= len(segment) - self._num_bytes:
+            raise PeerError(f"{self.peer} names a place outside its segment", self.peer)
+        for view in self._into:
+            stop = offset + len(view)
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(segment[offset:stop], np.uint8))
+            offset = stop
+
+    def _done(self) -> bool:
+        """Over shared memory a connection that is still open proves that what was copied stood
+        there until now."""
+        self._into = []
+        self.received_bytes += self._num_bytes
+        if self._segment is not None and self._is_closed():
+            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+        self._send(DONE)
+        return True
+
+    def _is_closed(self) -> bool:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def _fail(self, text_bytes: int) -> None:
+        try:
+            text = self._receive(text_bytes).decode(errors="replace")
+        except BlockingIOError:
+            text = "unknown"
+        raise PeerError(f"{self.peer} cannot give layer {self._layer}: {text}", self.peer)
+
+    def _receive(self, count: int) -> bytes:
+        data = self._sock.recv(count)
+        if not data:
+            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+        self.progress_s = monotonic_s()
+        return data
+
+    def _send(self, kind: int) -> None:
+        try:
+            self._sock.sendall(REQUEST.pack(kind, self._layer))
+        except OSError as error:
+            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Lets `poll` sleep until so much is there. (Unix sockets would not: they carry little.)"""
+        if self._segment is None and num_bytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)

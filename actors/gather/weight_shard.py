@@ -1,0 +1,251 @@
+"""A worker's part of the experts, in a segment of memory that its peers read.
+
+    segment  | page | slot 0: gate_up, down (, their biases) | slot 1 ... |
+                      of experts [first, last) of one layer
+
+Gathered mode has a slot for every layer; hybrid mode has a window of a few, which a thread fills
+from the host store: those asked for, then those that come next in a pass.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from actors.channels.link import ALIGNMENT_BYTES
+from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError
+from models.experts.expert_layout import ExpertLayout
+
+_TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or experts=hybrid"
+
+
+class PartSource(Protocol):
+    """Where experts [first, last) of a layer come from: the checkpoint, or a host store."""
+
+    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
+        """Fills `into`, the pieces of these experts in the source's layout."""
+
+
+class ExpertRange:
+    """Experts [first, last) of a layer, in one run of bytes."""
+
+    def __init__(self, layout: ExpertLayout, first: int, last: int) -> None:
+        self.layout, self.first, self.last = layout, first, last
+        self.num_bytes = layout.num_bytes(last - first)
+
+    def pieces(self, memory: Tensor) -> list[Tensor]:
+        """One after the other in `memory`, uint8 [num_bytes]."""
+        count = self.last - self.first
+        return self.layout.pieces(self.layout.views(memory, count), 0, count)
+
+
+class ShardSlots:
+    """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start."""
+
+    def __init__(self, part: ExpertRange, count: int) -> None:
+        """Raises ChannelError where the memory does not suffice."""
+        self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self.payload_bytes = max(count * self._stride, ALIGNMENT_BYTES)
+        self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
+        memory = HostMemory(self.fd, self.payload_bytes).views.memory
+        self.pieces = [
+            part.pieces(memory[slot * self._stride : slot * self._stride + part.num_bytes])
+            for slot in range(count)
+        ]
+
+    def offset_bytes(self, slot: int) -> int:
+        return FLAG_BYTES + slot * self._stride
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Shard(Protocol):
+    """Which slot holds a layer. Used by the server's thread and by the worker's own copying.
+
+    `request` a layer once, `take` it until it is there, `release` it back when it has been copied;
+    or `cancel` it instead, if nobody will take it any more.
+    """
+
+    slots: ShardSlots
+
+    def request(self, layer: int) -> None:
+        """Raises ChannelError for a layer that is not part of it."""
+
+    def take(self, layer: int) -> int | None:
+        """The layer's slot, which stays as it is until `release`; None: not there yet. Raises
+        ChannelError if it could not be read."""
+
+    def cancel(self, layer: int) -> None: ...
+
+    def release(self, layer: int) -> None: ...
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        """`request`, and `take` once it is there. Raises ChannelError at the deadline."""
+
+    def close(self) -> None: ...
+
+
+class ResidentShard:
+    """All layers, read at once."""
+
+    def __init__(self, layers: Sequence[int], part: ExpertRange, source: PartSource) -> None:
+        self._slot_of = {layer: slot for slot, layer in enumerate(layers)}
+        self.slots = ShardSlots(part, len(layers))
+        for layer, pieces in zip(layers, self.slots.pieces, strict=True):
+            source.copy_part(layer, part.first, part.last, pieces)
+
+    def request(self, layer: int) -> None:
+        if layer not in self._slot_of:
+            raise ChannelError(f"layer {layer} is not in this shard")
+
+    def take(self, layer: int) -> int | None:
+        return self._slot_of[layer]
+
+    def cancel(self, layer: int) -> None:
+        """Nothing: every layer stays."""
+
+    def release(self, layer: int) -> None:
+        """Nothing: every layer stays."""
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        self.request(layer)
+        return self._slot_of[layer]
+
+    def close(self) -> None:
+        self.slots.close()
+
+
+class WindowedShard:
+    """`window` layers, filled by a thread. `ready` is called on it when a layer has come in.
+
+    Wanted layers are read first. Otherwise the thread reads ahead of the layer that was taken last,
+    in the order of a pass. A slot is filled anew when nobody has taken or wants what stands there;
+    of several, the one that was not touched for longest.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], part: ExpertRange, source: PartSource, window: int
+    ) -> None:
+        self.ready: Callable[[], None] = lambda: None
+        self.slots = ShardSlots(part, min(window, len(layers)))
+        self._layers, self._part, self._source = list(layers), part, source
+        self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
+        self._free = list(range(len(self.slots.pieces)))
+        self._requested: Counter[int] = Counter()
+        self._in_use: Counter[int] = Counter()
+        self._ahead = list(layers[: len(self.slots.pieces)])
+        self._error: str | None = None
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._fill, name="shard-window", daemon=True)
+        self._thread.start()
+
+    def request(self, layer: int) -> None:
+        with self._changed:
+            if layer not in self._layers:
+                raise ChannelError(f"layer {layer} is not in this shard")
+            self._requested[layer] += 1
+            self._changed.notify_all()
+
+    def take(self, layer: int) -> int | None:
+        with self._changed:
+            if self._error is not None:
+                raise ChannelError(self._error)
+            slot = self._held.pop(layer, None)
+            if slot is None:
+                return None
+            self._held[layer] = slot
+            self._forget(self._requested, layer)
+            self._in_use[layer] += 1
+            after = self._layers.index(layer) + 1
+            count = len(self.slots.pieces) - 1
+            self._ahead = (self._layers[after:] + self._layers[:after])[:count]
+            self._changed.notify_all()
+            return slot
+
+    def cancel(self, layer: int) -> None:
+        with self._changed:
+            self._forget(self._requested, layer)
+            self._changed.notify_all()
+
+    def release(self, layer: int) -> None:
+        with self._changed:
+            self._forget(self._in_use, layer)
+            self._changed.notify_all()
+
+    def wait(self, layer: int, deadline_s: float) -> int:
+        end_s = monotonic_s() + deadline_s
+        self.request(layer)
+        with self._changed:
+            while (slot := self.take(layer)) is None:
+                left_s = end_s - monotonic_s()
+                if left_s <= 0.0 or self._closed:
+                    self._forget(self._requested, layer)
+                    raise ChannelError(
+                        f"layer {layer} did not come from the host store in {deadline_s:g} s"
+                    )
+                self._changed.wait(left_s)
+        return slot
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join(10.0)
+        self.slots.close()
+
+    @staticmethod
+    def _forget(counts: Counter[int], layer: int) -> None:
+        counts[layer] -= 1
+        if counts[layer] <= 0:
+            del counts[layer]
+
+    def _fill(self) -> None:
+        while (step := self._next()) is not None:
+            layer, slot = step
+            part, error = self._part, None
+            try:
+                self._source.copy_part(layer, part.first, part.last, self.slots.pieces[slot])
+            except Exception as problem:  # noqa: BLE001 - it is raised by every `take`
+                error = f"layer {layer} cannot be read: {problem}"
+            with self._changed:
+                self._error = error
+                self._held[layer] = slot
+                self._changed.notify_all()
+            self.ready()
+            if error is not None:
+                return
+
+    def _next(self) -> tuple[int, int] | None:
+        """The next layer to read and where to; waits for both. None: closed."""
+        with self._changed:
+            while not self._closed:
+                layer = self._missing()
+                if layer is not None and (slot := self._slot_for(layer)) is not None:
+                    return layer, slot
+                self._changed.wait()
+        return None
+
+    def _missing(self) -> int | None:
+        missing = [layer for layer in (*self._requested, *self._ahead) if layer not in self._held]
+        return missing[0] if missing else None
+
+    def _slot_for(self, layer: int) -> int | None:
+        if self._free:
+            return self._free.pop()
+        ahead = () if layer in self._requested else self._ahead
+        for held in self._held:
+            if held not in self._requested and held not in self._in_use and held not in ahead:
+                return self._held.pop(held)
+        return None

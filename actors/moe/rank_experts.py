@@ -1,0 +1,276 @@
+"""The experts of an expert rank: all of them there (`ResidentExperts`), or some, the others read
+when a token group wants them (`CachedExperts`). `ExpertServer` knows no difference but what a queue
+misses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from torch import Tensor
+
+from actors.channels.base import Header, Packet
+from kernels.experts import ClampedGate
+from kernels.steps import Steps
+from models.experts.cache_requests import ExpertRequest, PredictedExpert
+from models.experts.cached_sum import CachedSum
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_half import ExpertHalf, extract_expert, missing_experts, packed_memory
+
+MAX_PREFETCHED: Final = 16  # micro-batches: hints of earlier ones are forgotten
+
+_Owner = tuple[str, int, int]  # attention rank, batch, micro-batch
+
+
+class MergedPairs(NamedTuple):
+    """(token, expert) pairs of a merged call, as `ExpertHalf.steps` takes them."""
+
+    x_UD: Tensor
+    rows_N: Tensor
+    weights_N: Tensor
+    counts_e: Tensor
+
+
+class Computation(Protocol):
+    """Of a merged call."""
+
+    @property
+    def steps(self) -> Steps[Tensor]: ...
+
+    @property
+    def missing(self) -> int | None:
+        """Experts that it still needs and that are not there; None: there is nothing to go on with
+        before some come."""
+
+    def close(self) -> None:
+        """It is given up before its end: what it held is free."""
+
+
+class RankExperts(Protocol):
+    """Owned by the server's thread."""
+
+    def holds(self, generation: int) -> bool:
+        """Whether the experts of that generation of the placement are there."""
+
+    def enqueue(self, packet: Packet) -> None:
+        """It waits to be computed with."""
+
+    def missing(self, packets: Sequence[Packet]) -> int | None:
+        """As `Computation.missing`, of those that wait."""
+
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
+        """They wait no more."""
+
+    def discard(self, packet: Packet) -> None:
+        """It waits no more: nobody wants it computed."""
+
+    def prefetch(self, packet: Packet) -> None:
+        """What a later layer may want."""
+
+    def forget(self, peer: str) -> None:
+        """That rank will want nothing any more."""
+
+    def poll(self) -> None:
+        """Takes in what has come, without waiting. Raises ChannelError where something that is
+        wanted will not come."""
+
+    def record_wait(self, seconds: float) -> None:
+        """In which everything lacked experts."""
+
+    def close(self) -> None: ...
+
+
+class _ResidentComputation:
+    missing = 0
+
+    def __init__(self, steps: Steps[Tensor]) -> None:
+        self.steps = steps
+
+    def close(self) -> None:
+        self.steps.close()
+
+
+class ResidentExperts:
+    """A `RankExperts`: a half of each generation; what two of them have in common is there once.
+    let_go: is given those that are freed."""
+
+    def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
+        self._halves = {generation: half}
+        self.on_free: Callable[[ExpertHalf], None] = lambda half: None
+
+    def holds(self, generation: int) -> bool:
+        return generation in self._halves
+
+    def place(self, generation: int, half: ExpertHalf) -> None:
+        self._halves[generation] = half
+
+    def free(self, generation: int) -> None:
+        self.on_free(self._halves.pop(generation))
+
+    def nearest(self, ids_of: Mapping[int, Sequence[int]]) -> ExpertHalf:
+        """The half that lacks fewest of those. From any thread."""
+        return min(list(self._halves.values()), key=lambda half: len(missing_experts(half, ids_of)))
+
+    @property
+    def count(self) -> int:
+        """Experts that are there, each once. From any thread."""
+        halves = list(self._halves.values())
+        return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
+
+    def memory_of(self, layer: int, expert: int) -> list[Tensor] | None:
+        """Of a packed one; None: it is not here. From any thread."""
+        for half in list(self._halves.values()):
+            found = extract_expert(half, layer, expert)
+            if found is not None:
+                return packed_memory([*found.gate_up, *found.down])
+        return None
+
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _ResidentComputation:
+        header = packets[0].header
+        return _ResidentComputation(self._halves[header.generation].steps(header.layer, *pairs))
+
+    def missing(self, packets: Sequence[Packet]) -> int:
+        return 0
+
+    def enqueue(self, packet: Packet) -> None:
+        """Nothing is to be brought in."""
+
+    discard = prefetch = enqueue
+
+    def forget(self, peer: str) -> None:
+        """It had nothing here."""
+
+    def poll(self) -> None:
+        """Nothing is under way."""
+
+    def record_wait(self, seconds: float) -> None:
+        """For nothing."""
+
+    def close(self) -> None:
+        """Memory goes with the process."""
+
+
+class _CachedComputation:
+    def __init__(self, cache: ExpertCache, request: ExpertRequest, pairs_sum: CachedSum) -> None:
+        self._cache, self._request, self._sum = cache, request, pairs_sum
+        self.steps = self._steps()
+
+    @property
+    def missing(self) -> int | None:
+        return _missing([self._request])
+
+    def close(self) -> None:
+        self.steps.close()
+        self._cache.drop(self._request)
+
+    def _steps(self) -> Steps[Tensor]:
+        while self._request.left:
+            self._sum.advance(self._cache, self._request)
+            yield
+        return self._sum.out_UD
+
+
+class CachedExperts:
+    """A `RankExperts`: what a token group wants is read from its arrival on, and hints while
+    nothing that is wanted is missing."""
+
+    def __init__(
+        self,
+        cache: ExpertCache,
+        own: Mapping[int, Sequence[int]],
+        clamped: ClampedGate | None = None,
+        generation: int = 0,
+    ) -> None:
+        """own: by layer, the rank's experts, by local index."""
+        self._cache, self._clamped = cache, clamped
+        self._own = {generation: own}
+        self._requests: dict[Packet, ExpertRequest] = {}
+        self._prefetched: OrderedDict[_Owner, int] = OrderedDict()  # the layer
+
+    def holds(self, generation: int) -> bool:
+        return generation in self._own
+
+    @property
+    def count(self) -> int:
+        """Experts that it may be asked for, each once. From any thread."""
+        owns = list(self._own.values())
+        return len({(layer, e) for own in owns for layer, ids in own.items() for e in ids})
+
+    def place(self, generation: int, own: Mapping[int, Sequence[int]]) -> None:
+        """Nothing is to be brought in for it: what is wanted is read."""
+        self._own[generation] = own
+
+    def free(self, generation: int) -> None:
+        del self._own[generation]
+
+    def enqueue(self, packet: Packet) -> None:
+        header = packet.header
+        experts = self._pair_counts(header, packet.tensors[3])
+        self._requests[packet] = self._cache.request(
+            header.layer, list(experts), header.priority, _owner(packet)
+        )
+
+    def missing(self, packets: Sequence[Packet]) -> int | None:
+        return _missing([self._requests[packet] for packet in packets])
+
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _CachedComputation:
+        x_UD, rows_N, weights_N, counts_e = pairs
+        pairs_of = self._pair_counts(packets[0].header, counts_e)
+        requests = [self._requests.pop(packet) for packet in packets]
+        request = requests[0] if len(requests) == 1 else self._cache.merge(requests, list(pairs_of))
+        return _CachedComputation(
+            self._cache, request, CachedSum(x_UD, rows_N, weights_N, pairs_of, self._clamped)
+        )
+
+    def discard(self, packet: Packet) -> None:
+        self._cache.drop(self._requests.pop(packet))
+
+    def prefetch(self, packet: Packet) -> None:
+        """Guesses that no expert here fits are left out: they cost an answer nothing."""
+        layer, owner = packet.header.layer, _owner(packet)
+        own = self._own[packet.header.generation].get(layer, ())
+        index_n, confidence_n = packet.tensors
+        guesses = [
+            PredictedExpert(own[index], confidence)
+            for index, confidence in zip(index_n.tolist(), confidence_n.tolist(), strict=True)
+            if 0 <= index < len(own)
+        ]
+        if self._prefetched.get(owner, layer) != layer:  # it has passed that one
+            self._cache.forget_hints(owner)
+        self._cache.hint(owner, layer, guesses, packet.header.priority)
+        self._prefetched[owner] = layer
+        self._prefetched.move_to_end(owner)
+        if len(self._prefetched) > MAX_PREFETCHED:
+            self._cache.forget_hints(self._prefetched.popitem(last=False)[0])
+
+    def forget(self, peer: str) -> None:
+        for owner in [owner for owner in self._prefetched if owner[0] == peer]:
+            del self._prefetched[owner]
+            self._cache.forget_hints(owner)
+
+    def poll(self) -> None:
+        self._cache.wait(0.0)
+
+    def record_wait(self, seconds: float) -> None:
+        self._cache.traffic.waited_s += seconds
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _pair_counts(self, header: Header, counts_e: Tensor) -> dict[int, int]:
+        """Pairs of each expert that has some, in the order of the rank's experts."""
+        own = self._own[header.generation][header.layer]
+        counts = zip(own, counts_e.tolist(), strict=True)
+        return {expert: count for expert, count in counts if count}
+
+
+def _owner(packet: Packet) -> _Owner:
+    return packet.peer, packet.header.batch, packet.header.micro_batch
+
+
+def _missing(requests: Iterable[ExpertRequest]) -> int | None:
+    requests = list(requests)
+    if not any(request.is_ready for request in requests):
+        return None
+    return sum(len(request.left) - len(request.ready) for request in requests)

@@ -1,0 +1,122 @@
+"""Of some of a rank's tokens, the whole path: to which experts each went at every layer.
+
+Every so-many-th token of all that run is noted, so that a sample is like what runs. Nothing but
+`prepare` costs anything for a micro-batch without such a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.batching.scheduled_batch import Chunk
+from contracts.clock import Clock
+from contracts.planner_messages import RoutingSampleReport
+
+PERIOD_S = 0.5  # between two reports
+FIRST_STRIDE = 8
+MOST_UNDER_WAY = 64  # micro-batches: those of batches that were dropped never end
+
+RoutingPaths = NDArray[np.int16]
+MakeRouting = Callable[[], RoutingSampleReport]
+MicroBatchId = tuple[int, int]
+"""Batch, micro-batch."""
+
+
+class _SampledBatch:
+    """Sampled rows of a micro-batch on their way. rows: [P]; ids: [P, 2]; paths: [P, L, K]."""
+
+    __slots__ = ("ids", "layers", "paths", "rows")
+
+    def __init__(
+        self, rows: NDArray[np.int64], ids: NDArray[np.int32], paths: RoutingPaths
+    ) -> None:
+        self.rows, self.ids, self.paths, self.layers = rows, ids, paths, 0
+
+
+class RoutingSample:
+    """Owned by the thread that computes."""
+
+    def __init__(
+        self,
+        rank: str,
+        tokens_per_s: int,
+        shape: tuple[int, int],
+        clock: Clock,
+        send: Callable[[MakeRouting], None],
+    ) -> None:
+        """shape: layers with experts, experts of a token. send: takes what makes a report, and runs
+        it elsewhere."""
+        self._rank, self._clock, self._send = rank, clock, send
+        self._most = max(1, round(tokens_per_s * PERIOD_S))  # of a report
+        self._shape = shape
+        self._stride = FIRST_STRIDE
+        self._offset = 0  # tokens until the next one that is noted
+        self._tokens = self._taken = 0  # since the last report
+        self._reported_s = clock()
+        self._under_way: dict[MicroBatchId, _SampledBatch] = {}
+        self._ended: list[_SampledBatch] = []
+
+    @property
+    def under_way(self) -> int:
+        """Micro-batches with a token that is noted."""
+        return len(self._under_way)
+
+    def prepare(self, owner: MicroBatchId, chunks: Sequence[Chunk]) -> None:
+        """A micro-batch is about to run: the new tokens of those chunks."""
+        now_s = self._clock()
+        if now_s - self._reported_s >= PERIOD_S:
+            self._report(now_s)
+        tokens = sum(chunk.stop - chunk.start for chunk in chunks)
+        first, self._offset = self._offset, (self._offset - tokens) % self._stride
+        self._tokens += tokens
+        rows = range(first, tokens, self._stride)[: self._most - self._taken]
+        if not rows:
+            return
+        self._taken += len(rows)
+        paths = np.empty((len(rows), *self._shape), np.int16)
+        self._under_way[owner] = _SampledBatch(np.array(rows), _ids(rows, chunks), paths)
+        if len(self._under_way) > MOST_UNDER_WAY:
+            del self._under_way[next(iter(self._under_way))]
+
+    def routed(self, owner: MicroBatchId, topk_ids_TK: NDArray[np.int64]) -> None:
+        """Where the tokens of a micro-batch go at a layer."""
+        noted = self._under_way.get(owner)
+        if noted is None:
+            return
+        noted.paths[:, noted.layers] = topk_ids_TK[noted.rows]
+        noted.layers += 1
+        if noted.layers == self._shape[0]:
+            self._ended.append(self._under_way.pop(owner))
+
+    def _report(self, now_s: float) -> None:
+        """What has ended; how many of the next are noted follows from how many there were."""
+        per_report = self._tokens * PERIOD_S / (now_s - self._reported_s)
+        self._stride = max(1, -int(-per_report // self._most))
+        tokens, ended = self._tokens, self._ended
+        self._reported_s, self._tokens, self._taken, self._ended = now_s, 0, 0, []
+        if ended:
+            self._send(lambda: _report(self._rank, tokens, ended))
+
+
+def _ids(rows: Sequence[int], chunks: Sequence[Chunk]) -> NDArray[np.int32]:
+    """[P, 2] the id of each row, and the one before it in its sequence; -1: it is the first."""
+    found, first, ahead = [], 0, iter(chunks)
+    chunk = next(ahead)
+    for row in rows:
+        while row >= first + chunk.stop - chunk.start:
+            first += chunk.stop - chunk.start
+            chunk = next(ahead)
+        at, ids = chunk.start + row - first, chunk.sequence.token_ids
+        found.append((ids[at], ids[at - 1] if at else -1))
+    return np.array(found, np.int32)
+
+
+def _report(rank: str, tokens: int, ended: Sequence[_SampledBatch]) -> RoutingSampleReport:
+    """tokens: that began since the last one; of slow micro-batches more may have ended."""
+    ids = np.concatenate([noted.ids for noted in ended]).astype("<i4")
+    paths = np.concatenate([noted.paths for noted in ended]).astype("<i2")
+    tokens = max(tokens, len(ids))
+    return RoutingSampleReport(rank=rank, tokens=tokens, ids=ids.tobytes(), paths=paths.tobytes())

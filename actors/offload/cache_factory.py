@@ -1,0 +1,246 @@
+"""A worker's cache of experts, and what foretells their use: as the section `experts` says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from actors.offload.device_backend import DeviceCache
+from actors.offload.file_tier import FileTier
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
+from contracts.config import ExpertsConfig
+from contracts.errors import ConfigError, ResourceError
+from contracts.expert_eviction import ExpertKey
+from contracts.logs import event
+from contracts.ranks import RankSpec
+from models.decoder.decoder import AttentionHalf
+from models.experts.device_lanes import device_lane
+from models.experts.device_tier import DeviceFormat, DeviceSlots, DeviceTier
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import open_expert_file
+from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import PinnedExperts
+from models.experts.slot_budget import slot_count
+from models.prediction.expert_predictor import ExpertPredictor, Speculation
+from models.prediction.profile_file import has_predictor
+from models.prediction.routing_profile import RoutingProfile
+from models.spec.checkpoint_files import ROUTING
+from models.spec.model import ModelSpec
+from models.spec.safetensors_file import SafetensorsFile
+from models.weights.checkpoint import Checkpoint
+from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.prefetch_trial import pays
+
+_log = logging.getLogger("tandem.worker")
+
+
+def expert_cache(
+    spec: RankSpec,
+    layout: ExpertLayout,
+    telemetry: Telemetry,
+    *,
+    own: Mapping[int, Sequence[int]] | None = None,
+) -> ExpertCache:
+    """own: by layer, the worker's experts; None: all. Raises CheckpointError, ResourceError,
+    ConfigError."""
+    config, model = spec.config, layout.spec
+    if layout.device.type != "cpu":
+        raise ConfigError(
+            f"{spec.name}: expert ranks keep all of their experts on {spec.device}: leave "
+            "experts.slots and experts.bytes out, or set groups.device=cpu"
+        )
+    slot_format = _form(spec, layout)
+    slots = slot_count(config.experts, sum(slot_format.sizes), model, own)
+    where = config.prefill.host_store
+    file = open_expert_file(
+        Path(spec.model_folder),
+        slot_format,
+        store=None if where is None else Path(where),
+        deadline_s=config.groups.ready_timeout_s,
+        direct_io=config.experts.direct_io,
+    )
+    order = eviction(config.experts.eviction_policy, slots, frequencies(spec, model, own))
+    deadline_s = config.channel.connect_timeout_s
+    cache = ExpertCache(FileTier(file), slot_format, slots, order, pays, deadline_s=deadline_s)
+    show(cache, spec.name, telemetry)
+    return cache
+
+
+def _form(spec: RankSpec, layout: ExpertLayout) -> ExpertFormat:
+    if not spec.config.experts.storage_format:
+        return ComputeFormat(layout)
+    return CheckpointFormat(Checkpoint(Path(spec.model_folder)), layout.spec, layout.dtype)
+
+
+def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
+    """How often experts were there, and what it cost to bring the others."""
+    traffic = cache.traffic
+    telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
+    for cause in traffic.read_bytes:
+        of = partial(traffic.read_bytes.__getitem__, cause)
+        telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
+    for layer in cache.layers:
+        telemetry.read(metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer))
+
+
+def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:
+    """None: nothing is to be read ahead. Raises CheckpointError, ConfigError."""
+    config = spec.config.experts
+    if config.predictor == "none":
+        return None
+    needed = config.predictor in ("fitted", "quasi", "estimator")
+    profile = _profile(spec, half.spec, f"experts.predictor={config.predictor}" if needed else None)
+    if profile is not None:
+        profile = profile.to(half.device)
+    return ExpertPredictor(
+        half,
+        profile,
+        config.predictor,
+        again=config.hint_again,
+        speculation=_speculation(config, half),
+    )
+
+
+def frequencies(
+    spec: RankSpec, model: ModelSpec, own: Mapping[int, Sequence[int]] | None = None
+) -> dict[ExpertKey, float]:
+    """Of use, of those that the worker may keep; empty where nobody asks for them."""
+    if spec.config.experts.eviction_policy != "pinned":
+        return {}
+    profile = _profile(spec, model, "experts.eviction_policy=pinned")
+    assert profile is not None
+    every = range(model.num_experts)
+    return {
+        ExpertKey(layer, expert): float(frequency_E[expert])
+        for layer, frequency_E in profile.frequencies.items()
+        for expert in (every if own is None else own[layer])
+    }
+
+
+def _profile(spec: RankSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
+    """The one that is configured, or beside the checkpoint, if it foretells anything. needed_by:
+    what cannot do without one; None: nothing. Raises CheckpointError, ConfigError."""
+    config, folder = spec.config.experts, Path(spec.model_folder)
+    own = folder / ROUTING
+    path = Path(config.profile) if config.profile else own if own.is_file() else None
+    if path is None and needed_by is not None:
+        raise ConfigError(
+            f"{needed_by}: needs a profile, and {folder} has none: set experts.profile to a file "
+            "of `tandem profile --routing`"
+        )
+    if path is None:
+        return None
+    is_found = not config.profile and needed_by is None
+    if is_found and not has_predictor(SafetensorsFile(path)):
+        event(_log, "routing_profile_without_predictors", path=path)
+        return None
+    return RoutingProfile.read(path, folder, model)
+
+
+def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | None:
+    if config.speculative == "exact":
+        return None
+    known, layers = half.spec.moe_layers[1:], config.speculative_layers
+    unknown = sorted(set(layers or ()) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"experts.speculative_layers: nothing is foretold of {unknown}: give some of "
+            f"{list(known)}"
+        )
+    return Speculation(None if layers is None else frozenset(layers), config.speculative_weights)
+
+
+def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> DeviceCache:
+    """layout: plain. Raises CheckpointError, ResourceError, ConfigError."""
+    config, expert_bytes = spec.config, layout.num_bytes(1)
+    check_device(config.experts, spec.device)
+    slots = slot_count(config.experts, expert_bytes, layout.spec)
+    check_memory(config.experts, slots, expert_bytes, free_bytes(layout.device), spec.device)
+    where = config.prefill.host_store
+    host = PinnedExperts(
+        Path(spec.model_folder),
+        layout,
+        store=None if where is None else Path(where),
+        deadline_s=config.groups.ready_timeout_s,
+    )
+    slot_format = _RecordingSlots(layout, config.experts, spec.device)
+    lane = device_lane(layout.device)
+    tier = DeviceTier(host, layout, lane)
+    order = eviction(config.experts.eviction_policy, slots, frequencies(spec, layout.spec))
+    try:
+        cache = ExpertCache(
+            tier, slot_format, slots, order, pays, deadline_s=config.channel.connect_timeout_s
+        )
+    except ResourceError:
+        host.close()
+        raise
+    show(cache, spec.name, telemetry)
+    return DeviceCache(cache, slot_format.made, tier, lane, host.close)
+
+
+class _RecordingSlots(DeviceFormat):
+    """Remembers the slots that it has made. made: once a cache has them."""
+
+    made: DeviceSlots
+
+    def __init__(self, layout: ExpertLayout, config: ExpertsConfig, device: str) -> None:
+        super().__init__(layout)
+        self._config, self._device = config, device
+        self._expert_bytes, self._free_bytes = layout.num_bytes(1), free_bytes(layout.device)
+
+    def slots(self, count: int) -> DeviceSlots:
+        """Raises ResourceError."""
+        try:
+            self.made = super().slots(count)
+        except torch.OutOfMemoryError:
+            raise _too_large(
+                self._config, count, self._expert_bytes, self._free_bytes, self._device
+            ) from None
+        return self.made
+
+
+def check_device(config: ExpertsConfig, device: str) -> None:
+    """Raises ConfigError for what a GPU's cache cannot do."""
+    wrong = {
+        "experts.storage_format=true": config.storage_format,
+        "experts.speculative=speculated": config.speculative == "speculated",
+        "experts.hint_again=true": config.hint_again,
+    }
+    for key, is_set in wrong.items():
+        if is_set:
+            raise ConfigError(f"{key}: not on {device}: leave it out, or set groups.device=cpu")
+
+
+def check_memory(
+    config: ExpertsConfig, slots: int, expert_bytes: int, free: int, device: str
+) -> None:
+    """free: bytes of the device's memory. Raises ResourceError."""
+    if slots * expert_bytes > free:
+        raise _too_large(config, slots, expert_bytes, free, device)
+
+
+def _too_large(
+    config: ExpertsConfig, slots: int, expert_bytes: int, free: int, device: str
+) -> ResourceError:
+    name = "slots" if config.slots is not None else "bytes"
+    given = config.slots if config.slots is not None else config.bytes
+    most = free // expert_bytes
+    allowed = most if name == "slots" else most * expert_bytes
+    return ResourceError(
+        f"experts.{name}={given}: {slots} experts of {expert_bytes} bytes are "
+        f"{slots * expert_bytes}, and {free} bytes are free on {device}: give less than "
+        f"experts.{name}={allowed}, for attention and the KV pool need memory too"
+    )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the device's memory; of a CPU's nobody asks."""
+    if device.type != "cuda":
+        return 1 << 62
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,57 @@
+"""A model's shape for the planner, which may not import models/."""
+
+from __future__ import annotations
+
+import torch
+
+from models.decoder.kv_pool import kv_entry_shapes
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.loading import total_bytes
+from planner.costs.model_shape import LatentShape, ModelShape
+from planner.placement.routing import LayerRouting, TokenCounts
+
+
+def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
+    """`spec` in numbers, with weights and activations of `dtype`."""
+    matrices = [weight_spec for weight_spec in layout.attention_tensors(spec, 0).values()
+                if len(weight_spec.shape) == 2]  # fmt: skip
+    dense_layers = spec.num_layers - len(spec.moe_layers)
+    latent, projection_elements = None, layout.attention_parameters(spec)
+    if spec.latent is not None:
+        latent = LatentShape(
+            kv_rank=spec.latent.kv_rank,
+            rope_dim=spec.latent.rope_dim,
+            nope_dim=spec.latent.nope_dim,
+            value_dim=spec.latent.value_dim,
+        )
+        per_head = spec.latent.kv_rank * (spec.latent.nope_dim + spec.latent.value_dim)
+        projection_elements -= spec.num_heads * per_head
+    return ModelShape(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        projections=len(matrices),
+        projection_elements=projection_elements,
+        kv_entry_elements=sum(heads * size for heads, size in kv_entry_shapes(spec)),
+        windows=tuple(spec.sliding_windows[layer] for layer in spec.moe_layers),
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        expert_elements=layout.expert_elements(spec),
+        num_shared_experts=spec.num_shared_experts,
+        shared_elements=3 * spec.hidden_size * spec.shared_ffn_size,
+        vocab_size=spec.vocab_size,
+        element_bytes=dtype.itemsize,
+        attention_rank_bytes=total_bytes(layout.attention_half_tensors(spec), dtype),
+        dense_elements=dense_layers * 3 * spec.hidden_size * spec.dense_ffn_size,
+        latent=latent,
+        has_sinks=spec.family.sinks,
+    )
+
+
+def layer_routing(counts: RoutingCounts, layer: int) -> LayerRouting:
+    """What is known of that layer."""
+    known = counts.layer(layer)
+    return LayerRouting(known.num_experts, known.sets_PK, known.ids_P, TokenCounts(*known.counts))

@@ -1,0 +1,221 @@
+"""Puts the experts of a running group on more ranks or on fewer: the launcher's part, with whatever
+handles it has.
+
+    attention ranks <── connect ── all expert ranks, those that are new too
+    expert ranks    ──> placed ──> what they have, what room there is
+                    <── place ──── the next generation (planner/placement/resize.py)
+                    ──> placed ──> again and again: all have it, and nothing older is used
+
+Whoever is new has been started before, and whoever is not needed any more goes afterwards. Nothing
+hangs on the launcher once it has told them: they end it among themselves
+(actors/rebalance/expert_rebalancer.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, Final, NamedTuple
+
+from actors.ranks.rendezvous import WorkerHandle, channel_addresses, gather, peer_addresses
+from actors.rebalance.expert_generations import is_taken
+from contracts.clock import monotonic_s
+from contracts.config import PlacementConfig, TandemConfig
+from contracts.errors import LaunchError, ResourceError, TandemError
+from contracts.logs import event
+from contracts.placement import Placement, PlacementState, PlacementUpdate
+from contracts.ranks import Group, RankReady, rank_names
+from planner.placement.resize import experts_received, resize_placement
+
+log = logging.getLogger("tandem.fleet")
+
+ANSWER_S: Final = 10.0  # for a rank to say what it has, or to join another
+POLL_S: Final = 0.1
+SETTLE_S: Final = 5.0  # for all to let go of what has failed
+TRIES: Final = 5  # where the planner proposes something at the same moment
+
+
+class RunningRank(NamedTuple):
+    """A rank that works: not one that is being replaced."""
+
+    ready: RankReady
+    handle: WorkerHandle
+
+
+FindRanks = Callable[[], Sequence[RunningRank]]
+"""The attention and expert ranks that work now, those too that have come for more or are to go."""
+
+
+def place_experts(
+    find: FindRanks, expert_ranks: int, config: TandemConfig, closing: threading.Event | None = None
+) -> Placement:
+    """Returns what all attention ranks use then, and nothing older; from a thread of one's own.
+    closing: ends the waiting.
+
+    Raises a TandemError, by name; the group serves on with what it had then: ConfigError for a
+    number of ranks that there cannot be, ResourceError where they have no room, LaunchError for
+    whatever came in between."""
+    resizer = _Resizer(find, config.placement, closing or threading.Event())
+    for _ in range(TRIES):
+        placed = resizer.place(expert_ranks)
+        if placed is not None:
+            return placed
+    raise LaunchError(f"{expert_ranks} expert ranks: experts move all the time: try again")
+
+
+def expert_ranks_in_use(find: FindRanks) -> int:
+    """That attention ranks ask. Raises LaunchError where no expert rank says so."""
+    resizer = _Resizer(find, PlacementConfig(), threading.Event())
+    return _newest(resizer.answers(wait_s=ANSWER_S)).placement.ranks
+
+
+class _Resizer:
+    def __init__(self, find: FindRanks, config: PlacementConfig, closing: threading.Event) -> None:
+        self._find, self._config, self._closing = find, config, closing
+        self._pending: dict[str, tuple[int, Future[PlacementState]]] = {}
+        self._introduced: set[int] = set()  # process ids of attention ranks
+
+    def place(self, expert_ranks: int) -> Placement | None:
+        """None: somebody else had another move begun in the same moment."""
+        self._introduce(wait_s=ANSWER_S)
+        reports = self._wait_until_idle()
+        before = _newest(reports).placement
+        if before.ranks == expert_ranks:
+            return before
+        generation = 1 + max(each.newest for each in reports.values())
+        wanted = resize_placement(before, expert_ranks, generation=generation)
+        needed = rank_names(Group.EXPERT, max(before.ranks, expert_ranks))
+        missing = [name for name in needed if name not in reports]
+        if missing:
+            raise LaunchError(f"{missing[0]} is not there: try again when it is")
+        most_bytes = _check_room(before, wanted, reports)
+        within_s = self._config.move_timeout_s + 2 * most_bytes / self._config.bytes_per_s
+        event(log, "expert_resize_started", ranks=expert_ranks, generation=generation)
+        failure = self._send_placement(
+            needed, PlacementUpdate(placement=wanted, present=before, within_s=within_s)
+        )
+        return self._wait_for_outcome(wanted, failure, monotonic_s() + 2 * within_s + SETTLE_S)
+
+    def answers(self, wait_s: float) -> dict[str, PlacementState]:
+        """What expert ranks say, by name: of those that answer by then, and have not been lost."""
+        ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        for name, one in ranks.items():
+            if name not in self._pending or self._pending[name][0] != one.ready.pid:
+                self._pending[name] = one.ready.pid, one.handle.call("placed")
+        wait([self._pending[name][1] for name in ranks], wait_s)
+        found: dict[str, PlacementState] = {}
+        for name in [name for name in ranks if self._pending[name][1].done()]:
+            _, answer = self._pending.pop(name)
+            if answer.exception() is None:
+                found[name] = answer.result()
+        return found
+
+    def _wait_until_idle(self) -> dict[str, PlacementState]:
+        """What they say once nothing is under way. Raises LaunchError."""
+        end_s = monotonic_s() + 2 * self._config.move_timeout_s
+        while True:
+            reports = self.answers(wait_s=ANSWER_S)
+            if not reports:
+                raise LaunchError("no expert rank says what it has: there is none, or none works")
+            under_way_now = [
+                each.under_way for each in reports.values() if each.under_way is not None
+            ]
+            if not under_way_now:
+                return reports
+            if monotonic_s() > end_s or self._closing.wait(POLL_S):
+                raise LaunchError(
+                    f"generation {under_way_now[0]} of the placement is under way: try again later"
+                )
+
+    def _send_placement(self, names: Sequence[str], wanted: PlacementUpdate) -> str:
+        """What kept one of them from being told; the others have it, and have to end it then."""
+        ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        lost = [name for name in names if name not in ranks]
+        reachable = [name for name in names if name in ranks]
+        sends = [(name, ranks[name].handle.call("place", wanted)) for name in reachable]
+        wait([replies for _, replies in sends], ANSWER_S)
+        if lost:
+            return f"{lost[0]}: it is lost"
+        try:
+            gather(sends, "hear of its experts", monotonic_s())
+        except TandemError as error:
+            return error.message
+        return ""
+
+    def _wait_for_outcome(self, wanted: Placement, failure: str, end_s: float) -> Placement | None:
+        """Until it is used, or has failed everywhere. failure: what is known of it already."""
+        generation = wanted.generation
+        while not self._closing.wait(POLL_S):
+            self._introduce(wait_s=0.0)
+            reports = self.answers(wait_s=POLL_S)
+            is_used = any(each.placement.generation >= generation for each in reports.values())
+            is_known = any(
+                e.newest >= generation for e in reports.values()
+            )  # a loop takes it later
+            is_finished = is_known and not any(e.under_way == generation for e in reports.values())
+            if is_used and (is_finished or monotonic_s() > end_s):  # late ones do not go back
+                return wanted if _newest(reports).placement == wanted else None
+            for each in reports.values():
+                failure = failure or each.failures.get(generation, "")
+            if failure and is_finished:
+                if is_taken(failure):
+                    return None
+                raise LaunchError(f"{wanted.ranks} expert ranks: {failure}")
+            if monotonic_s() > end_s:
+                break
+        raise LaunchError(
+            f"{wanted.ranks} expert ranks: {failure or 'it has not come to an end'}: see the logs "
+            "of the expert ranks, or raise placement.move_timeout_s"
+        )
+
+    def _introduce(self, wait_s: float) -> None:
+        """Joins every attention rank with all expert ranks, and these among themselves. Whoever
+        comes later is told as well, and not waited for."""
+        ready = [one.ready for one in self._find()]
+        ranks = self._of(Group.ATTENTION, Group.EXPERT)
+        new = [one for one in ranks if one.ready.pid not in self._introduced]
+        self._introduced.update(one.ready.pid for one in new)
+        replies: list[tuple[str, Future[Any]]] = []
+        for one in new:
+            if one.ready.name.startswith(Group.ATTENTION):
+                addresses = channel_addresses(ready, Group.EXPERT)
+            else:
+                addresses = peer_addresses(ready, Group.EXPERT)
+            replies.append((one.ready.name, one.handle.call("connect", addresses)))
+        if wait_s:
+            gather(replies, "join the expert ranks", monotonic_s() + wait_s)
+
+    def _of(self, *groups: Group) -> list[RunningRank]:
+        starts = tuple(f"{group.value}-" for group in groups)
+        return [one for one in self._find() if one.ready.name.startswith(starts)]
+
+
+def _newest(reports: Mapping[str, PlacementState]) -> PlacementState:
+    """Raises LaunchError."""
+    if not reports:
+        raise LaunchError("no expert rank says what it has")
+    return max(reports.values(), key=lambda each: each.placement.generation)
+
+
+def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, PlacementState]) -> int:
+    """Bytes that the rank which brings in most does. Raises ResourceError where a node has not so
+    much memory."""
+    loads = zip(
+        rank_names(Group.EXPERT, wanted.ranks), experts_received(before, wanted), strict=True
+    )
+    bytes_of = {name: experts * reports[name].expert_bytes for name, experts in loads}
+    on_node: defaultdict[str, list[str]] = defaultdict(list)
+    for name in bytes_of:
+        on_node[reports[name].node].append(name)
+    for names in on_node.values():
+        needed = sum(bytes_of[name] for name in names)
+        free = min(reports[name].free_bytes for name in names)
+        if needed > free:
+            raise ResourceError(
+                f"{wanted.ranks} expert ranks: {', '.join(names)} would bring {needed} bytes of "
+                f"experts into {free} bytes of free memory: free some there, or have more ranks"
+            )
+    return max(bytes_of.values(), default=0)

@@ -1,0 +1,385 @@
+"""What a generation of experts needs: one brings it in, another keeps it
+(actors/rebalance/expert_rebalancer.py says when)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from actors.channels.local_process import boot_id
+from actors.gather.expert_exchange import lower_thread_priority
+from actors.moe.rank_experts import ResidentExperts
+from contracts.clock import Clock, monotonic_s
+from contracts.config import PlacementConfig
+from contracts.errors import ChannelError, CheckpointError, ConfigError, ResourceError, TandemError
+from contracts.logs import event
+from contracts.machine import available_bytes
+from contracts.placement import Placement
+from contracts.ranks import RankSpec
+from models.experts.expert_half import (
+    ExpertHalf,
+    LayerExpert,
+    PackedExpert,
+    assemble_half,
+    missing_experts,
+)
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import ExpertLayer, load_separately
+from models.experts.host_experts import fingerprint
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader
+from planner.placement.slots import check_fits
+
+P = TypeVar("P")
+P_in = TypeVar("P_in", contravariant=True)
+
+
+class LoadResult(NamedTuple, Generic[P]):
+    """What a generation needs is there, or why not. experts: as `GenerationStore.place` takes
+    them."""
+
+    generation: int
+    experts: P | None
+    reason: str = ""
+    loaded_bytes: int = 0
+    seconds: float = 0.0
+
+
+class GenerationStore(Protocol[P_in]):
+    """A `RankExperts` of several generations."""
+
+    @property
+    def count(self) -> int: ...
+
+    def holds(self, generation: int) -> bool: ...
+
+    def place(self, generation: int, experts: P_in) -> None: ...
+
+    def free(self, generation: int) -> None: ...
+
+
+class ExpertLoader(Protocol[P]):
+    """Brings in what a generation has here that the present one has not. expert_bytes: of each."""
+
+    @property
+    def expert_bytes(self) -> int: ...
+
+    def room(self) -> tuple[str, int]:
+        """Where it brings them, and the free bytes there. From any thread."""
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        """Why that cannot be; empty: it can. resizes: the number of ranks may change, however much
+        that brings in."""
+
+    def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
+        """`done` is called once, from any thread, unless it is stopped before."""
+
+    def stop(self) -> None:
+        """What has come is let go of."""
+
+    def settled(self, placement: Placement) -> None:
+        """That is what ranks have now, and no other."""
+
+    def close(self) -> None: ...
+
+
+log = logging.getLogger("tandem.experts")
+
+_PIECE_BYTES: Final = 1 << 20  # copied or received at once
+_BURST_S: Final = 0.01  # of what was not used of the rate
+_FREE_PAUSE_S: Final = 0.001  # between layers: giving memory back holds others up
+_STOP_S: Final = 10.0
+
+
+class StoppedError(Exception):
+    """What is being brought in is not wanted any more."""
+
+
+class RateLimiter:
+    """Keeps to a rate: `acquire` returns when so many bytes were due. Raises StoppedError."""
+
+    def __init__(self, bytes_per_s: float, stopped: threading.Event, clock: Clock) -> None:
+        self._bytes_per_s, self._stopped, self._clock = bytes_per_s, stopped, clock
+        self._due_s = clock()
+        self.num_bytes = 0
+
+    def acquire(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        now_s = self._clock()
+        self._due_s = max(self._due_s, now_s - _BURST_S) + num_bytes / self._bytes_per_s
+        if self._stopped.wait(max(0.0, self._due_s - now_s)):
+            raise StoppedError
+
+
+class PacedLoader(Loader):
+    """Copies in pieces, at the pace."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, limiter: RateLimiter
+    ) -> None:
+        super().__init__(checkpoint, dtype, device, None, 0)
+        self._limiter = limiter
+
+    def copy(self, stored: Tensor, out: Tensor) -> None:
+        rows = max(1, _PIECE_BYTES * len(out) // max(1, out.nbytes)) if out.ndim else 1
+        for first in range(0, len(out), rows):
+            piece = out[first : first + rows]
+            super().copy(stored[first : first + rows], piece)
+            self._limiter.acquire(piece.nbytes)
+
+
+class ExpertPeers(Protocol):
+    """Expert ranks that give what they have (actors/weights/expert_giver.py)."""
+
+    def fetch(
+        self, rank: int, key: LayerExpert, into: Sequence[Tensor], limiter: RateLimiter
+    ) -> None:
+        """Raises ChannelError where that rank does not give it."""
+
+
+class CachedExpertLoader:
+    """A `ExpertLoader` of ranks that read experts as they are wanted (`CachedExperts`): a
+    generation is a list of what is theirs."""
+
+    def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
+        """asked: attention ranks ask for it, because a rank was lost."""
+        self._spec, self._model, self._urgent = spec, model, urgent
+        self._ranks = spec.placement.ranks
+
+    expert_bytes = 0
+
+    def room(self) -> tuple[str, int]:
+        """None is needed."""
+        return "", 0
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        return misfit(
+            self._spec, self._model, placement, self._ranks, urgent=self._urgent or resizes
+        )
+
+    def begin(
+        self, placement: Placement, done: Callable[[LoadResult[dict[int, tuple[int, ...]]]], None]
+    ) -> None:
+        done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
+
+    def stop(self) -> None:
+        """Nothing is under way."""
+
+    def settled(self, placement: Placement) -> None:
+        self._ranks = placement.ranks
+
+    close = stop
+
+
+class ResidentExpertLoader:
+    """A `ExpertLoader` of ranks that have all of their experts (`ResidentExperts`). asked:
+    attention ranks ask
+    for it, because a rank was lost, and wait: as fast as it goes, however much it is."""
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        layout: ExpertLayout,
+        store: ResidentExperts,
+        peers: ExpertPeers | None,
+        loaded: str,
+        clock: Clock = monotonic_s,
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """loaded: fingerprint of the checkpoint's files when this rank began to read them."""
+        self._urgent = urgent
+        self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
+        self._loaded = loaded
+        self._config: PlacementConfig = spec.config.placement
+        self._placement = spec.placement
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        store.on_free = self._free
+
+    @property
+    def expert_bytes(self) -> int:
+        return self._layout.num_bytes(1)
+
+    def room(self) -> tuple[str, int]:
+        device = self._layout.device
+        if device.type == "cpu":
+            return boot_id(), available_bytes()
+        return f"{boot_id()} {self._spec.name}", torch.cuda.mem_get_info(device)[0]
+
+    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
+        urgent, ranks = self._urgent or resizes, self._placement.ranks
+        reason = misfit(self._spec, self._layout.spec, placement, ranks, urgent=urgent)
+        return reason or ("" if urgent else self._too_much(self._lacking(placement)))
+
+    def begin(self, placement: Placement, done: Callable[[LoadResult[ExpertHalf]], None]) -> None:
+        before, self._stopped = self._thread, threading.Event()
+        task = _LoadTask(self, placement, self._placement, self._stopped)
+        name = f"{self._spec.name}-bring"
+        run = threading.Thread(target=task.run, args=(before, done), name=name, daemon=True)
+        self._thread = run
+        run.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def settled(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def close(self) -> None:
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
+
+    def _free(self, half: ExpertHalf) -> None:
+        """On a thread: thousands of pages go back to the kernel, and the loop should not wait."""
+        name = f"{self._spec.name}-let-go"
+        threading.Thread(target=_free, args=(half.layers(),), name=name, daemon=True).start()
+
+    def _lacking(self, placement: Placement) -> list[LayerExpert]:
+        ids_of = placement.experts_of(self._spec.rank)
+        return missing_experts(self._store.nearest(ids_of), ids_of)
+
+    def _too_much(self, keys: Sequence[LayerExpert]) -> str:
+        wanted_bytes = len(keys) * self._layout.num_bytes(1)
+        if wanted_bytes <= self._config.max_move_bytes:
+            return ""
+        return (
+            f"it brings {wanted_bytes} bytes of experts to {self._spec.name}, "
+            f"placement.max_move_bytes={self._config.max_move_bytes}: move them in several steps"
+        )
+
+
+class _LoadTask:
+    """One move, on its thread."""
+
+    def __init__(
+        self,
+        parts: ResidentExpertLoader,
+        placement: Placement,
+        present: Placement,
+        stopped: threading.Event,
+    ) -> None:
+        self._spec, self._layout = parts._spec, parts._layout
+        self._peers, self._clock = parts._peers, parts._clock
+        self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
+        self._urgent = parts._urgent
+        self._placement, self._present = placement, present
+        self._stopped, self._loaded = stopped, parts._loaded
+        self._lost: set[int] = set()  # peers that gave nothing
+        self._checkpoint: Checkpoint | None = None
+
+    def run(
+        self, before: threading.Thread | None, done: Callable[[LoadResult[ExpertHalf]], None]
+    ) -> None:
+        start_s, generation = self._clock(), self._placement.generation
+        bytes_per_s = math.inf if self._urgent else self._spec.config.placement.bytes_per_s
+        limiter = RateLimiter(bytes_per_s, self._stopped, self._clock)
+        half, reason = None, ""
+        try:
+            if not self._urgent:
+                lower_thread_priority()
+            if before is not None:
+                before.join(self._spec.config.placement.move_timeout_s)
+            half = self._load(limiter)
+        except StoppedError:
+            return
+        except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
+            detail = error.message if isinstance(error, TandemError) else str(error)
+            reason = f"{self._spec.name} cannot bring its experts in: {detail}"
+        seconds = self._clock() - start_s
+        done(LoadResult(generation, half, reason, limiter.num_bytes, seconds))
+
+    def _load(self, limiter: RateLimiter) -> ExpertHalf:
+        ids_of = self._placement.experts_of(self._spec.rank)
+        keys = missing_experts(self._half, ids_of)
+        wanted_bytes = len(keys) * self._layout.num_bytes(1)
+        if self._layout.device.type == "cpu" and wanted_bytes > available_bytes():
+            raise ResourceError(
+                f"{wanted_bytes} bytes of experts exceed the {available_bytes()} bytes of free "
+                "memory: free some on its node, or lower placement.max_move_bytes"
+            )
+        received = {key: self._load_expert(key, limiter) for key in keys}
+        if self._checkpoint is not None:
+            self._check_same()  # nor was it replaced meanwhile
+        return assemble_half(self._half, ids_of, received)
+
+    def _load_expert(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer:
+        given = self._from_peer(key, limiter)
+        if given is not None:
+            return given
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint(Path(self._spec.model_folder))
+            self._check_same()
+        loader = PacedLoader(self._checkpoint, self._layout.dtype, self._layout.device, limiter)
+        layer, expert = key
+        read = load_separately(self._checkpoint, self._layout.spec, layer, [expert], loader)
+        self._checkpoint.release()
+        return read
+
+    def _check_same(self) -> None:
+        """Raises CheckpointError where the files are no longer those that this rank loaded: experts
+        of two models would be one layer."""
+        folder = Path(self._spec.model_folder)
+        if fingerprint(folder) != self._loaded:
+            raise CheckpointError(
+                f"{folder}: the checkpoint was replaced since {self._spec.name} loaded it: put the "
+                "files back (as they were, times too), or start the group anew"
+            )
+
+    def _from_peer(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer | None:
+        """The first that has it and gives it. One that fails is not asked again in this move."""
+        if self._peers is None or not self._layout.packed:
+            return None
+        layer, expert = key
+        for rank in range(self._present.ranks):
+            low, high = self._present.slot_bounds[rank]
+            there = expert in self._present.expert_of_slot[layer][low:high]
+            if not there or rank in self._lost or rank == self._spec.rank:
+                continue
+            into = PackedExpert(self._layout)
+            try:
+                self._peers.fetch(rank, key, into.memory, limiter)
+                return into.layer
+            except ChannelError as error:
+                self._lost.add(rank)
+                event(
+                    log,
+                    "expert_fetch_failed",
+                    logging.WARNING,
+                    rank=self._spec.name,
+                    reason=error.message,
+                )
+        return None
+
+
+def _free(layers: dict[int, ExpertLayer]) -> None:
+    lower_thread_priority()
+    pause = threading.Event()
+    while layers:
+        layers.popitem()
+        pause.wait(_FREE_PAUSE_S)
+
+
+def misfit(
+    spec: RankSpec, model: ModelSpec, placement: Placement, ranks: int, *, urgent: bool
+) -> str:
+    """Why a placement is none for this group; empty: it is one. ranks: that there are. asked: by
+    attention ranks or the launcher, who may want more or fewer."""
+    if spec.config.placement.rebalance == "off" and not urgent:
+        return "placement.rebalance=off: experts stay where they are"
+    try:
+        number = None if urgent else ranks
+        check_fits(placement, number, model.num_experts, model.moe_layers)
+    except ConfigError as error:
+        return error.message
+    return ""

@@ -1,0 +1,360 @@
+"""What became of an expert rank's moves: counted, told to the planner, and in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from actors.channels.base import Endpoint, Packet, PacketKind
+from actors.rebalance.expert_generations import (
+    Action,
+    ExpertGenerations,
+    FreeExperts,
+    LoadExperts,
+    PlacementMessage,
+    TransitionReport,
+)
+from actors.rebalance.expert_loading import ExpertLoader, GenerationStore, LoadResult
+from actors.rebalance.placement_leases import PlacementLeases
+from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of
+from contracts.clock import Clock
+from contracts.logs import event
+from contracts.placement import Placement, PlacementState, PlacementUpdate
+from contracts.planner_messages import MoveOutcome, PlacementReport
+from planner.placement.failover import is_failover
+
+log = logging.getLogger("tandem.experts")
+
+_FAILURES = 8  # are remembered
+
+
+class MoveRecorder:
+    """counts, loaded_bytes, load_s: so far. failures: by generation, why the latest that have
+    failed did. Read from any thread."""
+
+    def __init__(self, rank: str, report: Callable[[PlacementReport], None]) -> None:
+        self._rank, self._report = rank, report
+        self.counts = dict.fromkeys(MoveOutcome, 0)
+        self.loaded_bytes, self.load_s = 0, 0.0
+        self.failures: dict[int, str] = {}
+
+    def add_result(self, result: LoadResult[Any]) -> None:
+        self.loaded_bytes += result.loaded_bytes
+        self.load_s += result.seconds
+
+    def record(self, report: TransitionReport, result: LoadResult[Any] | None) -> None:
+        """brought: what came last."""
+        if result is None or result.generation != report.generation:
+            result = LoadResult(report.generation, None)
+        level = logging.WARNING if report.outcome is MoveOutcome.FAILED else logging.INFO
+        self.counts[report.outcome] += 1
+        if report.outcome is MoveOutcome.FAILED:
+            latest = list(self.failures.items())[1 - _FAILURES :]
+            self.failures = dict([*latest, (report.generation, report.reason)])
+        event(
+            log,
+            f"placement_{report.outcome}",
+            level,
+            rank=self._rank,
+            generation=report.generation,
+            reason=report.reason,
+            loaded_bytes=result.loaded_bytes,
+            seconds=round(result.seconds, 3),
+        )
+        self._report(
+            PlacementReport(
+                rank=self._rank,
+                generation=report.generation,
+                outcome=report.outcome,
+                reason=report.reason,
+                loaded_bytes=result.loaded_bytes,
+                seconds=result.seconds,
+            )
+        )
+
+
+P = TypeVar("P")
+
+
+class _Proposal(NamedTuple):
+    """present: of one that resizes, what is used now."""
+
+    placement: Placement
+    present: Placement | None = None
+    within_s: float = 0.0
+
+
+class ExpertRebalancer(Generic[P]):
+    """A `Generations` of an expert server. placement: the newest that all attention ranks use.
+    stood_in: how often it has stood in for others, so far."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        placement: Placement,
+        store: GenerationStore[P],
+        loader: ExpertLoader[P],
+        urgent_loader: ExpertLoader[P],
+        *,
+        deadline_s: float,
+        clock: Clock,
+        report: Callable[[PlacementReport], None] = lambda outcome: None,
+        settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """bringer: of what is proposed. at_once: of what is wanted; requests wait for it. settled:
+        called when `placement` is another."""
+        self.placement = placement
+        self._endpoint, self._store = endpoint, store
+        self._loader, self._urgent_loader = loader, urgent_loader
+        self._leases = PlacementLeases()
+        self._urgent_results: deque[LoadResult[P]] = deque()
+        self.stood_in = 0
+        self._machine = ExpertGenerations(placement.generation, deadline_s)
+        self._sender = PlacementSender(endpoint, clock)
+        self._clock, self._settled = clock, settled
+        self.outcomes = MoveRecorder(endpoint.name, report)
+        self._proposed: deque[_Proposal] = deque()
+        self._results: deque[LoadResult[P]] = deque()
+        self._coming: Placement | None = None
+        self._last: LoadResult[P] | None = None
+        self._freed: list[int] = []
+        self._is_draining, self._drained_by = False, set[str]()
+
+    @property
+    def experts(self) -> int:
+        """Distinct ones that are there, of all layers. From any thread."""
+        return self._store.count
+
+    @property
+    def newest(self) -> int:
+        """The largest generation that it was ever told of. From any thread."""
+        return self._machine.newest
+
+    @property
+    def under_way(self) -> int | None:
+        """The generation that is to come. From any thread."""
+        return self._machine.under_way
+
+    def propose(self, placement: Placement) -> None:
+        """From any thread."""
+        self._propose(_Proposal(placement))
+
+    def resize(self, request: PlacementUpdate) -> None:
+        """From any thread."""
+        self._propose(_Proposal(request.placement, request.present, request.within_s))
+
+    def placed(self) -> PlacementState:
+        """From any thread."""
+        node, free_bytes = self._loader.room()
+        return PlacementState(
+            placement=self.placement,
+            newest=self.newest,
+            under_way=self.under_way,
+            failures=self.outcomes.failures,
+            expert_bytes=self._loader.expert_bytes,
+            free_bytes=free_bytes,
+            node=node,
+        )
+
+    def _propose(self, proposed: _Proposal) -> None:
+        self._proposed.append(proposed)
+        self._endpoint.wake()
+
+    def handle(self, packet: Packet) -> None:
+        header = packet.header
+        if header.kind is PacketKind.COMMITTED:
+            generation, priority = header.generation, header.priority
+            self._do_leases(self._leases.committed(packet.peer, generation, priority))
+            self._do(self._machine.committed(packet.peer, generation, priority))
+        elif header.kind is PacketKind.ABORTED:
+            reason = reason_of(packet)
+            self._do(self._machine.aborted(packet.peer, header.generation, header.batch, reason))
+        elif header.kind is PacketKind.ACQUIRE:
+            self._acquire_lease(packet)
+        elif header.kind is PacketKind.RELEASE:
+            self._release_lease(packet)
+        elif header.kind is PacketKind.DRAINING:
+            self._drained_by.add(packet.peer)
+
+    def announce_drain(self) -> None:
+        """To all attention ranks, those too that come yet: they ask others."""
+        self._is_draining = True
+        for peer in self._endpoint.peers():
+            self._sender.send(
+                PlacementMessage(peer, PacketKind.DRAINING, self.placement.generation)
+            )
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody asks it any more."""
+        return self._drained_by.issuperset(self._endpoint.peers())
+
+    def joined(self, peer: str) -> None:
+        self._sender.send(
+            PlacementMessage(peer, PacketKind.READY, self.placement.generation), self.placement
+        )
+        if self._is_draining:
+            self._drained_by.discard(peer)
+            self._sender.send(
+                PlacementMessage(peer, PacketKind.DRAINING, self.placement.generation)
+            )
+        self._do(self._machine.joined(peer))
+
+    def lost(self, peer: str) -> None:
+        self._do_leases(self._leases.lost(peer))
+        self._do(self._machine.lost(peer))
+
+    def poll(self) -> Iterable[int]:
+        while self._proposed:
+            placement, present, within_s = self._proposed.popleft()
+            if present is not None and self._machine.under_way is None:
+                self._loader.settled(present)
+            misfit = self._loader.misfit(placement, resizes=present is not None)
+            self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
+        while self._results:
+            self._take(self._results.popleft())
+        while self._urgent_results:
+            self._take_urgent(self._urgent_results.popleft())
+        self._adopt()
+        self._do(self._machine.poll(self._clock()))
+        self._sender.flush()
+        freed, self._freed = self._freed, []
+        return freed
+
+    def close(self) -> None:
+        self._loader.close()
+        self._urgent_loader.close()
+
+    # --- what is wanted
+
+    def _acquire_lease(self, packet: Packet) -> None:
+        peer = packet.peer
+        try:
+            placement, attempt = placement_of(packet), attempt_of(packet)
+            resident = self._store.holds(placement.generation)
+            misfit = "" if resident else self._urgent_loader.misfit(placement)
+            request = self._leases.acquire(
+                peer, placement, attempt, resident=resident, misfit=misfit
+            )
+        except ValueError as error:
+            self._endpoint.drop(peer, str(error))
+            return
+        self._do_leases(request)
+
+    def _release_lease(self, packet: Packet) -> None:
+        header = packet.header
+        try:
+            left = self._leases.release(packet.peer, header.generation, header.priority)
+        except ValueError as error:
+            self._endpoint.drop(packet.peer, str(error))
+            return
+        self._do_leases(left)
+
+    def _take_urgent(self, result: LoadResult[P]) -> None:
+        generation = result.generation
+        if generation != self._leases.loading:
+            return  # nobody wants it any more
+        self.outcomes.add_result(result)
+        event(
+            log,
+            "stand_in_experts_loaded" if result.experts is not None else "stand_in_load_failed",
+            logging.WARNING,
+            rank=self._endpoint.name,
+            generation=generation,
+            reason=result.reason,
+            loaded_bytes=result.loaded_bytes,
+            seconds=round(result.seconds, 3),
+        )
+        if result.experts is None:
+            self._do_leases(self._leases.failed(generation, result.reason))
+            return
+        self._store.place(generation, result.experts)
+        self.stood_in += is_failover(generation)
+        self._do_leases(self._leases.loaded(generation))
+
+    def _do_leases(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, PlacementMessage):
+                is_there = action.kind is PacketKind.READY
+                placed = self._leases.placement(action.generation) if is_there else None
+                self._sender.send(action, placed)
+            elif isinstance(action, LoadExperts):
+                self._urgent_loader.begin(action.placement, self._on_urgent_loaded)
+            elif isinstance(action, FreeExperts):
+                self._free_unleased(action.generation)
+        self._adopt()
+
+    def _on_urgent_loaded(self, result: LoadResult[P]) -> None:
+        self._urgent_results.append(result)
+        self._endpoint.wake()
+
+    def _free_unleased(self, generation: int) -> None:
+        """Nobody wants it any more. What has been proposed, or is in use, stays."""
+        if not self._store.holds(generation):
+            self._urgent_loader.stop()
+            return
+        self._do(self._machine.abandon(generation))
+        if generation not in (self._machine.current, self._machine.under_way):
+            self._free_generation(generation)
+
+    def _adopt(self) -> None:
+        """What attention ranks use here is the present generation, once they say so of all before
+        it."""
+        newest = self._leases.newest(self._machine.current)
+        if newest is None or not self._store.holds(newest.generation):
+            return
+        if self._machine.under_way is None:
+            self._coming = newest
+            self._do(self._machine.adopt(newest))
+
+    def _free_generation(self, generation: int) -> None:
+        if self._store.holds(generation):
+            self._store.free(generation)
+            self._freed.append(generation)
+
+    # --- what is proposed
+
+    def _take(self, result: LoadResult[P]) -> None:
+        if result.generation != self._machine.under_way:
+            return  # it was given up meanwhile
+        self._last = result._replace(experts=None)  # the store has them
+        self.outcomes.add_result(result)
+        if result.experts is None:
+            self._do(self._machine.failed(result.generation, result.reason))
+            return
+        self._store.place(result.generation, result.experts)
+        self._do(self._machine.loaded(result.generation))
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, PlacementMessage):
+                placed = self._coming if action.kind is PacketKind.PREPARED else None
+                self._sender.send(action, placed)
+            elif isinstance(action, LoadExperts):
+                self._load(action.placement)
+            elif isinstance(action, FreeExperts):
+                self._free(action.generation)
+            else:
+                self.outcomes.record(action, self._last)
+
+    def _load(self, placement: Placement) -> None:
+        self._coming, self._last = placement, None
+        event(log, "expert_move_started", rank=self._endpoint.name, generation=placement.generation)
+        self._loader.begin(placement, self._on_loaded)
+
+    def _on_loaded(self, result: LoadResult[P]) -> None:
+        self._results.append(result)
+        self._endpoint.wake()
+
+    def _free(self, generation: int) -> None:
+        if not self._leases.needs(generation):
+            self._free_generation(generation)
+        if generation != self.placement.generation:  # the next one comes to nothing
+            self._loader.stop()
+            self._coming = None
+        elif self._coming is not None:
+            self.placement, self._coming = self._coming, None
+            self._loader.settled(self.placement)
+            self._settled()

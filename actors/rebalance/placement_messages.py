@@ -1,0 +1,104 @@
+"""Packets about generations of placement: what is said, and how it is read."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+import msgspec
+import torch
+
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, TensorSpec
+from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
+from contracts.clock import Clock
+from contracts.errors import ChannelError, PeerError
+from contracts.frames import FRAME_ERRORS
+from contracts.placement import Placement
+from contracts.requests import Priority
+
+_MOST_TEXT_BYTES: Final = 2000
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(Placement).decode
+_IN_EACH_CLASS: Final = (PacketKind.COMMITTED, PacketKind.RELEASE)
+
+
+class PlacementSender:
+    """Sends them in order, each to a peer that may be gone. What this process has no memory or
+    descriptors to send now is sent later: a peer that never heard it would wait for ever."""
+
+    def __init__(self, endpoint: Endpoint, clock: Clock) -> None:
+        self._endpoint, self._clock = endpoint, clock
+        self._unsent: deque[tuple[PlacementMessage, Priority, bytes]] = deque()
+
+    def send(self, message: PlacementMessage, placement: Placement | None = None) -> None:
+        """placement: of PLACED, HELD and WANTED. RETIRED and LEFT go in each class: a packet of one
+        may overtake one of the other."""
+        text = (message.reason or " ").encode()[:_MOST_TEXT_BYTES]
+        body = text if placement is None else msgspec.msgpack.encode(placement)
+        for priority in Priority if message.kind in _IN_EACH_CLASS else (Priority.LS,):
+            self._unsent.append((message, priority, body))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._unsent:
+            message, priority, body = self._unsent[0]
+            try:
+                if message.peer in self._endpoint.peers():  # else whoever has its name is told anew
+                    self._send(message, priority, body)
+            except PeerError:
+                pass  # `poll` tells of it
+            except ChannelError:
+                return
+            self._unsent.popleft()
+
+    def _send(self, message: PlacementMessage, priority: Priority, body: bytes) -> None:
+        reservation = self._endpoint.reserve(message.peer, (TensorSpec("uint8", (len(body),)),))
+        reservation.tensors[0].copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        header = Header(
+            message.kind,
+            self._endpoint.epoch,
+            message.attempt,
+            0,
+            0,
+            math.ceil(message.within_s),
+            priority,
+            self._clock(),
+            message.generation,
+        )
+        self._endpoint.commit(reservation, header)
+
+
+def reason_of(packet: Packet) -> str:
+    return _body(packet).decode(errors="replace").strip()
+
+
+def placement_of(packet: Packet) -> Placement:
+    """Of PLACED, HELD and WANTED. Raises ValueError where it is none, or another generation than
+    its header says."""
+    try:
+        placement = _decode(_body(packet))
+    except FRAME_ERRORS as error:
+        raise ValueError(f"{packet.peer} sent a placement that cannot be read: {error}") from None
+    expected = packet.header.generation
+    if placement.generation != expected:
+        raise ValueError(
+            f"{packet.peer} sent generation {placement.generation} of the placement as {expected}"
+        )
+    return placement
+
+
+def attempt_of(packet: Packet) -> int:
+    """Of WANTED, and of the HELD that answers it. Raises ValueError where it says none."""
+    header = packet.header
+    if header.batch <= LAUNCH_ATTEMPT:
+        raise ValueError(
+            f"{packet.peer} sent {header.kind.name} of generation {header.generation} as attempt "
+            f"{header.batch}: {LAUNCH_ATTEMPT + 1} or more is an attempt; is it another version?"
+        )
+    return header.batch
+
+
+def _body(packet: Packet) -> bytes:
+    (body,) = packet.tensors
+    return body.cpu().numpy().tobytes()

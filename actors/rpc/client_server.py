@@ -1,0 +1,189 @@
+"""The socket on which an attention rank takes requests from ingresses and answers them.
+
+An asyncio loop in a thread of its own does the I/O; the rank's loop thread exchanges whole messages
+with it through two queues, so that a slow client never holds up a layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from actors.channels.authenticated_server import AuthenticatedServer
+from actors.channels.handshake import Identity, Remote
+from actors.channels.local_process import own_identity
+from actors.channels.loop_watchdog import LoopWatchdog
+from actors.rpc.event_frames import event_frames
+from contracts.errors import ChannelError
+from contracts.frames import FRAME_ERRORS, read_frame
+from contracts.logs import event
+from contracts.messages import MAX_FRAME_BYTES, STATE_PERIOD_S, Events, RankState, ToRank
+
+log = logging.getLogger("tandem.client_server")
+
+STOP_DEADLINE_S = 2.0
+MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode = msgspec.msgpack.Decoder(ToRank).decode
+
+
+class ClientJoined(NamedTuple):
+    """A client has come: the first message of each."""
+
+
+class ClientMessage(NamedTuple):
+    """`message` None: the client is gone."""
+
+    client: int
+    message: ToRank | ClientJoined | None
+
+
+class ClientServer:
+    """Accepts clients that prove the cluster's token. `wake` is called after each new message.
+    watch: of the rank's loop; looked at with each heartbeat."""
+
+    def __init__(
+        self, name: str, *, token: bytes, wake: Callable[[], None], watch: LoopWatchdog
+    ) -> None:
+        # Clients are not bound to an epoch: they stay while the group is rebuilt.
+        self._identity = Identity(name=name, token=token, epoch=None)
+        self._wake = wake
+        self._watch = watch
+        self._inbox: deque[ClientMessage] = deque()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._next_client = 0
+        self._state: RankState | None = None
+        self._loop = asyncio.new_event_loop()
+        process_identity = (
+            own_identity()
+        )  # by which a client of this machine sees that we only wait for a core
+        self._server = AuthenticatedServer(
+            self._identity, serve=self._serve, answer=lambda _: process_identity
+        )
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"{name}-clients", daemon=True
+        )
+
+    def listen(self, host: str, *, deadline_s: float) -> str:
+        """Starts to accept. Returns "tcp:host:port"."""
+        self._thread.start()
+        started = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
+        return started.result(deadline_s)
+
+    def receive(self) -> list[ClientMessage]:
+        """Messages since the last call, in order per client."""
+        messages = []
+        while self._inbox:
+            messages.append(self._inbox.popleft())
+        return messages
+
+    def send(self, client: int, events: Events) -> None:
+        """Queues them, in order, as one frame or as several; dropped if the client is gone."""
+        try:
+            frames = event_frames(events.items, MAX_FRAME_BYTES)
+        except ChannelError as error:
+            event(log, "client_dropped", logging.ERROR, client=client, reason=error)
+            self._call(self._drop, client)
+            return
+        for frame in frames:
+            self._call(self._write, client, frame)
+
+    def publish(self, state: RankState) -> None:
+        """What every client is told, now if it is healthy or leaves where it was not or did not,
+        else with the next heartbeat.
+
+        Heartbeats come from the I/O thread: a rank in a long attention task is not silent. Once
+        its loop counts as stuck, they say so.
+        """
+        before, self._state = self._state, state
+        if before is None or _urgent_state(before) != _urgent_state(state):
+            self._call(self._send_state)
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(5.0)
+            self._call(self._loop.stop)
+            self._thread.join(5.0)
+        self._loop.close()
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    async def _listen(self, host: str) -> str:
+        address = self._server.open(host)
+        self._heartbeat_task = asyncio.create_task(self._send_heartbeats())
+        return address
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(STATE_PERIOD_S)
+            self._watch.check()
+            self._send_state()
+
+    def _send_state(self) -> None:
+        if self._state is not None:
+            frame = self._state_frame(self._state)
+            for client in list(self._writers):
+                self._write(client, frame)
+
+    def _state_frame(self, state: RankState) -> bytes:
+        problem = self._watch.problem
+        if problem:
+            state = msgspec.structs.replace(state, healthy=False, reason=problem, stuck=True)
+        (frame,) = event_frames([state])
+        return frame
+
+    async def _stop(self) -> None:
+        self._heartbeat_task.cancel()
+        await self._server.close(STOP_DEADLINE_S)  # what has been answered goes out first
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: Remote
+    ) -> None:
+        """Passes a client's messages on until its connection ends."""
+        client, self._next_client = self._next_client, self._next_client + 1
+        self._writers[client] = writer
+        self._put(client, ClientJoined())
+        if self._state is not None:
+            self._write(client, self._state_frame(self._state))
+        try:
+            while True:
+                body = await read_frame(reader, MAX_FRAME_BYTES)
+                self._put(client, _decode(body))
+        except (OSError, EOFError, *FRAME_ERRORS):
+            pass  # a broken connection, or not our language: gone either way
+        finally:
+            self._writers.pop(client, None)
+            self._put(client, None)
+
+    def _put(self, client: int, message: ToRank | ClientJoined | None) -> None:
+        self._inbox.append(ClientMessage(client, message))
+        self._wake()
+
+    def _drop(self, client: int) -> None:
+        writer = self._writers.get(client)
+        if writer is not None:
+            writer.transport.abort()
+
+    def _write(self, client: int, frame: bytes) -> None:
+        writer = self._writers.get(client)
+        if writer is None or writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            writer.transport.abort()  # however large this frame is, the earlier ones lie unread
+            return
+        writer.write(frame)
+
+
+def _urgent_state(state: RankState) -> tuple[bool, bool]:
+    """What clients must know at once."""
+    return state.healthy, state.leaving

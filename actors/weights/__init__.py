@@ -1,1 +1,0 @@
-"""Expert weights that workers gather from each other."""

@@ -1,1 +1,0 @@
-"""What a rank says to its clients, and hears."""

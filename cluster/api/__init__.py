@@ -1,1 +1,0 @@
-"""The HTTP interface: OpenAI-compatible requests in, text and probabilities out."""

@@ -1,1 +1,0 @@
-"""What a cluster would do: plans, profiles, and what is off here."""

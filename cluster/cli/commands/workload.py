@@ -1,0 +1,213 @@
+"""`tandem bulk`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
+from cluster.cli.config_options import (
+    KEY_VARIABLE,
+    add_config_options,
+    config_from_options,
+    group_sizes,
+)
+from cluster.observe.server_client import check_url
+from cluster.observe.terminal import Terminal
+from cluster.serving.ray_environment import prepare_cluster_environment
+from cluster.tools.bulk.job import EXAMPLE, add_options, parse_job
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError
+from contracts.logs import set_up_logging
+
+
+def add_bulk(commands: Commands) -> None:
+    help_ = "Classify the rows of files, each exactly once, whatever dies in between."
+    bulk = add_command(commands, "bulk", help_, EXAMPLE, run_bulk_command)
+    add_options(bulk)
+    add_config_options(bulk)
+
+
+def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    job = parse_job(options)
+    if (options.address is None) == (options.model is None and options.config is None):
+        raise ConfigError(
+            "give --address (a Ray cluster where Tandem runs; auto: this one), or --model or "
+            "--config to start workers for this job"
+        )
+    if options.config is None and not any(group_sizes(options)):
+        options.attention_ranks, options.expert_ranks, options.prefill_ranks = 0, 0, 1
+    config = config_from_options(options)
+    set_up_logging("bulk", config.log, stderr_level=logging.WARNING)
+    if options.address is None:
+        prepare_cluster_environment(config, environment)
+
+    from cluster.tools.bulk.run import run_bulk, summary_line
+    from cluster.tools.bulk.workers import own_workers, running_workers
+
+    workers = (
+        running_workers(options.address, config.serve.name, environment)
+        if options.address
+        else own_workers(config, environment)
+    )
+    console = Terminal(stderr=True)
+    summary = run_bulk(job, workers, console)
+    if options.json:
+        print(pretty(summary))
+    else:
+        console.print(summary_line(summary, job.output), soft_wrap=True, highlight=False)
+    return 0
+
+
+_BENCH_EXAMPLE = """example:
+  tandem bench --rate 4 --seconds 30
+  tandem bench --url http://HOST:8000 --chat --rate 8 --prompt-tokens 512 --output-tokens 64
+  tandem bench --trace AzureLLMInferenceTrace_conv_2023.csv --rate 2 --divide-lengths 10 --ls 0.2 \\
+    --picture bench.svg --output bench.json
+Requests come when they are due, whether or not earlier ones are answered: times count from then.
+Any server with OpenAI's API is measured alike; --ls and --set name fields that only some take.
+"""
+
+
+def add_bench(commands: Commands) -> None:
+    help_ = "Load a server that speaks OpenAI's API, open loop, and tell what its clients saw."
+    command = add_command(commands, "bench", help_, _BENCH_EXAMPLE, run_bench)
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
+    command.add_argument("--model", metavar="M", help="default: the first that the server names")
+    command.add_argument("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
+    command.add_argument("--chat", action="store_true", help="chats instead of completions")
+    command.add_argument("--rate", type=float, help="requests per second (default 1, or a trace's)")
+    command.add_argument("--seconds", type=float, default=30.0, help="of arrivals (default 30)")
+    command.add_argument("--prompt-tokens", type=int, metavar="N", help="of each, about")
+    command.add_argument(
+        "--output-tokens", type=int, metavar="N", help="of each (default: as chats have them)"
+    )
+    command.add_argument(
+        "--trace", type=Path, metavar="F", help="arrivals and lengths (.csv, .jsonl)"
+    )
+    command.add_argument(
+        "--divide-lengths", type=int, default=1, metavar="N", help="--trace: for a smaller server"
+    )
+    command.add_argument(
+        "--ls", type=float, metavar="PART", help="latency-sensitive part of the requests, 0 to 1"
+    )
+    command.add_argument(
+        "--timeout-s", type=float, default=600.0, help="of a request (default 600)"
+    )
+    command.add_argument(
+        "--come-back", action="store_true", help="who is refused waits as told, and comes once more"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a=b",
+        help="a field of every body; repeatable",
+    )
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--picture", type=Path, metavar="F", help="draw the times (.png, .svg, .pdf)"
+    )
+    command.add_argument("--output", type=Path, metavar="F", help="write every request (.json)")
+    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    """2 if no request was answered."""
+    from rich.progress import Progress
+
+    from cluster.observe.terminal import Terminal
+    from cluster.tools.bench.bench import BenchSettings, bench
+    from cluster.tools.bench.report import as_json, draw_bench, print_bench, write_outcomes
+    from cluster.tools.plots import check_format, pyplot
+
+    _check(options)
+    if options.picture is not None:  # before all the load
+        check_format(options.picture, "--picture")
+        pyplot("--picture")
+    settings = BenchSettings(
+        url=options.url,
+        model=options.model,
+        key=options.api_key or environment.get(KEY_VARIABLE),
+        chat=options.chat,
+        rate=options.rate,
+        seconds=options.seconds,
+        trace=options.trace,
+        divisor=options.divide_lengths,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        ls=options.ls,
+        timeout_s=options.timeout_s,
+        retries_refused=options.come_back,
+        fields=_fields(options.set),
+        seed=options.seed,
+    )
+    console = Terminal(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("requests", total=None)
+        found = bench(
+            settings, lambda ended, of: bar.update(task, completed=float(ended), total=float(of))
+        )
+    if options.output is not None:
+        write_outcomes(found, options.output)
+    if options.picture is not None:
+        draw_bench(found, options.picture)
+    if options.json:
+        print(pretty(as_json(found)))
+    else:
+        print_bench(found)
+    return 0 if found.all.answered else EXIT_ERROR
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("rate", "seconds", "timeout_s"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
+    for name in ("prompt_tokens", "output_tokens", "divide_lengths"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= 1 << 20:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 to {1 << 20}")
+    if options.ls is not None and not 0 <= options.ls <= 1:
+        raise ConfigError(f"--ls {options.ls}: give a part, 0 to 1")
+    check_url(options.url)
+
+
+def _fields(given: list[str]) -> dict[str, Any]:
+    """Values are JSON, or else strings."""
+    fields: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--set {each}: give FIELD=VALUE, such as ignore_eos=true")
+        try:
+            fields[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            fields[name] = value
+    return fields
+
+
+_DEMO_EXAMPLE = """example:
+  tandem demo
+  tandem demo --trace demo.trace.json     (open the file in https://ui.perfetto.dev)
+"""
+
+
+def add_demo(commands: Commands) -> None:
+    help_ = "Start a local cluster, serve the bundled model, send real requests, show the answers."
+    demo = add_command(commands, "demo", help_, _DEMO_EXAMPLE, run_demo_command)
+    demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
+
+
+def run_demo_command(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
+    prepare_cluster_environment(TandemConfig(), environment)
+
+    from cluster.tools.demo import run_demo
+
+    return run_demo(options.trace)

@@ -1,1 +1,0 @@
-"""Files that people name: models, hardware, logs."""

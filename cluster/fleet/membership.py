@@ -1,0 +1,185 @@
+"""One rank more, one rank fewer, while the others serve.
+
+start ── room ─ prepare ─ join the others ─ start ─> a member: in the directory, supervised
+end   ── out of the directory ─> routers send it nothing more ─ it ends what it has, or hands it
+         over ─> stopped; its room is given back
+
+A rank of the launch shares its placement group with the others, and Ray takes no bundle out of one:
+its place is kept, and the next rank of its number starts there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+
+from actors.ranks.rendezvous import form_group
+from cluster.fleet.member import Member, RankBundle
+from cluster.fleet.nodes import RankRequest, place_ranks
+from cluster.fleet.rank_group import RankGroup, kill_all
+from contracts.config import TandemConfig
+from contracts.errors import LaunchError, TandemError
+from contracts.logs import event
+from contracts.ranks import DRAINED, Group, RankStatus, rank_name
+
+log = logging.getLogger("tandem.fleet")
+
+POLL_PERIOD_S = 0.5
+PROPAGATION_S = 3.0  # until every router has looked into the directory (finder.FOLLOW_PERIOD_S)
+REPLY_TIMEOUT_S = 5.0
+LATE_S = 5.0  # beyond its time, for a rank that is in a long step
+ON_ONE_NODE = ("shm", "ipc")
+
+
+def start_member(
+    group: RankGroup, kind: Group, rank: int, config: TandemConfig, *, share: int
+) -> Member:
+    """A rank of a kind that there is, which serves, and is in no group yet. share: of the memory
+    that is left it takes an equal part, of so many. Raises what keeps it from starting; it has no
+    room then."""
+    first = next(member for member in group.members if member.spec.group is kind)
+    place = find_kept_place(group, kind, rank) or _new_place(first, rank, config)
+    try:
+        return _start_rank(group, first, place, rank, config, share)
+    except BaseException:
+        release_place(place)
+        raise
+
+
+def add_member(
+    group: RankGroup,
+    kind: Group,
+    rank: int,
+    config: TandemConfig,
+    *,
+    share: int,
+    closing: threading.Event,
+) -> float | None:
+    """`start_member`, and it is in the directory. Returns how many seconds that took; None: the
+    server ended meanwhile, and this rank with it."""
+    started_s = time.monotonic()
+    member = start_member(group, kind, rank, config, share=share)
+    if closing.is_set():
+        kill_all([member.handle])
+        release_place(member.place)
+        return None
+    group.join(member)
+    seconds = round(time.monotonic() - started_s, 1)
+    event(log, "worker_added", name=member.name, epoch=member.spec.epoch, seconds=seconds)
+    return seconds
+
+
+def find_kept_place(group: RankGroup, kind: Group, rank: int) -> RankBundle | None:
+    """That of a rank of the launch that has gone."""
+    present = (*group.members, *group.draining)
+    taken = {(id(one.place.placed), one.place.bundle) for one in present}
+    for placed in {id(one.place.placed): one.place.placed for one in group.members}.values():
+        for bundle, request in enumerate(placed.requests):
+            is_its = (request.group, request.rank) == (kind, rank)
+            if is_its and (id(placed), bundle) not in taken:
+                return RankBundle(placed, bundle)
+    return None
+
+
+def release_place(place: RankBundle) -> None:
+    """What is its own: a place among others stays theirs."""
+    if place.is_exclusive:
+        place.placed.release()
+
+
+def _new_place(first: Member, rank: int, config: TandemConfig) -> RankBundle:
+    request = RankRequest(first.spec.group, rank, dict(first.place.needs))
+    beside = first.place.placed
+    is_joined = first.spec.group is not Group.PREFILL and first.spec.backend in ON_ONE_NODE
+    host = first.place.node.host if is_joined else ""
+    placed = place_ranks([request], config, beside.device, beside.application, beside=host)
+    return RankBundle(placed, 0)
+
+
+def _start_rank(
+    group: RankGroup, first: Member, place: RankBundle, rank: int, config: TandemConfig, share: int
+) -> Member:
+    timeout_s, name = config.groups.ready_timeout_s, rank_name(first.spec.group, rank)
+    handle = place.start()
+    try:
+        handle.started().result(timeout_s)
+        spec = msgspec.structs.replace(
+            first.spec,
+            rank=rank,
+            epoch=group.next_epoch(),
+            host=place.node.listen_host,
+            ranks_on_node=share,
+        )
+        alone = spec.group is Group.PREFILL  # it has all experts by itself
+        (ready,) = form_group(
+            [spec],
+            [handle],
+            timeout_s=timeout_s,
+            others=lambda: [] if alone else [one.ready for one in group.working],
+        )
+    except BaseException as error:
+        kill_all([handle])
+        if isinstance(error, FutureTimeoutError):
+            raise LaunchError(f"{name} did not start within {timeout_s:g} s") from None
+        raise
+    return Member(spec, place, handle, ready)
+
+
+def remove_member(
+    group: RankGroup, member: Member, within_s: float, closing: threading.Event
+) -> None:
+    """It ends what it has within that time, or hands it over. closing: it ends at once."""
+    group.leave(member)
+    finish_draining(group, member, within_s, closing)
+
+
+def finish_draining(
+    group: RankGroup, member: Member, within_s: float, closing: threading.Event
+) -> None:
+    """Of one that is out of the directory, as `remove_member`."""
+    started_s = time.monotonic()
+    if not member.replacement_reason:
+        closing.wait(PROPAGATION_S)
+        _wait_drained(member, started_s + within_s, closing)
+    if member.replacement_reason or not _has_stopped(member):
+        member.kill()
+    else:
+        ray.kill(member.handle.actor)
+    release_place(member.place)
+    group.gone(member)
+    seconds = round(time.monotonic() - started_s, 1)
+    event(log, "worker_stopped", name=member.name, seconds=seconds)
+
+
+def _wait_drained(member: Member, until_s: float, closing: threading.Event) -> None:
+    """It may be lost meanwhile, or hang: then its requests go elsewhere as after any loss."""
+    within_s = max(0.0, until_s - time.monotonic())
+    last_s = time.monotonic() + within_s + LATE_S
+    leave_reply = member.handle.call("leave", within_s)
+    while not closing.wait(POLL_PERIOD_S) and time.monotonic() < last_s:
+        try:
+            status: RankStatus = member.handle.call("status").result(REPLY_TIMEOUT_S)
+            if leave_reply.done():
+                leave_reply.result()
+        except FutureTimeoutError:
+            continue
+        except (TandemError, RayError) as error:
+            event(log, "rank_lost_while_draining", logging.WARNING, name=member.name, reason=error)
+            return
+        if status.notes.get("leaving") == DRAINED or not status.healthy:
+            return
+
+
+def _has_stopped(member: Member) -> bool:
+    try:
+        member.handle.call("stop").result(REPLY_TIMEOUT_S)
+    except (TandemError, RayError, FutureTimeoutError) as error:
+        event(log, "rank_stop_failed", logging.WARNING, name=member.name, error=error)
+        return False
+    return True

@@ -1,0 +1,70 @@
+"""A process that is no rank has its metrics scraped: an ingress, a bulk job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ray.exceptions import RayError
+
+from actors.telemetry.exporter import Exporter
+from actors.telemetry.scrape_key import ScrapeKey
+from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.codec import ScrapeTarget, encode_target
+from cluster.fleet.nodes import this_node
+from contracts.config import TandemConfig
+from contracts.logs import event
+
+log = logging.getLogger("tandem.metrics")
+
+RENEW_S = 5.0
+
+RegisterTarget = Callable[[bytes], Awaitable[None]]  # Groups' `export`
+
+
+class MetricsEndpoint:
+    """Of one event loop. What keeps it from being scraped is logged; it works all the same."""
+
+    def __init__(
+        self,
+        config: TandemConfig,
+        telemetry: Telemetry,
+        group: str,
+        name: str,
+        register: RegisterTarget,
+    ) -> None:
+        """tell: the launcher of the ranks."""
+        self._config, self._group, self._name = config, group, name
+        self._register = register
+        self._exporter = Exporter(telemetry, key=ScrapeKey(config.http))
+        self._renewal: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Listens, and has the launcher of the ranks told so, now and again until it is closed."""
+        if not self._config.metrics.exporters:
+            return
+        try:
+            node = await asyncio.to_thread(this_node)
+            address = await self._exporter.open(self._config.metrics.host or node.listen_host)
+        except (OSError, RayError) as error:
+            event(log, "exporter_failed", logging.WARNING, name=self._name, reason=error)
+            return
+        own_target = ScrapeTarget(
+            address=address, group=self._group, rank=self._name, node=node.host
+        )
+        self._renewal = asyncio.create_task(self._renew_lease(encode_target(own_target)))
+
+    async def close(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.gather(self._renewal, return_exceptions=True)
+        await self._exporter.close()
+
+    async def _renew_lease(self, target: bytes) -> None:
+        while True:
+            try:
+                await self._register(target)
+            except RayError as error:  # another launcher will come, or we shall go with this one
+                event(log, "launcher_notify_failed", logging.WARNING, name=self._name, reason=error)
+            await asyncio.sleep(RENEW_S)

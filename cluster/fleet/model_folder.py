@@ -1,0 +1,73 @@
+"""From `model.path` to a folder: the bundled checkpoint, a local folder, or a hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+import models
+from contracts.config import BUNDLED
+from contracts.errors import CheckpointError, RequestError
+from models.text.tokenizer import Tokenizer
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+TRIVIAL = "Hello"
+_FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that is pickled, and no code
+
+
+def resolve_model_folder(path: str) -> Path:
+    """The checkpoint folder that `model.path` names: "bundled" is the one in the package, a hub id
+    ("Qwen/Qwen3-30B-A3B") is downloaded into Hugging Face's cache, or found there.
+
+    Raises CheckpointError: one line.
+    """
+    if path == BUNDLED:
+        return Path(models.__path__[0]).resolve() / BUNDLED
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
+        return _download(path)
+    raise CheckpointError(
+        f'model.path={path}: no such folder; give a Hugging Face model folder, "{BUNDLED}", or a '
+        "hub id (organisation/name)"
+    )
+
+
+class TokenizerInfo(NamedTuple):
+    """What can be said of a checkpoint's tokenizer once it works."""
+
+    vocab_size: int
+    has_chat_template: bool
+
+
+def check_tokenizer(folder: Path) -> TokenizerInfo:
+    """Loads the tokenizer and renders a chat, in milliseconds. Raises CheckpointError for what
+    would keep the ingress from starting, or every chat from an answer."""
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.encode(TRIVIAL)
+    if tokenizer.has_chat_template:
+        try:
+            tokenizer.encode_chat([{"role": "user", "content": TRIVIAL}])
+        except RequestError as error:
+            raise CheckpointError(
+                f"{folder}: the chat template fails on a chat of one message, {TRIVIAL!r}: "
+                f"{error.message}; mend it, or take it away to serve without chats"
+            ) from None
+    return TokenizerInfo(tokenizer.vocab_size, tokenizer.has_chat_template)
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"model.path={hub_id}: no such folder, and not to be had from the hub ({reason}); "
+            "download it where there is a network and give its folder"
+        ) from None

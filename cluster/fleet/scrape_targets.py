@@ -1,0 +1,225 @@
+"""Tells a Prometheus whom to scrape: all processes of an application, in a file of its launcher's.
+
+    tandem_service_discovery.json   as `file_sd_configs` reads it, replaced whole
+    tandem.lock                     locked as long as the launcher lives: whose file it is
+
+A launcher that finds its name in use, by another cluster of this machine, takes the next: tandem-2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+from ray.exceptions import RayError
+
+from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.scrape_key import ScrapeKey
+from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.codec import ScrapeTarget
+from cluster.fleet.member import Member
+from cluster.fleet.nodes import session_folder, this_node
+from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.targets_file import SUFFIX
+from contracts.clock import Clock, monotonic_s
+from contracts.config import TandemConfig
+from contracts.logs import event
+
+log = logging.getLogger("tandem.metrics")
+
+LEASE_S = 15.0  # without a word of a process that is no rank
+RETRY_S = 10.0  # after a file that could not be written
+MAX_NAMES = 100  # of one name on a machine
+_WILDCARDS = ("0.0.0.0", "[::]")
+
+
+def discovery_entry(target: ScrapeTarget, cluster: str) -> dict[str, object]:
+    """As Prometheus reads it; a host that is none is the node's."""
+    where, _, path = target.address.partition("/")
+    host, _, port = where.rpartition(":")
+    labels = {
+        "__metrics_path__": f"/{path}",
+        "cluster": cluster,
+        "group": target.group,
+        "rank": target.rank,
+        "node": target.node,
+    }
+    host = target.node if host in _WILDCARDS else host
+    return {"targets": [f"{host}:{port}"], "labels": labels}
+
+
+class TargetsFile:
+    """Of one launcher. Never raises: who cannot be scraped serves all the same."""
+
+    def __init__(self, folder: Path, name: str, clock: Clock = monotonic_s) -> None:
+        self._folder, self._name, self._clock = folder, name, clock
+        self._written: list[dict[str, object]] | None = None
+        self._retry_s = float("-inf")
+        self._reason = ""
+        self._lock: BinaryIO | None = None
+        self.cluster = name
+
+    @property
+    def path(self) -> Path:
+        return self._folder / f"{self.cluster}{SUFFIX}"
+
+    def write(self, targets: Sequence[ScrapeTarget]) -> None:
+        """Replaces the file, if they are others than before."""
+        if self._clock() < self._retry_s:
+            return
+        try:
+            if self._lock is None:
+                self._lock = self._claim()
+            entries = [discovery_entry(target, self.cluster) for target in targets]
+            if entries != self._written:
+                self._replace(msgspec.json.format(msgspec.json.encode(entries), indent=1))
+                self._written = entries
+        except OSError as error:
+            self._retry_s = self._clock() + RETRY_S
+            reason = error.strerror or str(error)
+            if reason != self._reason:  # once, however long it lasts
+                path = self.path
+                event(log, "scrape_targets_write_failed", logging.WARNING, path=path, reason=reason)
+            self._reason = reason
+        else:
+            self._reason = ""
+
+    def close(self) -> None:
+        """Nobody is to be scraped any more. May be called twice."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError), lock:
+                self.path.unlink(missing_ok=True)
+                Path(lock.name).unlink(missing_ok=True)
+
+    def _claim(self) -> BinaryIO:
+        """The first name that no launcher has who lives. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _remove_stale(self._folder)
+        for number in range(1, MAX_NAMES):
+            self.cluster = self._name if number == 1 else f"{self._name}-{number}"
+            lock = _open_own(self._folder / f"{self.cluster}.lock", "rb+")
+            if _is_locked(lock):
+                return lock
+            lock.close()
+        raise OSError(0, f"{MAX_NAMES} launchers called {self._name} run here")
+
+    def _replace(self, body: bytes) -> None:
+        """At once, for Prometheus reads it at any time."""
+        beside = self.path.with_suffix(".new")
+        beside.unlink(missing_ok=True)
+        with _open_own(beside, "wb", os.O_EXCL) as file:
+            file.write(body + b"\n")
+        os.replace(beside, self.path)
+
+
+def _open_own(path: Path, mode: str, flags: int = 0) -> BinaryIO:
+    """Made where it is not there; never what a link in a folder of everybody's leads to."""
+    own = flags | os.O_CREAT | os.O_NOFOLLOW
+
+    def opener(name: str, as_of_mode: int) -> int:
+        return os.open(name, as_of_mode | own, 0o644)
+
+    return cast(BinaryIO, open(path, mode, opener=opener))
+
+
+def _is_locked(lock: BinaryIO) -> bool:
+    """Whether it is ours now, and still the file of that name: whoever had it may have gone."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
+    return False
+
+
+def _remove_stale(folder: Path) -> None:
+    """Files of launchers that were killed."""
+    for path in folder.glob("*.lock"):
+        with contextlib.suppress(OSError), path.open("rb+") as lock:
+            if _is_locked(lock):
+                path.with_name(f"{path.stem}{SUFFIX}").unlink(missing_ok=True)
+                path.unlink()
+
+
+class ScrapeTargets:
+    """Ranks as the fleet knows them, its launcher, and those that come by and say so. Any thread
+    may call `lease`; the supervisor's calls `update`."""
+
+    def __init__(self, config: TandemConfig, file: TargetsFile, clock: Clock = monotonic_s) -> None:
+        self._config, self._file, self._clock = config, file, clock
+        self._own: list[ScrapeTarget] = []
+        self._exporter: ExporterThread | None = None
+        self._ranks: dict[str, ScrapeTarget] = {}  # by address
+        self._leased: dict[str, tuple[ScrapeTarget, float]] = {}  # by address; until when
+        self._guard = threading.Lock()  # of what is leased
+
+    def open(self, telemetry: Telemetry) -> None:
+        """Exports the launcher's own."""
+        key, node = ScrapeKey(self._config.http), this_node()
+        self._exporter = ExporterThread(telemetry, key=key, name="launcher")
+        address = self._exporter.open(self._config.metrics.host or node.listen_host)
+        if address:
+            name = "launcher"
+            self._own = [ScrapeTarget(address=address, group=name, rank=name, node=node.host)]
+
+    def lease(self, target: ScrapeTarget) -> None:
+        """It is to be scraped for the next LEASE_S."""
+        with self._guard:
+            self._leased[target.address] = (target, self._clock() + LEASE_S)
+
+    def update(self, groups: Sequence[RankGroup]) -> None:
+        """Lists who is there now. Those who are being replaced are not."""
+        ranks = {
+            member.ready.metrics_address: member
+            for group in groups
+            for member in group.members
+            if member.ready.metrics_address and not member.replacement_reason
+        }
+        try:
+            self._ranks = {
+                address: self._ranks.get(address) or _target(member)
+                for address, member in ranks.items()
+            }
+        except RayError as error:  # asked again in the next round
+            event(log, "rank_node_unknown", logging.WARNING, error=error)
+            return
+        self._file.write([*self._own, *self._ranks.values(), *self._still_leased()])
+
+    def close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        self._file.close()
+
+    def _still_leased(self) -> list[ScrapeTarget]:
+        now_s = self._clock()
+        with self._guard:
+            self._leased = {a: lease for a, lease in self._leased.items() if lease[1] > now_s}
+            return [target for target, _ in self._leased.values()]
+
+
+def create_scrape_targets(config: TandemConfig) -> ScrapeTargets | None:
+    """For a launcher, on its node; None: nobody exports anything."""
+    if not config.metrics.exporters:
+        return None
+    folder = config.metrics.targets
+    file = TargetsFile(Path(folder) if folder else session_folder(), config.serve.name)
+    return ScrapeTargets(config, file)
+
+
+def _target(member: Member) -> ScrapeTarget:
+    """Raises RayError."""
+    return ScrapeTarget(
+        address=member.ready.metrics_address,
+        group=member.spec.group,
+        rank=member.name,
+        node=member.place.placed.node(member.place.bundle).host,
+    )

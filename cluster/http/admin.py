@@ -1,0 +1,226 @@
+"""/scale: POST changes the number of ranks while they serve, GET says how far that has come. For
+whoever has the operator's key (`tandem scale`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from actors.telemetry.chrome_trace import request_events
+from actors.telemetry.scrape_coalescer import ScrapeCoalescer
+from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
+from cluster.http import response_types
+from cluster.http.body import read_body
+from cluster.http.errors import BodyTimeoutError, MediaTypeError
+from cluster.http.request_context import AppState
+from cluster.http.responses import json_response
+from cluster.http.version import version
+from contracts import metrics
+from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError
+from contracts.logs import event
+from contracts.metrics import Pipeline
+from contracts.ranks import RankStatus
+from contracts.requests import Priority
+from contracts.scaling import ScaleState, ScaleTarget, check_counts, format_counts
+from contracts.traces import (
+    MAX_TRACE_S,
+    ClockOffset,
+    RankTraceInfo,
+    RequestSpan,
+    TraceInfo,
+    TraceResponse,
+)
+
+log = logging.getLogger("tandem.ingress")
+
+MAX_BODY_BYTES: Final = 4096
+REPLY_TIMEOUT_S: Final = 15.0
+
+
+async def get_scale(app_state: AppState, request: Request) -> Response:
+    app_state.authenticator.check_operator(request)
+    return json_response(await _request_scale(app_state, None))
+
+
+async def start_scale(app_state: AppState, request: Request) -> Response:
+    """200 once it has begun: it may take minutes."""
+    app_state.authenticator.check_operator(request)
+    if "content-type" not in request.headers:  # what a page of another site may send unasked
+        raise MediaTypeError("content-type: expected application/json, got none", None)
+    app_state.drainer.check()
+    requested = await _read_scale_request(app_state, request)
+    check_counts(requested)
+    event(log, "scale_requested", logging.WARNING, requested=format_counts(requested.counts))
+    return json_response(await _request_scale(app_state, requested))
+
+
+async def _read_scale_request(app_state: AppState, request: Request) -> ScaleTarget:
+    account, limit_s = app_state.memory_budget.open(), app_state.http.body_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await read_body(request, ScaleTarget, MAX_BODY_BYTES, account)
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body was not there within {limit_s:g} s", None) from None
+    finally:
+        account.close()
+
+
+async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> ScaleState:
+    if app_state.scale is None:
+        raise NotReadyError("nobody is there who could start or end ranks")
+    try:
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            return await app_state.scale(requested)
+    except TimeoutError:
+        raise NotReadyError(
+            f"the launcher of the ranks has not answered within {REPLY_TIMEOUT_S:g} s"
+        ) from None
+
+
+DEFAULT_S = 5.0
+EXTRA_S = 30.0  # beyond the seconds themselves, for all that is asked and written
+INGRESS_PID = 1
+FIRST_RANK_PID = 2
+INGRESS = "ingress"
+
+
+async def trace(app_state: AppState, request: Request) -> Response:
+    app_state.authenticator.check_metrics(request)
+    seconds = _seconds(request)
+    if app_state.trace is None:
+        raise NotReadyError("nobody is there who could ask the ranks")
+    started_s = app_state.clock()
+    try:
+        async with asyncio.timeout(seconds + EXTRA_S):
+            clock = await app_state.trace.offset()
+            answer = await app_state.trace.trace(seconds)
+    except TimeoutError:
+        raise NotReadyError(
+            f"the ranks' traces were not there within {seconds + EXTRA_S:g} s"
+        ) from None
+    if answer.refused_s is not None:
+        raise OverloadError(
+            f"another trace is under way: try again in {math.ceil(answer.refused_s)} s",
+            answer.refused_s,
+        )
+    recent_requests = (
+        [] if seconds == 0 else [one for one in app_state.recent_requests if one.end_s >= started_s]
+    )
+    event(log, "traced", seconds=seconds, missing=" ".join(answer.note.missing) or "none")
+    return Response(_file(answer, recent_requests, clock), media_type="application/json")
+
+
+def _seconds(request: Request) -> float:
+    given = request.query_params.get("seconds", f"{DEFAULT_S:g}")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_TRACE_S:
+        shown = given[:20] if given.isprintable() else ascii(given[:20])
+        message = f"seconds={shown}: give 0 (clocks only) to {MAX_TRACE_S:g}"
+        raise RequestError(message, "seconds")
+    return seconds
+
+
+def _file(answer: TraceResponse, recent_requests: list[RequestSpan], clock: ClockOffset) -> bytes:
+    """Chrome's JSON, put together from pieces of JSON."""
+    own = msgspec.json.encode(request_events(recent_requests, INGRESS_PID, clock.applied_s))
+    note = answer.note
+    ranks = {INGRESS: RankTraceInfo(clock=clock, spans=len(recent_requests)), **note.ranks}
+    merged_note = TraceInfo(seconds=note.seconds, ranks=ranks, missing=note.missing)
+    others = bytes(answer.events)
+    joined = own[:-1] + (b"," if len(others) > 2 else b"") + others[1:]
+    head = b'{"displayTimeUnit":"ms","otherData":{"tandem":' + msgspec.json.encode(merged_note)
+    return head + b'},"traceEvents":' + joined + b"}"
+
+
+SCRAPE_TIMEOUT_S = 5.0
+
+PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
+
+
+async def load(app_state: AppState, request: Request) -> Response:
+    """Requests under way, and of their sequences those that wait for a first answer."""
+    app_state.authenticator.check_metrics(request)
+    return json_response(
+        response_types.ServerLoad(
+            server_load=len(app_state.active_requests), pipelines=_pipelines(app_state)
+        )
+    )
+
+
+def _pipelines(app_state: AppState) -> dict[str, response_types.PipelineLoad]:
+    requests = Counter(ctx.pipeline for ctx in app_state.active_requests)
+    waiting = app_state.backend.waiting()
+    return {
+        pipeline.value: response_types.PipelineLoad(
+            requests=requests[pipeline],
+            waiting={one.label: waiting.get((pipeline.value, one.label), 0) for one in Priority},
+        )
+        for pipeline in Pipeline
+    }
+
+
+def status_of(app_state: AppState) -> PlainEndpoint:
+    scrapes = ScrapeCoalescer(lambda: _status(app_state), app_state.clock)
+
+    async def answer(app_state: AppState, request: Request) -> Response:
+        app_state.authenticator.check_metrics(request)
+        return Response(await scrapes.text(), media_type="application/json")
+
+    return answer
+
+
+async def _status(app_state: AppState) -> str:
+    problems, ranks = list(app_state.backend.problems()), list[RankStatus]()
+    if app_state.ranks is not None:
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                ranks = await app_state.ranks()
+        except TimeoutError:
+            problems.append(f"the ranks have not told their state within {SCRAPE_TIMEOUT_S:g} s")
+        except TandemError as error:
+            problems.append(error.message)
+    found = response_types.Status(
+        model=app_state.model.name,
+        version=version(),
+        problems=problems,
+        pipelines=_pipelines(app_state),
+        ranks=ranks,
+    )
+    return msgspec.json.encode(found).decode()
+
+
+def metrics_of(app_state: AppState) -> PlainEndpoint:
+    scrapes = ScrapeCoalescer(lambda: _scrape(app_state), app_state.clock)
+    app_state.telemetry.read_each(
+        metrics.REQUESTS_WAITING,
+        lambda: {(one, label): n for (one, label), n in app_state.backend.waiting().items()},
+    )
+
+    async def answer(app_state: AppState, request: Request) -> Response:
+        app_state.authenticator.check_metrics(request)
+        return Response(await scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    return answer
+
+
+async def _scrape(app_state: AppState) -> str:
+    texts = [app_state.telemetry.exposition()]
+    if app_state.rank_metrics is not None:
+        try:
+            async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+                texts.append(await app_state.rank_metrics())
+        except TimeoutError:  # the ingress's own metrics are still worth a scrape
+            reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
+            event(log, "rank_metrics_failed", logging.WARNING, error=reason)
+    return merge_expositions(texts)

@@ -1,0 +1,203 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.http.checks import (
+    check_logprobs,
+    check_model,
+    check_options,
+    check_supported,
+    check_tokens,
+    resolve_max_tokens,
+)
+from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, generated_answer_bytes
+from cluster.http.errors import UnsupportedFieldError
+from cluster.http.generation import GenerationJob, GenerationPrompt, generation
+from cluster.http.guided_choice import samplings
+from cluster.http.logprobs import ChatLogprobs, chat_logprobs
+from cluster.http.request_context import AppState, RequestContext
+from cluster.http.responses import (
+    ChoiceBuilder,
+)
+from cluster.http.schemas import ChatBody, ChatMessage, GenerationOptions
+from cluster.http.text import Delta, ShownToken
+from contracts.errors import RequestError, TooLongError
+from models.text.tokenizer import Tokenizer
+
+_NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
+_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
+
+
+async def chat_completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
+    return await generation(app_state, ctx, request, ChatBody, _job, _ChatFormatter)
+
+
+async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> GenerationJob:
+    """The request, checked: see `checks.py` for the order."""
+    check_supported(body)
+    if body.echo:
+        raise UnsupportedFieldError("echo is not supported for chat", "echo")
+    check_model(body.model, app_state.model)
+    for name in ("max_tokens", "max_completion_tokens"):
+        most = getattr(body, name)
+        if most is not None and most < 1:
+            raise RequestError(f"{name}={most} must be at least 1", name)
+    if body.max_completion_tokens is not None:
+        body.max_tokens = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    options = check_options(body, app_state.model, ctx.priority, logprobs=top)
+    if options.n > app_state.http.max_batch_items:
+        raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
+    token_ids = await chat_token_ids(app_state, ctx, body.messages, _variables(body))
+    check_tokens(token_ids, app_state.model, "messages")
+    room = resolve_max_tokens(
+        *(len(token_ids), options, app_state.model),
+        default=_default_max_tokens(app_state, options, len(token_ids)),
+        param="messages",
+        pool_tokens=app_state.backend.pool_tokens(
+            prefill=options.max_tokens is not None and options.max_tokens <= 1
+        ),
+    )
+    tokens = options.n * (len(token_ids) + room)
+    app_state.bounds.check_passes("n", options.n, tokens)
+    if not options.stream:
+        answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
+        app_state.bounds.check_answer("max_tokens", answered)
+    (sampling,) = await samplings(
+        app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
+    )
+    return GenerationJob([GenerationPrompt(token_ids, sampling)], options)
+
+
+def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
+    """Of each choice: as many as the context and the limits allow."""
+    limits = app_state.bounds.limits
+    most = min(app_state.model.max_context_tokens, limits.pass_tokens // options.n - prompt_tokens)
+    if not options.stream:
+        each = generated_answer_bytes(options.n, options.sampling.logprobs, CHAT_ALTERNATIVE_BYTES)
+        most = min(most, limits.answer_bytes // each)
+    return max(most, 1)
+
+
+async def chat_token_ids(
+    app_state: AppState,
+    ctx: RequestContext,
+    messages: list[ChatMessage],
+    variables: dict[str, Any],
+    *,
+    add_special_tokens: bool = False,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """What the chat template makes of the messages. Raises RequestError about `messages`."""
+    if not messages:
+        raise RequestError("messages is empty", "messages")
+    context = app_state.model.max_context_tokens
+    if len(messages) > context:
+        raise TooLongError(
+            f"messages: {len(messages)} are more than the model's context has tokens ({context}):"
+            " send fewer",
+            "messages",
+        )
+    plain = [_template_message(index, message) for index, message in enumerate(messages)]
+    steps = app_state.tokenizer.chat_steps(
+        plain,
+        {**variables, "add_generation_prompt": add_generation_prompt},
+        max_characters=app_state.bounds.prompt_characters,
+        max_tokens=context,
+        add_special_tokens=add_special_tokens,
+    )
+    return await app_state.tokenizer_pool.run(
+        steps, ctx.account.held_bytes, ctx.charge_tokens, ctx.priority
+    )
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """The message as a template takes it: parts of text joined by line ends, no null fields."""
+    for name in ("audio", "function_call"):
+        if getattr(message, name) is not None:
+            raise UnsupportedFieldError(
+                f"messages[{index}].{name} is not supported", f"messages[{index}].{name}"
+            )
+    plain: dict[str, Any] = {
+        key: value
+        for key, value in msgspec.structs.asdict(message).items()
+        if value is not None and key not in _NO_TEMPLATES
+    }
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise RequestError(
+                    f"messages[{index}]: a part of type {part.type!r} is not supported, only text",
+                    "messages",
+                )
+        plain["content"] = "\n".join(part.text or "" for part in message.content)
+    if "content" not in plain and not message.tool_calls:
+        raise RequestError(f"messages[{index}] has no content", "messages")
+    return plain
+
+
+def _variables(body: ChatBody) -> dict[str, Any]:
+    variables = template_variables(body.chat_template_kwargs)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    return variables
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """What the template may use besides the messages. Raises RequestError."""
+    reserved = sorted(_RESERVED & (given or {}).keys())
+    if reserved:
+        raise RequestError(
+            f"chat_template_kwargs: {reserved[0]} cannot be set", "chat_template_kwargs"
+        )
+    return dict(given or {})
+
+
+class _ChatFormatter:
+    """A message; in a stream the role first, with the first arrival, then text and the reason."""
+
+    prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._include_logprobs = num_top is not None
+        self._started: set[int] = set()
+
+    def logprobs(self) -> ChatLogprobs | None:
+        return ChatLogprobs(self._tokenizer) if self._include_logprobs else None
+
+    def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "finish_reason": choice.finish_reason,
+        }
+
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        pieces = []
+        if index not in self._started:
+            self._started.add(index)
+            pieces.append(self._piece(index, {"role": "assistant", "content": ""}, [], None))
+        if delta.text or delta.tokens or delta.finish_reason:
+            content = {"content": delta.text} if delta.text or delta.tokens else {}
+            pieces.append(self._piece(index, content, delta.tokens, delta.finish_reason))
+        return pieces
+
+    def _piece(
+        self, index: int, delta: dict[str, str], tokens: list[ShownToken], reason: str | None
+    ) -> dict[str, Any]:
+        has_logprobs = tokens and self._include_logprobs
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": chat_logprobs(self._tokenizer, tokens) if has_logprobs else None,
+            "finish_reason": reason,
+        }

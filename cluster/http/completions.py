@@ -1,0 +1,183 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.http.checks import (
+    check_logprobs,
+    check_model,
+    check_options,
+    check_supported,
+    check_tokens,
+    resolve_max_tokens,
+)
+from cluster.http.cost import (
+    COMPLETION_ALTERNATIVE_BYTES,
+    generated_answer_bytes,
+    scored_bytes,
+)
+from cluster.http.echo import text_of
+from cluster.http.generation import GenerationJob, GenerationPrompt, generation
+from cluster.http.guided_choice import samplings
+from cluster.http.logprobs import CompletionLogprobs, completion_logprobs
+from cluster.http.request_context import AppState, RequestContext
+from cluster.http.responses import (
+    ChoiceBuilder,
+)
+from cluster.http.schemas import CompletionBody, GenerationOptions
+from cluster.http.text import Delta
+from contracts.errors import RequestError
+from models.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
+    return await generation(app_state, ctx, request, CompletionBody, _job, _CompletionFormatter)
+
+
+async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -> GenerationJob:
+    """The request, checked: see `checks.py` for the order."""
+    check_supported(body)
+    check_model(body.model, app_state.model)
+    top = check_logprobs("logprobs", body.logprobs)
+    options = check_options(body, app_state.model, ctx.priority, logprobs=top)
+    if options.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
+    listed = _prompts(body.prompt)
+    if len(listed) * options.n > app_state.http.max_batch_items:
+        raise RequestError(
+            f"prompt: {len(listed)} prompts times n={options.n} are more than"
+            f" {app_state.http.max_batch_items} (http.max_batch_items)",
+            "prompt",
+        )
+    model, sizes = app_state.model, []
+    default = DEFAULT_MAX_TOKENS
+    if options.choices is not None:  # room for any of them, in whatever tokens; it is cut later
+        default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
+    pool_tokens = app_state.backend.pool_tokens(
+        prefill=options.max_tokens is not None and options.max_tokens <= 1
+    )
+    token_ids = await _token_ids(app_state, ctx, listed)
+    for ids in token_ids:
+        check_tokens(ids, model, "prompt")
+        room = resolve_max_tokens(
+            *(len(ids), options, model),
+            default=default,
+            param="prompt",
+            pool_tokens=pool_tokens,
+        )
+        sizes.append((len(ids), room))
+    _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
+    with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
+    sampled = await samplings(app_state.tokenizer_pool, with_rooms, options, model)
+    prompts = []
+    for number, (ids, sampling) in enumerate(zip(token_ids, sampled, strict=True)):
+        text = await _echo_text(app_state, listed[number]) if body.echo else ""
+        prompts.append(GenerationPrompt(ids, sampling, text))
+    # lm-eval takes the last token listed for the one that was generated: an eos is among them
+    return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
+
+
+def _check_cost(
+    app_state: AppState,
+    ctx: RequestContext,
+    options: GenerationOptions,
+    sizes: list[tuple[int, int]],
+    *,
+    echo: bool,
+) -> None:
+    """sizes: tokens of each prompt, and those to generate. Charges what scoring the prompts for
+    their echo will hold. Raises TooCostlyError, OverloadError."""
+    bounds, top = app_state.bounds, options.sampling.logprobs
+    prompts = sum(prompt for prompt, _ in sizes)
+    generated = sum(room for _, room in sizes)
+    tokens = (prompts + generated) * options.n
+    bounds.check_passes("prompt", len(sizes) * options.n, tokens)
+    answer_tokens = (prompts if echo else 0) + (0 if options.stream else generated)
+    size = generated_answer_bytes(answer_tokens * options.n, top, COMPLETION_ALTERNATIVE_BYTES)
+    bounds.check_answer("prompt" if top is None else "logprobs", size)
+    if echo and top is not None:
+        ctx.account.charge(scored_bytes(prompts, top), "logprobs")
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+    """One entry per prompt: all strings, or all lists of token ids. Raises RequestError."""
+    if isinstance(given, str):
+        return [given]
+    texts = [item for item in given if isinstance(item, str)]
+    token_ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if not given:
+        raise RequestError("prompt is empty", "prompt")
+    if len(token_ids) == len(given):
+        return [token_ids]
+    if len(texts) == len(given):
+        return texts
+    if len(lists) == len(given):
+        return lists
+    raise RequestError(
+        "prompt: expected a string, strings, token ids, or lists of token ids, not a mixture",
+        "prompt",
+    )
+
+
+async def _token_ids(
+    app_state: AppState, ctx: RequestContext, listed: list[str] | list[list[int]]
+) -> list[list[int]]:
+    texts = [given for given in listed if isinstance(given, str)]
+    if not all(texts):
+        raise RequestError("prompt is empty", "prompt")
+    if texts:
+        for text in texts:
+            app_state.bounds.check_text("prompt", len(text))
+        most = app_state.model.max_context_tokens
+        return await app_state.tokenizer_pool.encode(
+            texts,
+            ctx.charge_tokens,
+            param="prompt",
+            characters=sum(map(len, texts)),
+            max_tokens=most,
+            priority=ctx.priority,
+        )
+    return [given for given in listed if isinstance(given, list)]
+
+
+async def _echo_text(app_state: AppState, given: str | list[int]) -> str:
+    """A prompt of token ids comes back as all its text, special tokens included."""
+    return given if isinstance(given, str) else await text_of(app_state, given)
+
+
+class _CompletionFormatter:
+    """Plain text."""
+
+    prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+
+    def logprobs(self) -> CompletionLogprobs | None:
+        num_top = self._num_top
+        return None if num_top is None else CompletionLogprobs(self._tokenizer, num_top)
+
+    def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
+        return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}
+
+    def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
+        if not (delta.text or delta.tokens or delta.finish_reason):
+            return []
+        logprobs = None
+        if self._num_top is not None:
+            logprobs = completion_logprobs(self._tokenizer, delta.tokens, self._num_top)
+        piece = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+        return [piece]

@@ -1,0 +1,338 @@
+"""One HTTP/1.1 connection: uvicorn's, with bounds on what its client may send before and beside a
+request, and on how long it may take for it.
+
+    accepted ─ HEAD ─> request at work ─> IDLE ─> HEAD ─> ...           (see `WaitState`)
+                        │         └ READER: the answer is not read
+                        └ answered before its body has come: REST
+
+Bytes that bring neither the end of a head nor a piece of a body are counted (a head so far, chunk
+extensions, trailers): beyond http.max_header_bytes they are a 431. uvicorn itself reads any number
+of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from cluster.http.authenticator import PROVE
+from cluster.http.connections import ConnectionTable, WaitState
+from cluster.http.errors import (
+    HeadersTooLargeError,
+    HeadersTooSlowError,
+    MalformedHttpError,
+    TargetTooLongError,
+    error_body,
+)
+from cluster.http.request_context import WATCH
+from cluster.http.request_log import fresh_id
+from contracts.config import HttpConfig
+from contracts.errors import TandemError
+
+MAX_TARGET_BYTES = 4096  # our longest route has 20 characters, and the name of a model
+MAX_PIPELINED = 8  # requests that wait behind the one at work
+MAX_CHUNKS = 4096  # of a body, beyond which they must have MIN_CHUNK_BYTES on average
+MIN_CHUNK_BYTES = 64
+LINE_BYTES = 4  # ": " and the end of the line
+MIN_READ_BYTES_PER_S = 1024  # at least which a client reads
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """Made on accepting, before a TLS handshake. opening: the task that joins it to its socket."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: Any,
+        connections: ConnectionTable,
+        http: HttpConfig,
+        address: str,
+    ) -> None:
+        super().__init__(config, server_state, app_state={})
+        self.address = address
+        self.wait: WaitState | None = None
+        self.opening: asyncio.Task[None] | None = None
+        self._connections = connections
+        self._http = http
+        self._is_open = not http.has_keys
+        self._is_proven = False
+        self._in_body = False
+        self._has_served = False
+        self._is_over = False  # nothing more is read from it
+        self._is_lost = False
+        self._is_advancing = False
+        self._idle_bytes = 0  # that brought neither the end of a head nor a piece of a body
+        self._chunks = self._body_bytes = 0
+        self._unsent_bytes = 0
+        self._problem: TandemError | None = None
+        self._leave: Callable[[], None] | None = None
+
+    # Connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._is_over = self._is_lost = True
+        self._connections.leave(self)
+        self._watch(self._leave)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_over:
+            return
+        self._is_advancing = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # not wanted, so it is answered as if without
+            self._read_no_more()
+        except httptools.HttpParserError as error:
+            if self._problem is None and not self._is_over:
+                self._problem = MalformedHttpError(f"not HTTP/1.1: {_words(error)}", None)
+        if self._is_advancing:
+            self._idle_bytes = 0
+        else:
+            self._idle_bytes += len(data)
+            if self._idle_bytes > self._http.max_header_bytes:
+                self._problem = self._problem or self._too_large(self._idle_bytes)
+        if self._problem is not None and not self._is_over:
+            self._refuse(self._problem)
+        self._update_wait()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._update_wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._update_wait()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._update_wait()
+
+    # Parser
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:  # each costs far more memory than its bytes
+            self._read_no_more()
+            raise RuntimeError("ends the parsing; those that wait are answered")
+        super().on_message_begin()
+        self.scope["state"].update({PROVE: self._prove, WATCH: self._watch})
+        self._chunks = self._body_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._check_head()
+        super().on_headers_complete()
+        self._is_advancing = self._in_body = True
+        self.headers = []  # of the trailers, which nobody reads: not of the scope
+
+    def on_chunk_header(self) -> None:
+        if self._chunks > MAX_CHUNKS and self._body_bytes < self._chunks * MIN_CHUNK_BYTES:
+            self._fail(
+                MalformedHttpError(
+                    f"the body has {self._chunks} chunks of {self._body_bytes} bytes in all: send "
+                    f"chunks of at least {MIN_CHUNK_BYTES} bytes",
+                    None,
+                )
+            )
+        self._chunks += 1
+
+    def on_body(self, body: bytes) -> None:
+        self._is_advancing = True
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._check_size(self.headers)
+        self._is_advancing, self._in_body = True, False
+        super().on_message_complete()
+        if self._is_open:
+            self._prove()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's, but for its timer: the book has all of them."""
+        self.server_state.total_requests += 1
+        self._has_served = True
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                cycle, app = self.pipeline.pop()
+                self._start_asgi_task(cycle, app)
+        self._update_wait()
+
+    def _check_head(self) -> None:
+        target_bytes = len(self.url)
+        if target_bytes > MAX_TARGET_BYTES:
+            self._fail(
+                TargetTooLongError(
+                    f"the request's target has {target_bytes} bytes, at most {MAX_TARGET_BYTES} "
+                    "are accepted",
+                    None,
+                )
+            )
+        self._check_size(self.headers, target_bytes)
+
+    def _check_size(self, headers: list[tuple[bytes, bytes]], more_bytes: int = 0) -> None:
+        if not headers:
+            return
+        if len(headers) > self._http.max_headers:
+            self._fail(
+                HeadersTooLargeError(
+                    f"the request has {len(headers)} headers, at most {self._http.max_headers} are "
+                    "accepted (http.max_headers)",
+                    None,
+                )
+            )
+        size = sum([len(name) + len(value) for name, value in headers])
+        size += more_bytes + LINE_BYTES * len(headers)
+        if size > self._http.max_header_bytes:
+            self._fail(self._too_large(size))
+
+    def _too_large(self, got_bytes: int) -> HeadersTooLargeError:
+        return HeadersTooLargeError(
+            f"the headers have {got_bytes} bytes or more, at most {self._http.max_header_bytes} "
+            "are accepted (http.max_header_bytes)",
+            None,
+        )
+
+    def _fail(self, problem: TandemError) -> None:
+        """Ends the parsing, with an answer of our own."""
+        self._problem = problem
+        raise problem
+
+    # What its client does, or does not do
+
+    def _prove(self) -> None:
+        """It has brought a valid key, or a complete request where no keys are configured."""
+        if not self._is_proven:
+            self._is_proven = True
+            self._connections.prove(self)
+
+    def _watch(self, leave: Callable[[], None] | None) -> None:
+        """leave: for the request at work, to be called once its client is gone."""
+        self._leave = leave
+        if leave is not None and self._is_lost:
+            self._leave = None
+            self.loop.call_soon(leave)
+
+    def _update_wait(self) -> None:
+        """Tells the book what is waited for now."""
+        wait = self._current_wait()
+        if wait is self.wait:
+            return
+        if wait is WaitState.IDLE:  # what the last request's head took is not kept
+            self.scope = self.headers = self.cycle = None  # type: ignore[assignment]
+        if wait in (WaitState.READER, WaitState.CLOSING):
+            self._unsent_bytes = self._count_unsent()
+        self._connections.wait_for(self, wait)
+
+    def _current_wait(self) -> WaitState | None:
+        if self.flow.write_paused:
+            return WaitState.READER
+        if self.cycle is not None and not self.cycle.response_complete:
+            return WaitState.CLOSING if self.transport.is_closing() else None
+        if self._is_over or self.transport.is_closing():
+            return WaitState.CLOSING
+        if self._in_body:
+            return WaitState.REST
+        return WaitState.IDLE if self._has_served and not self._idle_bytes else WaitState.HEAD
+
+    def time_out(self, wait: WaitState, limit_s: float) -> None:
+        if wait is WaitState.HEAD and self._idle_bytes:
+            self._refuse(
+                HeadersTooSlowError(
+                    f"the headers did not arrive within {limit_s:g} s (http.header_timeout_s)", None
+                )
+            )
+        elif wait in (WaitState.HEAD, WaitState.IDLE) and self.transport is not None:
+            self.transport.close()
+        elif wait is WaitState.REST or not self._is_read_within(limit_s):
+            self.drop()
+            return
+        self._update_wait()
+
+    def _is_read_within(self, limit_s: float) -> bool:
+        """Whether the client has taken enough of its answer since it was last looked at."""
+        if self.transport is None:
+            return False
+        left_bytes = self._count_unsent()
+        return 0 < left_bytes <= self._unsent_bytes - MIN_READ_BYTES_PER_S * limit_s
+
+    def _count_unsent(self) -> int:
+        """Bytes that the client's side has not taken. With those in the kernel: of its buffer of
+        megabytes, it asks for more only when a third is free."""
+        queued = bytearray(4)
+        try:
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        except (OSError, ValueError):  # closed: of a socket that is, the number is -1
+            return 0
+        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
+
+    def drop(self) -> None:
+        self._is_over = True
+        if self.transport is not None:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    # Answers that no application makes
+
+    def _refuse(self, error: TandemError) -> None:
+        """Answers, in turn if it can be, and reads no more."""
+        cycle = self.cycle
+        at_work = cycle is not None and not cycle.response_complete
+        if not at_work and self._in_body:  # it has its answer
+            self._is_over = True
+            self.transport.close()
+        elif not at_work:
+            self._answer(error)
+        elif not self._in_body:  # a request before this one: it is answered, then that is all
+            self._read_no_more()
+        elif self.pipeline or cycle.response_started:
+            self.drop()
+        else:
+            self._answer(error)
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def _answer(self, error: TandemError) -> None:
+        self._is_over = True
+        if self.transport.is_closing():
+            return
+        self.transport.write(refusal(error))
+        # The client may still be sending: to close now would reset the connection, which could
+        # lose the answer. So it is told the end, and what it sends is thrown away for a while.
+        if self.scheme == "http" and self.transport.can_write_eof():
+            with contextlib.suppress(OSError):  # it has gone: the loop is about to tell
+                self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _read_no_more(self) -> None:
+        """The requests that are there are answered, the last one with `Connection: close`."""
+        self._is_over = True
+        if self.cycle is not None:
+            self.cycle.keep_alive = False
+
+
+def refusal(error: TandemError, more: str = "") -> bytes:
+    """A whole answer, after which the connection ends. more: header lines, each with its end."""
+    body = msgspec.json.encode(error_body(error))
+    head = (
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
+        f"x-request-id: {fresh_id()}\r\nconnection: close\r\n\r\n"
+    )
+    return STATUS_LINE[error.status] + head.encode() + body
+
+
+def _words(error: httptools.HttpParserError) -> str:
+    """What the parser says, in one line of ASCII."""
+    return ascii(str(error))[1:-1]

@@ -1,0 +1,278 @@
+"""Our answers, as the endpoints give them and the OpenAPI document shows them. What of them may be
+long is put together from pieces of JSON (`answers.py`); the tests hold that against these."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from contracts.ranks import RankStatus
+
+FinishReason = Literal["stop", "length"]
+ErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "rate_limit_error",
+    "server_error",
+]
+
+
+class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class PromptTokensDetails(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """cached_tokens: of the prompt, found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class TokenUsage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Four parallel lists. The first token of a prompt has no log-probability: null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One text. finish_reason null: more follows (streaming only)."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage
+
+
+class CompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One event of a streamed completion. usage: with stream_options.include_usage, null until
+    the last chunk, which has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class TopLogprob(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One alternative."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A generated token and its alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: TokenUsage
+
+
+class ChatDelta(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The role in the first chunk of a choice; then pieces of its text."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A piece of one message."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One event of a streamed chat completion. usage: as in CompletionChunk."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: TokenUsage | UnsetType | None = UNSET
+
+
+class ClassifiedRow(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One text's label; with multi_label a list, of those with a probability of at least 0.5.
+    probs: in the order of the request's labels."""
+
+    index: int
+    label: str | list[str]
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/classify: one row per text, in order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassifiedRow]
+    usage: TokenUsage
+
+
+class Scoring(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer of /v1/score: per item a score for each of label_token_ids."""
+
+    id: str
+    object: Literal["scoring"]
+    created: int
+    model: str
+    scores: list[list[float]]
+    usage: TokenUsage
+
+
+class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A served model. max_model_len: tokens of prompt and answer together. expert_execution:
+    whether tokens are computed with the experts that routers choose, or with foretold ones."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    expert_execution: Literal["exact", "speculated"]
+
+
+class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The models that are served: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which Tandem answers."""
+
+    version: str
+
+
+class PipelineLoad(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests under way, and of their sequences those that wait for a first answer, by class."""
+
+    requests: int
+    waiting: dict[str, int]
+
+
+class ServerLoad(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What runs and waits. server_load: all requests under way."""
+
+    server_load: int
+    pipelines: dict[str, PipelineLoad]
+
+
+class Status(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The server from inside. problems: why it is not ready, or not all of this could be found out;
+    none: it is. ranks: what each says of itself, the planner left out."""
+
+    model: str
+    version: str
+    problems: list[str]
+    pipelines: dict[str, PipelineLoad]
+    ranks: list[RankStatus]
+
+
+class Health(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every rank serves."""
+
+    status: Literal["ok"]
+
+
+class ErrorDetail(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """param: the field it is about, where it is about one."""
+
+    message: str
+    type: ErrorType
+    param: str | None
+    code: str
+
+
+class ErrorResponse(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every 4xx and 5xx."""
+
+    error: ErrorDetail
+
+
+class Tokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tokens of a text, or of a conversation as the chat template writes it."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The text of tokens, special ones included."""
+
+    prompt: str

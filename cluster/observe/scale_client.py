@@ -1,0 +1,79 @@
+"""`tandem scale`: more ranks or fewer, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from cluster.observe.server_client import Server, error_message, send_request
+from contracts.errors import ConfigError, LaunchError
+from contracts.scaling import ScaleState, ScaleTarget, format_counts
+
+_REQUEST_TIMEOUT_S: Final = 30.0
+_MAX_BYTES: Final = 1 << 20
+_POLL_S: Final = 0.5
+_MAX_SILENCE_S: Final = 60.0  # so long nobody may answer while a launcher is replaced
+
+
+def start_scale(server: Server, requested: ScaleTarget) -> ScaleState:
+    """Raises ConfigError where it cannot be, or nobody answers."""
+    return _request_scale(server, "POST", requested)
+
+
+def follow_scale(
+    server: Server,
+    started: ScaleState,
+    report: Callable[[str], None],
+    within_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ScaleState:
+    """Says each step, until it has ended. Raises LaunchError if it has failed, or not ended by
+    then: it goes on in the server."""
+    end_s, last_reply_s = time.monotonic() + within_s, time.monotonic()
+    num_reported, state = 0, started
+    while True:
+        for step in state.steps[num_reported:]:
+            report(step)
+        num_reported = len(state.steps)
+        if state.state == "failed":
+            raise LaunchError(f"{state.reason}; there are {format_counts(state.ranks)}")
+        if state.state != "running":
+            return state
+        if time.monotonic() > end_s:
+            raise LaunchError(
+                f"not done within {within_s:g} s (--within): it goes on; look at `tandem status`"
+            )
+        sleep(_POLL_S)
+        try:
+            state, last_reply_s = _request_scale(server, "GET", None), time.monotonic()
+        except ConfigError:
+            if time.monotonic() - last_reply_s > _MAX_SILENCE_S:
+                raise
+            continue
+        if state.number != started.number:
+            raise LaunchError(
+                "the launcher of the ranks was started anew, or another scale has begun: look at "
+                "`tandem status`, and scale again"
+            )
+
+
+def _request_scale(server: Server, method: str, requested: ScaleTarget | None) -> ScaleState:
+    body = None if requested is None else msgspec.json.encode(requested)
+    status, answer = send_request(
+        server, method, "/scale", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S, content=body
+    )
+    if status == 401:
+        detail = error_message(answer)
+        raise ConfigError(f"--url {server.url}: 401: give http.operator_key as --api-key: {detail}")
+    if status != 200:
+        raise ConfigError(f"--url {server.url}: {status}: {error_message(answer)}")
+    try:
+        return msgspec.json.decode(answer, type=ScaleState)
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(
+            f"--url {server.url}: /scale did not answer as Tandem does: is it another server, or "
+            "another version?"
+        ) from None

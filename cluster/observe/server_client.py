@@ -1,0 +1,91 @@
+"""Servers that a command asks: where they are, the key, and how it is told that nobody answers."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from contracts.errors import ConfigError
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url}: begin it with http:// or https://")
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """Headers."""
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def unreachable_error(url: str, error: Exception) -> ConfigError:
+    return ConfigError(f"--url {url}: no answer: {str(error) or type(error).__name__}")
+
+
+class Server(NamedTuple):
+    url: str
+    key: str | None = None
+
+
+class HttpAnswer(NamedTuple):
+    status: int
+    body: bytes
+
+
+def send_request(
+    server: Server,
+    method: str,
+    path: str,
+    *,
+    most_bytes: int,
+    timeout_s: float,
+    content: bytes | None = None,
+) -> HttpAnswer:
+    """content: JSON. timeout_s: for it to go on; in all it may take twice as long. Raises
+    ConfigError where nobody answers, or without an end."""
+    headers = bearer(server.key) | ({} if content is None else {"content-type": "application/json"})
+    end_s = time.monotonic() + 2 * timeout_s
+    try:
+        with (
+            httpx.Client(base_url=server.url, headers=headers, timeout=timeout_s) as client,
+            client.stream(method, path, content=content) as response,
+        ):
+            return HttpAnswer(response.status_code, read_answer(response, most_bytes, end_s))
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise unreachable_error(server.url, error) from None
+
+
+def get_monitored(server: Server, path: str, *, most_bytes: int, timeout_s: float) -> HttpAnswer:
+    """What whoever watches the server may see. Raises ConfigError, too where the key is another
+    one."""
+    answer = send_request(server, "GET", path, most_bytes=most_bytes, timeout_s=timeout_s)
+    if answer.status == 401:
+        raise ConfigError(
+            f"--url {server.url}: 401: give the key of its http.metrics_key as --api-key"
+        )
+    return answer
+
+
+def read_answer(response: httpx.Response, most_bytes: int, end_s: float) -> bytes:
+    """The body of one that is streamed. Raises httpx.ReadTimeout where it does not end by then, on
+    the monotonic clock, or is longer."""
+    parts, size = list[bytes](), 0
+    for part in response.iter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > most_bytes or time.monotonic() > end_s:
+            raise httpx.ReadTimeout(f"its answer has no end after {size} bytes")
+    return b"".join(parts)
+
+
+def error_message(body: bytes) -> str:
+    """Of an error's answer, in one line."""
+    try:
+        decoded = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
+        return str(decoded["error"]["message"])
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"

@@ -1,0 +1,89 @@
+"""`tandem trace`: what all processes of a running server do in the next seconds, as a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlencode
+
+import msgspec
+from rich.table import Table
+
+from cluster.observe.server_client import Server, error_message, get_monitored
+from cluster.observe.terminal import Terminal
+from contracts.errors import ConfigError
+from contracts.traces import TraceInfo
+
+MAX_BYTES: Final = 512 << 20
+EXTRA_S: Final = 40.0  # beyond the seconds themselves
+
+
+class _TraceMetadata(msgspec.Struct):
+    tandem: TraceInfo
+
+
+class _File(msgspec.Struct, rename={"metadata": "otherData", "events": "traceEvents"}):
+    """Its events are not looked at."""
+
+    metadata: _TraceMetadata
+    events: msgspec.Raw
+
+
+def save_trace(server: Server, seconds: float, output: Path) -> TraceInfo:
+    """Writes the file, whole or not at all, and returns what it says of itself. Raises ConfigError
+    where nobody answers, or somebody else, or another trace is under way."""
+    body = fetch_trace(server, seconds)
+    note = parse_note(server, body)
+    partial = output.with_name(f"{output.name}.{os.getpid()}.part")
+    try:
+        partial.write_bytes(body)
+        partial.replace(output)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from None
+    return note
+
+
+def fetch_trace(server: Server, seconds: float) -> bytes:
+    """The file as it is answered. Raises ConfigError."""
+    path = f"/trace?{urlencode({'seconds': f'{seconds:g}'})}"
+    timeout_s = seconds + EXTRA_S
+    status, body = get_monitored(server, path, most_bytes=MAX_BYTES, timeout_s=timeout_s)
+    if status != 200:
+        raise ConfigError(f"--url {server.url}: {status}: {error_message(body)}")
+    return body
+
+
+def parse_note(server: Server, body: bytes) -> TraceInfo:
+    """What a trace says of itself. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(body, type=_File).metadata.tandem
+    except (msgspec.DecodeError, RecursionError):
+        raise ConfigError(
+            f"--url {server.url}: /trace did not answer as Tandem does: is it another server, or "
+            "another version?"
+        ) from None
+
+
+def print_trace(note: TraceInfo, output: Path) -> None:
+    """missing ranks: on standard error, too, for what is piped."""
+    terminal = Terminal(highlight=False)
+    terminal.print(
+        f"{output}: {note.seconds:g} s; open it in https://ui.perfetto.dev", markup=False
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("process", no_wrap=True)
+    for heading in ("spans", "clock ahead by, ms", "to within, ms"):
+        table.add_column(heading, justify="right")
+    for name, rank in note.ranks.items():
+        clock = rank.clock
+        ahead = "same clock" if clock.is_shared else f"{clock.offset_ms:.3f}"
+        spans = f"{rank.spans:,}" + ("+" if rank.is_cut else "")
+        table.add_row(name, spans, ahead, "" if clock.is_shared else f"{clock.uncertainty_ms:.3f}")
+    terminal.print(table)
+    errors = Terminal(stderr=True, highlight=False)
+    for name, reason in note.missing.items():
+        errors.print(f"{name} is missing: {reason}", markup=False, soft_wrap=True)
+    if any(rank.is_cut for rank in note.ranks.values()):
+        errors.print("+: its older spans are gone: ask for fewer seconds, or raise trace.spans")

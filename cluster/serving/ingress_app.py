@@ -1,0 +1,166 @@
+"""The ingress's parts, joined: tokenizer, rank clients, pipelines, HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+
+from starlette.applications import Starlette
+
+from actors.channels.handshake import Identity
+from actors.planning.planner_inputs import shape_of
+from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.codec import Directory
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http.app import App, build_app
+from cluster.http.key_reloader import ApiKeyReloader
+from cluster.http.request_context import TraceSource
+from cluster.http.schemas import ModelInfo
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
+from cluster.routing.pipelines import Pipelines
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.prefill_placer import PrefillPlacer
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_discovery import FindRanks
+from cluster.routing.rank_socket import RankClientConfig
+from cluster.serving.launcher import GroupsClient, Launcher
+from contracts.config import ChannelConfig, HttpConfig, TandemConfig
+from contracts.interpreter import freeze_heap
+from contracts.messages import STATE_PERIOD_S
+from contracts.ranks import Group, rank_name
+from models.text.tokenizer import Tokenizer
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from planner.routing.request_work import work_of
+from planner.routing.saturation import saturation_of
+
+CONNECT_DEADLINE_S = 30.0
+RANK_WAIT_S = 1.0  # for the last of the ranks: it may be being replaced, which takes longer
+MIN_SILENCE_S = 4 * STATE_PERIOD_S
+
+
+def served_model(config: TandemConfig) -> tuple[ModelInfo, Tokenizer]:
+    """What clients call the model and may ask of it. Raises CheckpointError."""
+    folder = resolve_model_folder(config.model.path)
+    spec = check_checkpoint(folder)
+    model = ModelInfo(
+        name=config.model.name or folder.name,
+        max_context_tokens=config.model.context_tokens(spec.max_context_tokens),
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(spec.eos_token_ids),
+        created=int(time.time()),
+        expert_execution=config.experts.speculative,
+    )
+    return model, Tokenizer.load(folder)
+
+
+def rank_clients(
+    addresses: Mapping[str, str],
+    token: bytes,
+    channel: ChannelConfig = ChannelConfig(),  # noqa: B008
+) -> list[RankClient]:
+    """One client per rank, each proving the cluster's token. channel: whose silence_s counts."""
+    heartbeat_timeout_s = max(channel.heartbeat_timeout_s, MIN_SILENCE_S)
+    identity = Identity(name="ingress", token=token, epoch=None)
+    settings = RankClientConfig(heartbeat_timeout_s=heartbeat_timeout_s)
+    return [RankClient(name, address, identity, settings) for name, address in addresses.items()]
+
+
+def pipelines(
+    config: TandemConfig, directory: Directory, find: FindRanks | None = None
+) -> Pipelines:
+    """What is deployed, not yet connected (`start`, `wait_ready`). Raises CheckpointError.
+
+    find: where the ranks are, asked while one of them is missing.
+    """
+    settings = RoutingConfig(
+        block_tokens=config.kv.block_tokens,
+        max_waiting=-(-config.schedule.max_waiting // config.groups.ingress_replicas),
+        request_share=config.schedule.request_share,
+        ls_max_wait_s=config.priority.ls_max_wait_s,
+        be_max_wait_s=min(config.priority.be_max_wait_s, config.http.request_timeout_s),
+        be_share=config.priority.be_share,
+        no_rank_timeout_s=config.groups.ready_timeout_s,
+    )
+    generating = prefilling = None
+    if directory.client_addresses:
+        clients = rank_clients(directory.client_addresses, directory.token, config.channel)
+
+        def connect(name: str, address: str) -> RankClient:
+            return rank_clients({name: address}, directory.token, config.channel)[0]
+
+        connector = None if find is None else connect
+        generating = PipelineBackend(
+            LeastWorkPlacer(clients, settings, find=find, connect=connector)
+        )
+    if directory.prefill_addresses:
+        spec = check_checkpoint(resolve_model_folder(config.model.path))
+        context_tokens = config.model.context_tokens(spec.max_context_tokens)
+        names = [rank_name(Group.PREFILL, rank) for rank in range(config.prefill_slots)]
+        worker_addresses = {name: directory.prefill_addresses.get(name, "") for name in names}
+        backlog = PrefillPlacer(
+            rank_clients(worker_addresses, directory.token, config.channel),
+            settings,
+            saturation_of(config.prefill, context_tokens),
+            work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
+            find,
+            poll_always=find is not None,
+        )
+        prefilling = PipelineBackend(backlog)
+    return Pipelines(generating, prefilling)
+
+
+async def build_ingress_app(
+    config: TandemConfig,
+    directory: Directory,
+    groups_client: GroupsClient,
+    find: FindRanks,
+    telemetry: Telemetry | None = None,
+) -> App:
+    """The application, connected to every rank, or to those that are there: workers may be lost
+    for a while when an ingress starts. It closes its connections when it shuts down."""
+    model, tokenizer = await asyncio.to_thread(served_model, config)
+    backend = pipelines(config, directory, find)
+    backend.start()
+    async with asyncio.timeout(CONNECT_DEADLINE_S):
+        await backend.wait_serving(RANK_WAIT_S)
+    freeze_heap()
+    launcher = Launcher(groups_client)
+    app = build_app(
+        backend,
+        tokenizer,
+        model,
+        config.http,
+        telemetry=telemetry,
+        rank_metrics=launcher.metrics,
+        ranks=launcher.status,
+        tracing=TraceSource(launcher.trace, launcher.offset),
+        scale=launcher.scale,
+        share_between_keys=config.kv.share_between_keys,
+        limits=config.limits,
+        logs_prompts=config.log.prompts,
+    )
+
+    follow = await _follow_keys(app, config.http)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        follow.cancel()
+        await backend.close()
+        app.close()
+
+    app.router.lifespan_context = lifespan
+    return app
+
+
+async def _follow_keys(app: App, http: HttpConfig) -> asyncio.Future[None]:
+    """Takes the keys of http.keys_file, now and when it changes, until it is cancelled. Raises
+    ConfigError if they cannot be used now."""
+    if http.keys_file is None:
+        return asyncio.get_running_loop().create_future()
+    reloader = ApiKeyReloader(http, app.app_state.authenticator, app.app_state.telemetry)
+    await reloader.load()
+    return asyncio.create_task(reloader.run())

@@ -1,0 +1,82 @@
+"""When a server that runs is over: its user ends it, or it can serve no more. And how it drains:
+`tandem serve` asks its ingress; behind Serve's proxy, which sends nothing more to an application
+that is removed, ingress and launcher each wait for what they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from contracts.logs import event
+from contracts.ranks import RankStatus
+
+log = logging.getLogger("tandem.serving")
+
+POLL_PERIOD_S = 0.5
+REPLY_TIMEOUT_S = 5.0
+DRAIN_PERIOD_S = 0.05
+
+
+def wait_for_shutdown(
+    groups: Any, token: bytes, stop: threading.Event, launcher_timeout_s: float
+) -> str:
+    """Waits until `stop` is set: empty; or until the ranks launched with this token can serve no
+    more: why. groups: handle of the Groups deployment, which may be silent for give_up_s."""
+    last_reply_s = time.monotonic()
+    while not stop.wait(POLL_PERIOD_S):
+        try:
+            reason: str = groups.problem.remote(token).result(timeout_s=REPLY_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody is heard
+            event(log, "groups_unreachable", logging.WARNING, error=str(error).partition("\n")[0])
+            if time.monotonic() - last_reply_s < launcher_timeout_s + REPLY_TIMEOUT_S:
+                continue
+            reason = "the launcher of the ranks (Groups) does not answer"
+        last_reply_s = time.monotonic()
+        if reason:
+            return reason
+    return ""
+
+
+def drain(ingress: Any, limit_s: float, skip_drain: threading.Event, replicas: int = 1) -> None:
+    """Returns once each ingress replica has answered all that it has, or after limit_s, or when
+    `skip_drain` is set. They let nobody in from the start. ingress: handle of the Ingress
+    deployment, which asks one of them, not always the same."""
+    end_s = time.monotonic() + limit_s
+    left: dict[str, int] = {}
+    while not skip_drain.wait(0.0 if len(left) < replicas else DRAIN_PERIOD_S):
+        try:
+            name, count = ingress.drain.remote().result(timeout_s=REPLY_TIMEOUT_S)
+            left[name] = count
+        except TimeoutError:
+            pass  # of one that is busy
+        except Exception as error:  # noqa: BLE001 - an ingress that is gone has nothing to drain
+            event(log, "ingress_unreachable", logging.WARNING, error=str(error).partition("\n")[0])
+            if replicas == 1:
+                return
+        if len(left) >= replicas and not any(left.values()):
+            return
+        if time.monotonic() > end_s:
+            count = sum(left.values())
+            event(log, "requests_aborted", logging.WARNING, left=count, after_s=limit_s)
+            return
+
+
+async def wait_idle(
+    status: Callable[[], Awaitable[Sequence[RankStatus]]],
+    limit_s: float,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> int:
+    """Returns once no rank has a sequence at two looks in a row, between which an ingress may send
+    another one of a request that it has; or after limit_s: how many sequences are left."""
+    end_s, was_idle = time.monotonic() + limit_s, False
+    while True:
+        left = sum(rank.running + rank.waiting for rank in await status())
+        if (was_idle and not left) or time.monotonic() >= end_s:
+            return left
+        was_idle = not left
+        await sleep(POLL_PERIOD_S)

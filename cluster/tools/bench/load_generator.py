@@ -1,0 +1,190 @@
+"""Load over streaming HTTP: what a client of any server with OpenAI's API sees."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from cluster.observe.server_client import bearer
+from cluster.tools.bench.outcome import RequestResult
+from contracts.clock import monotonic_s
+
+WORDS: Final = ["the", "of", "and", "to", "in", "that", "was", "his", "it", "with", "is", "for"]
+_DONE: Final = "data: [DONE]"
+_MAX_ERROR_CHARS: Final = 120
+
+
+class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A server. path: "/v1/completions", or "/v1/chat/completions". classes: whether requests tell
+    theirs, which only some servers take. fields: of every request's body, besides."""
+
+    url: str
+    model: str
+    key: str | None = None
+    path: str = "/v1/completions"
+    classes: bool = True
+    fields: dict[str, Any] = {}
+
+
+class _Piece(msgspec.Struct):
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+
+    @property
+    def is_content(self) -> bool:
+        """A chat opens with a piece that names the role and says nothing."""
+        if self.delta is None:
+            return self.text is not None
+        return bool(self.delta.get("content") or self.delta.get("reasoning_content"))
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Piece] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Chunk)
+
+
+class HttpLoadGenerator:
+    """Sends requests as they are due. comes_back: a client that is refused waits as it is told,
+    once. most_open: requests at a time; one that is due beyond is not sent, which its error says:
+    to wait would close the loop."""
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        seed: int,
+        *,
+        retries_refused: bool = False,
+        max_open: int = 8192,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        """progress: told how many requests have ended."""
+        self._target = target
+        self._rng = random.Random(seed)
+        self._comes_back = retries_refused
+        self._max_open = max_open
+        self._progress = progress
+        self._open = self._ended = 0
+        self.again: list[RequestResult] = []  # what became of those who came back
+
+    async def run(self, outcomes: Sequence[RequestResult], timeout_s: float) -> None:
+        """Fills them in. timeout_s: for each request, from sent to its end."""
+        target = self._target
+        headers = bearer(target.key)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=target.url, timeout=timeout_s, limits=limits, headers=headers
+        ) as client:
+            start_s, tasks = monotonic_s(), []
+            for outcome in outcomes:
+                delay_s = start_s + outcome.arrival.at_s - monotonic_s()
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
+                if self._open >= self._max_open:
+                    outcome.error = f"not sent: {self._open} requests were open"
+                    continue
+                self._open += 1
+                tasks.append(asyncio.create_task(self._one(client, outcome, start_s, timeout_s)))
+            await asyncio.gather(*tasks)
+
+    async def _one(
+        self, client: httpx.AsyncClient, outcome: RequestResult, start_s: float, timeout_s: float
+    ) -> None:
+        body = self._body(outcome)
+        await self._send(client, body, outcome, start_s, timeout_s)
+        if outcome.retry_s is not None and self._comes_back:
+            await asyncio.sleep(outcome.retry_s)
+            again = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
+            self.again.append(again)
+            await self._send(client, body, again, start_s, timeout_s)
+        self._open -= 1
+        self._ended += 1
+        self._progress(self._ended)
+
+    def _body(self, outcome: RequestResult) -> dict[str, Any]:
+        """A word is about a token."""
+        target, arrival = self._target, outcome.arrival
+        text = " ".join(self._rng.choices(WORDS, k=arrival.lengths.prompt))
+        is_chat = target.path.endswith("chat/completions")
+        prompt_fields = (
+            {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+        )
+        return {
+            "model": target.model,
+            **prompt_fields,
+            "max_tokens": arrival.lengths.output,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"priority": arrival.priority.label} if target.classes else {}),
+            **target.fields,
+        }
+
+    async def _send(
+        self,
+        client: httpx.AsyncClient,
+        body: dict[str, Any],
+        outcome: RequestResult,
+        start_s: float,
+        timeout_s: float,
+    ) -> None:
+        outcome.sent_s = monotonic_s() - start_s
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                client.stream("POST", self._target.path, json=body) as response,
+            ):
+                if response.status_code == 200:
+                    await _read_stream(response, outcome, start_s)
+                else:
+                    await response.aread()
+                    _refused(outcome, response)
+        except TimeoutError:
+            outcome.error = "ReadTimeout"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            outcome.error = type(error).__name__
+        outcome.end_s = monotonic_s() - start_s
+
+
+def _refused(outcome: RequestResult, response: httpx.Response) -> None:
+    outcome.error = f"{response.status_code}"
+    outcome.detail = " ".join(response.text[:_MAX_ERROR_CHARS].split())
+    try:
+        outcome.retry_s = float(response.headers["retry-after"])
+    except (KeyError, ValueError):
+        outcome.retry_s = None  # it says nothing, or gives a date
+
+
+async def _read_stream(response: httpx.Response, outcome: RequestResult, start_s: float) -> None:
+    times: list[float] = []
+    outcome.tokens_s = times
+    is_whole = False
+    async for line in response.aiter_lines():
+        is_whole = is_whole or line == _DONE
+        if not line.startswith("data: {"):
+            continue
+        try:
+            chunk = _DECODER.decode(line[6:])
+        except (msgspec.DecodeError, RecursionError):
+            outcome.error = f"no chunk: {line[:_MAX_ERROR_CHARS]}"
+            return
+        if chunk.error:
+            outcome.error = f"{chunk.error}"[:_MAX_ERROR_CHARS]
+        if chunk.usage is not None:
+            outcome.usage_tokens = chunk.usage.completion_tokens
+        if any(piece.is_content for piece in chunk.choices):
+            times.append(monotonic_s() - start_s)
+    if not outcome.error and (not is_whole or not times):
+        outcome.error = "the answer has no end" if times else "the answer has no tokens"

@@ -1,0 +1,117 @@
+"""A chunk of rows, answered: tokenised together, then each through the scorer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from cluster.classification.bounded import map_bounded
+from cluster.classification.classify import (
+    Classified,
+    ClassifyTask,
+    Scorer,
+    TokenizedRow,
+    add_usage,
+    classify_row,
+    tokenize_rows,
+)
+from cluster.classification.multilabel import YES, label_tasks
+from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
+from models.text.tokenizer import Tokenizer
+
+MIN_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+MAX_FAILURES = 3  # of a row: workers lost with it, errors of their own
+_LOST = frozenset({PeerDeadError.code, PeerHungError.code})
+
+
+class _RowError(TandemError):
+    """No worker can answer this row."""
+
+
+class RowRequest(msgspec.Struct, frozen=True, array_like=True):
+    """What of a row goes to the router."""
+
+    prefix: str
+    text: str
+
+
+class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
+    """task: without a prefix, each row has its own. unavailable_s: how long no row may get an
+    answer before the job gives up."""
+
+    task: ClassifyTask
+    multi_label: bool = False
+    unavailable_s: float = 120.0
+
+
+class RowClassifier:
+    """Answers chunks; several at once. Belongs to one event loop."""
+
+    def __init__(
+        self, scorer: Scorer, tokenizer: Tokenizer, bulk: BulkTask, clock: Clock = monotonic_s
+    ) -> None:
+        self._scorer, self._tokenizer, self._bulk = scorer, tokenizer, bulk
+        self._clock = clock
+        self._last_answer_s = clock()
+
+    async def answer(self, rows: Sequence[RowRequest]) -> list[RowOutcome]:
+        """Raises the last TandemError once nothing has been answered for `unavailable_s`."""
+        passes = [pair for row in rows for pair in self._questions(row)]
+        tokenized = await asyncio.to_thread(tokenize_rows, self._tokenizer, passes)
+        per_row = len(passes) // len(rows)
+
+        async def one(number: int) -> RowOutcome:
+            first = number * per_row
+            parts = tokenized[first : first + per_row]
+            tasks = [task for _, task in passes[first : first + per_row]]
+            return await self._row(tasks, parts)
+
+        return await map_bounded(one, range(len(rows)), limit=len(rows))
+
+    def _questions(self, row: RowRequest) -> list[tuple[str, ClassifyTask]]:
+        task = msgspec.structs.replace(self._bulk.task, prefix=row.prefix)
+        tasks = label_tasks(task) if self._bulk.multi_label else [task]
+        return [(row.text, each) for each in tasks]
+
+    async def _row(
+        self, tasks: Sequence[ClassifyTask], parts: Sequence[TokenizedRow | RequestError]
+    ) -> RowOutcome:
+        results: list[Classified] = []
+        for task, part in zip(tasks, parts, strict=True):
+            if isinstance(part, RequestError):
+                return RowRejection(part.message)
+            part = msgspec.structs.replace(part, wait_for_slot=True)
+            try:
+                results.append(await self._classify_with_retry(task, part))
+            except _RowError as error:
+                return RowRejection(error.message)
+        usage = add_usage([result.usage for result in results])
+        probs = [r.probs[YES] for r in results] if self._bulk.multi_label else results[0].probs
+        return RowAnswer(probs, usage.prompt_tokens, usage.cached_tokens)
+
+    async def _classify_with_retry(self, task: ClassifyTask, row: TokenizedRow) -> Classified:
+        """Asks again where that may help: a worker was lost, queues are full. Raises _RowError for
+        what is the row's fault, and the last error after `unavailable_s` without any answer."""
+        pause_s = MIN_PAUSE_S
+        failures = 0
+        while True:
+            try:
+                result = await classify_row(self._scorer, task, row)
+                self._last_answer_s = self._clock()
+                return result
+            except TandemError as error:
+                if not error.retryable or error.code in _LOST:
+                    failures += 1
+                if error.status < 500 and not error.retryable:
+                    raise _RowError(error.message) from None
+                if failures >= MAX_FAILURES:
+                    raise _RowError(f"{error.message} [tried {failures} times]") from None
+                if self._clock() - self._last_answer_s > self._bulk.unavailable_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)

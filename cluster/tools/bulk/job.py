@@ -1,0 +1,171 @@
+"""What a bulk job is asked to do, and what of it decides the answers."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.classification.classify import DEFAULT_TEMPLATE, ClassifyTask, check_task
+from cluster.classification.multilabel import check_questions
+from cluster.tools.bulk.records import Fields
+from cluster.tools.bulk.sources import Source
+from cluster.tools.bulk.windows import WindowLimits
+from contracts.errors import ConfigError
+from contracts.requests import Priority
+
+_HEAD_BYTES = 64 << 10
+_JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its working directory
+
+
+class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
+    """in_flight_rows: sent to the router and not yet answered, so the most that its death or the
+    driver's can cost; None: `IN_FLIGHT_ROWS`, or more with many workers."""
+
+    inputs: tuple[str, ...]
+    output: Path
+    labels: tuple[str, ...]
+    fields: Fields = Fields()
+    template: str = DEFAULT_TEMPLATE
+    multi_label: bool = False
+    limit: int | None = None
+    windows: WindowLimits = WindowLimits()
+    in_flight_rows: int | None = None
+    unavailable_s: float = 120.0
+    resume: bool = False
+
+    def task(self, max_context_tokens: int = 1 << 30) -> ClassifyTask:
+        """What all rows share; each has its own prefix."""
+        return ClassifyTask(
+            labels=self.labels,
+            template=self.template,
+            priority=Priority.BE,
+            max_context_tokens=max_context_tokens,
+        )
+
+
+def check_job(job: BulkJob, here: Path) -> None:
+    """Raises RequestError or ConfigError for what no input can make right. here: the folder that
+    relative paths start from."""
+    for text in (*job.labels, job.template):
+        if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ConfigError("--labels and --template must be valid Unicode")
+    check_task(job.task())
+    if job.multi_label:
+        check_questions(job.task())
+    if _JOB_COPY in here.parts and not job.output.is_absolute():
+        raise ConfigError(
+            f"--output {job.output}: within a Ray job a relative folder would be in the job's copy "
+            "of the working directory, which is deleted; give an absolute one"
+        )
+
+
+def fingerprint(job: BulkJob, sources: list[Source], model_folder: Path) -> dict[str, Any]:
+    """All that decides the answers and their order, for job.json."""
+    return {
+        "inputs": [source.file for source in sources],
+        "labels": job.labels,
+        "template": job.template,
+        "text_field": job.fields.text,
+        "prefix_field": job.fields.prefix,
+        "id_field": job.fields.id,
+        "multi_label": job.multi_label,
+        "limit": job.limit,
+        "window": job.windows,
+        "model": model_digest(model_folder),
+    }
+
+
+def model_digest(folder: Path) -> str:
+    """Of the files' names and sizes and of the first 64 KiB of each: wherever the folder stands."""
+    digest = hashlib.blake2b(digest_size=16)
+    names = ("*.json", "*.safetensors")
+    for path in sorted({path for name in names for path in folder.glob(name)}):
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            digest.update(file.read(_HEAD_BYTES))
+    return digest.hexdigest()
+
+
+EXAMPLE = """examples:
+  python -m cluster.bulk --input reviews.jsonl --output out --labels negative,positive \\
+    --template 'Review: {text}\\nSentiment:' --model bundled
+  ray job submit --working-dir . -- python -m cluster.bulk --address auto \\
+    --input 's3://bucket/rows-*.parquet' --output /shared/out --labels no,yes --id-field id --resume
+input: .jsonl .ndjson .json (one object a line), .csv, .parquet; text also .gz .bz2 .zst; globs,
+  folders, s3:// gs:// hdfs:// paths
+output: part-*.jsonl (id, label, probs, in the order of the input), rejected.jsonl (id, place,
+  reason), summary.json; --resume goes on from whatever is there, and starts where nothing is
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All but those of the model's configuration."""
+    add = parser.add_argument
+    add("--input", nargs="+", action="extend", required=True, metavar="PATH", help="files to read")
+    add("--output", type=Path, required=True, metavar="DIR", help="folder for the answers")
+    add(
+        "--labels", required=True, metavar="A,B,C", help="""what a row can be; 'a,"b, c"' are two"""
+    )
+    add("--text-field", default="text", metavar="F", help='default "text"')
+    add("--prefix-field", metavar="F", help='what rows may share (default "prefix", where it is)')
+    add("--id-field", metavar="F", help="default: rows are called FILE:ROW")
+    add("--template", metavar="T", help=f'default "{DEFAULT_TEMPLATE}"; \\n is a new line')
+    add("--multi-label", action="store_true", help="any number of labels; {label} in --template")
+    add("--limit", type=int, metavar="N", help="only the first N rows")
+    add("--resume", action="store_true", help="go on with what an earlier run left")
+    add("--address", metavar="ADDRESS", help="use the server running on this Ray cluster (or auto)")
+    add("--window-rows", type=int, default=WindowLimits().rows, metavar="N", help="sorted at once")
+    add("--in-flight", type=int, metavar="N", help="rows under way, and lost with a router")
+    add("--patience", type=float, default=120.0, metavar="S", help="seconds without any answer")
+    add("--json", action="store_true", help="print the summary as JSON")
+
+
+def parse_job(options: argparse.Namespace) -> BulkJob:
+    """Raises ConfigError for a number that cannot be."""
+    for name in ("limit", "window_rows", "in_flight", "patience"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')}={value:g}: must be more than 0")
+    template = DEFAULT_TEMPLATE if options.template is None else _unescaped(options.template)
+    if options.prefix_field is not None and "{prefix}" not in template:
+        raise ConfigError("--prefix-field: {prefix} does not occur in --template")
+    uses_prefix = "{prefix}" in template
+    return BulkJob(
+        inputs=tuple(options.input),
+        output=options.output,
+        labels=_labels(options.labels),
+        fields=Fields(
+            text=options.text_field,
+            prefix=(options.prefix_field or "prefix") if uses_prefix else None,
+            id=options.id_field,
+        ),
+        template=template,
+        multi_label=options.multi_label,
+        limit=options.limit,
+        windows=WindowLimits(rows=options.window_rows),
+        in_flight_rows=options.in_flight,
+        unavailable_s=options.patience,
+        resume=options.resume,
+    )
+
+
+def _labels(given: str) -> tuple[str, ...]:
+    """As a line of CSV: a label with a comma in it stands in double quotes."""
+    try:
+        (line,) = csv.reader([given], skipinitialspace=True, strict=True)
+    except (csv.Error, ValueError) as error:
+        raise ConfigError(
+            f"--labels {given}: {error or 'none given'}; write them as a line of CSV, "
+            "one with a comma in it in double quotes"
+        ) from None
+    return tuple(label.strip() for label in line)
+
+
+def _unescaped(template: str) -> str:
+    """A shell passes \\n as it stands."""
+    return template.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,0 +1,187 @@
+"""The output folder: what is there after any crash, and how a later run goes on from it.
+
+    job.json            what the job is; another job's folder is refused
+    part-00000.jsonl    the answers of window 0, in the order of the input; never changed again
+    rejected.jsonl      rejected rows, window after window
+    ledger.jsonl        a line per finished window: how many rows, where rejected.jsonl ends then
+    journal-00007.jsonl answers of an unfinished window, as they came
+    summary.json        the job is complete
+
+A window is committed by its ledger line. Everything before that line is written and synced first,
+in this order: rejected.jsonl, part (under another name, then renamed), ledger. So after a crash the
+ledger says what counts: `Output.open` cuts rejected.jsonl back to where the ledger saw its end,
+removes parts that it does not name, and keeps the journals of the windows that come next, up to
+their last whole line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from cluster.tools.bulk.journal import (
+    Committed,
+    Journal,
+    input_changed,
+    sync,
+    whole_lines,
+    write_whole,
+)
+from cluster.tools.bulk.records import Reject
+from cluster.tools.bulk.windows import Window
+from contracts.errors import ConfigError
+
+JOB, LEDGER, REJECTED, SUMMARY = "job.json", "ledger.jsonl", "rejected.jsonl", "summary.json"
+LOCK = ".lock"
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_COMMITTED = msgspec.json.Decoder(Committed)
+_decode_job = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class Output:
+    """The folder, locked. `committed`: the windows that are done, from window 0 on."""
+
+    def __init__(self, folder: Path, committed: list[Committed], lock: BinaryIO) -> None:
+        self.folder, self.committed = folder, committed
+        self._lock = lock
+        self._rejected = (folder / REJECTED).open("ab")
+        self._ledger = (folder / LEDGER).open("ab")
+
+    @classmethod
+    def open(cls, folder: Path, job: dict[str, Any], *, resume: bool) -> Output:
+        """Raises ConfigError if the folder holds something else, or this job and not `resume`."""
+        lock = _claim(folder)
+        try:
+            _check_job(folder, job, resume)
+            return cls(folder, _repair(folder), lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    def close(self) -> None:
+        for file in (self._rejected, self._ledger, self._lock):
+            file.close()
+
+    def summary(self) -> dict[str, Any] | None:
+        """Of a job that is complete."""
+        path = self.folder / SUMMARY
+        return msgspec.json.decode(path.read_bytes()) if path.exists() else None
+
+    def journal(self, window: Window) -> Journal:
+        """That window's journal, with what an earlier run wrote into it. Raises JobError if the
+        input is not what it was then."""
+        return Journal(self.folder / journal_name(window.number), window)
+
+    def check_unchanged(self, window: Window) -> None:
+        """Raises JobError if a committed window is not what was read this time."""
+        if self.committed[window.number].digest != window.digest:
+            raise input_changed(window)
+
+    def commit(self, done: Committed, lines: Iterable[bytes], rejects: Sequence[Reject]) -> None:
+        """Makes a window final. done: all but `rejected_bytes`. Windows come in order."""
+        self._rejected.write(msgspec.json.Encoder().encode_lines(rejects))
+        sync(self._rejected)
+        write_whole(self.folder / part_name(done.window), b"".join(lines))
+        done = msgspec.structs.replace(done, rejected_bytes=self._rejected.tell())
+        self._ledger.write(msgspec.json.encode(done) + b"\n")
+        sync(self._ledger)
+        self.committed.append(done)
+        (self.folder / journal_name(done.window)).unlink(missing_ok=True)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        write_whole(self.folder / SUMMARY, msgspec.json.format(msgspec.json.encode(summary)))
+
+
+def part_name(window: int) -> str:
+    return f"part-{window:05d}.jsonl"
+
+
+def journal_name(window: int) -> str:
+    return f"journal-{window:05d}.jsonl"
+
+
+def _claim(folder: Path) -> BinaryIO:
+    """Makes the folder, and locks it against another run until this process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("wb")
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(f"--output {folder}: another run is at work in this folder") from None
+    return lock
+
+
+def _check_job(folder: Path, job: dict[str, Any], resume: bool) -> None:
+    path = folder / JOB
+    if not path.exists():
+        strangers = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+        if strangers:
+            raise ConfigError(
+                f"--output {folder}: not empty ({strangers[0]}), and no bulk job's folder"
+            )
+        write_whole(path, msgspec.json.format(msgspec.json.encode(job)))
+        return
+    try:
+        before = _decode_job(path.read_bytes())
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    now = _decode_job(msgspec.json.encode(job))
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            difference = _difference(key, before.get(key), now.get(key))
+            raise ConfigError(f"--output {folder}: holds another job: {difference}")
+    if not resume:
+        raise ConfigError(
+            f"--output {folder}: holds a run of this job already; go on with --resume, or give "
+            "another folder"
+        )
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    if key != "inputs":
+        return f"{key} was {_short(before)}, now {_short(now)}"
+    old, new = ({file["name"]: file for file in files or ()} for files in (before, now))
+    for name in (*old, *new):
+        if name not in new:
+            return f"{name} is not an input any more"
+        if name not in old:
+            return f"{name} was not an input"
+        if old[name] != new[name]:
+            return f"the input {name} has changed"
+    return "the order of the inputs has changed"
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _repair(folder: Path) -> list[Committed]:
+    """Brings the folder back to what the ledger says. Returns the ledger."""
+    ledger, rejected = folder / LEDGER, folder / REJECTED
+    ledger.touch()
+    rejected.touch()
+    committed, size = whole_lines(ledger.read_bytes(), _COMMITTED)
+    os.truncate(ledger, size)
+    parts = {part_name(line.window) for line in committed}
+    present = {path.name for path in folder.glob("part-*.jsonl")}
+    for name in present - parts:
+        (folder / name).unlink()
+    for line in committed:
+        (folder / journal_name(line.window)).unlink(missing_ok=True)
+    if missing := sorted(parts - present):
+        raise ConfigError(f"{folder}: {missing[0]} is in the ledger, but not there any more")
+    expected = committed[-1].rejected_bytes if committed else 0
+    if rejected.stat().st_size < expected:
+        raise ConfigError(f"{rejected}: shorter than when its last window was finished")
+    os.truncate(rejected, expected)
+    return committed

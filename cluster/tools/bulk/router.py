@@ -1,0 +1,227 @@
+"""The router in a process of its own: it tokenises, routes, and waits for the workers' answers.
+
+    driver ── chunk of rows, one actor call ──> BulkRouter ── sockets ──> prefill workers
+           <── their answers ──────────────────
+
+It holds nothing that is worth keeping: when it dies, or says nothing for `ROUTER_TIMEOUT_S`, the
+driver starts another one and sends again what was not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from cluster.fleet.codec import Directory, decode_config, decode_directory
+from cluster.routing.pipelines import Pipelines
+from cluster.serving.application import groups_handle
+from cluster.serving.ingress_app import pipelines, served_model
+from cluster.tools.bulk.classifier import BulkTask, RowClassifier, RowRequest
+from cluster.tools.bulk.driver import RouterLostError
+from cluster.tools.bulk.records import RowOutcome
+from contracts.errors import JobError, TandemError
+from contracts.interpreter import freeze_heap
+from contracts.logs import event
+
+log = logging.getLogger("tandem.bulk")
+
+READY_TIMEOUT_S = 120.0
+PING_EVERY_S = 1.0
+WORKER_WAIT_S = 5.0  # for the last of the workers, when the router starts
+ROUTER_TIMEOUT_S = 15.0  # it shares its cores with workers, and imports torch when it starts
+MAX_LOSSES = 5  # in a row, without an answer in between
+
+
+class RouterFailure(msgspec.Struct, frozen=True, tag="failed"):
+    """An error as a value: what is raised in an actor arrives with a traceback for its text."""
+
+    message: str
+
+
+class RouterAnswers(msgspec.Struct, frozen=True, tag="answers"):
+    items: list[RowOutcome]
+
+
+class RouterReady(msgspec.Struct, frozen=True, tag="opened"):
+    pass
+
+
+RouterReply = RouterAnswers | RouterReady | RouterFailure
+# Made here: where two threads make the first one of a type at once, msgspec crashes.
+_decode_bulk = msgspec.msgpack.Decoder(BulkTask).decode
+_decode_rows = msgspec.msgpack.Decoder(list[RowRequest]).decode
+_decode_reply = msgspec.msgpack.Decoder(RouterReply).decode
+
+
+class BulkRouter:
+    """The actor. groups: the owner of the workers, as an actor; None: the running application's."""
+
+    def __init__(self, config: bytes, bulk: bytes, groups: Any | None) -> None:
+        self._config = decode_config(config)
+        self._bulk = _decode_bulk(bulk)
+        self._groups = groups
+        self._answering: RowClassifier | None = None
+        self._scorer: Pipelines | None = None
+
+    async def open(self) -> bytes:
+        """Connects to the workers."""
+        try:
+            self._answering = await self._open()
+        except TandemError as error:
+            return msgspec.msgpack.encode(RouterFailure(error.message))
+        return msgspec.msgpack.encode(RouterReady())
+
+    async def _open(self) -> RowClassifier:
+        model, tokenizer = await asyncio.to_thread(served_model, self._config)
+        groups = self._groups or groups_handle(self._config.serve.name)
+
+        async def directory(suspects: dict[str, str]) -> Directory:
+            return decode_directory(await groups.directory.remote(suspects))
+
+        async def find(suspects: dict[str, str]) -> dict[str, str]:
+            return (await directory(suspects)).prefill_addresses
+
+        self._scorer = scorer = pipelines(self._config, await directory({}), find)
+        scorer.start()
+        await scorer.wait_serving(WORKER_WAIT_S)
+        limit = model.max_context_tokens
+        freeze_heap()
+        task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
+        return RowClassifier(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
+
+    async def answer(self, rows: bytes) -> bytes:
+        assert self._answering is not None, "open() comes first"
+        requests = _decode_rows(rows)
+        try:
+            return msgspec.msgpack.encode(RouterAnswers(await self._answering.answer(requests)))
+        except TandemError as error:
+            return msgspec.msgpack.encode(RouterFailure(error.message))
+
+    async def ping(self) -> list[str]:
+        """That its loop turns; and one line for each worker that takes no requests."""
+        return self._scorer.problems() if self._scorer is not None else []
+
+
+class RayRouter:
+    """The driver's side. make: starts a BulkRouter. tell: takes a line for the user."""
+
+    def __init__(self, make: Callable[[], Any], notify: Callable[[str], None]) -> None:
+        self._make = make
+        self._notify = notify
+        self._missing = 0  # workers
+        self._actor: Any | None = None
+        self._starting = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+        self._losses = 0
+        self._starts = 0
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self._starts - 1)
+
+    async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
+        actor = await self._ready()
+        try:
+            reply = _reply(await actor.answer.remote(msgspec.msgpack.encode(rows)))
+        except RayActorError as error:
+            if self._actor is actor:  # many calls tell of the same loss
+                self._actor = None
+                self._count_loss(error)
+                ray.kill(actor)  # it may be out of reach only
+            raise RouterLostError("the router is gone") from None
+        except RayTaskError as error:
+            raise JobError(f"the router failed: {error.cause!r}") from None
+        except RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise JobError(f"the Ray cluster is lost: {reason}; run again with --resume") from None
+        if not isinstance(reply, RouterAnswers):
+            raise JobError(f"the router gave up: {_message(reply)}; run again with --resume")
+        self._losses = 0
+        return reply.items
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._actor is not None:
+            ray.kill(self._actor)
+            self._actor = None
+
+    async def _ready(self) -> Any:
+        async with self._starting:
+            while self._actor is None:
+                if self._losses > MAX_LOSSES:
+                    raise JobError(
+                        f"the router was lost {self._losses} times without an answer in between; "
+                        "see its log, then run again with --resume"
+                    )
+                actor = self._make()
+                try:
+                    await self._open(actor)
+                except RayActorError as error:
+                    self._count_loss(error)
+                    continue
+                self._starts += 1
+                self._actor = actor
+                self._watch = asyncio.create_task(self._monitor(actor))
+            return self._actor
+
+    async def _open(self, actor: Any) -> None:
+        try:
+            reply = _reply(await asyncio.wait_for(actor.open.remote(), READY_TIMEOUT_S))
+        except TimeoutError:
+            ray.kill(actor)
+            raise JobError(
+                f"the router was not connected to the workers within {READY_TIMEOUT_S:g} s; see "
+                "their log, then run again with --resume"
+            ) from None
+        if isinstance(reply, RouterFailure):
+            raise JobError(reply.message)
+
+    def _count_loss(self, error: BaseException) -> None:
+        self._losses += 1
+        event(log, "router_lost", logging.WARNING, reason=str(error).strip().partition("\n")[0])
+
+    async def _monitor(self, actor: Any) -> None:
+        """Ends a router that hangs; the calls that wait for it then fail."""
+        ping = actor.ping
+        while self._actor is actor:
+            await asyncio.sleep(PING_EVERY_S)
+            try:
+                self._report_missing(await asyncio.wait_for(ping.remote(), ROUTER_TIMEOUT_S))
+            except TimeoutError:
+                event(log, "router_hung", logging.WARNING, silent_s=ROUTER_TIMEOUT_S)
+                ray.kill(actor)
+                return
+            except RayActorError:
+                return
+
+    def _report_missing(self, problems: list[str]) -> None:
+        """Once when workers go missing, and once when all are there again."""
+        before, self._missing = self._missing, len(problems)
+        if self._missing > before:
+            self._notify(f"goes on without: {'; '.join(problems)}")
+        elif before and not problems:
+            self._notify("all workers are there again")
+
+
+def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
+    """A new BulkRouter, wherever the cluster has room."""
+    body = msgspec.msgpack.encode(bulk)
+    remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
+    return remote.remote(config, body, groups)
+
+
+def _reply(body: bytes) -> RouterReply:
+    reply: RouterReply = _decode_reply(body)
+    return reply
+
+
+def _message(reply: RouterReply) -> str:
+    return reply.message if isinstance(reply, RouterFailure) else "an answer to another question"

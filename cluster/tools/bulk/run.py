@@ -1,0 +1,182 @@
+"""`tandem bulk`: checks, workers, rows, summary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from actors.telemetry.telemetry import Telemetry
+from cluster.fleet.codec import encode_config
+from cluster.fleet.metrics_endpoint import MetricsEndpoint
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.observe.terminal import Terminal
+from cluster.serving.application import groups_handle
+from cluster.tools.bulk.classifier import BulkTask
+from cluster.tools.bulk.driver import IN_FLIGHT_ROWS, Driver, DriverSettings
+from cluster.tools.bulk.job import BulkJob, check_job, fingerprint
+from cluster.tools.bulk.journal import Committed
+from cluster.tools.bulk.output import Output
+from cluster.tools.bulk.progress import RowTally, duration, show
+from cluster.tools.bulk.router import RayRouter, router_actor
+from cluster.tools.bulk.sources import ReadProgress, Source, find_sources, read_all
+from cluster.tools.bulk.windows import Window, split_windows
+from cluster.tools.bulk.workers import WorkerSource
+from contracts.config import TandemConfig
+
+ROWS_PER_WORKER = 256
+
+
+def run_bulk(
+    job: BulkJob, workers: contextlib.AbstractContextManager[WorkerSource], console: Terminal
+) -> dict[str, Any]:
+    """Runs the job, or what is left of it; the summary. Raises TandemError, one line."""
+    check_job(job, Path.cwd())
+    sources = find_sources(job.inputs)
+    for source in sources:
+        source.open(job.fields)  # a missing column is told before workers are started
+    with workers as found, contextlib.ExitStack() as stack:
+        folder = resolve_model_folder(found.config.model.path)
+        output = Output.open(job.output, fingerprint(job, sources, folder), resume=job.resume)
+        stack.callback(output.close)
+        known = output.summary()
+        if known is not None:
+            console.print(f"{job.output}: complete already", soft_wrap=True)
+            return known
+        tally = RowTally()
+        bulk = BulkTask(
+            task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s
+        )
+        groups = found.start()
+        make = partial(router_actor, encode_config(found.config), bulk, groups)
+        notify = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+        router = RayRouter(make, notify)
+        driver = Driver(output, router, _settings(job, found.config), tally)
+        try:
+            windows, endpoint = (
+                _windows(job, sources, tally),
+                _metrics_endpoint(found.config, groups, tally),
+            )
+            asyncio.run(_run(driver, router, windows, tally, console, endpoint))
+        except KeyboardInterrupt:
+            notify(stopped_line(output.committed, job.output))
+            raise
+        summary = _summary(output.committed, router.restarts)
+        output.finish(summary)
+        return summary
+
+
+async def _run(
+    driver: Driver,
+    router: RayRouter,
+    windows: Iterator[Window],
+    tally: RowTally,
+    console: Terminal,
+    endpoint: MetricsEndpoint,
+) -> None:
+    showing = asyncio.create_task(show(tally, console))
+    try:
+        await endpoint.open()
+        await driver.run(windows)
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
+        await router.close()
+        await endpoint.close()
+
+
+def _metrics_endpoint(config: TandemConfig, groups: Any | None, tally: RowTally) -> MetricsEndpoint:
+    """groups: the owner of the workers; None: the running application's."""
+    telemetry = Telemetry()
+    tally.show(telemetry)
+
+    async def notify(target: bytes) -> None:
+        await (groups or groups_handle(config.serve.name)).export.remote(target)
+
+    return MetricsEndpoint(config, telemetry, "bulk", f"bulk-{os.getpid()}", notify)
+
+
+def _settings(job: BulkJob, config: TandemConfig) -> DriverSettings:
+    return DriverSettings(
+        task=job.task(),
+        multi_label=job.multi_label,
+        in_flight_rows=job.in_flight_rows or _in_flight_rows(config),
+    )
+
+
+def _in_flight_rows(config: TandemConfig) -> int:
+    workers = config.groups.prefill_ranks or config.groups.attention_ranks
+    return max(IN_FLIGHT_ROWS, ROWS_PER_WORKER * workers)
+
+
+def _windows(job: BulkJob, sources: Sequence[Source], tally: RowTally) -> Iterator[Window]:
+    """All windows of the job; tells the tally how many rows there will be, by the share of the
+    input's bytes that has been read."""
+    watch = ReadProgress(sum(source.file.size_bytes for source in sources))
+    records = islice(read_all(sources, job.fields, watch), job.limit)
+    rows = 0
+    for window in split_windows(records, job.windows, ids=job.fields.id is not None):
+        rows += window.records
+        if watch.fraction > 0:
+            expected = rows / watch.fraction
+            tally.expected_rows = expected if job.limit is None else min(expected, job.limit)
+        yield window
+    tally.expected_rows = rows
+
+
+def _totals(committed: Sequence[Committed]) -> Committed:
+    """The sum of the ledger's lines."""
+    return Committed(
+        window=len(committed),
+        digest="",
+        rows_ok=sum(line.rows_ok for line in committed),
+        rows_rejected=sum(line.rows_rejected for line in committed),
+        prompt_tokens=sum(line.prompt_tokens for line in committed),
+        cached_tokens=sum(line.cached_tokens for line in committed),
+        rows_sent_again=sum(line.rows_sent_again for line in committed),
+        seconds=sum(line.seconds for line in committed),
+    )
+
+
+def _summary(committed: Sequence[Committed], restarts: int) -> dict[str, Any]:
+    """summary.json: over all runs of the job, but for router_restarts, of the last one."""
+    total = _totals(committed)
+    rows = total.rows_ok + total.rows_rejected
+    seconds = max(total.seconds, 1e-9)
+    cached = total.cached_tokens / total.prompt_tokens if total.prompt_tokens else 0.0
+    return {
+        "rows_in": rows,
+        "rows_ok": total.rows_ok,
+        "rows_rejected": total.rows_rejected,
+        "rows_sent_again": total.rows_sent_again,
+        "prompt_tokens": total.prompt_tokens,
+        "cached_tokens": total.cached_tokens,
+        "computed_tokens": total.prompt_tokens - total.cached_tokens,
+        "cached_fraction": cached,
+        "seconds": total.seconds,
+        "tokens_per_s": total.prompt_tokens / seconds,
+        "rows_per_s": rows / seconds,
+        "parts": len(committed),
+        "router_restarts": restarts,
+    }
+
+
+def summary_line(summary: dict[str, Any], output: Path) -> str:
+    return (
+        f"{output}: {summary['rows_ok']:,} rows classified, {summary['rows_rejected']:,} rejected, "
+        f"in {duration(summary['seconds'])} ({summary['rows_per_s']:,.0f} rows/s, "
+        f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['cached_fraction']:.0%} cached)"
+    )
+
+
+def stopped_line(committed: Sequence[Committed], output: Path) -> str:
+    total = _totals(committed)
+    return (
+        f"{output}: stopped with {total.rows_ok + total.rows_rejected:,} rows written; the same "
+        "command with --resume goes on from there"
+    )

@@ -1,0 +1,211 @@
+"""The input files: found, told apart by their endings, and opened, all through pyarrow."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow
+from pyarrow import fs
+
+from cluster.tools.bulk.readers import CsvReader, LineReader, ParquetReader
+from cluster.tools.bulk.records import Fields, InputRecord, RecordReader, Reject
+from contracts.errors import ConfigError, JobError
+
+FORMATS = {
+    ".jsonl": "lines",
+    ".ndjson": "lines",
+    ".json": "lines",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+_ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
+_END_BYTES = 64 << 10
+_MAGIC = re.compile(r"[*?\[]")
+_BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """name: as the user wrote it. digest: of its first and last 64 KiB."""
+
+    name: str
+    size_bytes: int
+    digest: str
+
+
+class Source:
+    """An input file that has been found; `open` starts a reader at its beginning."""
+
+    def __init__(self, filesystem: fs.FileSystem, path: str, name: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._format, self._compression = _kind(name)
+        self.file = self._fingerprint(name)
+
+    def _fingerprint(self, name: str) -> SourceFile:
+        with self._filesystem.open_input_file(self._path) as file:
+            size = file.size()
+            digest = hashlib.blake2b(file.read(_END_BYTES), digest_size=16)
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(file.read(_END_BYTES))
+        return SourceFile(name, size, digest.hexdigest())
+
+    def open(self, fields: Fields) -> RecordReader:
+        """Raises ConfigError for a file that is not what its ending says or lacks a column."""
+        name, size = self.file.name, self.file.size_bytes
+        try:
+            raw = self._filesystem.open_input_file(self._path)
+            if self._format == "parquet":
+                return ParquetReader(name, size, raw, fields)
+            if size == 0:
+                return LineReader(name, size, raw, lambda: 0, fields)
+
+            def position() -> int:
+                return size if raw.closed else int(raw.tell())
+
+            stream = raw
+            if self._compression:
+                stream = pyarrow.CompressedInputStream(raw, self._compression)
+            kind: Any = CsvReader if self._format == "csv" else LineReader
+            reader: RecordReader = kind(name, size, stream, position, fields)
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise ConfigError(f"{name}: cannot be read: {_one_line(error)}") from None
+        return reader
+
+
+def find_sources(inputs: Sequence[str]) -> list[Source]:
+    """The files that `inputs` (paths, URIs, globs, folders) name, each once. Raises ConfigError."""
+    found: dict[str, Source] = {}
+    for given in inputs:
+        try:
+            named = _expand(given)
+            for filesystem, path, name in named:
+                if name not in found:
+                    found[name] = Source(filesystem, path, name)
+        except (OSError, pyarrow.ArrowException, ValueError) as error:
+            raise ConfigError(f"--input {given}: cannot be read: {_one_line(error)}") from None
+        if not named:
+            raise ConfigError(f"--input {given}: no such file")
+    return list(found.values())
+
+
+def read_all(
+    sources: Sequence[Source], fields: Fields, watch: ReadProgress
+) -> Iterator[InputRecord]:
+    """The rows of all files in turn. What is wrong with a file's data from some place on is a
+    rejected row, and the next file follows. Raises JobError where reading again may help."""
+    for source in sources:
+        reader = source.open(fields)
+        watch.begin(reader)
+        rows = 0
+        try:
+            for record in reader:
+                rows += 1
+                yield record
+        except (OSError, pyarrow.ArrowException) as error:
+            name = source.file.name
+            passing = isinstance(error, OSError) and not _BROKEN_DATA.search(str(error))
+            if passing:
+                raise JobError(
+                    f"{name}: cannot be read beyond row {rows}: {_one_line(error)}; run again "
+                    "with --resume"
+                ) from None
+            place = f"{name}:{rows + 1}"
+            reason = f"the file cannot be read from here on: {_one_line(error)}"
+            yield Reject(place, place, reason)
+        watch.end(reader)
+
+
+class ReadProgress:
+    """How much of all input has been read. Written by the reading thread, read by any."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._done_bytes = 0
+        self._current: RecordReader | None = None
+
+    def begin(self, reader: RecordReader) -> None:
+        self._current = reader
+
+    def end(self, reader: RecordReader) -> None:
+        self._current = None
+        self._done_bytes += reader.size_bytes
+
+    @property
+    def fraction(self) -> float:
+        current = self._current
+        read = self._done_bytes + (current.read_bytes if current is not None else 0)
+        return min(1.0, read / self.total_bytes) if self.total_bytes else 1.0
+
+
+def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
+    """(filesystem, path on it, name) of each file."""
+    if "://" not in given:
+        local = fs.LocalFileSystem()
+        names = sorted(glob.glob(given, recursive=True)) if _MAGIC.search(given) else [given]
+        expanded = [inner for name in names for inner in _files(local, name)]
+        return [(local, name, name) for name in expanded]
+    scheme = given[: given.index("://") + 3]
+    base, query, options = given.partition("?")  # of an object store: ?region=...
+    fixed, pattern = _split_pattern(base)
+    filesystem, path = fs.FileSystem.from_uri(fixed + query + options)
+    paths = _remote_glob(filesystem, path, pattern) if pattern else _files(filesystem, path)
+    return [(filesystem, one, scheme + one) for one in paths]
+
+
+def _split_pattern(uri: str) -> tuple[str, str]:
+    """The folders without * and [ in them, and the rest; all of it where nothing has."""
+    parts = uri.split("/")
+    at = next((n for n, part in enumerate(parts) if re.search(r"[*\[]", part)), len(parts))
+    return "/".join(parts[:at]), "/".join(parts[at:])
+
+
+def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
+    """`path`, or where it is a folder the files in it that have one of our endings."""
+    info = filesystem.get_file_info(path)
+    if info.type == fs.FileType.NotFound:
+        raise FileNotFoundError("no such file")
+    if info.type != fs.FileType.Directory:
+        return [path]
+    listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+    files = [entry.path for entry in listed if entry.type == fs.FileType.File]
+    return sorted(file for file in files if _split(file)[0] in FORMATS)
+
+
+def _remote_glob(filesystem: fs.FileSystem, base: str, pattern: str) -> list[str]:
+    """Files below `base` that match part by part; a * does not cross a slash."""
+    parts = f"{base}/{pattern}".split("/")
+    listed = filesystem.get_file_info(fs.FileSelector(base, recursive=True))
+    return sorted(
+        entry.path
+        for entry in listed
+        if entry.type == fs.FileType.File
+        and len(entry.path.split("/")) == len(parts)
+        and all(map(fnmatch.fnmatchcase, entry.path.split("/"), parts))
+    )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(ending, ending of the compression or "")."""
+    stem, dot, last = name.rpartition(".")
+    if f".{last}".lower() in COMPRESSIONS:
+        return f".{stem.rpartition('.')[2]}".lower(), f".{last}".lower()
+    return f"{dot}{last}".lower(), ""
+
+
+def _kind(name: str) -> tuple[str, str | None]:
+    ending, compression = _split(name)
+    if ending not in FORMATS:
+        raise ValueError(f"{name} has no known ending ({_ENDINGS})")
+    if compression and FORMATS[ending] == "parquet":
+        raise ValueError(f"{name}: Parquet is compressed inside; unpack the file")
+    return FORMATS[ending], COMPRESSIONS.get(compression)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

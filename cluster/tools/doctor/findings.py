@@ -1,0 +1,63 @@
+"""What `tandem doctor` finds, line by line."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from cluster.observe.terminal import Terminal
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError
+from contracts.keys_file import read_keys
+
+Level = Literal["ok", "warning", "error"]
+_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line. `advice`: what to change; empty when all is well."""
+
+    check: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "check", "found", "advice"):
+        table.add_column(heading)
+    for finding in findings:
+        level = Text(finding.level, style=_COLOURS[finding.level])
+        table.add_row(level, *map(Text, (finding.check, finding.found, finding.advice)))
+    Terminal().print(table)
+
+
+_OTHERS = stat.S_IRWXO
+
+
+def check_keys(config: TandemConfig) -> Finding:
+    """Of this machine's file."""
+    http = config.http
+    if http.keys_file is None:
+        count = len(http.api_keys)
+        found = f"{count} in the configuration" if count else "none: open to all who reach the port"
+        return Finding("keys", "ok", found)
+    path = Path(http.keys_file)
+    try:
+        keys, mode = read_keys(path), stat.S_IMODE(path.stat().st_mode)
+    except (ConfigError, OSError) as error:
+        return Finding("keys", "error", str(error), "servers start and change keys by this file")
+    found = f"{path}: {len(keys.api_keys)} keys, mode {mode:04o}"
+    if mode & _OTHERS:
+        advice = f"all users of this machine may read or change it: chmod o-rwx {path}"
+        return Finding("keys", "warning", found, advice)
+    if keys.metrics_key and http.metrics_key is None and config.metrics.exporters:
+        found = f"{found}; exporters on machines without this file are open"
+    return Finding("keys", "ok", found)

@@ -1,0 +1,169 @@
+"""`tandem place`: experts of every layer on ranks, from a routing profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from actors.planning.planner_inputs import layer_routing
+from cluster.observe.terminal import Terminal
+from contracts.errors import ConfigError
+from contracts.placement import Placement, PlacementFile
+from models.prediction.routing_counts import RoutingCounts
+from models.weights.checkpoint import check_checkpoint
+from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.slots import Line, contiguous, contiguous_line, held, layer_slots
+from planner.placement.solve import solve_layer, split
+from planner.placement.token_ranks import token_ranks
+
+MIN_GAIN = 0.005  # fewer copies, or less load, by this part or less is nothing
+
+
+class PlaceSettings(NamedTuple):
+    """spare: slots of each rank beyond its part of the experts."""
+
+    profile: Path
+    model_folder: Path
+    ranks: int
+    spare: int
+    seed: int
+
+
+class PlacementQuality(NamedTuple):
+    """Of a layer, on the part of the sample that its placement was not made of."""
+
+    copies: float
+    local_fraction: float
+    load: float
+
+
+class LayerReport(NamedTuple):
+    """in_order: experts in order, each once. placed: where `tandem place` has them."""
+
+    layer: int
+    in_order: PlacementQuality
+    placed: PlacementQuality
+
+    @property
+    def is_improvement(self) -> bool:
+        copies = self.placed.copies < self.in_order.copies * (1 - MIN_GAIN)
+        return copies or self.placed.load < self.in_order.load * (1 - MIN_GAIN)
+
+
+class PlaceReport(NamedTuple):
+    """tokens: that each layer was judged on."""
+
+    file: PlacementFile
+    rows: list[LayerReport]
+    tokens: int
+
+    def means(self) -> tuple[PlacementQuality, PlacementQuality]:
+        """Over layers: in order, and placed."""
+        one, other = [row.in_order for row in self.rows], [row.placed for row in self.rows]
+        return _mean(one), _mean(other)
+
+
+def place(
+    settings: PlaceSettings, progress: Callable[[float], None] = lambda part: None
+) -> PlaceReport:
+    """progress: told the part that is done. Raises CheckpointError, ConfigError."""
+    spec = check_checkpoint(settings.model_folder)
+    slots = slots_of(spec.num_experts, settings.ranks, settings.spare)
+    counts = RoutingCounts.read(settings.profile, settings.model_folder, spec)
+    lines: list[Line] = [()] * spec.num_layers
+    rows, tokens = list[LayerReport](), 0
+    for done, layer in enumerate(spec.moe_layers):
+        routing = layer_routing(counts, layer)
+        lines[layer] = solve_layer(routing, slots, seed=settings.seed).expert_of_slot
+        kept = split(routing)[1]
+        tokens = len(kept.sets_PK)
+        plain = slots_of(spec.num_experts, settings.ranks, 0)
+        in_order = _quality(kept, contiguous_line(routing.load(), plain), plain)
+        rows.append(LayerReport(layer, in_order, _quality(kept, lines[layer], slots)))
+        progress((done + 1) / len(spec.moe_layers))
+    placement = Placement(
+        num_experts=spec.num_experts, slots_per_rank=slots, expert_of_slot=tuple(lines)
+    )
+    file = PlacementFile(
+        checkpoint=counts.checkpoint.hex(), tokenizer=counts.tokenizer.hex(), placement=placement
+    )
+    return PlaceReport(file, rows, tokens)
+
+
+def slots_of(num_experts: int, ranks: int, spare: int) -> tuple[int, ...]:
+    """Slots per rank. Raises ConfigError."""
+    if not 1 <= ranks <= num_experts:
+        raise ConfigError(
+            f"--ranks {ranks}: the model has {num_experts} experts; give 1 to {num_experts} ranks"
+        )
+    base = contiguous(num_experts, ranks, num_layers=1, moe_layers=[0]).slots_per_rank
+    most = num_experts - base[0]
+    if not 0 <= spare <= most:
+        raise ConfigError(
+            f"--spare {spare}: a rank of {ranks} has {base[0]} of the {num_experts} experts, and a "
+            f"use for {most} more at most; give 0 to {most}"
+        )
+    return tuple(slots + spare for slots in base)
+
+
+def _quality(kept: LayerRouting, line: Line, slots: Sequence[int]) -> PlacementQuality:
+    placed = layer_slots(line, slots)
+    label_V = token_ranks(kept.counts, held(line, slots, kept.num_experts))
+    found = measure(kept, placed)
+    known = kept._replace(ids_P=kept.ids_P[kept.ids_P < len(label_V)])
+    known = known._replace(sets_PK=kept.sets_PK[kept.ids_P < len(label_V)])
+    return PlacementQuality(found.copies, local_fraction(known, placed, label_V), found.load)
+
+
+def _mean(rows: Sequence[PlacementQuality]) -> PlacementQuality:
+    return PlacementQuality(*(sum(column) / len(rows) for column in zip(*rows, strict=True)))
+
+
+def as_json(report: PlaceReport) -> dict[str, Any]:
+    """What `--json` prints."""
+    in_order, placed = report.means()
+    return {
+        "tokens": report.tokens,
+        "digest": report.file.placement.digest,
+        "slots_per_rank": report.file.placement.slots_per_rank,
+        "in_order": in_order._asdict(),
+        "placed": placed._asdict(),
+        "layers": [
+            {
+                "layer": row.layer,
+                "in_order": row.in_order._asdict(),
+                "placed": row.placed._asdict(),
+                "brings": row.is_improvement,
+            }
+            for row in report.rows
+        ],
+    }
+
+
+def print_report(report: PlaceReport) -> None:
+    """A row for each layer, and their mean."""
+    slots = report.file.placement.slots_per_rank
+    table = Table(
+        title=f"experts in order -> placed, on {report.tokens} tokens held out",
+        caption=f"slots of the ranks: {', '.join(map(str, slots))}",
+        box=None,
+    )
+    for name in ("layer", "copies of a token", "local by token id", "load of the busiest", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for row in report.rows:
+        table.add_row(
+            str(row.layer),
+            *_shown(row.in_order, row.placed),
+            "" if row.is_improvement else "brings nothing",
+        )
+    table.add_row("mean", *_shown(*report.means()), style="bold")
+    Terminal().print(table)
+    if not any(row.is_improvement for row in report.rows):
+        Terminal().print("placing brings nothing here: experts in order do as well")
+
+
+def _shown(before: PlacementQuality, after: PlacementQuality) -> list[str]:
+    return [f"{one:.3f} -> {other:.3f}" for one, other in zip(before, after, strict=True)]

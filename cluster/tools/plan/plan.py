@@ -1,0 +1,295 @@
+"""`tandem plan`: which way a prefill batch should go, by its size, on workers that hold all weights
+together."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from cluster.tools.plan.routing import RoutingAnswer, SolvedRouting, in_order, routing_answer
+from cluster.tools.plan.spec_file import ModelProblem, read_plan_file
+from contracts.clock import monotonic_s
+from contracts.plan import Order, Plan
+from planner.costs.offloading import OffloadedToken, Tier, most_sequences, offloaded_tokens
+from planner.costs.prefill_modes import PrefillMode, batch_seconds, break_even_tokens, prompts_of
+from planner.costs.stages import PlanSpec
+from planner.schedule.alternatives import Workload, prefill_group
+from planner.schedule.deployment_search import (
+    NO_OVERHEAD,
+    Split,
+    SplitComparison,
+    as_run,
+    judge,
+    planned_split,
+    search,
+)
+from planner.schedule.extended_plans import solve_extended
+from planner.schedule.solver import PlannedBatch, solve
+
+LEAST_PROMPT = 16
+TOKENS = (256, 1024, 4096, 16_384, 65_536)  # of a worker's batch
+
+
+class PrefillTimes(msgspec.Struct, kw_only=True):
+    """ms of a batch of so many tokens on each worker. resident: if each had all experts."""
+
+    tokens: int
+    resident_ms: float
+    gathered_ms: float
+    all_to_all_ms: float
+
+
+class PrefillAnswer(msgspec.Struct, kw_only=True):
+    """gathered_from_tokens: gathering takes no longer from so many tokens of a worker's batch on;
+    None: all_to_all is always sooner."""
+
+    batches: list[PrefillTimes]
+    gathered_from_tokens: int | None
+    advice: str
+
+
+def prefill_answer(workload: Workload) -> PrefillAnswer:
+    """Batches of prompts as the workload's."""
+    group, prompt = prefill_group(workload), max(LEAST_PROMPT, workload.sequence_tokens)
+    batches = []
+    for tokens in TOKENS:
+        batch = prompts_of(tokens, prompt)
+        ms = {way: 1e3 * batch_seconds(way, batch, group) for way in PrefillMode}
+        batches.append(
+            PrefillTimes(
+                tokens=tokens,
+                resident_ms=ms[PrefillMode.RESIDENT],
+                gathered_ms=ms[PrefillMode.GATHERED],
+                all_to_all_ms=ms[PrefillMode.ALL_TO_ALL],
+            )
+        )
+    found = break_even_tokens(
+        group, PrefillMode.GATHERED, PrefillMode.ALL_TO_ALL, prompt_tokens=prompt
+    )
+    where = f"Prefill on {workload.devices} workers"
+    if found is None:
+        advice = f"{where}: all_to_all, whatever a batch holds."
+    elif found == 1:
+        advice = f"{where}: gathered, whatever a batch holds."
+    else:
+        advice = (
+            f"{where}: all_to_all for batches of less than {found} tokens a worker, gathered from "
+            "there on."
+        )
+    return PrefillAnswer(batches=batches, gathered_from_tokens=found, advice=advice)
+
+
+class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One plan and what it brings. samples_per_s: of one attention rank, or of all of a split."""
+
+    ma: int
+    r1: int
+    me: float
+    r2: int
+    order: Order
+    makespan_ms: float
+    samples_per_s: float
+    shared_lag: int = 0
+    micro_batch_samples: tuple[int, ...] = ()
+    sequence_chunks: tuple[float, ...] = ()
+
+
+class SplitAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One split that was looked at; `problem` where it has no plan."""
+
+    attention_ranks: int
+    expert_ranks: int
+    samples_per_s: float
+    plan: PlanAnswer | None = None
+    max_samples: int | None = None
+    problem: str = ""
+
+
+class AlternativeAnswer(msgspec.Struct, kw_only=True):
+    """The same devices without a split."""
+
+    name: str
+    samples_per_s: float
+    exposed_communication_fraction: float
+    note: str
+
+
+class PlanReportAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
+    """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model.
+    layers_differ: makespans are of the layers as they are, lower_bound_ms of their mean.
+    shared_cores: there are fewer than ranks, and makespans say so; lower_bound_ms does not."""
+
+    lower_bound_ms: float
+    solve_ms: float
+    baselines: dict[str, PlanAnswer]
+    attention_ranks: int | None = None
+    expert_ranks: int | None = None
+    max_samples: int | None = None
+    disaggregate: bool | None = None
+    advice: str = ""
+    splits: list[SplitAnswer] = []
+    alternatives: list[AlternativeAnswer] = []
+    offload: list[OffloadedToken] = []
+    offload_advice: str = ""
+    layers_differ: bool = False
+    shared_cores: float | None = None
+    routing: RoutingAnswer | None = None
+    prefill: PrefillAnswer | None = None
+
+
+class PlanReport(NamedTuple):
+    """verdict None: the SPEC has no model, so that there is nothing to compare with."""
+
+    answer: PlanReportAnswer
+    spec: PlanSpec
+    plan: Plan
+    verdict: SplitComparison | None
+
+
+def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
+    """Raises ConfigError, CheckpointError or ResourceError: one line."""
+    given = read_plan_file(path, devices)
+    if isinstance(given, PlanSpec):
+        return _report(given, beyond=beyond)
+    workload, profiled = given.workload, given.profiled
+    before = None
+    if profiled is not None:
+        plain = workload._replace(routing_of=in_order(profiled, workload))
+        before = _verdict(given._replace(workload=plain), beyond=beyond), plain
+        placed = SolvedRouting(profiled, workload)
+        given = given._replace(workload=workload._replace(routing_of=placed))
+        verdict = _verdict_of_placed(given, placed, beyond=beyond)
+    else:
+        verdict = _verdict(given, beyond=beyond)
+    assert verdict.best.spec is not None
+    report = _report(verdict.best.spec, beyond=beyond, verdict=verdict)
+    if given.tier is not None:
+        _add_offload(report.answer, workload, given.tier)
+    if profiled is not None and before is not None:
+        pairs = [
+            (found.best, of.routing(found.best.deployment.expert_ranks))
+            for found, of in (before, (verdict, given.workload))
+        ]
+        report.answer.routing = routing_answer(profiled, *pairs)
+    report.answer.prefill = prefill_answer(given.workload)
+    return report
+
+
+def _best(spec: PlanSpec, *, beyond: bool) -> PlannedBatch:
+    return solve_extended(spec) if beyond else solve(spec).best
+
+
+def _verdict(problem: ModelProblem, *, beyond: bool) -> SplitComparison:
+    find = functools.partial(_best, beyond=beyond)
+    workload, deployment = problem.workload, problem.deployment
+    if deployment is None:
+        return search(workload, find, problem.max_r2)
+    split = planned_split(workload, deployment, find, problem.max_r2)  # raises
+    return judge(workload, [split])
+
+
+def _verdict_of_placed(
+    problem: ModelProblem, placed: SolvedRouting, *, beyond: bool
+) -> SplitComparison:
+    """The best of all splits as they are sketched, then thoroughly, beside the same devices without
+    a split."""
+    workload = problem.workload
+    sketched = _verdict(problem, beyond=beyond)
+    best = sketched.best.deployment
+    placed.refine(best.expert_ranks, workload.devices)
+    find = functools.partial(_best, beyond=beyond)
+    split = planned_split(workload, best, find, problem.max_r2)
+    others = [each for each in sketched.splits if each.deployment != best]
+    splits = sorted([split, *others], key=lambda each: each.deployment.attention_ranks)
+    return judge(workload, splits)
+
+
+def _report(spec: PlanSpec, *, beyond: bool, verdict: SplitComparison | None = None) -> PlanReport:
+    solve(spec)  # what numpy and the solver set up once is no part of a decision's time
+    start_s = monotonic_s()
+    solution = solve(spec)
+    best = solve_extended(spec) if beyond else solution.best
+    solve_ms = 1e3 * (monotonic_s() - start_s)
+    ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
+    layers = () if verdict is None else verdict.best.layers
+    outside = NO_OVERHEAD if verdict is None else verdict.best.outside
+
+    def to_answer(planned: PlannedBatch) -> PlanAnswer:
+        return _answer(as_run(planned, spec, layers, outside), ranks)
+
+    answer = PlanReportAnswer(
+        **msgspec.structs.asdict(to_answer(best)),
+        lower_bound_ms=solution.lower_bound_ms * best.samples / solution.best.samples,
+        solve_ms=solve_ms,
+        baselines={"naive": to_answer(solution.naive), "pppipe": to_answer(solution.pppipe)},
+    )
+    if verdict is not None:
+        _add_verdict(answer, verdict)
+    return PlanReport(answer, spec, best.plan, verdict)
+
+
+def _answer(planned: PlannedBatch, ranks: int) -> PlanAnswer:
+    plan = planned.plan
+    assert plan.ma is not None
+    assert plan.me is not None
+    return PlanAnswer(
+        ma=plan.ma,
+        r1=plan.r1,
+        me=plan.me,
+        r2=plan.r2,
+        order=plan.order,
+        makespan_ms=planned.makespan_ms,
+        samples_per_s=ranks * planned.samples_per_s,
+        shared_lag=plan.shared_lag,
+        micro_batch_samples=plan.micro_batch_samples,
+        sequence_chunks=plan.sequence_chunks,
+    )
+
+
+def _add_verdict(answer: PlanReportAnswer, verdict: SplitComparison) -> None:
+    best = verdict.best
+    answer.attention_ranks = best.deployment.attention_ranks
+    answer.expert_ranks = best.deployment.expert_ranks
+    answer.max_samples = best.spec.max_samples if best.spec is not None else None
+    answer.layers_differ = bool(best.layers)
+    if best.outside.sharing is not None:
+        answer.shared_cores = best.outside.sharing.cores
+    answer.disaggregate, answer.advice = verdict.disaggregate, verdict.advice
+    answer.splits = [_split_answer(split) for split in verdict.splits]
+    answer.alternatives = [
+        AlternativeAnswer(
+            name=other.name,
+            samples_per_s=other.samples_per_s,
+            exposed_communication_fraction=other.exposed_fraction,
+            note=other.note,
+        )
+        for other in verdict.others
+    ]
+
+
+def _add_offload(answer: PlanReportAnswer, workload: Workload, tier: Tier) -> None:
+    shape, context = workload.shape, workload.context_tokens + workload.sequence_tokens
+    answer.offload = offloaded_tokens(workload.hardware, shape, tier, context)
+    if tier.held >= 1.0:
+        answer.offload_advice = "All experts fit as they are stored: none is read."
+        return
+    most = most_sequences(shape, tier.held)
+    answer.offload_advice = (
+        f"From {most + 1} sequence(s) on a step wants more experts of a layer than are kept: keep "
+        "more of them, or stream whole layers (prefill.experts=streamed)."
+    )
+
+
+def _split_answer(split: Split) -> SplitAnswer:
+    planned, ranks = split.planned, split.deployment.attention_ranks
+    return SplitAnswer(
+        attention_ranks=ranks,
+        expert_ranks=split.deployment.expert_ranks,
+        samples_per_s=split.samples_per_s,
+        plan=None if planned is None else _answer(planned, ranks),
+        max_samples=None if split.spec is None else split.spec.max_samples,
+        problem=split.problem,
+    )

@@ -1,0 +1,279 @@
+"""The SPEC.json of `tandem plan`: stage models as they are, or a model and a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from actors.planning.planner_inputs import shape_of
+from cluster.fleet.hardware import load_hardware
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.tools.plan.routing import ProfiledRouting, read_routing
+from contracts.config import BUNDLED
+from contracts.errors import ConfigError, TandemError
+from contracts.hardware import Hardware
+from contracts.json_input import read_json_file, struct_from
+from models.spec.config_fields import ConfigFields
+from models.spec.model import ModelSpec, read_spec, spec_from
+from models.weights.checkpoint import resolve_dtype
+from planner.costs.cost_model import Deployment
+from planner.costs.offloading import Tier
+from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
+from planner.schedule.alternatives import MAX_SAMPLES, Workload
+from planner.schedule.deployment_search import DEFAULT_MAX_R2
+
+MAX_FIELD = 1 << 31  # of a model's integer fields: sizes beyond are mistakes
+MAX_DEVICES = 4096
+MAX_TOKENS = 1 << 24
+
+Ranks = Annotated[int, Meta(ge=1, le=MAX_DEVICES)]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+
+
+class _Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`link` stands for a2e and e2a."""
+
+    attention: Linear
+    expert: Linear
+    shared: Linear | None = None
+    link: Linear | None = None
+    a2e: Linear | None = None
+    e2a: Linear | None = None
+
+
+class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A SPEC of stage models. Fields as in planner/costs/stages.py."""
+
+    stages: _Stages
+    tokens_per_expert_per_sample: float
+    num_layers: int
+    max_samples: int
+    max_r2: int = DEFAULT_MAX_R2
+    has_shared: bool | None = None  # None: whether stages.shared is given
+    attention_quadratic_fraction: float | None = None
+    attention_chunk_ms: float = 0.0
+    attention_context_ms: float = 0.0
+
+
+class OffloadFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Experts that are read as they are wanted. kept: part of all of them that there is room for as
+    they are computed with; tier_bytes_per_s: at which the others are read; hits: how many of those
+    that are wanted are there (None: as of even routing). stored_bits_per_weight: as the checkpoint
+    stores them, scales included, with experts.storage_format (None: as they are computed with)."""
+
+    kept: Annotated[float, Meta(ge=0, lt=1)]
+    tier_bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)]
+    hits: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stored_bits_per_weight: Annotated[float, Meta(gt=0, le=32)] | None = None
+
+
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A SPEC of a model and a machine.
+
+    model: a Hugging Face folder (its config.json is enough), "bundled", or the fields of a
+    config.json. hardware: a file, a known name, or its fields. attention_ranks and expert_ranks, or
+    one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
+    before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit
+    beside the memory's. memory_bytes: of a device, instead of the hardware's. memory_fraction: of
+    it, that may be used. offload: None: all experts are there. routing: a file of `tandem profile
+    --routing`, instead of uniform routing; spare_slots: of each rank, beyond its share of experts.
+    """
+
+    model: str | dict[str, Any]
+    hardware: str | dict[str, Any]
+    sequence_tokens: Tokens
+    context_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    attention_ranks: Ranks | None = None
+    expert_ranks: Ranks | None = None
+    devices: Ranks | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_samples: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] = MAX_SAMPLES
+    max_r2: Annotated[int, Meta(ge=1, le=MAX_TOKEN_GROUPS)] = DEFAULT_MAX_R2
+    memory_bytes: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    backend: str | None = None
+    offload: OffloadFile | None = None
+    routing: str | None = None
+    spare_slots: Annotated[int, Meta(ge=0, le=MAX_FIELD)] = 0
+
+
+class ModelProblem(NamedTuple):
+    """deployment None: search over the splits of the workload's devices. tier: where experts are
+    that are not kept; None: all are. profiled: None: routing is uniform."""
+
+    workload: Workload
+    deployment: Deployment | None
+    max_r2: int
+    tier: Tier | None = None
+    profiled: ProfiledRouting | None = None
+
+
+def read_plan_file(path: Path, devices: int | None = None) -> PlanSpec | ModelProblem:
+    """`devices`: of the command line, instead of the file's ranks. Raises ConfigError or another
+    TandemError: one line."""
+    tree = read_json_file(path)
+    where = str(path)
+    if "stages" in tree:
+        if devices is not None:
+            raise ConfigError(
+                "--devices: needs a SPEC with model and hardware, this one has stages"
+            )
+        return _stage_spec(struct_from(tree, StagesFile, where), where)
+    if "model" in tree or "hardware" in tree:
+        return _model_problem(struct_from(tree, ModelFile, where), where, devices)
+    raise ConfigError(f"{where}: stages: missing; give stages, or model and hardware")
+
+
+def _stage_spec(file: StagesFile, where: str) -> PlanSpec:
+    stages = file.stages
+    a2e, e2a = stages.a2e or stages.link, stages.e2a or stages.link
+    if a2e is None or e2a is None:
+        raise ConfigError(f"{where}: stages.link: missing; give link, or both a2e and e2a")
+    has_shared = stages.shared is not None if file.has_shared is None else file.has_shared
+    try:
+        return PlanSpec(
+            stages=StageModels(
+                attention=stages.attention,
+                shared=stages.shared,
+                expert=stages.expert,
+                a2e=a2e,
+                e2a=e2a,
+            ),
+            tokens_per_expert_per_sample=file.tokens_per_expert_per_sample,
+            num_layers=file.num_layers,
+            max_samples=file.max_samples,
+            max_r2=file.max_r2,
+            has_shared=has_shared,
+            attention_quadratic_fraction=file.attention_quadratic_fraction,
+            attention_chunk_ms=file.attention_chunk_ms,
+            attention_context_ms=file.attention_context_ms,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _model_problem(file: ModelFile, where: str, devices: int | None) -> ModelProblem:
+    hardware = load_hardware(file.hardware)
+    spec = _model(file.model)
+    shape = shape_of(spec, resolve_dtype(spec, file.dtype))
+    split, total_devices = _split(file, devices, where)
+    total = file.context_tokens + file.sequence_tokens
+    if total > spec.max_context_tokens:
+        raise ConfigError(
+            f"{where}: sequence_tokens: {total} tokens with context_tokens exceed the model's "
+            f"context of {spec.max_context_tokens}"
+        )
+    workload = Workload(
+        shape=shape,
+        hardware=hardware,
+        devices=total_devices,
+        sequence_tokens=file.sequence_tokens,
+        context_tokens=file.context_tokens,
+        usable_bytes=_memory_bytes(file, hardware, total_devices) * file.memory_fraction,
+        max_samples=file.max_samples,
+        backend=file.backend,
+    )
+    _check_devices(hardware, workload.devices, where)
+    deployment = None if split is None else workload.deployment(*split)
+    tier = None if file.offload is None else _tier(file.offload, 8 * shape.element_bytes, where)
+    profiled = _profiled(file, spec, split, where)
+    return ModelProblem(workload, deployment, file.max_r2, tier, profiled)
+
+
+def _profiled(
+    file: ModelFile, spec: ModelSpec, split: tuple[int, int] | None, where: str
+) -> ProfiledRouting | None:
+    if file.routing is None:
+        if file.spare_slots:
+            raise ConfigError(
+                f"{where}: spare_slots: {file.spare_slots} without routing: what replicas bring "
+                "depends on it; give a file of tandem profile --routing"
+            )
+        return None
+    folder = _folder(file.model) if isinstance(file.model, str) else None
+    return read_routing(file.routing, file.spare_slots, split, folder, spec, where)
+
+
+def _tier(given: OffloadFile, computed_bits: int, where: str) -> Tier:
+    """computed_bits: of a weight."""
+    stored_bits = given.stored_bits_per_weight or computed_bits
+    if stored_bits > computed_bits:
+        raise ConfigError(
+            f"{where}: offload.stored_bits_per_weight: {stored_bits:g}, but a weight is computed "
+            f"with as {computed_bits} bits: give at most those, or leave it out"
+        )
+    return Tier(given.kept, given.tier_bytes_per_s, given.hits, stored_bits / computed_bits)
+
+
+def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int, int] | None, int]:
+    """(attention ranks, expert ranks), None to search for them; and how many devices there are.
+    Of ranks and devices, what is not given follows from the others."""
+    attention, expert = file.attention_ranks, file.expert_ranks
+    total = devices or file.devices
+    if total is None:
+        if attention is None or expert is None:
+            name = "expert_ranks" if attention else "attention_ranks"
+            raise ConfigError(f"{where}: {name}: missing; give both groups' ranks, or devices")
+        return (attention, expert), attention + expert
+    if not 2 <= total <= MAX_DEVICES:
+        raise ConfigError(f"devices={total}: give 2 to {MAX_DEVICES}, one for each group at least")
+    if devices is not None or (attention is None and expert is None):
+        return None, total  # --devices asks for a search, whatever split the file has
+    attention = total - expert if attention is None and expert is not None else attention
+    expert = total - attention if expert is None and attention is not None else expert
+    assert attention is not None
+    assert expert is not None
+    if min(attention, expert) < 1 or attention + expert != total:
+        raise ConfigError(
+            f"{where}: {attention} attention_ranks and {expert} expert_ranks are not the {total} "
+            "of devices; leave one of the three out"
+        )
+    return (attention, expert), total
+
+
+def _memory_bytes(file: ModelFile, hardware: Hardware, devices: int) -> float:
+    """Of a rank's device; ranks that share devices share their memory."""
+    if file.memory_bytes is not None:
+        return file.memory_bytes
+    shared = max(1.0, devices / hardware.devices) if hardware.devices else 1.0
+    return hardware.memory_bytes / shared
+
+
+def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
+    if hardware.shareable:
+        return
+    if hardware.devices is not None and devices > hardware.devices:
+        raise ConfigError(
+            f"{where}: devices: {devices} wanted, hardware {hardware.name} has {hardware.devices}"
+        )
+
+
+def _folder(given: str) -> Path:
+    """Not a hub id: only config.json is needed, and weights would be downloaded with it."""
+    return resolve_model_folder(given) if given == BUNDLED else Path(given).expanduser()
+
+
+def _model(given: str | dict[str, Any]) -> ModelSpec:
+    if isinstance(given, str):
+        return _bounded(read_spec(_folder(given)))
+    for name, value in given.items():
+        if isinstance(value, int) and not -MAX_FIELD < value < MAX_FIELD:
+            raise ConfigError(f"model: {name}: {value} is no size of a model")
+    layers = given.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ConfigError(f"model: num_hidden_layers: {layers}: give at most {MAX_LAYERS}")
+    try:
+        return spec_from(ConfigFields(Path("model"), given))
+    except TandemError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"model: cannot be read: {error}") from None
+
+
+def _bounded(spec: ModelSpec) -> ModelSpec:
+    if spec.num_layers > MAX_LAYERS:
+        raise ConfigError(f"model: num_hidden_layers: {spec.num_layers}: give at most {MAX_LAYERS}")
+    return spec

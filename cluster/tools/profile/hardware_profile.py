@@ -1,0 +1,326 @@
+"""`tandem profile`: measures this machine with a model and fits a hardware file to it."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from actors.planning.link_probe import LinkTransfer, link_probe
+from actors.planning.planner_inputs import shape_of
+from actors.planning.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
+from actors.ranks.memory import bound_memory
+from contracts import machine
+from contracts.clock import monotonic_s
+from contracts.errors import ConfigError
+from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost, SharedCost
+from contracts.traces import Stage
+from models.spec.model import ModelSpec
+from models.weights.checkpoint import check_checkpoint, resolve_dtype
+from planner.costs.model_shape import ModelShape
+from planner.costs.stage_fit import (
+    AttentionSample,
+    ExpertSample,
+    LinkSample,
+    ServingSample,
+    SharedSample,
+    fit_attention,
+    fit_expert,
+    fit_link,
+    fit_serving,
+    fit_shared,
+)
+
+BACKENDS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
+SEEDS = 3  # of a batch's tokens, in turn: routing differs, sizes of products come again
+MAX_ROUNDS = 15
+LEAST_ROUNDS = 3
+LINK_ROUNDS = 30
+LINK_BYTES = (64, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+MAX_BATCH_TOKENS = 8192
+MAX_RAGGED_TOKENS = 2048
+LINK_SHARE = 0.2  # of the time
+SEVERAL_SHARE = 0.2  # of what is left, with several expert ranks
+SEVERAL = 4  # expert ranks, so that packets to more than one are told apart
+MAX_SEVERAL_TOKENS = 2048
+SERVED = ((1, 64), (4, 64), (16, 64), (32, 64), (64, 16), (1, 1024), (4, 512))  # count, tokens
+
+Chunks = tuple[tuple[int, int], ...]
+
+
+class ProfileSettings(NamedTuple):
+    """What to measure, and for how long at most."""
+
+    model_folder: Path
+    dtype: Literal["auto", "bfloat16", "float32"]
+    seconds: float
+
+
+def profile(settings: ProfileSettings) -> Hardware:
+    """Measures attention, shared experts, experts and links, one core for each side.
+
+    Raises ConfigError, ResourceError, CheckpointError.
+    """
+    if not 5 <= settings.seconds <= 3600:
+        raise ConfigError(f"--seconds {settings.seconds:g}: give 5 to 3600")
+    spec = check_checkpoint(settings.model_folder)
+    dtype = resolve_dtype(spec, settings.dtype)
+    bound_memory()  # as ranks do
+    with _one_thread():
+        stages, several, served = _measure_stages(settings, spec, dtype)
+        links, link_fits = _measure_links(LINK_SHARE * settings.seconds)
+    shape = shape_of(spec, dtype)
+    attention_samples = _attention_samples(spec, stages) + _attention_samples(
+        spec, several, min(SEVERAL, spec.num_experts)
+    )
+    attention, attention_fit = fit_attention(shape, attention_samples)
+    expert, expert_fit = fit_expert(shape, _expert_samples(stages) + _expert_samples(several))
+    shared, shared_fits = _shared(shape, stages)
+    serving, serving_fit = fit_serving(shape, attention, served)
+    cores = machine.whole_cores()
+    precision = str(dtype)[6:]
+    return Hardware(
+        version=FORMAT_VERSION,
+        name=f"{platform.node()}-{precision}",
+        kind="measured",
+        source=f"tandem profile on {settings.model_folder.name} ({spec.architecture}), "
+        f"{precision}, one core a rank, torch {torch.__version__}",
+        device=f"one core of {_processor()}",
+        devices=cores,
+        shareable=True,
+        memory_bytes=machine.total_bytes() // cores,
+        attention=attention,
+        shared=shared,
+        serving=serving,
+        expert=expert,
+        links=links,
+        fits=[attention_fit, *shared_fits, expert_fit, serving_fit, *link_fits],
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """As a rank's `groups.torch_threads` is by default."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def batches(max_context_tokens: int) -> list[Chunks]:
+    """Micro-batches to measure, cheapest first: prompts, chunks behind a cached prefix, decode; of
+    equal sequences, and of sequences whose lengths are all different."""
+    longest = min(max_context_tokens, MAX_BATCH_TOKENS)
+    wanted = [
+        *((count, 0, tokens) for count in (1, 4, 16) for tokens in (16, 64, 256, 1024, 4096)),
+        (1, 0, 1),
+        (1, 0, 4),
+        *((count, prefix, 64) for count in (1, 4) for prefix in (256, 1024, 4096)),
+        *((count, context, 1) for count in (1, 8, 64) for context in (64, 512, 2048)),
+    ]
+    found = {
+        ((start, start + new),) * count
+        for count, start, new in wanted
+        if start + new <= longest and count * new <= MAX_BATCH_TOKENS
+    }
+    found.update(_ragged(count, min(longest, MAX_RAGGED_TOKENS)) for count in (6, 12, 24, 48))
+    found.update(_prompts(count, longest) for count in (8, 16, 32))
+    pool = [chunks for chunks in found if pool_tokens_for(chunks) <= 16 * MAX_BATCH_TOKENS]
+    return sorted(pool, key=_size)
+
+
+def _ragged(count: int, longest: int) -> Chunks:
+    """Of `count` sequences half decode, a third are prompts, the rest chunks behind a prefix; their
+    lengths from 16 to about `longest` tokens."""
+    chunks = []
+    for number in range(count):
+        tokens = max(16, int(longest ** ((number + 1) / count)) - 64)
+        kind = ("decode", "prompt", "decode", "prompt", "decode", "chunk")[number % 6]
+        if kind == "decode":
+            chunks.append((tokens, tokens + 1))
+        elif kind == "prompt":
+            chunks.append((0, max(16, tokens // 4)))
+        else:
+            chunks.append((tokens, tokens + 32))
+    return tuple(chunks)
+
+
+def _prompts(count: int, longest: int) -> Chunks:
+    """So many of different lengths, as rows to classify have them: half of at most 67 tokens, the
+    longest of four to six times as many."""
+    lengths = [12 * (10 ** (1.5 * (number + 0.5) / count)) for number in range(count)]
+    return tuple((0, max(1, min(longest, round(each)))) for each in lengths)
+
+
+def _size(chunks: Chunks) -> float:
+    """Of about its time, in tokens: enough for an order."""
+    return sum((stop - start) * (1 + (start + stop) / 4096) for start, stop in chunks)
+
+
+def label_of(chunks: Chunks) -> str:
+    """ "4 x 256 tokens", "8 x 1 tokens after 512", "12 sequences, 340 tokens"."""
+    start, stop = chunks[0]
+    if len(set(chunks)) > 1:
+        return f"{len(chunks)} sequences, {sum(stop - start for start, stop in chunks)} tokens"
+    return f"{len(chunks)} x {stop - start} tokens" + (f" after {start}" if start else "")
+
+
+_Measured = dict[Chunks, list[PassTimes]]
+
+
+def _measure_stages(
+    settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype
+) -> tuple[_Measured, _Measured, list[ServingSample]]:
+    """With one expert rank, with several, and outside of the layers."""
+    wanted = batches(spec.max_context_tokens)
+    budget_s = (1 - LINK_SHARE) * settings.seconds
+    pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
+    folder, ranks = settings.model_folder, min(SEVERAL, spec.num_experts)
+    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens) as probe:
+        served = _served(probe, spec.max_context_tokens, pool_tokens)
+        one = _rounds(probe, wanted, (1 - SEVERAL_SHARE) * budget_s)
+    few = [chunks for chunks in one if _tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
+    with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=ranks) as probe:
+        several = _rounds(probe, few, SEVERAL_SHARE * budget_s)
+    return one, several, served
+
+
+def _rounds(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> _Measured:
+    start_s = monotonic_s()
+    chosen = _affordable(probe, wanted, budget_s)
+    measured: _Measured = {chunks: [] for chunks in chosen}
+    for number in range(MAX_ROUNDS):  # batches in turn, so that a slow second hits all of them
+        if number >= LEAST_ROUNDS and monotonic_s() - start_s > budget_s:
+            break
+        for chunks in chosen:
+            measured[chunks].append(probe.run(chunks, seed=number % SEEDS))
+    return measured
+
+
+def _served(probe: StageProbe, longest: int, pool_tokens: int) -> list[ServingSample]:
+    """Batches of prompts as one micro-batch and as two; the first round warms up."""
+    samples = []
+    for count, tokens in SERVED:
+        lengths = [min(tokens, longest)] * count
+        for micro_batches in (1, 2):
+            if sum(lengths) > pool_tokens // 2 or micro_batches > count:
+                continue
+            seconds = [
+                probe.serve(lengths, micro_batches=micro_batches, seed=number)
+                for number in range(LEAST_ROUNDS + 1)
+            ]
+            ms = 1e3 * statistics.median(seconds[1:])
+            label = f"{count} prompts of {lengths[0]} tokens, r1={micro_batches}"
+            samples.append(ServingSample(label, micro_batches, count, sum(lengths), max(ms, 1e-3)))
+    return samples
+
+
+def _tokens(chunks: Chunks) -> int:
+    return sum(stop - start for start, stop in chunks)
+
+
+def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> list[Chunks]:
+    """The cheapest of `wanted` of which LEAST_ROUNDS rounds, warm-up aside, stay in the budget."""
+    chosen: list[Chunks] = []
+    spent_s = 0.0
+    for chunks in wanted:
+        start_s = monotonic_s()
+        for seed in range(SEEDS):
+            probe.run(chunks, seed=seed)
+        seconds = monotonic_s() - start_s
+        spent_s += 2 * seconds  # SEEDS passes now, LEAST_ROUNDS = SEEDS later
+        if spent_s > budget_s and len(chosen) >= LEAST_ROUNDS:
+            break
+        chosen.append(chunks)
+    return chosen
+
+
+def _attention_samples(
+    spec: ModelSpec, measured: _Measured, ranks: int = 1
+) -> list[AttentionSample]:
+    """The median of each batch and kind of layer, with so many expert ranks."""
+    samples = []
+    for chunks, passes in measured.items():
+        tasks = [task for one in passes for task in one.attention]
+        for window in dict.fromkeys(spec.sliding_windows):
+            times = [
+                task.seconds
+                for task in tasks
+                if task.stage is Stage.ATTENTION and spec.sliding_windows[task.layer] == window
+            ]
+            if times:
+                ms = 1e3 * statistics.median(times)
+                copies = statistics.fmean(one.copies for one in passes)
+                label = label_of(chunks) + (f" to {ranks} ranks" if ranks > 1 else "")
+                samples.append(AttentionSample(label, chunks, window, ms, ranks, copies))
+    return samples
+
+
+def _expert_samples(measured: _Measured) -> list[ExpertSample]:
+    samples = []
+    for chunks, passes in measured.items():
+        tasks = [task for one in passes for task in one.expert]
+        active = statistics.mean(task.active for task in tasks)
+        pairs = statistics.mean(task.pairs for task in tasks)
+        ms = 1e3 * statistics.median(task.seconds for task in tasks)
+        samples.append(ExpertSample(label_of(chunks), active, pairs, ms))
+    return samples
+
+
+def _shared(shape: ModelShape, measured: _Measured) -> tuple[SharedCost | None, list[Fit]]:
+    samples = []
+    for chunks, passes in measured.items():
+        tasks = [task for one in passes for task in one.attention if task.stage is Stage.SHARED]
+        if tasks:
+            ms = 1e3 * statistics.median(task.seconds for task in tasks)
+            tokens = sum(stop - start for start, stop in chunks)
+            samples.append(SharedSample(label_of(chunks), tokens, ms))
+    if not samples:
+        return None, []
+    cost, fit = fit_shared(shape, samples)
+    return cost, [fit]
+
+
+def _measure_links(budget_s: float) -> tuple[list[LinkCost], list[Fit]]:
+    links, fits = [], []
+    for backend in BACKENDS:
+        sizes = dict(_link_medians(backend, budget_s / len(BACKENDS)))
+        for direction, which in (("a2e", 0), ("e2a", 1)):
+            samples = [
+                LinkSample(f"{size} bytes", size, 1e3 * medians[which])
+                for size, medians in sizes.items()
+            ]
+            cost, fit = fit_link(backend, "a2e" if direction == "a2e" else "e2a", samples)
+            links.append(cost)
+            fits.append(fit)
+    return links, fits
+
+
+def _link_medians(backend: str, budget_s: float) -> Iterator[tuple[int, tuple[float, float]]]:
+    """(bytes, (a2e_s, e2a_s)) of each size; sizes in turn, the first round warms up."""
+    with link_probe(backend) as probe:
+        start_s = monotonic_s()
+        rounds: list[list[LinkTransfer]] = []
+        while len(rounds) <= LEAST_ROUNDS or (
+            len(rounds) <= LINK_ROUNDS and monotonic_s() - start_s < budget_s
+        ):
+            rounds.append([probe.transfer(size) for size in LINK_BYTES])
+    for index, size in enumerate(LINK_BYTES):
+        transfers = [one[index] for one in rounds[1:]]
+        a2e_s = statistics.median(transfer.a2e_s for transfer in transfers)
+        yield size, (a2e_s, statistics.median(transfer.e2a_s for transfer in transfers))
+
+
+def _processor() -> str:
+    """As Linux calls it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

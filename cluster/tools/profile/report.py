@@ -1,0 +1,172 @@
+"""What `tandem profile` shows: a table of the fits, and a picture of points and lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from cluster.observe.terminal import Terminal
+from cluster.tools.plots import check_format, pyplot, saving_figure
+from cluster.tools.profile.routing_quality import RoutingQuality
+from contracts.hardware import Fit, Hardware
+from models.prediction.count_predictor import (
+    BOTH,
+    MARGINAL,
+    MORE_CONFIDENT,
+    PREVIOUS,
+    TOKEN,
+    TWO_LAYERS,
+    TWO_TOKENS,
+)
+from models.prediction.signals import AFTER, PREDICTOR_KINDS
+
+OPTION = "--plot"
+
+
+def print_profile(hardware: Hardware) -> None:
+    console = Terminal()
+    console.print(f"{hardware.name}: {hardware.device}, {hardware.kind}")
+    console.print(hardware.source, style="dim")
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "model (ms)", "points", "R²", "median error"):
+        table.add_column(heading, justify="left" if heading in ("stage", "model (ms)") else "right")
+    for fit in hardware.fits:
+        row = (str(len(fit.points)), f"{fit.r2:.4f}", f"{fit.median_error_fraction:.1%}")
+        table.add_row(fit.stage, _formula(hardware, fit.stage), *row)
+    console.print(table)
+
+
+def draw_profile(hardware: Hardware, path: Path) -> None:
+    """Measured against modelled times, and both over size. Raises ConfigError."""
+    check_format(path, OPTION)
+    plt = pyplot(OPTION)
+    fits = hardware.fits
+    columns = 4
+    rows = -(-len(fits) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 3.0 * rows), squeeze=False)
+    with saving_figure(figure, path, OPTION):
+        for axis in axes.flat[len(fits) :]:
+            axis.set_visible(False)
+        for axis, fit in zip(axes.flat, fits, strict=False):
+            _draw_fit(axis, fit)
+    plt.close(figure)
+
+
+def _draw_fit(axis: Any, fit: Fit) -> None:
+    """Points are measured, the line is the model; a model of several sizes is drawn by rank."""
+    from matplotlib.ticker import NullFormatter
+
+    points = sorted(fit.points, key=lambda point: (point.size, point.modelled_ms))
+    size = [point.size for point in points]
+    several = len(set(size)) < len(size)  # batches of one size differ in context
+    x = [point.modelled_ms for point in points] if several else size
+    lines = sorted(zip(x, (point.modelled_ms for point in points), strict=True))
+    axis.loglog([a for a, _ in lines], [b for _, b in lines], color="#ee8636", linewidth=1.2)
+    axis.loglog(x, [point.measured_ms for point in points], "o", color="#3b75af", markersize=3.5)
+    low, high = (
+        min(point.measured_ms for point in points),
+        max(point.measured_ms for point in points),
+    )
+    axis.set_ylim(low / 3, max(3 * high, 10 * low))  # a decade at least: flat is to look flat
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_minor_formatter(NullFormatter())  # powers of ten only: others would overlap
+    axis.set(xlabel="modelled ms" if several else fit.size_unit, ylabel="ms")
+    axis.set_title(f"{fit.stage}, R² {fit.r2:.4f}", fontsize=9)
+
+
+def _formula(hardware: Hardware, stage: str) -> str:
+    if stage == "attention":
+        cost = hardware.attention
+        return (
+            f"{cost.call_ms:.3g} + {cost.sequence_ms:.2g}/sequence + "
+            f"{1e9 * cost.linear_ms_per_flop:.3g}/GFLOP linear + "
+            f"{1e9 * cost.attended_ms_per_flop:.3g}/GFLOP attended + "
+            f"{1e6 * cost.context_ms_per_byte:.3g}/MB context + "
+            f"{cost.prompt_call_ms:.2g}/call of prompts + {cost.decode_call_ms:.2g}/of decode + "
+            f"{cost.packet_ms:.2g}/further rank + {1e6 * cost.copied_ms_per_byte:.2g}/MB copied"
+        )
+    if stage == "serving" and hardware.serving is not None:
+        serving = hardware.serving
+        return (
+            f"{serving.batch_ms:.3g} + {serving.micro_batch_ms:.2g}/micro-batch + "
+            f"{serving.sequence_ms:.2g}/sequence + {1e3 * serving.token_ms:.2g}/1000 tokens + "
+            "logits"
+        )
+    if stage == "shared" and hardware.shared is not None:
+        return f"{hardware.shared.call_ms:.3g} + {1e9 * hardware.shared.ms_per_flop:.3g}/GFLOP"
+    if stage == "expert":
+        expert = hardware.expert
+        return (
+            f"{expert.call_ms:.3g} + {expert.expert_ms:.3g}/expert + "
+            f"{1e9 * expert.ms_per_flop:.3g}/GFLOP"
+        )
+    direction, _, backend = stage.partition(" ")
+    for link in hardware.links:
+        if (link.direction, link.backend) == (direction, backend):
+            return f"{link.alpha_ms:.3g} + {1e6 * link.ms_per_byte:.3g}/MB"
+    return ""
+
+
+_ENTROPIES = {MARGINAL: "H(e)", TOKEN: "H(e|token)", PREVIOUS: "H(e|previous)"}
+
+
+def print_routing(quality: RoutingQuality) -> None:
+    console = Terminal()
+    console.print(
+        f"{quality.counted} tokens of {quality.ids} ids counted, a fifth held out: "
+        f"{quality.held_out}, {quality.unseen_fraction:.1%} of other ids"
+    )
+    for table in (
+        _entropies(quality),
+        _predictions(quality),
+        _guesses(quality),
+        _contiguous(quality),
+    ):
+        console.print()
+        console.print(table)
+
+
+def _entropies(quality: RoutingQuality) -> Table:
+    table = _table("an expert in bits, by what is known", ("layer", *_ENTROPIES.values()))
+    for of in quality.layers:
+        table.add_row(str(of.layer), *_shown(of.entropy_bits, _ENTROPIES, "{:.2f}"))
+    return table
+
+
+def _predictions(quality: RoutingQuality) -> Table:
+    kinds = (MARGINAL, TOKEN, TWO_TOKENS, PREVIOUS, TWO_LAYERS, BOTH, MORE_CONFIDENT)
+    table = _table("experts that are found, by what is known", ("layer", *kinds))
+    for of in quality.layers:
+        table.add_row(str(of.layer), *_shown(of.hit_fraction, kinds, "{:.3f}"))
+    return table
+
+
+def _guesses(quality: RoutingQuality) -> Table:
+    kinds = (*PREDICTOR_KINDS, AFTER)
+    table = _table("experts that are found, by guesses made in the layer before", ("layer", *kinds))
+    for of in quality.layers:
+        table.add_row(str(of.layer), *_shown(of.hit_fraction, kinds, "{:.3f}"))
+    return table
+
+
+def _contiguous(quality: RoutingQuality) -> Table:
+    headings = ("ranks", "copies", "LAR by token id", "load", "load, worst layer")
+    table = _table("contiguous experts, means over layers", headings)
+    for of in quality.ranks:
+        figures = (of.copies, of.local_fraction, of.load, of.worst_load)
+        table.add_row(str(of.ranks), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def _table(title: str, headings: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _shown(found: Mapping[str, float], names: Iterable[str], form: str) -> list[str]:
+    return [form.format(found[name]) if name in found else "–" for name in names]

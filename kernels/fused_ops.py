@@ -1,0 +1,138 @@
+"""Passes over all activations of a batch, between the products: each as one kernel on GPUs for
+which triton can build them, else as torch's operations. Results are the same but for the last bit.
+
+Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from contracts.logs import event
+from kernels import experts, norm, rope
+
+log = logging.getLogger(f"tandem.{__name__}")
+
+_CHECK_SHAPE = (5, 6, 16)  # T, H, d of the trial
+_TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
+    """As kernels/norm.py."""
+    own = fused_kernels(x)
+    if own is None or not x.is_contiguous():
+        return norm.rms_norm(x, weight_D, eps, round_once=round_once)
+    out: Tensor = own.rms_norm(x, weight_D, eps, round_once)
+    return out
+
+
+def norm_and_rope(
+    x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """A new tensor: each head normed by its weight (None: as it is), then turned by rope."""
+    own = fused_kernels(x_THd)
+    if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
+        normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, eps)
+        return rope.apply_rope(normed, cos, sin)
+    out_THd: Tensor = own.norm_and_rope(x_THd, weight_Hd, eps, cos, sin)
+    return out_THd
+
+
+def gated(h_NF2: Tensor) -> Tensor:
+    """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
+    own = fused_kernels(h_NF2)
+    if own is None:
+        return experts.gated(h_NF2)
+    out_NF: Tensor = own.gated(h_NF2)
+    return out_NF
+
+
+def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
+    """x[rows], a new tensor [N, D]."""
+    own = fused_kernels(x_TD)
+    if own is None or not x_TD.is_contiguous():
+        return x_TD.index_select(0, rows_N)
+    out_ND: Tensor = own.gather_rows(x_TD, rows_N)
+    return out_ND
+
+
+def weighted_sum(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
+    """Fills out_TD float32: of each token, the weighted sum of the rows places_TK of y, in order of
+    k."""
+    own = fused_kernels(y_ND)
+    if own is not None:
+        own.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
+        return
+    out_TD.zero_()
+    for k in range(places_TK.shape[1]):
+        out_TD.addcmul_(y_ND.index_select(0, places_TK[:, k]), weights_TK[:, k : k + 1])
+
+
+def fused_kernels(x: Tensor) -> ModuleType | None:
+    """kernels/triton_kernels.py, where it computes with tensors like that; else None."""
+    if not x.is_cuda or x.dtype is not torch.bfloat16 or x.numel() == 0:
+        return None
+    here = x.device.index == torch.cuda.current_device()  # triton launches nowhere else
+    return _triton_kernels() if here else None
+
+
+@functools.cache
+def _triton_kernels() -> ModuleType | None:
+    """kernels/triton_kernels.py, once it has been tried here; None where that fails."""
+    try:
+        kernels = importlib.import_module("kernels.triton_kernels")
+        _check_kernels(kernels)
+        _check_slot_kernels(kernels)
+    except Exception as error:  # noqa: BLE001  (no triton, no compiler, a wrong result: do without)
+        reason = f"{type(error).__name__}: {error}"
+        event(log, "fused_kernels_disabled", logging.WARNING, reason=reason)
+        return None
+    return kernels
+
+
+def _check_kernels(kernels: ModuleType) -> None:
+    """Raises AssertionError where a result is not torch's."""
+    T, H, d = _CHECK_SHAPE
+    x_THd, other_THd = (torch.randn(T, H, d, device="cuda").bfloat16() for _ in range(2))
+    weight_Hd = x_THd[0].contiguous()
+    angles = torch.randn(T, 1, d // 2, device="cuda")
+    angles_cs = angles.cos().bfloat16(), angles.sin().bfloat16()
+    places_TK = torch.randperm(T * H, device="cuda").view(T, H)
+    weights_TK = torch.rand(T, H, device="cuda")
+    y_ND, weight_D = other_THd.view(T * H, d), weight_Hd[0]
+    found_TD, sums_TD = (torch.empty(T, d, device="cuda") for _ in range(2))
+    kernels.weighted_sums(y_ND, places_TK, weights_TK, found_TD)
+    torch.sum(y_ND[places_TK].float() * weights_TK.unsqueeze(2), 1, out=sums_TD)
+    pairs = [
+        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), norm.rms_norm(x_THd, weight_D, 1e-6)),
+        (
+            kernels.norm_and_rope(x_THd[:, 1:], weight_Hd[1:], 1e-6, *angles_cs),
+            rope.apply_rope(norm.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *angles_cs),
+        ),
+        (kernels.gated(y_ND), experts.gated(y_ND)),
+        (kernels.gather_rows(y_ND, places_TK[0]), y_ND[places_TK[0]]),
+        (found_TD, sums_TD),
+    ]
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, atol=_TOLERANCE, rtol=_TOLERANCE)
+
+
+def _check_slot_kernels(kernels: ModuleType) -> None:
+    """As `_check_kernels`."""
+    T, D, F = _CHECK_SHAPE
+    x_TD = torch.randn(T, D, device="cuda").bfloat16()
+    gate_up, down = (torch.randn(2, *s, device="cuda").bfloat16() for s in ((2 * F, D), (D, F)))
+    slots_TK = torch.ones(T, 1, device="cuda", dtype=torch.int32)
+    found_ND = torch.empty(T, D, device="cuda").bfloat16()
+    kernels.gpu_experts(x_TD, slots_TK, gate_up, down, found_ND)
+    expected_ND = experts.gated(x_TD @ gate_up[1].t()) @ down[1].t()
+    largest = expected_ND.abs().max().float()
+    torch.testing.assert_close(
+        found_ND / largest, expected_ND / largest, atol=_TOLERANCE, rtol=_TOLERANCE
+    )

@@ -1,0 +1,212 @@
+"""The expert half of a decoder: some of the routed experts of every MoE layer.
+
+Shapes: U tokens, D model dim, F expert FFN dim, e local experts, N (token, expert) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.experts import expert_steps
+from kernels.gpu_experts import gpu_experts, runs_on_gpu
+from kernels.linear import ExpertLinears, PackedLinear, Product
+from kernels.routing import group_by_expert
+from kernels.steps import Steps, run_to_end, without_yields
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_loading import (
+    ExpertLayer,
+    clamped_gate,
+    join_layers,
+    load_experts,
+    load_separately,
+)
+from models.experts.router import RoutedTokens
+from models.spec.model import ModelSpec
+from models.weights import layout
+from models.weights.checkpoint import Checkpoint
+from models.weights.loading import Loader, Progress
+
+
+def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Steps[Tensor]:
+    """[T, D] float32: each token's weighted sum over those of its experts that `held` has.
+
+    local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
+    """
+    ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
+    if runs_on_gpu(routed.x_TD, held.gate_up, local_of_E):
+        return gpu_experts(
+            routed.x_TD, local_of_E[ids_TK], weights_TK, held.gate_up, held.down, held.clamped
+        )
+    rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_of_E, len(held.gate_up))
+    return (
+        yield from expert_steps(
+            routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
+        )
+    )
+
+
+expert_sums = without_yields(expert_sum_steps)
+
+
+def _by_layer(
+    expert_ids: Sequence[int] | Mapping[int, Sequence[int]], layers: Iterable[int]
+) -> dict[int, tuple[int, ...]]:
+    if isinstance(expert_ids, Mapping):
+        return {layer: tuple(expert_ids[layer]) for layer in layers}
+    return dict.fromkeys(layers, tuple(expert_ids))
+
+
+class ExpertHalf:
+    """Experts `expert_ids` of each MoE layer (of all layers, or by layer); the local index is the
+    position in that list."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
+        layers: dict[int, ExpertLayer],
+    ) -> None:
+        self.spec = spec
+        self.expert_ids = _by_layer(expert_ids, layers)
+        self._layers = layers
+
+    @staticmethod
+    def load(
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        expert_ids: Sequence[int] | Mapping[int, Sequence[int]],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        progress: Progress | None = None,
+        layers: Sequence[int] | None = None,
+        separate: bool = False,
+    ) -> ExpertHalf:
+        """Reads only these experts' tensors (slices of fused ones), of `layers` (None: of all that
+        have experts). apart: each into memory of its own. Raises CheckpointError."""
+        moe_layers = spec.moe_layers if layers is None else layers
+        ids_of = _by_layer(expert_ids, moe_layers)
+        for ids in ids_of.values():
+            wrong = [expert for expert in ids if not 0 <= expert < spec.num_experts]
+            if wrong or len(set(ids)) != len(ids):
+                raise ValueError(
+                    f"expert_ids must be distinct and below {spec.num_experts}, got {list(ids)}"
+                )
+        elements = sum(map(len, ids_of.values())) * layout.expert_elements(spec)
+        whole = elements * dtype.itemsize
+        loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
+        held = {}
+        for layer in moe_layers:
+            read = load_separately if separate else load_experts
+            held[layer] = read(checkpoint, spec, layer, ids_of[layer], loader)
+            loader.finish_layer()
+        return ExpertHalf(spec, expert_ids, held)
+
+    def layers(self) -> dict[int, ExpertLayer]:
+        return dict(self._layers)
+
+    def held(self, layer: int) -> ExpertLayer:
+        return self._layers[layer]
+
+    def run(
+        self,
+        layer: int,
+        x_UD: Tensor,
+        rows_N: Tensor,
+        weights_N: Tensor,
+        counts_e: Sequence[int] | Tensor,
+    ) -> Tensor:
+        """As `steps`, without interruptions."""
+        return run_to_end(self.steps(layer, x_UD, rows_N, weights_N, counts_e))
+
+    def steps(
+        self,
+        layer: int,
+        x_UD: Tensor,
+        rows_N: Tensor,
+        weights_N: Tensor,
+        counts_e: Sequence[int] | Tensor,
+    ) -> Steps[Tensor]:
+        """[U, D] float32: each token's weighted sum over its pairs; zeros where it has none.
+
+        Pairs are sorted by local expert, counts_e of each; rows_N index x_UD (a token may appear
+        under several experts). Added in ascending local expert order.
+        """
+        counts = counts_e.tolist() if isinstance(counts_e, Tensor) else counts_e
+        held = self._layers[layer]
+        return expert_steps(x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped)
+
+
+LayerExpert = tuple[int, int]  # layer, expert
+
+
+def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> list[LayerExpert]:
+    """Of `ids_of`, by layer, those that `half` has not."""
+    return [
+        (layer, expert)
+        for layer, ids in ids_of.items()
+        for expert in ids
+        if expert not in half.expert_ids[layer]
+    ]
+
+
+def assemble_half(
+    half: ExpertHalf, ids_of: Mapping[int, Sequence[int]], loaded: Mapping[LayerExpert, ExpertLayer]
+) -> ExpertHalf:
+    """The half of `ids_of`, each of which `half` has, or `loaded` by itself."""
+    return ExpertHalf(
+        half.spec,
+        ids_of,
+        {layer: join_layers(_find_all(half, layer, ids, loaded)) for layer, ids in ids_of.items()},
+    )
+
+
+def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | None:
+    """It alone; None: `half` has it not."""
+    ids = half.expert_ids.get(layer, ())
+    if expert not in ids:
+        return None
+    local, held = ids.index(expert), half.held(layer)
+    return ExpertLayer(_single(held.gate_up, local), _single(held.down, local), held.clamped)
+
+
+class PackedExpert:
+    """One expert whose bytes are written as they stand in memory. memory: of its matrices, then of
+    its biases, to be filled before it is used."""
+
+    def __init__(self, layout: ExpertLayout) -> None:
+        biases = [bias[0] for bias in layout.empty_biases(1)]
+        products = [
+            layout.new_linear(matrix, biases[matrix] if biases else None) for matrix in (0, 1)
+        ]
+        self.memory = packed_memory(products)
+        gate_up, down = (ExpertLinears([product], None) for product in products)
+        self.layer = ExpertLayer(gate_up, down, clamped_gate(layout.spec))
+
+
+def packed_memory(products: Iterable[Product]) -> list[Tensor]:
+    """Of packed products: their matrices, then their biases."""
+    linears = [product for product in products if isinstance(product, PackedLinear)]
+    return [
+        *(linear.memory for linear in linears),
+        *(linear.bias for linear in linears if linear.bias is not None),
+    ]
+
+
+def _find_all(
+    half: ExpertHalf, layer: int, ids: Sequence[int], loaded: Mapping[LayerExpert, ExpertLayer]
+) -> list[ExpertLayer]:
+    found = []
+    for expert in ids:
+        layer_expert = loaded.get((layer, expert)) or extract_expert(half, layer, expert)
+        if layer_expert is None:
+            raise KeyError(f"expert {expert} of layer {layer} was neither here nor brought in")
+        found.append(layer_expert)
+    return found
+
+
+def _single(products: ExpertLinears, local: int) -> ExpertLinears:
+    return ExpertLinears([products[local]], None)

@@ -1,1 +1,0 @@
-"""What foretells which experts come next: a profile, and guesses made of it."""

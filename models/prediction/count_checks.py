@@ -1,0 +1,128 @@
+"""Arrays of a file of routing counts, believed only as far as they agree with the model and with
+each other. Sizes are looked at before anything is read. All raise CheckpointError: one line."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.errors import CheckpointError
+from models.prediction.profile_file import MAKE_ONE
+from models.spec.model import ModelSpec
+from models.spec.safetensors_file import SafetensorsFile
+
+MAX_OVERSIZE: Final = 16
+"""A file may hold so many times more than we write unless told otherwise."""
+_MAX_TOKENS: Final = 1 << 48
+_Array = NDArray[Any]
+
+
+class CountArrays:
+    """Of one file, for one model. `E` experts, `K` of each token."""
+
+    def __init__(self, file: SafetensorsFile, spec: ModelSpec) -> None:
+        self._file, self._spec = file, spec
+        self._E, self._K = spec.num_experts, spec.top_k
+
+    def counted(self, name: str) -> int:
+        counted = int(self._read(name, "I64", (1,))[0])
+        self._require(0 < counted <= _MAX_TOKENS, name, f"{counted} is no number of tokens")
+        return counted
+
+    def together(self, layer: int, counted: int) -> NDArray[np.int64]:
+        """[E, E]; as many pairs as so many tokens have."""
+        name, E, K = f"together.{layer}", self._E, self._K
+        load_E = self._read(f"load.{layer}", "I64", (E,))
+        together_EE: NDArray[np.int64] = self._read(name, "I64", (E, E))
+        self._require((load_E >= 0).all(), f"load.{layer}", "a count is negative")
+        self._require(
+            (load_E <= counted).all() and int(load_E.sum()) == counted * K,
+            f"load.{layer}",
+            f"{counted} tokens have {counted * K} experts, counted are {load_E.tolist()[:4]}…",
+        )
+        self._require((together_EE.diagonal() == load_E).all(), name, f"is not of load.{layer}")
+        self._require((together_EE == together_EE.T).all(), name, "is not symmetric")
+        most_EE = np.minimum(load_E[:, None], load_E)
+        self._require(
+            (together_EE >= 0).all() and (together_EE <= most_EE).all(),
+            name,
+            "two experts were together more often than one of them, or less than never",
+        )
+        return together_EE
+
+    def sets(
+        self, layer: int, counted: int, limit: int
+    ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+        """[M, K] and [M]."""
+        name = f"sets.{layer}"
+        sets_MK = self._read(name, "I16", (None, self._K), limit)
+        times_M = self._read(f"times.{layer}", "I64", (len(sets_MK),))
+        self._require(self._are_experts(sets_MK), name, f"not all are of {self._E} experts")
+        self._require((np.diff(sets_MK, axis=1) > 0).all(), name, "a set is not in ascending order")
+        self._require(
+            (times_M > 0).all() and (times_M <= counted).all() and times_M.sum() <= counted,
+            f"times.{layer}",
+            f"is not of {counted} tokens",
+        )
+        return sets_MK, times_M
+
+    def pairs(self, layer: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[N] keys (token id * E + expert), ascending, and [N] times."""
+        name, vocabulary = f"pairs.{layer}", self._spec.vocab_size
+        keys_N, times_N = self._read(name, "I32", (None, 2), limit).astype(np.int64).T
+        self._require(
+            ((keys_N >= 0) & (keys_N < vocabulary * self._E)).all(),
+            name,
+            f"a token id is not one of the vocabulary's {vocabulary}",
+        )
+        self._require((times_N > 0).all(), name, "a pair was seen less than once")
+        self._require((np.diff(keys_N) > 0).all(), name, "pairs are not in ascending order")
+        return keys_N, times_N
+
+    def short(self, layer: int) -> tuple[int, int]:
+        sets, pairs = map(int, self._read(f"short.{layer}", "I64", (2,)))
+        self._require(min(sets, pairs) >= 0, f"short.{layer}", "a count is negative")
+        return sets, pairs
+
+    def paths(self, limit: int) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
+        """[P, 2] and [P, layers, K]."""
+        layers, vocabulary = len(self._spec.moe_layers), self._spec.vocab_size
+        paths_PLK = self._read("paths", "I16", (None, layers, self._K), limit)
+        ids_P2 = self._read("path_ids", "I32", (len(paths_PLK), 2))
+        self._require(self._are_experts(paths_PLK), "paths", f"not all are of {self._E} experts")
+        ordered_PLK = np.sort(paths_PLK, axis=2)
+        self._require((np.diff(ordered_PLK, axis=2) > 0).all(), "paths", "an expert is there twice")
+        self._require(
+            (ids_P2 >= [0, -1]).all() and (ids_P2 < vocabulary).all(),
+            "path_ids",
+            f"a token id is not one of the vocabulary's {vocabulary}",
+        )
+        return ids_P2, paths_PLK
+
+    def _are_experts(self, experts: _Array) -> bool:
+        return bool(((experts >= 0) & (experts < self._E)).all())
+
+    def _read(self, name: str, dtype: str, shape: tuple[int | None, ...], limit: int = 0) -> _Array:
+        """A copy. shape: None: any size up to `limit`."""
+        entry = self._file.entries.get(name)
+        if (
+            entry is None
+            or entry.dtype != dtype
+            or len(entry.shape) != len(shape)
+            or any(
+                found > limit if size is None else found != size
+                for found, size in zip(entry.shape, shape, strict=True)
+            )
+        ):
+            found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            expected = [f"at most {limit}" if size is None else size for size in shape]
+            raise CheckpointError(
+                f"{self._file.path}: {name}: {found}, wanted {dtype} {expected}; {MAKE_ONE}"
+            )
+        return self._file.tensor(name).numpy().copy()
+
+    def _require(self, holds: bool | np.bool_, name: str, message: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{self._file.path}: {name}: {message}; {MAKE_ONE}")

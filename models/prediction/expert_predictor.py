@@ -1,0 +1,230 @@
+"""Which experts a layer will want, foretold while others are computed, and how sure each guess is.
+
+    tokens ──> attention 0 ──> experts 0 ──> attention 1 ──> experts 1 ──> …
+        └ first ───────────────^   └ before, after ────────────^
+        (models/prediction/signals.py)
+
+Where a profile knows how precise each kind of guess is, each layer has the best of them
+(Speculating Experts, Section 6.3's hybrid).
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Final, Literal, NamedTuple
+
+from torch import Tensor
+
+from models.decoder.decoder import AttentionHalf
+from models.experts.cache_requests import PredictedExpert
+from models.experts.router import RoutedTokens
+from models.prediction.routing_profile import RoutingProfile
+from models.prediction.signals import (
+    AFTER,
+    PREDICTOR_KINDS,
+    TOKEN,
+    PredictorKind,
+    predicted_routing,
+    predicted_routing_after,
+)
+
+Ids = list[list[int]]
+"""[T][K] experts of each token, the most likely one first."""
+
+MAX_ROWS: Final = 64  # of a batch are looked at: those of more want most experts anyway
+INITIAL_PRECISION: Final = 0.5  # until something is known
+MIN_GAIN: Final = 0.02  # so much more precise must a guess be that costs more
+_NEWEST: Final = 0.02  # of what was right, in a running mean
+
+
+class Precision:
+    """How often the guess of each rank was right, by layer: as measured for a profile at first,
+    then as it turns out."""
+
+    def __init__(self, known: dict[int, list[float]]) -> None:
+        self.by_layer = known
+
+    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
+        """What to read for that layer, the best guess first. An expert's confidence is that some
+        token wants it."""
+        doubts: dict[int, float] = {}
+        for ids in predicted_routing:
+            for expert, precision in zip(ids, self.by_layer[layer], strict=True):
+                doubts[expert] = doubts.get(expert, 1.0) * (1.0 - precision)
+        return [
+            PredictedExpert(e, 1.0 - doubt)
+            for e, doubt in sorted(doubts.items(), key=itemgetter(1))
+        ]
+
+    def update(self, layer: int, predicted_routing: Ids, ids_TK: Tensor) -> None:
+        """What the layer did want. Where it was computed for some of the rows only, nothing is
+        learned."""
+        actual: Ids = subsample(ids_TK).tolist()
+        if len(actual) != len(predicted_routing):
+            return
+        means = self.by_layer[layer]
+        for rank in range(len(means)):
+            right = sum(
+                guess[rank] in ids for guess, ids in zip(predicted_routing, actual, strict=True)
+            ) / len(actual)
+            means[rank] += _NEWEST * (right - means[rank])
+
+
+class PredictedRouting(NamedTuple):
+    """What a layer may want. by: how sure that is. routed: of all rows, as it would be run."""
+
+    layer: int
+    ids: Ids
+    precision_of: Precision
+    routed: RoutedTokens | None = None
+
+    @property
+    def predicted_experts(self) -> list[PredictedExpert]:
+        return self.precision_of.predicted_experts(self.layer, self.ids)
+
+    def update(self, ids_TK: Tensor) -> None:
+        self.precision_of.update(self.layer, self.ids, ids_TK)
+
+
+class DevicePrediction(NamedTuple):
+    """The routing that is foretold for a layer, where it was computed. is_whole: of all rows."""
+
+    layer: int
+    routed: RoutedTokens
+    is_whole: bool
+
+
+class Speculation(NamedTuple):
+    """Experts that are run because they were foretold (Speculating Experts, Algorithm 1).
+
+    layers: where; None: wherever something is foretold. weights: of those experts: what the layer's
+    own router gives them, or as they were foretold too (the paper's way).
+    """
+
+    layers: frozenset[int] | None = None
+    weights: Literal["router", "predicted"] = "router"
+
+
+class ExpertPredictor:
+    """Owned by the thread that computes."""
+
+    def __init__(
+        self,
+        half: AttentionHalf,
+        profile: RoutingProfile | None,
+        kind: PredictorKind | None = None,
+        *,
+        again: bool = False,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """kind: None: at each layer the most precise one. again: whether a guess is made anew once
+        the sum of a layer's experts is known: not of what is run as foretold. speculation: None:
+        what runs is what routers choose."""
+        self._half, self._profile = half, profile
+        self._again, self._speculation = again, speculation
+        spec = half.spec
+        self._next_of = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
+        self._kind_of = {
+            following: kind or _best_kind(profile, following)
+            for following in self._next_of.values()
+        }
+        self.before = Precision({layer: self._known(layer, self._kind_of[layer])
+                                 for layer in self._kind_of})  # fmt: skip
+        self.after = Precision({layer: self._known(layer, AFTER) for layer in self._kind_of})
+        self._first = spec.moe_layers[0]
+        self.first = Precision({self._first: self._known(self._first, TOKEN)})
+
+    def _known(self, layer: int, kind: str) -> list[float]:
+        if self._profile is None:
+            return [INITIAL_PRECISION] * self._half.spec.top_k
+        known: list[float] = self._profile.precision[kind][layer].tolist()
+        return known
+
+    def predict_first(self, token_ids_T: Tensor) -> PredictedRouting | None:
+        """What the first layer with experts may want of a batch that begins."""
+        if self._profile is None:
+            return None
+        ids: Ids = self._profile.tokens_VK[subsample(token_ids_T)].tolist()
+        return PredictedRouting(self._first, ids, self.first)
+
+    def predict(
+        self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> PredictedRouting | None:
+        """What the layer after `layer` may want, of many rows for some. hidden_TD: the residual
+        that the experts of `layer` are added to."""
+        found = self.predict_on_device(layer, hidden_TD, routed)
+        return None if found is None else self.resolve(found, found.routed.topk_ids_TK.tolist())
+
+    def predict_on_device(
+        self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> DevicePrediction | None:
+        """As `predict`; on a device nothing waits for what is found."""
+        following = self._next_of.get(layer)
+        if following is None:
+            return None
+        is_whole = len(hidden_TD) <= MAX_ROWS
+        if not is_whole:
+            hidden_TD = subsample(hidden_TD)
+            ids_TK, weights_TK = subsample(routed.topk_ids_TK), subsample(routed.topk_weights_TK)
+            routed = RoutedTokens(subsample(routed.x_TD), ids_TK, weights_TK)
+        kind = self._kind_of[following]
+        found = predicted_routing(
+            self._half, self._profile, kind, layer, following, hidden_TD, routed
+        )
+        return DevicePrediction(following, found, is_whole)
+
+    def resolve(self, found: DevicePrediction, ids: Ids) -> PredictedRouting:
+        """ids: those of `found`."""
+        return PredictedRouting(
+            found.layer, ids, self.before, found.routed if found.is_whole else None
+        )
+
+    @property
+    def speculates(self) -> bool:
+        """Whether what is foretold is run somewhere, and so must be foretold."""
+        return self._speculation is not None
+
+    def is_speculated(self, layer: int) -> bool:
+        """Whether that layer runs what was foretold."""
+        speculation = self._speculation
+        return speculation is not None and (
+            speculation.layers is None or layer in speculation.layers
+        )
+
+    def speculate(self, predicted_routing: PredictedRouting, routed: RoutedTokens) -> RoutedTokens:
+        """The experts that were foretold, in place of those that the layer's router chose."""
+        assert self._speculation is not None
+        assert predicted_routing.routed is not None
+        predicted = predicted_routing.routed
+        if self._speculation.weights == "predicted":
+            return RoutedTokens(routed.x_TD, predicted.topk_ids_TK, predicted.topk_weights_TK)
+        router = self._half.router(predicted_routing.layer)
+        assert router is not None
+        return router.weigh(routed.x_TD, predicted.topk_ids_TK)
+
+    def predict_after(self, layer: int, hidden_TD: Tensor) -> PredictedRouting | None:
+        """The same once they have been added."""
+        following = self._next_of.get(layer)
+        if following is None or not self._again or self.is_speculated(following):
+            return None
+        found = predicted_routing_after(
+            self._half, self._profile, layer, following, subsample(hidden_TD)
+        )
+        ids: Ids = found.topk_ids_TK.tolist()
+        return PredictedRouting(following, ids, self.after)
+
+
+def subsample(rows_T: Tensor) -> Tensor:
+    """At most MOST_ROWS of them, evenly."""
+    return rows_T[:: -(-len(rows_T) // MAX_ROWS)] if len(rows_T) > MAX_ROWS else rows_T
+
+
+def _best_kind(profile: RoutingProfile | None, layer: int) -> PredictorKind:
+    best: PredictorKind = PREDICTOR_KINDS[0]
+    if profile is None:
+        return best
+    for kind in PREDICTOR_KINDS[1:]:
+        mean = {k: float(profile.precision[k][layer].mean()) for k in (best, kind)}
+        if mean[kind] > mean[best] + MIN_GAIN:
+            best = kind
+    return best

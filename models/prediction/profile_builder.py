@@ -1,0 +1,252 @@
+"""Makes a routing profile: a model is run over texts, three times.
+
+1  mean outputs and frequencies of experts, and the first layer's by token; which went where
+2  least squares, and samples of which a network is trained
+3  on rows held out: how precise each kind of guess is, by layer and rank; which went where
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_store import ExpertStore
+from models.prediction.estimator import Estimator, EstimatorSamples, new_estimator, train_estimator
+from models.prediction.routing_counter import RoutingCounter
+from models.prediction.routing_profile import RoutingProfile
+from models.prediction.signals import (
+    AFTER,
+    PREDICTOR_KINDS,
+    TOKEN,
+    features,
+    hits_by_rank,
+    predicted_routing,
+    predicted_routing_after,
+    quasi_hidden,
+)
+from models.prediction.text_runner import LayerActivations, Rows, TextRunner, Visit, batches
+
+HELD_OUT: Final = 5  # one row of so many
+SAMPLE_BYTES: Final = 512 << 20  # that a network is trained with
+_RIDGE: Final = 1e-3  # of the mean diagonal
+
+
+class SplitCounters(NamedTuple):
+    """Of routing as it comes: that of the texts a profile is made of, and of those held out."""
+
+    kept: RoutingCounter
+    held_out: RoutingCounter
+
+
+class LeastSquares:
+    """W with x W nearest to y, over all rows."""
+
+    def __init__(self, size: int, outputs: int) -> None:
+        self._gram = torch.zeros(size, size, dtype=torch.float64)
+        self._moment = torch.zeros(size, outputs, dtype=torch.float64)
+
+    def add(self, x_TF: Tensor, y_TE: Tensor) -> None:
+        x_TF = x_TF.double()
+        self._gram += x_TF.T @ x_TF
+        self._moment += x_TF.T @ y_TE.double()
+
+    def solve(self) -> Tensor:
+        """[features, outputs] float32."""
+        gram = self._gram
+        ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-9
+        result: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), self._moment)
+        return result.float().contiguous()
+
+
+class _Fitted(NamedTuple):
+    """By layer: least squares from before and after its experts, and samples."""
+
+    maps: dict[int, Tensor]
+    after: dict[int, Tensor]
+    samples: dict[int, EstimatorSamples]
+
+
+class ProfileBuilder:
+    """progress: told the part that is done."""
+
+    def __init__(
+        self,
+        half: AttentionHalf,
+        store: ExpertStore,
+        rows: Rows,
+        progress: Callable[[float], None] = lambda part: None,
+        counters: SplitCounters | None = None,
+    ) -> None:
+        self._counters = counters
+        self._half, self._progress = half, progress
+        self._texts = TextRunner(half, store)
+        self._kept = [row for number, row in enumerate(rows) if number % HELD_OUT]
+        self._held_out = [row for number, row in enumerate(rows) if number % HELD_OUT == 0]
+        spec = half.spec
+        self._following = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
+        whole = 3 * len(self._kept) + len(self._held_out)  # training counts as a run
+        self._done, self._whole = 0, max(1, whole)
+
+    def profile(self) -> RoutingProfile:
+        """Raises as the store's `fetch`."""
+        with torch.inference_mode():
+            means, frequencies, tokens_VK = self._measure_means()
+            known = self._fit(means)
+            estimator = self._train(known.samples)
+            result = RoutingProfile(
+                means, frequencies, known.maps, known.after, estimator, tokens_VK, {}
+            )
+            return dataclasses.replace(result, precision=self.precision(result, self._held_out))
+
+    def _measure_means(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
+        """Of experts: outputs and frequencies, by layer; the first layer's likeliest, by token.
+        What shared experts give on average is spread over the outputs, by their weights."""
+        spec = self._half.spec
+        E, D = spec.num_experts, spec.hidden_size
+        sums = {layer: torch.zeros(E, D, dtype=torch.float64) for layer in spec.moe_layers}
+        uses = {layer: torch.zeros(E, dtype=torch.float64) for layer in spec.moe_layers}
+        shared = {layer: torch.zeros(D, dtype=torch.float64) for layer in spec.moe_layers}
+        weights = dict.fromkeys(spec.moe_layers, 1e-9)
+        of_token_VE = torch.zeros(spec.vocab_size, E)
+
+        def visit(activations: LayerActivations) -> None:
+            ids_TK = activations.routed.topk_ids_TK
+            experts_N = ids_TK.flatten().sort(stable=True).values
+            sums[activations.layer].index_add_(0, experts_N, activations.y_ND.double())
+            uses[activations.layer] += torch.bincount(experts_N, minlength=E)
+            if activations.shared_TD is not None:
+                shared[activations.layer] += activations.shared_TD.double().sum(0)
+                weights[activations.layer] += float(activations.routed.topk_weights_TK.sum())
+            if activations.layer == spec.moe_layers[0]:
+                hot_TE = torch.zeros(len(ids_TK), E).scatter_(1, ids_TK, 1.0)
+                of_token_VE.index_add_(0, activations.ids_T2[:, 0], hot_TE)
+
+        self._run(self._kept, self._with_counter(visit))
+        means = {
+            layer: (
+                sums[layer] / uses[layer].clamp(min=1.0).unsqueeze(1)
+                + shared[layer] / weights[layer]
+            ).float()
+            for layer in sums
+        }
+        tokens = {layer: max(1.0, float(each.sum()) / spec.top_k) for layer, each in uses.items()}
+        frequencies = {layer: (each / tokens[layer]).float() for layer, each in uses.items()}
+        of_token_VE += 0.5 * frequencies[spec.moe_layers[0]]  # of tokens that were not seen
+        return means, frequencies, of_token_VE.topk(spec.top_k).indices.int()
+
+    def _fit(self, means: Mapping[int, Tensor]) -> _Fitted:
+        """Least squares to the next router's logits, and samples of what they were."""
+        spec, half = self._half.spec, self._half
+        E, D = spec.num_experts, spec.hidden_size
+        before = {layer: LeastSquares(D + E + 1, E) for layer in self._following}
+        after = {layer: LeastSquares(D + 1, E) for layer in self._following}
+        samples: dict[int, list[EstimatorSamples]] = {layer: [] for layer in self._following}
+        tokens = max(1, sum(map(len, self._kept)))
+        stride = -(-tokens * len(self._following) * (D + E) * 4 // SAMPLE_BYTES)
+        kept: list[tuple[int, Tensor, Tensor, Tensor]] = []  # of the layer before in this batch
+
+        def visit(activations: LayerActivations) -> None:
+            layer, routed = activations.layer, activations.routed
+            router = half.router(layer)
+            assert router is not None
+            if kept:
+                logits_TE = router.logits(routed.x_TD).float()
+                earlier, known_TF, after_TD, q_TD = kept.pop()
+                before[earlier].add(known_TF, logits_TE)
+                after[earlier].add(_with_one(after_TD), logits_TE)
+                samples[earlier].append(
+                    EstimatorSamples(q_TD[::stride].float().clone(), logits_TE[::stride].clone())
+                )
+            following = self._following.get(layer)
+            if following is not None:
+                q_TD = half.mlp_input(
+                    following, quasi_hidden(means[layer], activations.hidden_TD, routed)
+                )
+                after_TD = half.mlp_input(following, activations.after_TD)
+                kept.append((layer, features(routed, E), after_TD, q_TD))
+
+        self._run(self._kept, visit)
+        return _Fitted(
+            {layer: each.solve() for layer, each in before.items()},
+            {layer: each.solve() for layer, each in after.items()},
+            {layer: EstimatorSamples(*map(torch.cat, zip(*each, strict=True)))
+             for layer, each in samples.items()},
+        )  # fmt: skip
+
+    def _train(self, samples: Mapping[int, EstimatorSamples]) -> Estimator:
+        spec, runs = self._half.spec, len(self._kept)
+        if not samples:  # of one layer with experts nothing is foretold from another
+            self._done += runs
+            return new_estimator(spec.hidden_size, spec.num_layers, spec.num_experts)
+
+        def progress(part: float) -> None:
+            self._progress((self._done + part * runs) / self._whole)
+
+        is_sigmoid = spec.routing.score == "sigmoid"
+        estimator = train_estimator(samples, spec.num_layers, sigmoid=is_sigmoid, progress=progress)
+        self._done += runs
+        return estimator
+
+    def precision(self, known: RoutingProfile, rows: Rows) -> dict[str, Tensor]:
+        """[L, K] by kind of guess: how often that of a rank is right in these rows."""
+        spec, half = self._half.spec, self._half
+        kinds = (*PREDICTOR_KINDS, AFTER, TOKEN)
+        hits = {kind: torch.zeros(spec.num_layers, spec.top_k) for kind in kinds}
+        tokens = 0
+        guessed: dict[str, Tensor] = {}  # of the layer that comes next
+
+        def visit(activations: LayerActivations) -> None:
+            nonlocal tokens
+            layer, routed = activations.layer, activations.routed
+            if layer == spec.moe_layers[0]:
+                tokens += len(activations.hidden_TD)
+                guessed[TOKEN] = known.tokens_VK[activations.ids_T2[:, 0]]
+            for kind, ids_TK in guessed.items():
+                hits[kind][layer] += hits_by_rank(ids_TK, routed.topk_ids_TK).sum(0)
+            guessed.clear()
+            after = self._following.get(layer)
+            if after is None:
+                return
+            for kind in PREDICTOR_KINDS:
+                result = predicted_routing(
+                    half, known, kind, layer, after, activations.hidden_TD, routed
+                )
+                guessed[kind] = result.topk_ids_TK
+            result = predicted_routing_after(half, known, layer, after, activations.after_TD)
+            guessed[AFTER] = result.topk_ids_TK
+
+        self._run(rows, self._with_counter(visit, held_out=True))
+        return {kind: each / max(1, tokens) for kind, each in hits.items()}
+
+    def _with_counter(self, visit: Visit, *, held_out: bool = False) -> Visit:
+        """`visit`, and whole paths to a counter."""
+        if self._counters is None:
+            return visit
+        counter = self._counters.held_out if held_out else self._counters.kept
+        paths: list[NDArray[np.int64]] = []
+
+        def visit_and_count(activations: LayerActivations) -> None:
+            visit(activations)
+            paths.append(activations.routed.topk_ids_TK.numpy())
+            if len(paths) == len(self._half.spec.moe_layers):
+                counter.add(activations.ids_T2.numpy(), np.stack(paths, 1))
+                paths.clear()
+
+        return visit_and_count
+
+    def _run(self, rows: Rows, visit: Visit) -> None:
+        for batch in batches(rows):
+            self._texts.run(batch, visit)
+            self._done += len(batch)
+            self._progress(self._done / self._whole)
+
+
+def _with_one(x_TD: Tensor) -> Tensor:
+    return torch.cat([x_TD.float(), torch.ones(len(x_TD), 1)], dim=1)

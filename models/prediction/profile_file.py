@@ -1,0 +1,94 @@
+"""The file of a routing profile (safetensors): what may stand in it, and how its parts are written.
+
+Either part can be there alone: *foresight*, what guesses are made of (routing_profile.py), and
+*counts*, which experts the tokens went to (routing_counts.py). Both name the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.errors import CheckpointError
+from models.spec.checkpoint_files import ROUTING
+from models.spec.safetensors_file import SafetensorsFile
+
+CHECKPOINT: Final = "checkpoint"
+"""[32] uint8: `checkpoint_digest` the folder."""
+MAKE_ONE: Final = "make one with `tandem profile --routing`"
+_MAX_HEADER_BYTES: Final = 4 << 20
+_DTYPES = {"float32": "F32", "uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
+
+
+def checkpoint_digest(folder: Path) -> bytes:
+    """Of the checkpoint's own words: its config, and the headers of its files with their sizes."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(set(folder.glob("*.safetensors")) - {folder / ROUTING}):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            digest.update(file.read(min(length, path.stat().st_size)))
+    return digest.digest()
+
+
+def open_profile(path: Path, folder: Path) -> SafetensorsFile:
+    """A profile of the checkpoint in `folder`. Raises CheckpointError."""
+    file = SafetensorsFile(path, max_header_bytes=_MAX_HEADER_BYTES)
+    if CHECKPOINT not in file.entries:
+        raise CheckpointError(f"{path}: no routing profile; {MAKE_ONE}")
+    check_fingerprint(file, CHECKPOINT, checkpoint_digest(folder), folder)
+    return file
+
+
+def has_predictor(file: SafetensorsFile) -> bool:
+    """No foresight is without frequencies."""
+    return any(name.startswith("frequency.") for name in file.entries)
+
+
+def check_fingerprint(file: SafetensorsFile, name: str, digest: bytes, folder: Path) -> None:
+    """Raises CheckpointError where the file does not have it under that name."""
+    entry = file.entries.get(name)
+    is_digest = entry is not None and entry.dtype == "U8" and entry.num_bytes == len(digest)
+    if not is_digest or bytes(file.tensor(name).tolist()) != digest:
+        raise CheckpointError(
+            f"{file.path}: a routing profile of another {name} than that of {folder}; {MAKE_ONE}"
+        )
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """In place of what was there, whole or not at all. Raises CheckpointError."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            beside.write_bytes(b"".join(_safetensors(arrays)))
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _safetensors(arrays: Mapping[str, NDArray[Any]]) -> list[bytes]:
+    """A file's bytes: length of the header, header, tensors."""
+    header: dict[str, object] = {"__metadata__": {"format": "tandem routing profile"}}
+    parts: list[bytes] = []
+    first = 0
+    for name, array in arrays.items():
+        data = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": _DTYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [first, first + len(data)],
+        }
+        parts.append(data)
+        first += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *parts]

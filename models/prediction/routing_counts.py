@@ -1,0 +1,251 @@
+"""Which experts the tokens of texts went to, layer by layer: what placement is solved from.
+
+    counted       [1] int64         tokens that were counted
+    load.L        [E] int64         tokens that went to each expert of layer L
+    together.L    [E, E] int64      tokens that went to both experts; the diagonal is load.L
+    sets.L        [M, K] int16      the sets of experts that occurred most, each ascending
+    times.L       [M] int64         how often
+    pairs.L       [N, 2] int32      token id * E + expert, ascending, and how often
+    short.L       [2] int64         by how much a number of times.L, of pairs.L may be too small
+    paths         [P, layers, K] int16   a sample of tokens: experts in each router's order
+    path_ids      [P, 2] int32      their token ids, and those before them (-1: none)
+    checkpoint, tokenizer  [32] uint8    fingerprints of the folder that was run
+
+M, N and P have bounds (`CountLimits`): what was seen least is left out. Numbers add up: see
+`merge`. Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.errors import CheckpointError
+from models.prediction import count_checks as checks
+from models.prediction.bounded_counts import Keys, Times, add_counts, truncate_counts
+from models.prediction.path_sample import RoutingPaths, subsample, together
+from models.prediction.profile_file import (
+    CHECKPOINT,
+    MAKE_ONE,
+    check_fingerprint,
+    checkpoint_digest,
+    open_profile,
+    write_arrays,
+)
+from models.spec.model import ModelSpec
+from models.text.tokenizer_files import tokenizer_digest
+
+MIN_TOKENS: Final = 1000
+"""A profile of fewer says too little."""
+_COUNTED, _TOKENIZER = "counted", "tokenizer"
+_MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file: a number stays at that
+
+
+class CountLimits(NamedTuple):
+    """sets, pairs: of a layer. paths: of all."""
+
+    sets: int = 4096
+    pairs: int = 65_536
+    paths: int = 8192
+
+
+COUNT_LIMITS: Final = CountLimits()
+
+
+class TokenIdCounts(NamedTuple):
+    """As `planner.placement.routing.TokenCounts`."""
+
+    ids_N: NDArray[np.int64]
+    experts_N: NDArray[np.int64]
+    times_N: NDArray[np.int64]
+
+
+class LayerSample(NamedTuple):
+    """As `planner.placement.routing.LayerRouting`."""
+
+    num_experts: int
+    sets_PK: NDArray[np.int64]
+    ids_P: NDArray[np.int64]
+    counts: TokenIdCounts
+
+
+class TopCounts(NamedTuple):
+    """keys, ascending, and how often each occurred, which may be short by `short`."""
+
+    keys: Keys
+    times: Times
+    short: int
+
+    def merge(self, other: TopCounts, limit: int) -> TopCounts:
+        keys, times = add_counts(self.keys, self.times, other.keys, other.times)
+        return TopCounts(keys, times, self.short + other.short).truncate(limit)
+
+    def truncate(self, limit: int) -> TopCounts:
+        keys, times, removed = truncate_counts(self.keys, self.times, limit)
+        return TopCounts(keys, times, self.short + removed)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """sets: by key of `keys_of_sets`. pairs: by token id * E + expert."""
+
+    together_EE: NDArray[np.int64]
+    sets: TopCounts
+    pairs: TopCounts
+
+    @property
+    def load(self) -> NDArray[np.int64]:
+        return self.together_EE.diagonal()
+
+    def merge(self, other: LayerCounts, limits: CountLimits) -> LayerCounts:
+        return LayerCounts(
+            self.together_EE + other.together_EE,
+            self.sets.merge(other.sets, limits.sets),
+            self.pairs.merge(other.pairs, limits.pairs),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutingCounts:
+    """layers: by layer with experts, ascending. counted: tokens."""
+
+    checkpoint: bytes
+    tokenizer: bytes
+    counted: int
+    layers: Mapping[int, LayerCounts]
+    paths: RoutingPaths
+
+    @property
+    def num_experts(self) -> int:
+        return len(next(iter(self.layers.values())).load)
+
+    def layer(self, layer: int) -> LayerSample:
+        """What is known of that layer, as the planner's `LayerRouting` has it."""
+        E, layer_counts = self.num_experts, self.layers[layer]
+        position = list(self.layers).index(layer)
+        return LayerSample(
+            E,
+            self.paths.paths_PLK[:, position].astype(np.int64),
+            self.paths.ids_P2[:, 0].astype(np.int64),
+            TokenIdCounts(
+                layer_counts.pairs.keys // E, layer_counts.pairs.keys % E, layer_counts.pairs.times
+            ),
+        )
+
+    def merge(self, other: RoutingCounts, limits: CountLimits = COUNT_LIMITS) -> RoutingCounts:
+        """Of the tokens of both. Below the limits it is what counting all of them would have given.
+        Raises CheckpointError for counts of another model."""
+        for name, is_same in (
+            ("checkpoint", self.checkpoint == other.checkpoint),
+            ("tokenizer", self.tokenizer == other.tokenizer),
+        ):
+            if not is_same:
+                raise CheckpointError(
+                    f"routing counts of two {name}s do not add up: give profiles of one {name}"
+                )
+        sample = together(self.paths, self.counted, other.paths, other.counted, limits.paths)
+        layers = {
+            layer: layer_counts.merge(other.layers[layer], limits)
+            for layer, layer_counts in self.layers.items()
+        }
+        return dataclasses.replace(
+            self, counted=self.counted + other.counted, layers=layers, paths=sample
+        )
+
+    def truncate(self, limits: CountLimits) -> RoutingCounts:
+        """With what was seen least left out."""
+        layers = {
+            layer: LayerCounts(
+                layer_counts.together_EE,
+                layer_counts.sets.truncate(limits.sets),
+                layer_counts.pairs.truncate(limits.pairs),
+            )
+            for layer, layer_counts in self.layers.items()
+        }
+        return dataclasses.replace(self, layers=layers, paths=subsample(self.paths, limits.paths))
+
+    def write(self, path: Path) -> None:
+        """A file of counts alone. Raises CheckpointError."""
+        write_arrays(path, self.arrays())
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """As they stand in a file."""
+        K = self.paths.paths_PLK.shape[2]
+        arrays: dict[str, NDArray[Any]] = {_COUNTED: np.array([self.counted], np.int64)}
+        for layer, layer_counts in self.layers.items():
+            times = layer_counts.pairs.times.clip(max=_MAX_TIMES)
+            arrays |= {
+                f"load.{layer}": layer_counts.load,
+                f"together.{layer}": layer_counts.together_EE,
+                f"sets.{layer}": sets_of_keys(layer_counts.sets.keys, K),
+                f"times.{layer}": layer_counts.sets.times,
+                f"pairs.{layer}": np.stack([layer_counts.pairs.keys, times], 1).astype(np.int32),
+                f"short.{layer}": np.array(
+                    [layer_counts.sets.short, layer_counts.pairs.short], np.int64
+                ),
+            }
+        return arrays | {
+            "paths": self.paths.paths_PLK,
+            "path_ids": self.paths.ids_P2,
+            CHECKPOINT: np.frombuffer(self.checkpoint, np.uint8),
+            _TOKENIZER: np.frombuffer(self.tokenizer, np.uint8),
+        }
+
+    @staticmethod
+    def read(
+        path: Path, folder: Path, spec: ModelSpec, *, min_tokens: int = MIN_TOKENS
+    ) -> RoutingCounts:
+        """Raises CheckpointError for what is not counted with the checkpoint in `folder`, or of
+        fewer tokens than that."""
+        file = open_profile(path, folder)
+        if _COUNTED not in file.entries:
+            raise CheckpointError(
+                f"{path}: a routing profile without counts, which placement needs; {MAKE_ONE}"
+            )
+        check_fingerprint(file, _TOKENIZER, tokenizer_digest(folder), folder)
+        arrays = checks.CountArrays(file, spec)
+        counted = arrays.counted(_COUNTED)
+        if counted < min_tokens:
+            raise CheckpointError(
+                f"{path}: a routing profile of {counted} tokens, which say too little: at least "
+                f"{min_tokens} are needed"
+            )
+        layers = {layer: _layer(arrays, layer, counted) for layer in spec.moe_layers}
+        ids_P2, paths_PLK = arrays.paths(COUNT_LIMITS.paths * checks.MAX_OVERSIZE)
+        return RoutingCounts(
+            checkpoint_digest(folder),
+            tokenizer_digest(folder),
+            counted,
+            layers,
+            RoutingPaths(ids_P2, paths_PLK),
+        )
+
+
+def _layer(arrays: checks.CountArrays, layer: int, counted: int) -> LayerCounts:
+    together_EE = arrays.together(layer, counted)
+    sets_MK, set_times_M = arrays.sets(layer, counted, COUNT_LIMITS.sets * checks.MAX_OVERSIZE)
+    keys_N, times_N = arrays.pairs(layer, COUNT_LIMITS.pairs * checks.MAX_OVERSIZE)
+    short = arrays.short(layer)
+    return LayerCounts(
+        together_EE,
+        TopCounts(keys_of_sets(sets_MK), set_times_M, short[0]),
+        TopCounts(keys_N, times_N, short[1]),
+    )
+
+
+def keys_of_sets(sets_MK: NDArray[np.int16]) -> Keys:
+    """Of rows of experts in ascending order: a key sorts as its row does."""
+    K = sets_MK.shape[1]
+    return np.ascontiguousarray(sets_MK, ">u2").view(f"S{2 * K}").ravel()
+
+
+def sets_of_keys(keys_M: Keys, top_k: int) -> NDArray[np.int16]:
+    sets: NDArray[np.int16] = (
+        np.ascontiguousarray(keys_M).view(">u2").reshape(-1, top_k).astype(np.int16)
+    )
+    return sets

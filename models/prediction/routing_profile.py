@@ -1,0 +1,139 @@
+"""What foretells the routing of a checkpoint: measured once, kept in a file of safetensors, where
+counts may stand beside it (routing_counts.py).
+
+    mean.L          [E, D] float32   mean output of each expert, not weighted ("default vectors"),
+                                     with its part of what shared experts give on average
+    frequency.L     [E] float32      part of the tokens that go to it
+    map.L           [D + E + 1, E]   to the logits of the next layer's router, from x, the weights
+                                     of the experts of layer L, and 1 (least squares)
+    after.L         [D + 1, E]       the same from what the next layer's experts would see of the
+                                     residual before its attention, and 1
+    estimator.NAME                   of a network (estimator.py)
+    tokens          [V, K] int32     experts of the first layer that has some, by token id
+    precision.KIND  [L, K]           of the guess of rank k for layer L, on texts held out
+
+Source: Speculating Experts, Sections 3.1 to 3.3 and 6.1; the maps and the table are ours
+(docs/deviations.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contracts.errors import CheckpointError
+from models.prediction.estimator import Estimator, shapes
+from models.prediction.profile_file import (
+    CHECKPOINT,
+    MAKE_ONE,
+    checkpoint_digest,
+    has_predictor,
+    open_profile,
+    write_arrays,
+)
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.model import ModelSpec
+from models.spec.safetensors_file import SafetensorsFile
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RoutingProfile:
+    """By layer with experts; `maps` and `after` of all but the last of them. precision: by kind of
+    guess."""
+
+    means: Mapping[int, Tensor]
+    frequencies: Mapping[int, Tensor]
+    maps: Mapping[int, Tensor]
+    after: Mapping[int, Tensor]
+    estimator: Estimator
+    tokens_VK: Tensor
+    precision: Mapping[str, Tensor]
+
+    def to(self, device: torch.device) -> RoutingProfile:
+        """With what guesses are computed from in that device's memory."""
+        if device.type == "cpu":
+            return self
+
+        def to_device(by_layer: Mapping[int, Tensor]) -> dict[int, Tensor]:
+            return {layer: tensor.to(device) for layer, tensor in by_layer.items()}
+
+        estimator = {name: each.to(device) for name, each in self.estimator.tensors().items()}
+        return dataclasses.replace(
+            self,
+            means=to_device(self.means),
+            maps=to_device(self.maps),
+            after=to_device(self.after),
+            estimator=Estimator(**estimator),
+        )
+
+    def write(self, path: Path, folder: Path, counts: RoutingCounts | None = None) -> None:
+        """For the checkpoint in `folder`; with counts of the same, beside it. Raises
+        CheckpointError."""
+        tensors = {
+            **{f"mean.{layer}": tensor for layer, tensor in self.means.items()},
+            **{f"frequency.{layer}": tensor for layer, tensor in self.frequencies.items()},
+            **{f"map.{layer}": tensor for layer, tensor in self.maps.items()},
+            **{f"after.{layer}": tensor for layer, tensor in self.after.items()},
+            **{f"estimator.{name}": each for name, each in self.estimator.tensors().items()},
+            "tokens": self.tokens_VK,
+            **{f"precision.{kind}": tensor for kind, tensor in self.precision.items()},
+        }
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+        digest = {CHECKPOINT: np.frombuffer(checkpoint_digest(folder), np.uint8)}
+        write_arrays(path, arrays | (digest if counts is None else counts.arrays()))
+
+    @staticmethod
+    def read(path: Path, folder: Path, spec: ModelSpec) -> RoutingProfile:
+        """Raises CheckpointError for what is no profile of the checkpoint in `folder`."""
+        file = open_profile(path, folder)
+        if not has_predictor(file):
+            raise CheckpointError(
+                f"{path}: a routing profile of counts alone, without what foretells; {MAKE_ONE}"
+            )
+        experts, hidden = spec.num_experts, spec.hidden_size
+
+        def by_layer(name: str, layers: Iterable[int], *shape: int) -> dict[int, Tensor]:
+            return {layer: _tensor(file, f"{name}.{layer}", shape) for layer in layers}
+
+        estimator = {
+            name: _tensor(file, f"estimator.{name}", shape)
+            for name, shape in shapes(hidden, spec.num_layers, experts).items()
+        }
+        kinds = [name for name in file.entries if name.startswith("precision.")]
+        shape = (spec.num_layers, spec.top_k)
+        return RoutingProfile(
+            by_layer("mean", spec.moe_layers, experts, hidden),
+            by_layer("frequency", spec.moe_layers, experts),
+            by_layer("map", spec.moe_layers[:-1], hidden + experts + 1, experts),
+            by_layer("after", spec.moe_layers[:-1], hidden + 1, experts),
+            Estimator(**estimator),
+            _ids(file, "tokens", (spec.vocab_size, spec.top_k), experts),
+            {name.partition(".")[2]: _tensor(file, name, shape) for name in kinds},
+        )
+
+
+def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Tensor:
+    entry = file.entries.get(name)
+    if entry is None or entry.shape != shape or entry.dtype != dtype:
+        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise CheckpointError(
+            f"{file.path}: {name}: {found}, wanted {dtype} {list(shape)}; make it again with "
+            "`tandem profile --routing`"
+        )
+    tensor = file.tensor(name).clone()
+    if not tensor.isfinite().all():
+        raise CheckpointError(f"{file.path}: {name}: not all of it is finite; make it again")
+    return tensor
+
+
+def _ids(file: SafetensorsFile, name: str, shape: tuple[int, ...], experts: int) -> Tensor:
+    ids = _tensor(file, name, shape, "I32")
+    if not ((ids >= 0) & (ids < experts)).all():
+        raise CheckpointError(f"{file.path}: {name}: not all of it is an expert; make it again")
+    return ids

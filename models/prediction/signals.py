@@ -1,0 +1,100 @@
+"""What the experts of a layer are foretold from, and how.
+
+    r_l: residual after attention    x_l = norm_l(r_l)
+    d_l: what the chosen experts, and the shared ones, give on average
+    q_l = norm_{l+1}(r_l + d_l)      the quasi-hidden state (Speculating Experts, Eq. 2 and 3)
+
+Before the experts of layer l:
+
+    "router"     router_{l+1}(x_l)          the paper's baseline
+    "fitted"     W_l [x_l, s_l, 1]          least squares on the next router's logits (ours); s_l:
+                                            the weight of each expert of layer l, 0 if not chosen
+    "quasi"      router_{l+1}(q_l)          the paper's Router-PF
+    "estimator"  a network of q_l and l     the paper's Est-PF (estimator.py)
+
+After them, before the next attention:
+
+    "after"      V_l [norm_{l+1}(r), 1]     least squares (ours); without a profile router_{l+1}
+
+Before the first attention:
+
+    "token"      a table by token id (ours)
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from models.decoder.decoder import AttentionHalf
+from models.experts.router import RoutedTokens
+from models.prediction.routing_profile import RoutingProfile
+
+PredictorKind = Literal["router", "fitted", "quasi", "estimator"]
+PREDICTOR_KINDS: Final[tuple[PredictorKind, ...]] = get_args(PredictorKind)
+"""From the cheapest on."""
+AFTER, TOKEN = "after", "token"
+
+
+def predicted_routing(
+    half: AttentionHalf,
+    profile: RoutingProfile | None,
+    kind: PredictorKind,
+    layer: int,
+    following: int,
+    hidden_TD: Tensor,
+    routed: RoutedTokens,
+) -> RoutedTokens:
+    """The routing at layer `following`, from what is known before the experts of `layer`."""
+    router = half.router(following)
+    assert router is not None
+    if kind == "router" or profile is None:
+        return router(routed.x_TD)
+    if kind == "fitted":
+        return router.choose(routed.x_TD, features(routed, router.experts) @ profile.maps[layer])
+    q_TD = half.mlp_input(following, quasi_hidden(profile.means[layer], hidden_TD, routed))
+    if kind == "quasi":
+        return router(q_TD)
+    return router.choose(q_TD, profile.estimator.logits(layer, q_TD))
+
+
+def predicted_routing_after(
+    half: AttentionHalf,
+    profile: RoutingProfile | None,
+    layer: int,
+    following: int,
+    hidden_TD: Tensor,
+) -> RoutedTokens:
+    """The same from the residual after the experts of `layer`."""
+    router = half.router(following)
+    assert router is not None
+    x_TD = half.mlp_input(following, hidden_TD)
+    if profile is None:
+        return router(x_TD)
+    map_DE = profile.after[layer]
+    return router.choose(x_TD, torch.addmm(map_DE[-1], x_TD.float(), map_DE[:-1]))
+
+
+def features(routed: RoutedTokens, experts: int) -> Tensor:
+    """[T, D + E + 1] float32: x, the weight of each expert, 1."""
+    x_TD, weights_TK = routed.x_TD, routed.topk_weights_TK
+    T, D = x_TD.shape
+    found = torch.zeros(T, D + experts + 1, device=x_TD.device)
+    found[:, :D] = x_TD
+    found.scatter_(1, routed.topk_ids_TK + D, weights_TK)
+    found[:, -1] = 1.0
+    return found
+
+
+def quasi_hidden(means_ED: Tensor, hidden_TD: Tensor, routed: RoutedTokens) -> Tensor:
+    """r_l + d_l: with what the chosen experts give on average, in their weights (Eq. 2)."""
+    means_TKD = means_ED[routed.topk_ids_TK]
+    default_T1D = torch.bmm(routed.topk_weights_TK.unsqueeze(1), means_TKD)
+    return (hidden_TD.float() + default_T1D.squeeze(1)).to(hidden_TD.dtype)
+
+
+def hits_by_rank(predicted_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """[T, K] 1.0 where the guess of that rank is one of the token's experts."""
+    return (predicted_TK.unsqueeze(2) == ids_TK.unsqueeze(1)).any(2).float()

@@ -1,0 +1,41 @@
+"""Long work in steps: whoever runs it decides when the next one is taken, and on which thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+PIECE_CHARACTERS = 1 << 18  # of text that are tokenised in one step: a fraction of a second
+PIECE_TEXTS = 64
+
+# Yields after each step: the tokens that it made and that are kept. Ends with the result.
+EncodingSteps = Generator[int, None, Result]
+Charge = Callable[[int], None]
+
+
+def finish(steps: EncodingSteps[Result], charge: Charge | None = None) -> Result:
+    """Takes all of them, here and now. charge: told the tokens of each."""
+    while True:
+        try:
+            tokens = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if charge is not None:
+            charge(tokens)
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Neighbours together, up to PIECE_TEXTS and PIECE_CHARACTERS; a longer one by itself. Made as
+    they are asked for."""
+    piece: list[str] = []
+    characters = 0
+    for text in texts:
+        if piece and (len(piece) == PIECE_TEXTS or characters + len(text) > PIECE_CHARACTERS):
+            yield piece
+            piece, characters = [], 0
+        piece.append(text)
+        characters += len(text)
+    if piece:
+        yield piece

@@ -1,0 +1,186 @@
+"""What a batch of prompts takes on workers that hold all weights together, each way of bringing
+tokens and experts to each other.
+
+    resident      L C                             all experts are on each worker
+    gathered      C + (L - 1) max(C, G)           a layer's come while the one before computes
+    all_to_all    sum over layers of  min over p of  max(p C_p, p X_p, C_p + X_p)
+                                                  p = 1, 2 parts: one computes, one travels
+
+    C, C_p        attention, shared and routed experts of a layer, of the batch and of one part
+    G             (N - 1) messages with (N - 1)/N of a layer's experts
+    X_p           there and back: the copies of a part's tokens that leave their worker
+
+Letters: L layers with experts, N workers. Every worker has a batch like this one. The overlaps are
+bounds. "shuffled" will be one more entry of `_TIMES`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from contracts.hardware import Hardware, LinkCost
+from planner.costs.cost_model import (
+    Deployment,
+    attention_ms,
+    expert_model,
+    link_model,
+    shared_model,
+)
+from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch
+from planner.costs.routing_shape import RoutingShape, Spread, uniform_spread
+from planner.costs.stages import Linear
+
+PARTS = (1, 2)
+MAX_BREAK_EVEN_TOKENS = 1 << 20  # of a batch, when break-even is looked for
+
+Chunks = Sequence[tuple[int, int]]
+
+
+class PrefillMode(enum.StrEnum):
+    RESIDENT = "resident"
+    GATHERED = "gathered"
+    ALL_TO_ALL = "all_to_all"
+
+
+class PrefillGroup(NamedTuple):
+    """a2e, e2a: figures of the links between workers. routing: of the experts as they are divided
+    among the workers."""
+
+    shape: ModelShape
+    hardware: Hardware
+    workers: int
+    a2e: LinkCost
+    e2a: LinkCost
+    routing: RoutingShape
+
+
+class LayerMs(NamedTuple):
+    """Of one layer: what a worker computes, and what travels meanwhile."""
+
+    compute: float
+    moved: float
+
+
+def gathered_ms(layers: int, layer: LayerMs) -> float:
+    """Of `layers` layers, the first of which has its experts."""
+    return layer.compute + (layers - 1) * max(layer.compute, layer.moved)
+
+
+def exchanged_ms(parts: int, part: LayerMs) -> float:
+    """Of a layer whose tokens go in equal parts, of which one computes while another travels."""
+    return max(parts * part.compute, parts * part.moved, part.compute + part.moved)
+
+
+def gather_ms(link: LinkCost, workers: int, layer_bytes: float) -> float:
+    """Of one layer's experts: those of the others, from each of them in turn."""
+    moved_bytes = (workers - 1) / workers * layer_bytes
+    return (workers - 1) * link.alpha_ms + moved_bytes * link.ms_per_byte
+
+
+def exchange_model(link: LinkCost, group: PrefillGroup, spread: Spread, *, back: bool) -> Linear:
+    """x: tokens per expert. A worker's own experts need no exchange."""
+    workers = group.workers
+    all_workers = Deployment(attention_ranks=workers, expert_ranks=workers, sequence_tokens=1)
+    model = link_model(link, group.shape, all_workers, "e2a" if back else "a2e", spread)
+    return Linear(model.alpha_ms, model.beta_ms * (workers - spread.at_home) / workers)
+
+
+def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float:
+    """Of one batch of new tokens [start, stop) per sequence; 0 of an empty one."""
+    tokens = sum(stop - start for start, stop in batch)
+    if tokens == 0:
+        return 0.0
+    return _TIMES[way](group, layer_mean_batch(group.shape, batch), tokens) / 1e3
+
+
+def prompts_of(tokens: int, prompt_tokens: int) -> list[tuple[int, int]]:
+    """A batch of so many tokens: prompts of prompt_tokens, and what is left."""
+    whole, rest = divmod(tokens, prompt_tokens)
+    return [(0, prompt_tokens)] * whole + ([(0, rest)] if rest else [])
+
+
+def break_even_tokens(
+    group: PrefillGroup,
+    one: PrefillMode,
+    other: PrefillMode,
+    *,
+    prompt_tokens: int = MAX_BREAK_EVEN_TOKENS,
+) -> int | None:
+    """The least number of tokens of a batch of such prompts from which `one` takes no longer than
+    `other`; None if it does for none."""
+
+    def pays(tokens: int) -> bool:
+        batch = prompts_of(tokens, prompt_tokens)
+        return batch_seconds(one, batch, group) <= batch_seconds(other, batch, group)
+
+    high = 1
+    while not pays(high):
+        high *= 2
+        if high > MAX_BREAK_EVEN_TOKENS:
+            return None
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def _resident(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
+    layer_ms = _compute_ms(group, work, tokens, uniform_spread(group.shape, 1), senders=1)
+    return group.shape.moe_layers * layer_ms
+
+
+def _gathered(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
+    shape = group.shape
+    compute_ms = _compute_ms(group, work, tokens, uniform_spread(shape, 1), senders=1)
+    layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
+    moved_ms = gather_ms(group.a2e, group.workers, layer_bytes) if group.workers > 1 else 0.0
+    return gathered_ms(shape.moe_layers, LayerMs(compute_ms, moved_ms))
+
+
+def _all_to_all(group: PrefillGroup, work: AttentionWork, tokens: int) -> float:
+    layers = group.routing.layers
+    spent_ms = sum(_exchanged_layer_ms(group, work, tokens, spread) for spread in layers)
+    return group.shape.moe_layers / len(layers) * spent_ms
+
+
+def _exchanged_layer_ms(
+    group: PrefillGroup, work: AttentionWork, tokens: int, spread: Spread
+) -> float:
+    a2e = exchange_model(group.a2e, group, spread, back=False)
+    e2a = exchange_model(group.e2a, group, spread, back=True)
+    times = []
+    for parts in PARTS:
+        part = work.times(1 / parts)._replace(sequences=work.sequences)
+        compute_ms = _compute_ms(group, part, tokens / parts, spread, senders=group.workers)
+        me = _tokens_per_expert(group.shape, tokens / parts, group.workers)
+        moved_ms = a2e.at(me) + e2a.at(me) if group.workers > 1 else 0.0
+        times.append(exchanged_ms(parts, LayerMs(compute_ms, moved_ms)))
+    return min(times)
+
+
+def _compute_ms(
+    group: PrefillGroup, work: AttentionWork, tokens: float, spread: Spread, *, senders: int
+) -> float:
+    """senders: workers whose tokens meet the experts of `spread`."""
+    shape, hardware = group.shape, group.hardware
+    spent_ms = attention_ms(hardware.attention, shape, work)
+    one = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
+    shared = shared_model(hardware, shape, one)
+    if shared is not None:
+        spent_ms += shared.at(tokens)
+    expert = expert_model(hardware, shape, spread)
+    return spent_ms + expert.at(_tokens_per_expert(shape, tokens, senders))
+
+
+def _tokens_per_expert(shape: ModelShape, tokens: float, senders: int) -> float:
+    return senders * tokens * shape.top_k / shape.num_experts
+
+
+_TIMES: dict[PrefillMode, Callable[[PrefillGroup, AttentionWork, int], float]] = {
+    PrefillMode.RESIDENT: _resident,
+    PrefillMode.GATHERED: _gathered,
+    PrefillMode.ALL_TO_ALL: _all_to_all,
+}

@@ -1,1 +1,0 @@
-"""FinDEP: schedules of a layer's tasks over both groups, and the search for the best."""

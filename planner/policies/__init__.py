@@ -1,1 +1,0 @@
-"""Who goes next, and who waits: pure policies, a file each."""

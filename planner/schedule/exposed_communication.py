@@ -1,0 +1,45 @@
+"""What part of the communication no computation hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from contracts.traces import TRANSFERS, Stage, TaskSpan
+
+_COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
+
+
+def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
+    """Seconds in which at least one span of `stages` was running."""
+    return length(union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
+
+
+def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
+    """(seconds in which payloads were under way and no rank computed, that over the makespan).
+
+    FinDEP's non-overlapped communication, from measured or planned spans: time covered by A2E or
+    E2A spans and by no attention, shared or expert span of any rank in `spans`.
+    """
+    if not spans:
+        return 0.0, 0.0
+    compute = [(s.start_s, s.end_s) for s in spans if s.stage in _COMPUTE]
+    communication = [(s.start_s, s.end_s) for s in spans if s.stage in TRANSFERS]
+    exposed_s = length(union(compute + communication)) - length(union(compute))
+    makespan_s = max(s.end_s for s in spans) - min(s.start_s for s in spans)
+    return exposed_s, exposed_s / makespan_s if makespan_s else 0.0
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals in order that cover the same points."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Sum of the lengths of disjoint intervals."""
+    return sum(end - start for start, end in intervals)

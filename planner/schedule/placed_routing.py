@@ -1,0 +1,77 @@
+"""What a placement makes of a sample of routing, as the cost models take it.
+
+Copies and the busiest rank's shares are means over batches of the sample: a rank that is late in a
+batch is late for all, whatever other batches bring it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.costs.routing_shape import RankShare, RoutingShape, Spread
+from planner.placement.routing import BATCH_TOKENS, LayerRouting
+from planner.placement.slots import LayerSlots
+
+Array = NDArray[Any]
+
+
+def routing_shape(layers: Sequence[tuple[LayerRouting, LayerSlots]]) -> RoutingShape:
+    """Of every layer with experts, ascending."""
+    return RoutingShape(tuple(spread_of(routing, placed) for routing, placed in layers))
+
+
+def spread_of(routing: LayerRouting, placed: LayerSlots) -> Spread:
+    """Of one layer. A sample without tokens is refused with ValueError."""
+    if not len(routing.sets_PK):
+        raise ValueError("a sample of no tokens says nothing of routing")
+    ranks, experts = len(placed.bounds), routing.num_experts
+    bounds = np.array([low for low, _ in placed.bounds[1:]], np.int64)
+    copies, shares = 0, []
+    for start in range(0, len(routing.sets_PK), BATCH_TOKENS):
+        slots_TK = placed.of_pairs(routing.sets_PK[start : start + BATCH_TOKENS])
+        ranks_TK = np.searchsorted(bounds, slots_TK, "right")
+        tokens, top_k = ranks_TK.shape
+        hits_TR = np.zeros((tokens, ranks), bool)
+        hits_TR[np.arange(tokens)[:, None], ranks_TK] = True
+        copies += int(hits_TR.sum())
+        pairs = np.bincount(ranks_TK.ravel(), minlength=ranks).max() / (tokens * top_k) * experts
+        shares.append((tokens, hits_TR.sum(0).max() / tokens, pairs))
+    tokens_B, rows_B, pairs_B = np.array(shares).T
+    busiest = RankShare(
+        float(np.average(rows_B, weights=tokens_B)), float(np.average(pairs_B, weights=tokens_B))
+    )
+    mean = RankShare(copies / len(routing.sets_PK) / ranks, experts / ranks)
+    slots = max(high - low for low, high in placed.bounds)
+    return Spread(ranks, slots, mean, busiest, _at_home(routing, placed, mean.rows * ranks))
+
+
+def _at_home(routing: LayerRouting, placed: LayerSlots, copies: float) -> float:
+    """`Spread.at_home` where token t lives on rank t modulo their number, each rank with batches of
+    its own, and prefers the replicas that are there. 1 without replicas: tokens live anywhere."""
+    ranks = len(placed.bounds)
+    if placed.count == len(placed.slots_of_expert):
+        return 1.0
+    left = 0
+    for home, (low, high) in enumerate(placed.bounds):
+        home_sets = routing.sets_PK[home::ranks]
+        for start in range(0, len(home_sets), BATCH_TOKENS):
+            slots_TK = placed.of_pairs(home_sets[start : start + BATCH_TOKENS], home)
+            away_TK = (slots_TK < low) | (slots_TK >= high)
+            left += _distinct(_ranks_of(slots_TK, placed), away_TK)
+    return ranks * (1 - left / len(routing.sets_PK) / copies)
+
+
+def _ranks_of(slots_TK: Array, placed: LayerSlots) -> Array:
+    return np.searchsorted([low for low, _ in placed.bounds[1:]], slots_TK, "right")
+
+
+def _distinct(ranks_TK: Array, counted_TK: NDArray[np.bool_]) -> int:
+    """How many ranks the tokens have among the pairs that count, together."""
+    hits_TR = np.zeros((len(ranks_TK), int(ranks_TK.max(initial=0)) + 1), bool)
+    token_N, pair_N = counted_TK.nonzero()
+    hits_TR[token_N, ranks_TK[token_N, pair_N]] = True
+    return int(hits_TR.sum())

@@ -1,0 +1,125 @@
+"""The best of many plans whose micro-batches differ, without computing them all.
+
+For micro-batches that are not equal there is no closed form. But a lower bound is quick: so plans
+are tried in the order of their bounds, and no more once a bound is above the best makespan found.
+What is found is the best of all plans given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts.plan import Order, Plan
+from planner.costs.stages import LEAST_ME, PlanSpec
+from planner.schedule.recurrence import makespan_ms
+from planner.schedule.schedule import Piece, schedule_of_pieces
+from planner.schedule.solver import PlannedBatch
+
+_FINE = 16  # values of r2 up to here are all tried, beyond it every quarter octave
+_LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # and r1 - 1
+
+Array = NDArray[Any]
+
+
+class Cut(NamedTuple):
+    """A way to cut a batch into micro-batches. `plan` has that, and r2 and the order still open."""
+
+    plan: Plan
+    pieces: Sequence[Piece]
+    samples: int
+
+
+class _Candidate(NamedTuple):
+    bound_ms_per_sample: float
+    cut: int
+    r2: int
+
+
+def search(
+    spec: PlanSpec,
+    cuts: Sequence[Cut],
+    *,
+    late_shared: bool = False,
+    start: PlannedBatch | None = None,
+) -> PlannedBatch:
+    """The plan of least time per sample over all cuts, values of r2, the paper's two orders and,
+    with late_shared, lags of shared experts; `start` where none is better. ValueError where there
+    is nothing to choose from."""
+    best = start
+    for candidate in sorted(_candidates(spec, cuts)):
+        if best and candidate.bound_ms_per_sample * best.samples >= best.makespan_ms:
+            break
+        cut = cuts[candidate.cut]
+        for plan in _orders(spec, cut, candidate.r2, late_shared=late_shared):
+            schedule = schedule_of_pieces(spec, plan, cut.pieces, cut.samples)
+            planned = PlannedBatch(plan, makespan_ms(schedule), cut.samples)
+            if best is None or planned.samples_per_s > best.samples_per_s * (1 + 1e-12):
+                best = planned
+    if best is None:
+        raise ValueError("cuts=[]: there is no batch to plan")
+    return best
+
+
+def _orders(spec: PlanSpec, cut: Cut, r2: int, *, late_shared: bool) -> Iterator[Plan]:
+    """The cut with r2 token groups under every order; `me` is that of the mean micro-batch."""
+    mean_amount = sum(piece.amount for piece in cut.pieces) / len(cut.pieces)
+    plan = msgspec.structs.replace(cut.plan, r2=r2, me=spec.me(mean_amount, r2))
+    yield plan
+    if not spec.has_shared:
+        return
+    yield msgspec.structs.replace(plan, order=Order.AASS)
+    if late_shared:
+        most = plan.r1 - 1
+        for lag in sorted({lag for lag in (*_LAGS, most) if 1 <= lag <= most}):
+            yield msgspec.structs.replace(plan, shared_lag=lag)
+
+
+def _candidates(spec: PlanSpec, cuts: Iterable[Cut]) -> Iterator[_Candidate]:
+    for index, cut in enumerate(cuts):
+        r2 = _group_counts(spec, cut)
+        bounds = batch_lower_bound(spec, cut.pieces, r2) / cut.samples
+        for bound, count in zip(bounds.tolist(), r2.tolist(), strict=True):
+            yield _Candidate(bound, index, count)
+
+
+def _group_counts(spec: PlanSpec, cut: Cut) -> Array:
+    """Values of r2 to try: the smallest micro-batch keeps a token per expert in each group, as far
+    as it has one."""
+    least = min(piece.amount for piece in cut.pieces) * spec.tokens_per_expert_per_sample
+    most = max(1, min(spec.max_r2, int(least / LEAST_ME)))
+    coarse = np.floor(_FINE * 2 ** np.arange(0, 13, 0.25)).astype(np.int64)
+    counts = np.concatenate([np.arange(1, _FINE), coarse[coarse < most], [most]])
+    return np.unique(counts[counts <= most])
+
+
+def batch_lower_bound(spec: PlanSpec, pieces: Sequence[Piece], r2: Array) -> Array:
+    """Times in ms [values of r2] that no order of the batch's tasks can beat: `lower_bound` of
+    planner/schedule/closed_forms.py for micro-batches that differ."""
+    columns = np.array(pieces)
+    attention, shared, amount = columns[:, 0, None], columns[:, 1, None], columns[:, 2, None]
+    least, total = _server_times(spec, amount, r2)
+    others = least.sum(axis=0) - least
+    trip: Array = (others + total).max(axis=0)
+    work = spec.num_layers * (attention + shared).sum()
+    alone = spec.num_layers * (attention + np.maximum(shared, trip)).max(axis=0)
+    bound = np.maximum(np.maximum(work, work - shared.sum() + trip.min(axis=0)), alone)
+    before = np.concatenate([np.zeros_like(least[:1]), least.cumsum(axis=0)[:-1]])
+    heads = (attention + before).min(axis=1)
+    tails = (others - before).min(axis=1)
+    served = (heads + spec.num_layers * total.sum(axis=1) + tails).max(axis=0)
+    together: Array = np.maximum(bound, served)
+    return together
+
+
+def _server_times(spec: PlanSpec, amount: Array, r2: Array) -> tuple[Array, Array]:
+    """(least of one token group, total of all) in ms [A2E experts E2A, micro-batches, values]."""
+    stages, me = spec.stages, amount * spec.tokens_per_expert_per_sample
+    models = (stages.a2e, stages.expert, stages.e2a)
+    least = [model.alpha_ms + model.beta_ms * me * (1 / r2) for model in models]
+    total = [model.alpha_ms * r2 + model.beta_ms * me for model in models]
+    return np.array(least), np.array(total)

@@ -1,0 +1,139 @@
+"""Makespan of any schedule in its static order, without its spans: a few layers, then arithmetic.
+
+A layer maps the times at which everything is free to the same one layer later, by sums and maxima
+only. So once two layers (or two pairs of layers) differ by one constant in all of these times,
+every later one does, and the rest is a product. A run of equal token groups costs the same whatever
+its length, because equal jobs pass three servers in a row at the pace of the slowest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from contracts.plan import Order
+from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
+from planner.scheduling.task_order import TaskStage, position, static_order
+
+_SAME = 1e-12  # relative: of two times that differ by rounding only
+
+
+class _Free:
+    """Times in ms at which the attention group, the three servers behind it, and the next
+    attention of each micro-batch are free to go on."""
+
+    __slots__ = ("attention", "returned", "servers")
+
+    def __init__(self, micro_batches: int) -> None:
+        self.attention = 0.0
+        self.servers = (0.0, 0.0, 0.0)
+        self.returned = [0.0] * micro_batches
+
+    def all(self) -> list[float]:
+        return [self.attention, *self.servers, *self.returned]
+
+
+def makespan_ms(schedule: Schedule) -> float:
+    """What `replay` would say, up to rounding."""
+    times = [_folded(schedule, micro_batch) for micro_batch in schedule.micro_batches]
+    first, following, trailing = _tasks(schedule.order, len(times), schedule.shared_lag)
+    trailing_ms = sum(times[index].shared_ms for _, index in trailing)
+    free = _Free(len(times))
+    _layer(free, first, times)
+    states: list[list[float]] = [free.all()]
+    for done in range(1, schedule.num_layers):
+        _layer(free, following, times)
+        states.append(free.all())
+        gain_ms = _gain(states, schedule.num_layers - done - 1)
+        if gain_ms is not None:
+            return _last_end(states[-1], trailing_ms) + gain_ms
+    return _last_end(states[-1], trailing_ms)
+
+
+def makespan_of_layers_ms(layers: Sequence[Schedule]) -> float:
+    """The same of layers that differ in their token groups: a schedule for each, of one plan."""
+    times = [[_folded(layer, each) for each in layer.micro_batches] for layer in layers]
+    first, following, trailing = _tasks(layers[0].order, len(times[0]), layers[0].shared_lag)
+    free = _Free(len(times[0]))
+    for index, of_layer in enumerate(times):
+        _layer(free, following if index else first, of_layer)
+    return _last_end(free.all(), sum(times[-1][index].shared_ms for _, index in trailing))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tasks(
+    order: Order, micro_batches: int, shared_lag: int
+) -> tuple[list[tuple[bool, int]], list[tuple[bool, int]], list[tuple[bool, int]]]:
+    """Tasks (is it a shared expert, micro-batch) during the first layer, during each following one,
+    and after the last."""
+    parts: tuple[list[tuple[bool, int]], ...] = ([], [], [])
+    for task in static_order(order, micro_batches, 2, shared_lag):
+        parts[position(task)[0]].append((task.stage is TaskStage.SHARED, task.micro_batch))
+    return parts[0], parts[1], parts[2]
+
+
+def _gain(states: list[list[float]], layers_left: int) -> float | None:
+    """What `layers_left` more layers add to every time in ms, or None if that is not yet plain."""
+    for period in (1, 2):
+        if len(states) > period and layers_left % period == 0:
+            gain_ms = _constant_gain(states[-1 - period], states[-1])
+            if gain_ms is not None:
+                return layers_left // period * gain_ms
+    return None
+
+
+def _last_end(state: list[float], trailing_ms: float) -> float:
+    return max(state[0] + trailing_ms, *state[1:])
+
+
+def _folded(schedule: Schedule, times: MicroBatchTimes) -> MicroBatchTimes:
+    """NAIVE and PPPIPE: the shared expert is part of attention."""
+    if not schedule.order.shared_before_dispatch:
+        return times
+    return times._replace(attention_ms=times.attention_ms + times.shared_ms, shared_ms=0.0)
+
+
+def _layer(free: _Free, tasks: list[tuple[bool, int]], times: list[MicroBatchTimes]) -> None:
+    now_ms, servers = free.attention, free.servers
+    for is_shared, index in tasks:
+        if is_shared:
+            now_ms += times[index].shared_ms
+            continue
+        now_ms = max(now_ms, free.returned[index]) + times[index].attention_ms
+        for run in times[index].groups:
+            servers = _serve(servers, now_ms, run)
+        free.returned[index] = servers[2]
+    free.attention, free.servers = now_ms, servers
+
+
+def _serve(
+    servers: tuple[float, float, float], ready_ms: float, run: GroupRun
+) -> tuple[float, float, float]:
+    """When each server is done with `run`, whose groups are all there at `ready_ms`.
+
+    The last end at a server is reached along some path: wait for a server, pass jobs through it
+    and the servers behind it. Jobs are equal, so all but one pass at the slowest of these.
+    """
+    repeats, c1, e, c2 = run
+    more = repeats - 1
+    first_ms = max(servers[0], ready_ms)
+    one_ms = first_ms + c1
+    slow_two, slow_three = max(c1, e), max(e, c2)
+    return (
+        first_ms + repeats * c1,
+        max(servers[1] + repeats * e, one_ms + e + more * slow_two),
+        max(
+            servers[2] + repeats * c2,
+            servers[1] + e + c2 + more * slow_three,
+            one_ms + e + c2 + more * max(slow_two, c2),
+        ),
+    )
+
+
+def _constant_gain(before: list[float], after: list[float]) -> float | None:
+    """The gain in ms where every time has gained the same, else None."""
+    gain_ms = after[0] - before[0]
+    tolerance_ms = _SAME * max(after)
+    if all(abs(b - a - gain_ms) <= tolerance_ms for a, b in zip(before, after, strict=True)):
+        return gain_ms
+    return None

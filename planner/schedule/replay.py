@@ -1,0 +1,166 @@
+"""Exact replay of a schedule: when each task starts and ends on the four resources.
+
+    attention group   A(t,0) S(t,0) A(t,1) S(t,1)         A(t+1,0) ...
+    A2E link               c(0,0) c(0,1) c(1,0) c(1,1)
+    expert group                  e(0,0) e(0,1) e(1,0) ...
+    E2A link                             c(0,0) c(0,1) ...
+
+Each resource runs one task at a time. Links and experts serve in the order of sending.
+
+`replay` runs the attention group's tasks in the paper's static order: a task that waits for a
+message holds up all behind it. This is what a plan's makespan means, everywhere in the planner.
+`replay_ready_set` picks among the tasks that can run now, as `actors/engine/executor.py` does.
+Under ASAS of equal micro-batches, both are the same. Under AASS and late shared experts they differ
+when the attention that is next still waits for its experts: the executor runs a shared expert in
+the gap. That mostly helps; where the message comes just after the shared expert has started, it
+costs. What neither shows: expert ranks merge token groups that wait for the same layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from contracts.traces import Stage, TaskSpan
+from planner.schedule.exposed_communication import exposed_communication
+from planner.schedule.schedule import MicroBatchTimes, Schedule
+from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan, static_order
+
+ATTENTION_GROUP = "attention-0"
+A2E_LINK = "attention-0>expert-0"
+EXPERT_GROUP = "expert-0"
+E2A_LINK = "expert-0>attention-0"
+RESOURCES = (ATTENTION_GROUP, A2E_LINK, EXPERT_GROUP, E2A_LINK)
+
+
+class Replay(NamedTuple):
+    """Spans in seconds from 0, in the order in which they were placed; totals in ms, by resource
+    where they are several. `exposed_ms`: payloads under way, and neither group computes."""
+
+    spans: list[TaskSpan]
+    makespan_ms: float
+    busy_ms: dict[str, float]
+    idle_ms: dict[str, float]
+    exposed_ms: float
+
+
+class _Simulator:
+    """When each resource is free, and when the next task of each micro-batch could start."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.spans: list[TaskSpan] = []
+        self.free_ms = dict.fromkeys(RESOURCES, 0.0)
+        self.returned_ms = [0.0] * len(schedule.micro_batches)  # last E2A of the layer before
+
+    def run(self, layer: int, micro_batch: int, stage: TaskStage) -> None:
+        """Runs one task of the attention group as soon as it can start, and all that it sends."""
+        times = self.schedule.micro_batches[micro_batch]
+        key = (layer, micro_batch)
+        if stage is TaskStage.SHARED:
+            self._place(ATTENTION_GROUP, Stage.SHARED, 0.0, times.shared_ms, *key)
+            return
+        end_ms = self._place(
+            ATTENTION_GROUP,
+            Stage.ATTENTION,
+            self.returned_ms[micro_batch],
+            times.attention_ms,
+            *key,
+        )
+        if self.schedule.order.shared_before_dispatch and times.shared_ms:
+            end_ms = self._place(ATTENTION_GROUP, Stage.SHARED, end_ms, times.shared_ms, *key)
+        self.returned_ms[micro_batch] = self._send(times, end_ms, *key)
+
+    def _send(self, times: MicroBatchTimes, ready_ms: float, layer: int, micro_batch: int) -> float:
+        """A2E, experts and E2A of every token group; returns the end of the last."""
+        groups = (group for group in times.groups for _ in range(group.repeats))
+        for number, group in enumerate(groups):
+            key = (layer, micro_batch, number)
+            sent_ms = self._place(A2E_LINK, Stage.A2E, ready_ms, group.a2e_ms, *key)
+            computed_ms = self._place(EXPERT_GROUP, Stage.EXPERT, sent_ms, group.expert_ms, *key)
+            end_ms = self._place(E2A_LINK, Stage.E2A, computed_ms, group.e2a_ms, *key)
+        return end_ms
+
+    def _place(
+        self, resource: str, stage: Stage, ready_ms: float, length_ms: float, *key: int
+    ) -> float:
+        start_ms = max(self.free_ms[resource], ready_ms)
+        end_ms = start_ms + length_ms
+        self.free_ms[resource] = end_ms
+        layer, micro_batch, group = (*key, 0)[:3]
+        self.spans.append(
+            TaskSpan(resource, stage, start_ms / 1e3, end_ms / 1e3, 0, layer, micro_batch, group)
+        )
+        return end_ms
+
+    def result(self) -> Replay:
+        makespan_ms = max(self.free_ms.values())
+        busy_ms = {
+            resource: 1e3 * sum(s.end_s - s.start_s for s in self.spans if s.resource == resource)
+            for resource in RESOURCES
+        }
+        return Replay(
+            self.spans,
+            makespan_ms,
+            busy_ms,
+            {resource: makespan_ms - busy for resource, busy in busy_ms.items()},
+            1e3 * exposed_communication(self.spans)[0],
+        )
+
+
+def replay(schedule: Schedule) -> Replay:
+    """The schedule in its static order (FinDEP Section 4.2)."""
+    clockwork = _Simulator(schedule)
+    for task in attention_tasks(schedule, schedule.num_layers):
+        clockwork.run(task.layer, task.micro_batch, task.stage)
+    return clockwork.result()
+
+
+def attention_tasks(schedule: Schedule, num_layers: int) -> list[Task]:
+    """The attention group's tasks of some layers in the static order, S where it is a task."""
+    count = len(schedule.micro_batches)
+    return [
+        task
+        for task in static_order(schedule.order, count, num_layers, schedule.shared_lag)
+        if task.stage is TaskStage.ATTENTION or _has_shared(schedule, task.micro_batch)
+    ]
+
+
+def _has_shared(schedule: Schedule, micro_batch: int) -> bool:
+    before = schedule.order.shared_before_dispatch
+    return not before and schedule.micro_batches[micro_batch].shared_ms > 0
+
+
+def replay_ready_set(schedule: Schedule, policy: TaskPolicy = by_plan) -> Replay:
+    """The schedule as a ready set runs it: `policy` picks among the tasks that can start now."""
+    clockwork = _Simulator(schedule)
+    waiting = {
+        task.micro_batch: task
+        for task in attention_tasks(schedule, 1)
+        if task.stage is TaskStage.ATTENTION
+    }
+    while waiting:
+        now_ms = max(
+            clockwork.free_ms[ATTENTION_GROUP],
+            min(_ready_ms(clockwork, task) for task in waiting.values()),
+        )
+        ready = [task for task in waiting.values() if _ready_ms(clockwork, task) <= now_ms]
+        task = policy(ready)
+        clockwork.run(task.layer, task.micro_batch, task.stage)
+        following = _following(schedule, task)
+        if following is None:
+            del waiting[task.micro_batch]
+        else:
+            waiting[task.micro_batch] = following
+    return clockwork.result()
+
+
+def _ready_ms(clockwork: _Simulator, task: Task) -> float:
+    return 0.0 if task.stage is TaskStage.SHARED else clockwork.returned_ms[task.micro_batch]
+
+
+def _following(schedule: Schedule, task: Task) -> Task | None:
+    if task.stage is TaskStage.ATTENTION and _has_shared(schedule, task.micro_batch):
+        return task._replace(stage=TaskStage.SHARED)
+    if task.layer + 1 == schedule.num_layers:
+        return None
+    return task._replace(stage=TaskStage.ATTENTION, layer=task.layer + 1)

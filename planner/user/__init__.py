@@ -1,1 +1,0 @@
-"""Policies of an operator's own."""

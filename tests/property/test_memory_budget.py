@@ -1,0 +1,85 @@
+"""Whatever requests charge and give back, the books balance, and nobody takes more than is his."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.http.memory_budget import STEP_BYTES, MemoryAccount, MemoryBudget
+from contracts.config import LimitsConfig
+from contracts.errors import OverloadError, TooCostlyError
+
+LIMITS = LimitsConfig(open_bytes=10 * STEP_BYTES, request_fraction=0.3)
+Operation = tuple[str, int, int]
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "charge", "grow", "give_back", "close"]),
+        st.integers(0, 7),
+        st.integers(0, 5 * STEP_BYTES),
+    ),
+    max_size=60,
+)
+
+
+def apply(accounts: list[MemoryAccount], budget: MemoryBudget, operation: Operation) -> None:
+    what, which, count = operation
+    if what == "open" or not accounts:
+        accounts.append(budget.open())
+        return
+    account = accounts[which % len(accounts)]
+    before = account.held_bytes, budget.held_bytes
+    try:
+        if what == "close":
+            account.close()
+        else:
+            getattr(account, what)(count)
+    except TooCostlyError:
+        assert before[0] + count > LIMITS.request_bytes - STEP_BYTES
+        assert (account.held_bytes, budget.held_bytes) == before
+    except OverloadError:
+        assert before[1] + count > LIMITS.open_bytes - STEP_BYTES
+        assert (account.held_bytes, budget.held_bytes) == before
+
+
+@given(wanted=operations)
+def test_what_is_held_is_the_sum_of_the_accounts_and_within_the_limits(
+    wanted: list[Operation],
+) -> None:
+    """FINDINGS A2: 200 legal large requests at once cannot take the process's memory."""
+    budget, accounts = MemoryBudget(LIMITS), list[MemoryAccount]()
+    for operation in wanted:
+        apply(accounts, budget, operation)
+        assert budget.held_bytes == sum(account.held_bytes for account in accounts)
+        assert budget.held_bytes <= LIMITS.open_bytes
+        assert all(0 <= account.held_bytes <= LIMITS.request_bytes for account in accounts)
+    for account in accounts:
+        account.close()
+        account.charge(1)  # a thread's late piece: nobody would give it back
+    assert budget.held_bytes == 0
+
+
+def test_a_request_beyond_its_share_is_a_413_and_one_that_finds_all_taken_a_429() -> None:
+    budget = MemoryBudget(LIMITS)
+    with pytest.raises(TooCostlyError, match="196609 bytes, one may hold 196608"):
+        budget.open().charge(LIMITS.request_bytes + 1, "prompt")
+    for _ in range(3):
+        budget.open().charge(LIMITS.request_bytes)
+    with pytest.raises(OverloadError, match=r"limits\.open_bytes"):
+        budget.open().charge(2 * STEP_BYTES)
+
+
+def test_best_effort_leaves_a_quarter_of_the_budget_to_others() -> None:
+    budget = MemoryBudget(LIMITS)
+    step = LIMITS.open_bytes // 10
+
+    def account(*, best_effort: bool) -> MemoryAccount:
+        opened = budget.open()
+        opened.best_effort = best_effort
+        return opened
+
+    for _ in range(7):
+        account(best_effort=True).charge(step)
+    with pytest.raises(OverloadError):
+        account(best_effort=True).charge(step)
+    account(best_effort=False).charge(step)

@@ -1,0 +1,173 @@
+"""Slow, plain counterparts of the kernels, for tests: loops over tokens, written from the formula.
+
+Shapes: T tokens, H query heads, G KV heads, d head dim, S context, U tokens, e local experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.experts import ClampedGate
+
+
+def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """w_i * x_i / sqrt(mean_j x_j^2 + eps), in float64."""
+    x_f64 = x.double()
+    mean = (x_f64 * x_f64).sum(-1, keepdim=True) / x.shape[-1]
+    return weight_D.double() * x_f64 / torch.sqrt(mean + eps)
+
+
+def rope_reference(x_THd: Tensor, positions_T: Tensor, inv_freq: Tensor) -> Tensor:
+    """Each pair (x_i, x_{i+d/2}) as a complex number times exp(i * position * frequency)."""
+    half = x_THd.shape[-1] // 2
+    pairs = torch.complex(x_THd[..., :half].double(), x_THd[..., half:].double())
+    angles = positions_T.double()[:, None, None] * inv_freq.double()
+    rotated = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
+
+
+def attention_reference(
+    q_THd: Tensor,
+    k_SGd: Tensor,
+    v_SGd: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """[T, H, d of v] float64 of one sequence: row t is at position start + t, and sees the keys
+    at positions <= its own and > its own - window. Sinks: scores without a value."""
+    T, H, _ = q_THd.shape
+    share = H // k_SGd.shape[1]
+    out_THd = torch.empty(T, H, v_SGd.shape[2], dtype=torch.float64)
+    for t in range(T):
+        last = start + t + 1
+        first = 0 if window is None else max(0, last - window)
+        for h in range(H):
+            keys = k_SGd[first:last, h // share].double()
+            values = v_SGd[first:last, h // share].double()
+            scores = keys @ q_THd[t, h].double() * scale
+            if sinks_H is not None:
+                scores = torch.cat((scores, sinks_H[h : h + 1].double()))
+            out_THd[t, h] = torch.softmax(scores, dim=0)[: last - first] @ values
+    return out_THd
+
+
+def softmax_top_k_reference(
+    logits_E: Sequence[float], top_k: int, *, normalize: bool
+) -> dict[int, float]:
+    """{expert: weight} of one token."""
+    largest = max(logits_E)
+    exps = [math.exp(logit - largest) for logit in logits_E]
+    probs = [value / sum(exps) for value in exps]
+    chosen = sorted(range(len(probs)), key=lambda expert: -probs[expert])[:top_k]
+    whole = sum(probs[expert] for expert in chosen) if normalize else 1.0
+    return {expert: probs[expert] / whole for expert in chosen}
+
+
+def experts_reference(
+    x_UD: Tensor, gate_up_e: Tensor, down_e: Tensor, pairs: Sequence[tuple[int, int, float]]
+) -> Tensor:
+    """[U, D] float64 for (row, local expert, weight) pairs in any order."""
+    out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
+    for row, expert, weight in pairs:
+        gate, up = (gate_up_e[expert].double() @ x_UD[row].double()).chunk(2)
+        inner = gate / (1 + torch.exp(-gate)) * up
+        out_UD[row] += weight * (down_e[expert].double() @ inner)
+    return out_UD
+
+
+def clamped_experts_reference(
+    x_UD: Tensor,
+    gate_up_e: Tensor,
+    down_e: Tensor,
+    biases_e: tuple[Tensor, Tensor],
+    pairs: Sequence[tuple[int, int, float]],
+    clamped: ClampedGate,
+) -> Tensor:
+    """The same with biases and the clamped gate: (up + 1) * gate * sigmoid(alpha * gate)."""
+    out_UD = torch.zeros(x_UD.shape, dtype=torch.float64)
+    limit = clamped.limit
+    gate_up_bias_e, down_bias_e = biases_e
+    for row, expert, weight in pairs:
+        both = gate_up_e[expert].double() @ x_UD[row].double() + gate_up_bias_e[expert]
+        gate, up = both.chunk(2)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        inner = (up + 1) * gate / (1 + torch.exp(-clamped.alpha * gate))
+        y = down_e[expert].double() @ inner + down_bias_e[expert]
+        out_UD[row] += weight * y
+    return out_UD
+
+
+def limited_top_k_reference(
+    scores_E: Sequence[float],
+    top_k: int,
+    *,
+    groups: int,
+    kept: int,
+    best: int,
+    bias_E: Sequence[float],
+    normalize: bool,
+) -> dict[int, float]:
+    """{expert: weight} of one token: the best experts, by score + bias, of the best groups."""
+    size = len(scores_E) // groups
+    choice = [score + bias for score, bias in zip(scores_E, bias_E, strict=True)]
+
+    def group_score(group: int) -> float:
+        return sum(sorted(choice[group * size : (group + 1) * size])[-best:])
+
+    kept_groups = sorted(range(groups), key=group_score)[-kept:]
+    allowed = [expert for expert in range(len(choice)) if expert // size in kept_groups]
+    chosen = sorted(allowed, key=lambda expert: -choice[expert])[:top_k]
+    whole = sum(scores_E[expert] for expert in chosen) if normalize else 1.0
+    return {expert: scores_E[expert] / whole for expert in chosen}
+
+
+def latent_attention_reference(
+    q_THd: Tensor,
+    entries_SC: Tensor,
+    up_HcC: Tensor,
+    *,
+    nope_dim: int,
+    start: int,
+    scale: float,
+) -> Tensor:
+    """[T, H, v] float64 of one sequence: every head's keys and values are made of the latents."""
+    r = up_HcC.shape[2]
+    latent, rotated = entries_SC[:, :r].double(), entries_SC[:, r:].double()
+    heads = []
+    for h in range(q_THd.shape[1]):
+        made = latent @ up_HcC[h].double().T
+        k_S1d = torch.cat((made[:, :nope_dim], rotated), dim=-1).unsqueeze(1)
+        v_S1v = made[:, nope_dim:].unsqueeze(1)
+        heads.append(
+            attention_reference(q_THd[:, h : h + 1], k_S1d, v_S1v, start=start, scale=scale)
+        )
+    return torch.cat(heads, dim=1)
+
+
+def dequantize_fp8_reference(weight_RC: Tensor, scale_inv: Tensor, block: int) -> Tensor:
+    """[R, C] float64: each element times the scale of the square it lies in."""
+    out_RC = torch.empty(weight_RC.shape, dtype=torch.float64)
+    for row in range(weight_RC.shape[0]):
+        for column in range(weight_RC.shape[1]):
+            scale = float(scale_inv[row // block, column // block])
+            out_RC[row, column] = float(weight_RC[row, column]) * scale
+    return out_RC
+
+
+def dequantize_mxfp4_reference(block: Sequence[int], exponent: int) -> list[float]:
+    """The elements of one group: each byte two of them, of sign, two exponent bits (bias 1) and one
+    mantissa bit; exponent bits of zero are subnormal."""
+    values = []
+    for byte in block:
+        for nibble in (byte % 16, byte // 16):
+            sign, power, half = -1 if nibble & 8 else 1, (nibble >> 1) & 3, nibble & 1
+            magnitude = half / 2 if power == 0 else (1 + half / 2) * 2 ** (power - 1)
+            values.append(sign * magnitude * 2.0 ** (exponent - 127))
+    return values

@@ -1,0 +1,130 @@
+"""LS decodes wait for one another while BE runs, as long as they are in time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from actors.batching.decode_coalescing import MARGIN_PASSES, MAX_RIDE_PASSES, DecodeCoalescer
+from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.scheduler import Scheduler
+from actors.batching.sequence import Sequence
+from actors.kv.block_manager import BlockManager
+from contracts.clock import ManualClock
+from contracts.config import ScheduleConfig
+from contracts.messages import Submit
+from contracts.requests import Priority, Sampling
+from planner.scheduling.batching import ALL_DECODES, BE_BATCH, LS_DECODES, Form, Phase
+
+LS = Priority.LS
+
+
+class Rank:
+    """A scheduler with LS sequences that have their first token, and who is patient with them."""
+
+    def __init__(self, count: int) -> None:
+        self.clock = ManualClock(100.0)
+        self.scheduler = Scheduler(ScheduleConfig(), BlockManager(64))
+        self.coalescer = DecodeCoalescer(self.scheduler, self.clock, tbt_s=0.2, max_sequences=8)
+        for number in range(count):
+            self.scheduler.add(Sequence((0, number), submit(number), 16))
+        first = self.scheduler.next_batch()
+        assert first is not None
+        self.end(first)
+
+    def run(self, seconds: float) -> ScheduledBatch:
+        """A pass of decodes."""
+        batch = self.scheduler.next_batch(LS_DECODES)
+        assert batch is not None
+        self.coalescer.formed(batch)
+        self.clock.advance(seconds)
+        self.end(batch)
+        return batch
+
+    def end(self, batch: ScheduledBatch) -> None:
+        for chunk in batch.chunks:
+            chunk.sequence.token_ids.append(7)
+            chunk.sequence.due_s = self.clock() + 0.2
+        self.scheduler.complete(batch)
+        self.coalescer.completed(batch)
+
+
+def submit(number: int, priority: Priority = LS) -> Submit:
+    sampling = Sampling(max_tokens=50, temperature=0.0, ignore_eos=True)
+    return Submit(request_id=number, token_ids=[number, 1, 2], sampling=sampling, priority=priority)
+
+
+def test_no_sequence_waits_before_a_pass_is_timed() -> None:
+    assert Rank(1).coalescer.slack_s() == -math.inf
+
+
+def test_they_wait_until_the_time_of_some_passes_is_left() -> None:
+    rank = Rank(2)
+    rank.run(0.03)
+    assert rank.coalescer.slack_s() == pytest.approx(0.2 - MARGIN_PASSES * 0.03)
+    rank.clock.advance(0.15)
+    assert rank.coalescer.slack_s() < 0
+
+
+def test_the_first_that_is_due_decides_and_sequences_in_a_batch_do_not_count() -> None:
+    rank = Rank(2)
+    rank.run(0.01)
+    rank.scheduler.sequences[1].due_s -= 0.1
+    assert rank.coalescer.slack_s() == pytest.approx(0.1 - MARGIN_PASSES * 0.01)
+    batch = rank.scheduler.next_batch(LS_DECODES)
+    assert batch is not None
+    assert rank.coalescer.slack_s() == math.inf, "nobody waits"
+
+
+def test_a_slow_pass_is_remembered_for_some_passes() -> None:
+    rank = Rank(1)
+    rank.run(0.05)
+    for _ in range(3):
+        rank.run(0.001)
+    assert rank.coalescer.slack_s() == pytest.approx(0.2 - MARGIN_PASSES * 0.05 * 0.9**3)
+
+
+def test_when_the_time_has_come_the_loop_forms_batches_anew() -> None:
+    rank = Rank(1)
+    rank.run(0.05)
+    before = rank.scheduler.changes
+    rank.coalescer.stepped()
+    slack_s = rank.coalescer.slack_s()
+    rank.coalescer.stepped()
+    assert rank.scheduler.changes == before
+    rank.clock.advance(slack_s + 1e-6)
+    for _ in range(2):
+        rank.coalescer.stepped()
+        assert rank.scheduler.changes == before + 1, "once"
+
+
+def test_be_rides_along_while_passes_are_fast_and_again_once_slow_ones_are_forgotten() -> None:
+    rank = Rank(2)
+    assert rank.coalescer.free_places() < 0, "no pass has been timed"
+    rank.run(0.2 / MAX_RIDE_PASSES + 0.001)
+    assert rank.coalescer.free_places() < 0
+    rank.run(0.01)
+    assert rank.coalescer.free_places() == 8 - 2
+
+
+def test_be_ride_along_leaves_places_and_takes_at_most_half() -> None:
+    rank = Rank(4)
+    rank.run(0.01)
+    for number in range(10, 14):
+        rank.scheduler.add(Sequence((0, number), submit(number, Priority.BE), 16))
+    assert rank.coalescer.free_places() == 4
+    be_batch = rank.scheduler.next_batch(BE_BATCH)
+    assert be_batch is not None
+    rank.end(be_batch)
+    assert rank.coalescer.free_places() == 0
+    batch = rank.scheduler.next_batch(ALL_DECODES)
+    assert batch is not None
+    assert batch.priority is LS
+    assert [chunk.sequence.priority for chunk in batch.chunks] == [LS] * 4 + [Priority.BE] * 4
+    rank.end(batch)
+    rank.scheduler.add(Sequence((0, 99), submit(99), 16))
+    fifth = rank.scheduler.next_batch(Form((LS,), Phase.PREFILL))
+    assert fifth is not None
+    rank.end(fifth)
+    assert rank.coalescer.free_places() < 0, "five of LS want more than half of eight places"

@@ -1,0 +1,290 @@
+"""Silence, judged with a clock of our own; frames, on a socket that takes no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.channels.frame_link import FrameSocket
+from actors.channels.heartbeat import HeartbeatMonitor, HeartbeatThread
+from actors.channels.local_process import STOPPED_FACTOR
+from actors.channels.loop_watchdog import LoopWatchdog
+from contracts.clock import ManualClock
+from contracts.config import ChannelConfig
+from contracts.errors import PeerDeadError, PeerError, PeerHungError
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+
+CONFIG = ChannelConfig(
+    backend="tcp",
+    heartbeat_interval_s=0.2,
+    heartbeat_timeout_s=1.5,
+    connect_timeout_s=5.0,
+    step_timeout_s=6.0,
+)
+
+
+DIAL = """
+import socket, sys, time
+sock = socket.socket(socket.AF_UNIX)
+for _ in range(200):
+    try:
+        sock.connect(sys.argv[1])
+        break
+    except OSError:
+        time.sleep(0.05)
+time.sleep(60)
+"""
+
+
+class FakeLink:
+    def __init__(self, sock: socket.socket) -> None:
+        self.peer = "expert-3"
+        self.monitor = HeartbeatMonitor(sock, self.peer, 0.0)
+        self.blocked_since_s: float | None = None
+        self.flushed = 0
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class Ward:
+    """One link under a Pulse whose thread never runs; `tick` is called by hand."""
+
+    def __init__(self, ends: tuple[socket.socket, socket.socket]) -> None:
+        self.other, sock = ends
+        self.clock = ManualClock()
+        self.link = FakeLink(sock)
+        self.lost: list[PeerError] = []
+        self.loop = LoopWatchdog("attention-0", CONFIG.step_timeout_s, self.clock)
+        self.heartbeat: HeartbeatThread[FakeLink] = HeartbeatThread(
+            "attention-0", CONFIG, self.clock, lambda _, error: self.lost.append(error), self.loop
+        )
+        self.heartbeat.add(self.link)
+
+    def tick(self, seconds: float, *, stopped_s: float = 0.0) -> None:
+        self.clock.advance(seconds)
+        self.heartbeat.tick(stopped_s)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends that do not know each other's process."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dialled = socket.create_connection(server.getsockname())
+        return dialled, server.accept()[0]
+
+
+@contextmanager
+def warded(ends: tuple[socket.socket, socket.socket]) -> Iterator[Ward]:
+    ward = Ward(ends)
+    yield ward
+    ward.other.close()
+    ward.link.monitor.close()
+
+
+@pytest.fixture
+def ward() -> Iterator[Ward]:
+    with warded(tcp_pair()) as ward:
+        yield ward
+
+
+def test_silent_peer_is_reported_hung_once(ward: Ward) -> None:
+    ward.tick(1.4)
+    assert not ward.lost
+    ward.tick(0.2)
+    ward.tick(9.0)
+    (error,) = ward.lost
+    assert isinstance(error, PeerHungError)
+    assert error.peer == "expert-3"
+    assert "1.6 s" in str(error)
+
+
+def test_a_process_of_this_machine_that_may_wait_for_a_core_is_given_longer() -> None:
+    with warded(socket.socketpair()) as ward:
+        ward.tick(4 * CONFIG.heartbeat_timeout_s - 0.1)
+        assert not ward.lost
+        ward.tick(0.2)
+        assert "6.1 s" in str(ward.lost[0])
+
+
+def test_a_stopped_process_of_this_machine_is_given_less(tmp_path: Path) -> None:
+    path = str(tmp_path / "sock")
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        subprocess.Popen([sys.executable, "-c", DIAL, path]) as peer,
+    ):
+        server.bind(path)
+        server.listen()
+        with warded((socket.socket(), server.accept()[0])) as ward:
+            peer.send_signal(signal.SIGSTOP)
+            while ward.link.monitor.may_starve:  # the signal is on its way
+                time.sleep(0.01)
+            ward.clock.advance(STOPPED_FACTOR * CONFIG.heartbeat_timeout_s - 0.1)
+            assert ward.heartbeat.tick(0.0) == pytest.approx(0.1)
+            assert not ward.lost
+            ward.tick(0.1)
+            assert isinstance(ward.lost[0], PeerHungError)
+        peer.kill()
+
+
+def test_heartbeats_that_wait_in_the_socket_are_read_before_silence_is_judged(ward: Ward) -> None:
+    ward.tick(1.4)
+    ward.other.send(b"\x01")
+    ward.tick(100.0)
+    assert not ward.lost
+
+
+def test_heartbeats_end_while_the_owners_loop_is_stuck_and_then_go_on(ward: Ward) -> None:
+    ward.loop.record_progress()
+    for _ in range(round(CONFIG.step_timeout_s / CONFIG.heartbeat_interval_s)):
+        ward.other.send(b"\x01")
+        ward.tick(CONFIG.heartbeat_interval_s)
+    assert ward.other.recv(4096)
+    ward.tick(CONFIG.heartbeat_interval_s)
+    with pytest.raises(BlockingIOError):
+        ward.other.recv(1, socket.MSG_DONTWAIT)
+    ward.loop.record_progress()
+    ward.tick(CONFIG.heartbeat_interval_s)
+    assert ward.other.recv(64) == b"\x01"
+    assert not ward.lost
+
+
+def test_every_round_sends_a_heartbeat_and_flushes(ward: Ward) -> None:
+    for _ in range(3):
+        ward.tick(0.2)
+    assert ward.other.recv(64) == b"\x01\x01\x01"
+    assert ward.link.flushed == 3
+
+
+def test_time_in_which_this_process_stood_still_is_not_silence(ward: Ward) -> None:
+    ward.tick(60.0, stopped_s=59.8)
+    assert not ward.lost
+    ward.tick(1.2)
+    assert not ward.lost
+    ward.tick(0.2)
+    assert isinstance(ward.lost[0], PeerHungError)
+
+
+def test_bytes_of_a_payload_are_a_sign_of_life(ward: Ward) -> None:
+    for _ in range(10):
+        ward.link.monitor.record(ward.clock())
+        ward.tick(1.0)
+    assert not ward.lost
+
+
+def test_a_closed_peer_is_dead_not_hung(ward: Ward) -> None:
+    ward.other.close()
+    ward.tick(0.2)
+    assert not ward.lost  # its data socket may still hold packets, and says the same in time
+    ward.tick(1.5)
+    assert isinstance(ward.lost[0], PeerDeadError)
+
+
+def test_a_send_that_makes_no_progress_is_a_hung_peer(ward: Ward) -> None:
+    ward.link.blocked_since_s = 0.0
+    for _ in range(6):
+        ward.other.send(b"\x01")
+        ward.tick(0.9)
+    assert "has taken nothing for 5 s" in str(ward.lost[0])
+
+
+def test_the_next_round_comes_when_the_limit_is_reached_not_a_heartbeat_later(ward: Ward) -> None:
+    ward.clock.advance(1.4)
+    assert ward.heartbeat.tick(0.0) == pytest.approx(0.1)
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[FrameSocket, FrameSocket]]:
+    a, b = socket.socketpair()
+    clock = ManualClock()
+    pair = FrameSocket(a, "b", clock), FrameSocket(b, "a", clock)
+    yield pair
+    for link in pair:
+        link.close()
+
+
+def test_frames_that_the_kernel_does_not_take_arrive_later_in_order(
+    links: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = links
+    frames = [bytes([n % 256]) * (n * 37 % 5000) for n in range(2000)]
+    for frame in frames:
+        left.send(frame)
+    assert left.pending
+    assert left.blocked_since_s == 0.0
+    received: list[bytes] = []
+    while len(received) < len(frames):
+        received += right.receive()
+        left.flush()
+    assert received == frames
+    assert not left.pending
+    assert left.blocked_since_s is None
+    assert right.receive() == []
+
+
+def test_descriptors_arrive_with_their_frames_even_when_both_had_to_wait(
+    links: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = links
+    for number in range(500):
+        left.send(b"x" * 3000)
+        if number % 100 == 0:
+            read_end, write_end = os.pipe()
+            os.write(write_end, str(number).encode())
+            left.send(b"pipe", read_end)
+            os.close(read_end)
+            os.close(write_end)
+    received: list[bytes] = []
+    contents = []
+    while len(received) < 505:
+        for frame in right.receive():
+            received.append(frame)
+            if frame == b"pipe":
+                fd = right.take_fd()
+                contents.append(os.read(fd, 16))
+                os.close(fd)
+        left.flush()
+    assert contents == [b"0", b"100", b"200", b"300", b"400"]
+    with pytest.raises(PeerError, match="without its file descriptor"):
+        right.take_fd()
+
+
+def test_descriptors_that_were_never_taken_are_closed(
+    links: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = links
+    read_end, write_end = os.pipe()
+    for _ in range(3):
+        left.send(b"pipe", read_end)
+    while right.receive() != []:
+        pass
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_the_end_of_the_stream_comes_after_the_last_frame(
+    links: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = links
+    left.send(b"last")
+    left.close()
+    assert right.receive() == [b"last"]
+    with pytest.raises(PeerDeadError, match="a closed its connection"):
+        right.receive()
+
+
+def test_a_frame_larger_than_the_limit_is_an_error(
+    links: tuple[FrameSocket, FrameSocket],
+) -> None:
+    left, right = links
+    left.sock.send(b"\xff\xff\xff\xff rest")
+    with pytest.raises(PeerError, match="frame of 4294967295 bytes"):
+        right.receive()

@@ -1,0 +1,208 @@
+"""The executor over experts from a store whose copies are slower than the compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.batching.finisher import Finisher
+from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.sequence import Sequence
+from actors.engine.executor import Executor, ExecutorParts
+from actors.gather.stored_backend import StoredBackend
+from actors.telemetry.timeline import Timeline
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError
+from contracts.messages import Scored, Submit
+from contracts.plan import Plan
+from contracts.requests import Priority
+from contracts.traces import Stage
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.copying_store import CopyingStore
+from models.experts.expert_half import ExpertHalf
+from models.experts.expert_layout import ExpertLayout
+from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import open_host_source
+from models.weights.checkpoint import Checkpoint, check_checkpoint
+from planner.scheduling.task_order import TaskPolicy, by_layer, by_plan
+
+Checkpoints = Callable[..., Path]
+BLOCK, LAYERS, DEADLINE_S = 16, 4, 20.0
+CPU = torch.device("cpu")
+
+
+class GatedSource:
+    """A checkpoint's experts; a copy begins when the gate has been opened for it. `copies`: all
+    that have begun."""
+
+    def __init__(self, folder: Path, layout: ExpertLayout) -> None:
+        self._source = open_host_source(folder, layout, store=None, deadline_s=DEADLINE_S)
+        self.copies: list[int] = []
+        self.gate = threading.Semaphore(0)
+        self.error: Exception | None = None
+
+    def copy(self, layer: int, into: ExpertBuffer) -> None:
+        self.copies.append(layer)
+        assert self.gate.acquire(timeout=DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        self._source.copy(layer, into)
+
+    def close(self) -> None:
+        for _ in range(8):
+            self.gate.release()
+        self._source.close()
+
+
+class Rig:
+    """A worker's executor over a gated store, in float32."""
+
+    def __init__(self, folder: Path, policy: TaskPolicy, *, deadline_s: float = DEADLINE_S) -> None:
+        spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
+        layout = ExpertLayout(spec, torch.float32, CPU, packed=True)
+        everyone = range(spec.num_experts)
+        first = ExpertHalf.load(checkpoint, spec, everyone, dtype=torch.float32, layers=[0])
+        self.source = GatedSource(folder, layout)
+        self.store = CopyingStore(self.source, {0: first.held(0)}, layout, deadline_s=deadline_s)
+        half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
+        self._finisher = Finisher(half, max_context_tokens=64)
+        self.timeline = Timeline(1000)
+        backend = StoredBackend("prefill-0", half, self.store, self.timeline, monotonic_s)
+        parts = ExecutorParts(
+            "prefill-0",
+            half,
+            KvPool(spec, 16, BLOCK, torch.float32, CPU),
+            backend,
+            self._finisher,
+            self.timeline,
+            monotonic_s,
+        )
+        self.executor = Executor(
+            parts, chunk_cost=lambda a, b: float(b - a), policy=policy, last_rows_only=True
+        )
+
+    def submit(self, number: int, priority: Priority = Priority.LS) -> None:
+        ids = [(7 * number + step) % 50 for step in range(BLOCK + number)]
+        submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[1, 2, 3])
+        sequence = Sequence((0, number), submit, BLOCK)
+        sequence.block_table = [2 * number, 2 * number + 1]
+        chunk = Chunk(sequence, 0, len(ids), frozenset())
+        self.executor.submit(ScheduledBatch(number, priority, [chunk]), Plan())
+
+    def run(self, *, steps: int = 10_000) -> list[int]:
+        """Numbers of the batches, in the order in which they ended."""
+        done: list[int] = []
+        with torch.inference_mode():
+            for _ in range(steps):
+                done += [batch.number for batch in self.executor.step(0.01)]
+                if not self.executor.live or self.executor.failure is not None:
+                    break
+        return done
+
+    def answers(self) -> dict[int, list[float]]:
+        found: dict[int, list[float]] = {}
+        for sequence, answer in self._finisher.answers:
+            assert isinstance(answer, Scored)
+            assert answer.candidate_logits is not None
+            found[sequence.key[1]] = answer.candidate_logits
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(policy: TaskPolicy = by_layer, **fields: float) -> Rig:
+        rigs.append(Rig(folder, policy, **fields))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.store.close()
+
+
+def alone(rig: Rig, numbers: list[int]) -> dict[int, list[float]]:
+    """One batch after the other, nothing in the way."""
+    for _ in range(50):
+        rig.source.gate.release()
+    for number in numbers:
+        rig.submit(number)
+        assert rig.run() == [number]
+    return rig.answers()
+
+
+@pytest.mark.parametrize("policy", [by_layer, by_plan])
+def test_batches_in_flight_together_answer_bit_for_bit_as_one_at_a_time(
+    opened: Callable[..., Rig], policy: TaskPolicy
+) -> None:
+    together = opened(policy)
+    for _ in range(50):
+        together.source.gate.release()
+    for number in (0, 1, 2):
+        together.submit(number, Priority.BE if number == 1 else Priority.LS)
+    assert sorted(together.run()) == [0, 1, 2]
+    assert together.answers() == alone(opened(), [0, 1, 2])
+
+
+def test_another_batch_attends_while_a_copy_is_waited_for(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    rig.submit(0)
+    assert rig.run(steps=12) == []
+    attended = [s.layer for s in rig.timeline.spans() if s.stage is Stage.ATTENTION]
+    assert attended == [0, 1], "it waits for the experts of layer 1"
+    rig.submit(1)
+    assert rig.run(steps=12) == []
+    spans = [s for s in rig.timeline.spans() if s.stage is Stage.ATTENTION and s.batch == 1]
+    assert [span.layer for span in spans] == [0, 1]
+    for _ in range(50):
+        rig.source.gate.release()
+    assert sorted(rig.run()) == [0, 1]
+
+
+def test_batches_that_begin_together_share_one_copy_of_each_layer(
+    opened: Callable[..., Rig],
+) -> None:
+    rig = opened()
+    rig.submit(0)
+    rig.submit(1)
+    passed = LAYERS - 1
+    for _ in range(passed):
+        rig.source.gate.release()
+    assert sorted(rig.run()) == [0, 1], "as many copies as one of them needs"
+
+
+def test_a_wait_for_a_copy_ends_when_the_worker_is_woken(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    rig.submit(0)
+    rig.run(steps=12)
+    waker = threading.Timer(0.05, rig.executor.wake)
+    waker.start()
+    began_s = monotonic_s()
+    with torch.inference_mode():
+        rig.executor.step(10.0)
+    assert monotonic_s() - began_s < 5.0
+    waker.join()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_store_failure_ends_worker_and_is_named(opened: Callable[..., Rig], hangs: bool) -> None:
+    rig = opened(deadline_s=0.3 if hangs else DEADLINE_S)
+    rig.submit(0)
+    if not hangs:
+        rig.source.error = ChannelError("prefill-1 is gone")
+        rig.source.gate.release()
+    assert rig.run() == []
+    failure = str(rig.executor.failure)
+    assert ("layer 1 did not arrive within 0.3 s" if hangs else "prefill-1 is gone") in failure
+    assert [batch.number for batch in rig.executor.fail_all()] == [0]
+    assert not rig.executor.live

@@ -1,0 +1,122 @@
+"""A GPU's cache of experts as it is configured: what does not fit, or is not there, is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from actors.offload import cache_factory
+from actors.offload.cache_factory import device_cache
+from actors.telemetry.telemetry import Telemetry
+from contracts.config import TandemConfig
+from contracts.errors import ConfigError, ResourceError, TandemError
+from contracts.ranks import Group, RankSpec
+from contracts.requests import Priority
+from models.experts import device_tier
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import PinnedExperts
+from models.spec.model import read_spec
+
+FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
+
+
+def spec_of(store: Path, **experts: Any) -> RankSpec:
+    sections = {"experts": experts, "prefill": {"host_store": str(store)}}
+    return RankSpec(
+        group=Group.PREFILL,
+        rank=0,
+        attention_ranks=0,
+        expert_ranks=0,
+        model_folder=str(FOLDER),
+        token=b"",
+        epoch=0,
+        device="cuda:0",
+        backend="tcp",
+        config=msgspec.convert(sections, TandemConfig),
+    )
+
+
+@pytest.fixture
+def layout() -> ExpertLayout:
+    """On the CPU, as a GPU would have it."""
+    return ExpertLayout(read_spec(FOLDER), torch.float32, torch.device("cpu"), packed=False)
+
+
+def test_what_a_checkpoint_stores_comes_to_its_slot(layout: ExpertLayout, tmp_path: Path) -> None:
+    held = device_cache(spec_of(tmp_path, slots=5), layout, Telemetry())
+    layer = layout.spec.moe_layers[1]
+    request = held.cache.request(layer, [3, 9, 12], Priority.LS)
+    host = PinnedExperts(FOLDER, layout, store=tmp_path, deadline_s=20.0)
+    for expert, slot in held.cache.acquire_ready(request):
+        for stored, there in zip(
+            host.expert(layer, expert), held.slots.memory(slot).pieces, strict=True
+        ):
+            assert torch.equal(stored, there)
+    held.cache.drop(request)
+    held.cache.check()
+    for closed in (held, held, host, host):
+        closed.close()
+
+
+@pytest.mark.parametrize(
+    ("experts", "free", "error", "expected_error"),
+    [
+        ({"slots": 1}, 1 << 40, ConfigError, "experts.slots=1: room for 1 experts, but a token"),
+        (
+            {"slots": 40},
+            10 * 221184 + 5,
+            ResourceError,
+            "experts.slots=40: 40 experts of 221184 bytes are 8847360, and 2211845 bytes are free "
+            "on cuda:0: give less than experts.slots=10,",
+        ),
+        (
+            {"bytes": 9_000_000},
+            10 * 221184,
+            ResourceError,
+            "experts.bytes=9000000: 40 experts of 221184 bytes are 8847360, and 2211840 bytes are "
+            "free on cuda:0: give less than experts.bytes=2211840,",
+        ),
+        (
+            {"slots": 9, "storage_format": True},
+            1 << 40,
+            ConfigError,
+            "experts.storage_format=true: not on cuda:0",
+        ),
+        (
+            {"slots": 9, "speculative": "speculated"},
+            1 << 40,
+            ConfigError,
+            "experts.speculative=speculated: not on cuda:0: leave it out",
+        ),
+        ({"slots": 9, "hint_again": True}, 1 << 40, ConfigError, "experts.hint_again=true: not on"),
+    ],
+)
+def test_what_does_not_fit_or_is_not_there_is_named_with_its_numbers(
+    layout: ExpertLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: dict[str, Any],
+    free: int,
+    error: type[TandemError],
+    expected_error: str,
+) -> None:
+    monkeypatch.setattr(cache_factory, "free_bytes", lambda device: free)
+    with pytest.raises(error) as raised:
+        device_cache(spec_of(tmp_path, **experts), layout, Telemetry())
+    assert raised.value.message.startswith(expected_error)
+    assert not list(tmp_path.iterdir()), "nothing was made"
+
+
+def test_memory_that_is_free_in_pieces_only_is_the_same_error(
+    layout: ExpertLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(device_tier, "ExpertBuffer", too_large)
+    with pytest.raises(ResourceError, match=r"experts.slots=40: 40 experts of 221184 bytes are"):
+        device_cache(spec_of(tmp_path, slots=40), layout, Telemetry())

@@ -1,0 +1,245 @@
+"""Experts read from a real file by a real process beside the worker."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.offload.file_tier import ENTRIES, FileTier
+from contracts.clock import monotonic_s
+from contracts.errors import ChannelError, ConfigError
+from contracts.loading import load_config
+from contracts.requests import Priority
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import PART_BYTES, open_expert_file
+from models.experts.expert_format import ComputeFormat, ComputeSlots
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import open_host_source
+from models.experts.slot_budget import slot_count
+from models.weights.checkpoint import check_checkpoint
+from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.prefetch_trial import pays
+
+Checkpoints = Callable[..., Path]
+DEADLINE_S = 20.0
+
+
+class Rig:
+    def __init__(
+        self, folder: Path, store: Path, *, slots: int, direct_io: bool, deadline_s: float
+    ) -> None:
+        self.model = check_checkpoint(folder)
+        self.layout = ExpertLayout(self.model, torch.float32, torch.device("cpu"))
+        self.file = open_expert_file(
+            folder,
+            ComputeFormat(self.layout),
+            store=store,
+            deadline_s=DEADLINE_S,
+            direct_io=direct_io,
+        )
+        self.tier = FileTier(self.file)
+        order = eviction("lru", slots, {})
+        self.cache = ExpertCache(
+            self.tier, ComputeFormat(self.layout), slots, order, pays, deadline_s=deadline_s
+        )
+
+    def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:
+        """What stood in each expert's slot."""
+        request = self.cache.request(layer, experts, Priority.LS)
+        found: dict[int, list[bytes]] = {}
+        while request.left:
+            taken = self.cache.acquire(request, dict.fromkeys(experts, 1), 1)
+            for expert, slot in taken:
+                found[expert] = list(map(bytes, self.cache._memory[slot]))
+            self.cache.done(request, taken)
+            if not taken:
+                self.cache.wait(0.05)
+        return found
+
+
+@pytest.fixture
+def folder(tiny_checkpoint: Checkpoints) -> Path:
+    return tiny_checkpoint("qwen3_moe", num_hidden_layers=3)
+
+
+@pytest.fixture
+def opened(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(*, slots: int = 4, direct_io: bool = False, deadline_s: float = DEADLINE_S) -> Rig:
+        rigs.append(Rig(folder, tmp_path, slots=slots, direct_io=direct_io, deadline_s=deadline_s))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.cache.close()
+        rig.cache.close()
+
+
+@pytest.mark.parametrize("direct_io", [False, True])
+def test_slots_match_checkpoint(folder: Path, opened: Callable[..., Rig], direct_io: bool) -> None:
+    rig = opened(direct_io=direct_io)
+    source = open_host_source(folder, rig.layout, store=None, deadline_s=DEADLINE_S)
+    whole = ComputeSlots(rig.layout, rig.model.num_experts)
+    for layer in rig.model.moe_layers:
+        source.copy(layer, whole.buffer)
+        experts = list(range(rig.model.num_experts))
+        found = rig.compute(layer, experts)
+        for expert in experts:
+            assert found[expert] == list(map(bytes, whole.memory(expert)))
+        rig.cache.check()
+    source.close()
+
+
+def test_an_expert_of_several_parts_is_whole(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("models.experts.expert_file", "actors.offload.file_tier"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
+    rig = opened(direct_io=True, slots=8)
+    assert rig.tier.parts == -(-rig.file.record_bytes // 4096) > 1
+    one = rig.compute(1, [3])
+    monkeypatch.undo()
+    assert opened(slots=8).compute(1, [3]) == one
+
+
+def test_unsupported_direct_io_is_logged_and_falls_back(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_file = os.open
+
+    def refuses(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return open_file(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuses)
+    rig = opened(direct_io=True)
+    assert not rig.file.is_direct
+    assert "direct_io_unavailable" in caplog.text
+    monkeypatch.undo()
+    assert rig.compute(0, [1]) == opened(direct_io=True).compute(0, [1])
+
+
+def test_a_file_that_was_cut_is_named_with_what_to_do(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    os.truncate(rig.file.path, rig.file.record_bytes)
+    assert rig.compute(0, [0])
+    with pytest.raises(ChannelError, match=r"records-.*\.bin: \d+ bytes at \d+: it was cut"):
+        rig.compute(2, [1])
+
+
+def test_a_reader_that_dies_is_an_error_within_two_seconds(opened: Callable[..., Rig]) -> None:
+    rig = opened()
+    rig.tier._process.kill()
+    rig.tier._process.wait()
+    start_s = monotonic_s()
+    with pytest.raises(ChannelError, match=r"records-.*the process that reads it has ended"):
+        rig.compute(0, [1])
+    assert monotonic_s() - start_s < 2.0
+
+
+def test_a_reader_that_hangs_is_an_error_two_seconds_past_the_deadline(
+    opened: Callable[..., Rig],
+) -> None:
+    """Of a disk that gives nothing it hangs in a read; here it is stopped. Slots are whole, and it
+    goes on once it can."""
+    rig = opened(deadline_s=0.3)
+    rig.tier._process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, rig.tier._process.pid, os.WSTOPPED)  # all its threads
+    start_s = monotonic_s()
+    with pytest.raises(ChannelError, match=r"experts \[1, 2\] of layer 0 .*/records-.*0\.3 s"):
+        rig.compute(0, [1, 2])
+    assert monotonic_s() - start_s < 0.3 + 2.0
+    rig.cache.drop(rig.cache._requests[0])
+    rig.cache.check()
+    rig.tier._process.send_signal(signal.SIGCONT)
+    end_s = monotonic_s() + DEADLINE_S
+    while rig.tier.room < ENTRIES:
+        assert monotonic_s() < end_s
+        rig.cache.wait(0.05)
+    assert sorted(rig.cache._free) == list(range(rig.cache.slots))
+
+
+def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(
+    opened: Callable[..., Rig],
+) -> None:
+    opened().compute(0, [1])
+    before = len(os.listdir("/proc/self/fd"))
+    rig = opened()
+    rig.compute(0, [1])
+    process = rig.tier._process
+    rig.cache.close()
+    assert process.poll() is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_more_reads_are_requested_than_entries(
+    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("models.experts.expert_file", "actors.offload.file_tier"):
+        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
+    rig = opened(slots=21)
+    requests = [
+        rig.cache.request(layer, list(range(rig.model.num_experts)), Priority.LS)
+        for layer in rig.model.moe_layers
+    ]
+    assert rig.tier.room == 0
+    assert sum(len(request.left) for request in requests) * 2 > ENTRIES
+    deadline_s = monotonic_s() + DEADLINE_S
+    while any(len(request.ready) < len(request.left) for request in requests):
+        assert monotonic_s() < deadline_s
+        rig.cache._advance()
+        time.sleep(0.001)
+
+
+def test_reader_continues_without_waiter(opened: Callable[..., Rig]) -> None:
+    """What it rings with can be full: a worker that always has something to compute."""
+    rig = opened()
+    with suppress(BlockingIOError):
+        while True:
+            os.write(rig.tier._awake, bytes(1 << 16))
+    rig.compute(rig.model.moe_layers[0], [0, 1, 2])
+    assert rig.tier._process.poll() is None
+
+
+def test_part_bytes_are_whole_pages() -> None:
+    assert PART_BYTES % 4096 == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots"),
+    [({"slots": 9}, 9), ({"slots": 10_000}, 21), ({"bytes": 5_000_000}, 21)],
+)
+def test_a_budget_is_a_number_of_experts(folder: Path, experts: dict[str, int], slots: int) -> None:
+    model = check_checkpoint(folder)
+    config = load_config(None, [f"experts.{key}={value}" for key, value in experts.items()])
+    assert slot_count(config.experts, 20_000, model) == slots
+
+
+def test_a_rank_with_few_experts_of_a_layer_needs_as_few(folder: Path) -> None:
+    config, model = load_config(None, ["experts.slots=2"]), check_checkpoint(folder)
+    own = dict.fromkeys(model.moe_layers, (0, 4))
+    assert slot_count(config.experts, 20_000, model, own) == 2
+
+
+@pytest.mark.parametrize(
+    ("experts", "error"),
+    [
+        (["slots=1"], r"experts.slots=1: room for 1 experts.*at least experts.slots=3"),
+        (["bytes=40000"], r"experts.bytes=40000: room for 2 experts.*experts.bytes=60000"),
+    ],
+)
+def test_too_small_budget_names_required_size(folder: Path, experts: list[str], error: str) -> None:
+    config = load_config(None, [f"experts.{each}" for each in experts])
+    with pytest.raises(ConfigError, match=error):
+        slot_count(config.experts, 20_000, check_checkpoint(folder))

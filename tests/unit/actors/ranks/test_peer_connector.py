@@ -1,0 +1,79 @@
+"""Whom an attention rank dials when it is told where expert ranks are."""
+
+from __future__ import annotations
+
+import threading
+from typing import cast
+
+import pytest
+
+from actors.channels.base import Endpoint
+from actors.ranks import lifecycle
+from actors.ranks.lifecycle import SETTLING_S, PeerConnector
+from contracts.errors import ChannelError, HandshakeError
+from tests.support.group_harness import until
+
+TIMEOUT_S = 20.0
+
+
+class Links:
+    """An `Endpoint`, as far as it is asked: whoever is dialled twice refuses."""
+
+    def __init__(self) -> None:
+        self.dialled: list[str] = []
+        self.linked: list[str] = []
+        self.mended = threading.Event()
+
+    def peers(self) -> list[str]:
+        return self.linked
+
+    def join(self, peer: str, address: str) -> None:
+        if address == "silent":
+            self.mended.wait(TIMEOUT_S)
+        if address in self.dialled:
+            raise HandshakeError(f"attention-0 is linked to {peer} already")
+        self.dialled.append(address)
+
+
+def test_a_link_that_is_about_to_be_one_is_not_dialled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(lifecycle, "monotonic_s", lambda: now_s)
+    links = Links()
+    join = PeerConnector(cast(Endpoint, links), TIMEOUT_S)
+    join({"expert-0": "tcp:a"})
+    join({"expert-0": "tcp:a", "expert-1": "tcp:b"})
+    assert links.dialled == ["tcp:a", "tcp:b"]
+    links.linked = ["expert-0"]
+    now_s += 2 * SETTLING_S
+    with pytest.raises(HandshakeError, match="cannot join expert-1"):
+        join({"expert-0": "tcp:a", "expert-1": "tcp:b"})
+    join({"expert-1": "tcp:elsewhere"})
+    assert links.dialled == ["tcp:a", "tcp:b", "tcp:elsewhere"]
+
+
+def test_one_that_is_silent_holds_up_no_other_and_is_dialled_once() -> None:
+    links = Links()
+    join = PeerConnector(cast(Endpoint, links), 0.05)
+    for _ in range(2):
+        with pytest.raises(ChannelError, match="cannot join expert-0: it has not answered"):
+            join({"expert-0": "silent", "expert-1": "tcp:b"})
+        assert links.dialled == ["tcp:b"]
+    links.mended.set()
+    until(lambda: links.dialled == ["tcp:b", "silent"])
+    join({"expert-0": "silent", "expert-1": "tcp:b"})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_unexpected_error_leaves_no_rank_undialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links = Links()
+    join = PeerConnector(cast(Endpoint, links), TIMEOUT_S)
+    with monkeypatch.context() as planted:
+        planted.setattr(links, "join", lambda *_: 1 / 0)
+        with pytest.raises(ChannelError, match="cannot join expert-0: see this rank's log"):
+            join({"expert-0": "tcp:a"})
+    join({"expert-0": "tcp:a"})
+    assert links.dialled == ["tcp:a"]

@@ -1,0 +1,276 @@
+"""Which expert ranks can be asked for what, and who stands in for those that are lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from actors.channels.base import PacketKind
+from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
+from actors.rebalance.expert_membership import ExpertMembership
+from contracts.placement import Placement
+from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
+
+NAMES = ("expert-0", "expert-1", "expert-2")
+LAUNCH = Placement(num_experts=3, slots_per_rank=(1, 1, 1), expert_of_slot=((0, 1, 2),))
+LATER = msgspec.structs.replace(LAUNCH, generation=1, expert_of_slot=((2, 1, 0),))
+
+
+@pytest.fixture
+def present() -> ExpertMembership:
+    """All are there."""
+    made = ExpertMembership(LAUNCH)
+    for name in NAMES:
+        made.joined(name)
+    for name in NAMES:
+        assert not report_ready(made, name, 0, 0.0)
+    return made
+
+
+def lose(membership: ExpertMembership, name: str, now_s: float = 1.0) -> list[tuple[str, int]]:
+    messages = membership.lost(name, f"{name} closed its connection", 1, now_s)
+    assert {message.kind for message in messages} <= {PacketKind.ACQUIRE}
+    return [(message.peer, message.generation) for message in messages]
+
+
+def report_ready(
+    membership: ExpertMembership, expert: str, generation: int, now_s: float
+) -> list[PlacementMessage]:
+    """HELD, as an answer to what it was asked for last, if it was."""
+    attempt = membership._requests[expert].get(generation, LAUNCH_ATTEMPT)
+    return membership.mark_ready(expert, generation, now_s, attempt)
+
+
+def number(*lost: int, of: Placement = LAUNCH) -> int:
+    found = failover_placement(of, lost)
+    assert found is not None
+    return found.generation
+
+
+def test_rank_is_not_used_before_it_reports_ready() -> None:
+    membership = ExpertMembership(LAUNCH)
+    assert not any(membership.can_serve(name, 0) for name in NAMES)
+    for name in NAMES:
+        membership.joined(name)
+        assert not membership.can_serve(name, 0)
+        report_ready(membership, name, 0, 0.0)
+        assert membership.can_serve(name, 0)
+    assert not membership.absent
+
+
+def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
+    membership = ExpertMembership(LAUNCH)
+    for name in NAMES:
+        membership.joined(name)
+    report_ready(membership, "expert-0", 0, 0.0)
+    assert not membership.poll(1000.0)
+
+
+def test_one_that_was_never_linked_is_stood_in_for_after_a_while() -> None:
+    membership = ExpertMembership(
+        msgspec.structs.replace(
+            LAUNCH, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
+        ),
+    )
+    membership.joined("expert-0")
+    assert not report_ready(membership, "expert-0", 0, 0.0)
+    (message,) = membership.poll(1.0)
+    assert (message.peer, message.kind, is_failover(message.generation)) == (
+        "expert-0",
+        PacketKind.ACQUIRE,
+        True,
+    )
+
+
+def test_stand_in_starts_when_all_are_ready_and_ends_on_return(
+    present: ExpertMembership,
+) -> None:
+    requested = number(1)
+    assert lose(present, "expert-1") == [("expert-0", requested), ("expert-2", requested)]
+    report_ready(present, "expert-0", requested, 1.1)
+    assert present.placement == LAUNCH
+    report_ready(present, "expert-2", requested, 1.2)
+    assert present.placement == failover_placement(LAUNCH, [1])
+    present.joined("expert-1")
+    assert not present.has_unused
+    report_ready(present, "expert-1", 0, 2.0)
+    assert present.placement == LAUNCH
+    assert not present.absent
+    assert present.has_unused
+    assert not present.release_unused({requested})  # something under way needs it
+    assert [(t.peer, t.kind) for t in present.release_unused(set())] == [
+        ("expert-0", PacketKind.RELEASE),
+        ("expert-2", PacketKind.RELEASE),
+    ]
+    assert not present.release_unused(set())
+
+
+def test_second_loss_acquires_new_stand_in_from_survivors(present: ExpertMembership) -> None:
+    lose(present, "expert-1")
+    assert lose(present, "expert-2") == [("expert-0", number(1, 2))]
+    report_ready(present, "expert-0", number(1), 1.5)
+    assert present.placement == LAUNCH
+    report_ready(present, "expert-0", number(1, 2), 1.6)
+    assert present.placement == failover_placement(LAUNCH, [1, 2])
+    assert [message.generation for message in present.release_unused(set())] == [number(1)]
+
+
+def test_no_stand_in_when_one_rank_has_no_room(present: ExpertMembership) -> None:
+    lose(present, "expert-1")
+    report_ready(present, "expert-0", number(1), 1.1)
+    assert not present.add_abort_vote("expert-2", number(1), "no memory", 1.2)
+    assert present.placement == LAUNCH
+    assert present.abort_reason == "no memory"
+    assert [message.generation for message in present.release_unused(set())] == [number(1)] * 2
+
+
+def test_replacement_rank_acquires_current_generation(present: ExpertMembership) -> None:
+    present.switch_to(LATER, NAMES, 1.0)
+    requested = number(1, of=LATER)
+    assert lose(present, "expert-1") == [("expert-0", requested), ("expert-2", requested)]
+    present.joined("expert-1")
+    assert report_ready(present, "expert-1", 0, 2.0) == [
+        PlacementMessage("expert-1", PacketKind.ACQUIRE, 1, 3)
+    ]
+    assert present.requested(1) == LATER
+    assert not present.can_serve("expert-1", 1)
+    report_ready(present, "expert-1", 1, 3.0)
+    assert not present.absent
+    assert present.placement == LATER
+
+
+def test_older_generations_are_not_acquired(present: ExpertMembership) -> None:
+    lose(present, "expert-1")
+    present.switch_to(LATER, ("expert-0", "expert-2"), 2.0)
+    assert present.placement == LATER
+    assert present.can_serve("expert-0", 1)
+    assert not present.can_serve("expert-1", 1)
+
+
+def test_draining_rank_serves_until_stand_in_is_ready(
+    present: ExpertMembership,
+) -> None:
+    requested = number(1)
+    messages = present.start_draining("expert-1", 1.0)
+    assert [(message.kind, message.peer, message.generation) for message in messages] == [
+        (PacketKind.ACQUIRE, "expert-0", requested),
+        (PacketKind.ACQUIRE, "expert-2", requested),
+    ]
+    assert not present.start_draining("expert-1", 1.0), "it says so once"
+    assert present.placement == LAUNCH
+    assert present.can_serve("expert-1", 0)
+    report_ready(present, "expert-0", requested, 2.0)
+    assert (present.placement, present.has_unused) == (LAUNCH, False)
+    report_ready(present, "expert-2", requested, 2.0)
+    assert present.placement.generation == requested
+    assert present.has_unused
+    assert not present.release_unused({0, requested}), "something is under way to it"
+    assert present.release_unused({requested}) == [
+        PlacementMessage("expert-1", PacketKind.DRAINING, 0)
+    ]
+    assert not present.has_unused
+    assert not present.release_unused(()), "once"
+    assert not lose(present, "expert-1"), "nobody else is asked when it has gone"
+    assert present.placement.generation == requested
+    present.joined("expert-1")
+    report_ready(present, "expert-1", 0, 3.0)
+    assert (present.placement, present.absent) == (LAUNCH, {})
+
+
+def test_draining_rank_serves_to_its_end_without_stand_in(present: ExpertMembership) -> None:
+    present.start_draining("expert-1", 1.0)
+    present.add_abort_vote("expert-0", number(1), "no room", 1.0)
+    report_ready(present, "expert-2", number(1), 2.0)
+    assert present.placement == LAUNCH
+    assert present.can_serve("expert-1", 0)
+    assert {message.kind for message in present.release_unused(())} == {PacketKind.RELEASE}, (
+        "of the stand-in"
+    )
+
+
+def test_one_that_no_generation_is_on_any_more_may_go_at_once() -> None:
+    membership = ExpertMembership(LAUNCH)
+    for name in (*NAMES, "expert-3"):
+        membership.joined(name)
+        report_ready(membership, name, 0, 0.0)
+    assert not membership.start_draining("expert-3", 1.0)
+    assert membership.has_unused
+    assert membership.release_unused({0}) == [PlacementMessage("expert-3", PacketKind.DRAINING, 0)]
+    assert not membership.absent
+
+
+def resized(ranks: int, generation: int) -> Placement:
+    return msgspec.structs.replace(
+        LAUNCH,
+        generation=generation,
+        slots_per_rank=(3,) * ranks,
+        expert_of_slot=((0, 1, 2) * ranks,),
+    )
+
+
+def test_one_that_is_not_used_any_more_is_no_loss(present: ExpertMembership) -> None:
+    present.switch_to(resized(2, 1), NAMES, 1.0)
+    assert not lose(present, "expert-2")
+    assert not present.absent
+    assert present.placement == present.base
+    assert lose(present, "expert-1") == [("expert-0", number(1, of=present.base))]
+
+
+def test_one_that_comes_for_the_next_generation_is_counted_from_then_on(
+    present: ExpertMembership,
+) -> None:
+    present.joined("expert-3")
+    assert not report_ready(present, "expert-3", 0, 1.0)
+    assert not present.absent
+    present.switch_to(resized(4, 1), (*NAMES, "expert-3"), 2.0)
+    assert not present.absent
+    assert present.can_serve("expert-3", 1)
+    assert len(lose(present, "expert-3")) == 3
+
+
+def test_rank_lost_before_scale_down_is_not_missing(
+    present: ExpertMembership,
+) -> None:
+    lose(present, "expert-2")
+    report_ready(present, "expert-0", number(2), 1.1)
+    report_ready(present, "expert-1", number(2), 1.2)
+    present.switch_to(resized(2, 1), NAMES[:2], 2.0)
+    assert not present.absent
+    assert present.placement == present.base
+    assert {message.generation for message in present.release_unused(set())} == {number(2)}
+
+
+def test_a_late_answer_to_what_was_left_is_none_to_what_is_wanted_again(
+    present: ExpertMembership,
+) -> None:
+    """expert-1 is lost, comes back and is lost again before expert-0 has read anything."""
+    requested = number(1)
+    first = present.lost("expert-1", "gone", 1, 1.0)
+    present.joined("expert-1")
+    present.mark_ready("expert-1", 0, 2.0)
+    assert {message.kind for message in present.release_unused(())} == {PacketKind.RELEASE}
+    again = present.lost("expert-1", "gone", 2, 3.0)
+    assert [message[:3] for message in again] == [message[:3] for message in first]
+    for message in first:
+        present.mark_ready(message.peer, requested, 4.0, message.attempt)
+        assert not present.can_serve(message.peer, requested)
+    assert present.placement == LAUNCH
+    for message in again:
+        present.mark_ready(message.peer, requested, 5.0, message.attempt)
+    assert present.placement.generation == requested
+
+
+def test_unrequested_ready_is_ignored(present: ExpertMembership) -> None:
+    """An expert rank that says HELD of stand-ins, WITHDRAWN, or one old generation after the
+    other, without end."""
+    base = number(1)
+    for more in range(50):
+        present.mark_ready("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0)
+        present.mark_ready("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0, more)
+        present.add_abort_vote("expert-0", base + (more << MAX_FAILOVER_RANKS), "no", 1.0)
+    assert present._ready["expert-0"] == {0}
+    assert not present._unwilling
+    for generation in range(-50, 0):
+        present.mark_ready("expert-0", generation, 1.0)
+    assert len(present._ready["expert-0"]) == 2
+    assert present.can_serve("expert-0", 0)

@@ -1,0 +1,108 @@
+"""Generations on an attention rank, where they are on more expert ranks than before or on fewer."""
+
+from __future__ import annotations
+
+from actors.channels.base import PacketKind
+from actors.rebalance.expert_generations import (
+    ExpertGenerations,
+    FreeExperts,
+    PlacementMessage,
+    TransitionReport,
+)
+from actors.rebalance.placement_transition import AttentionGenerations
+from contracts.placement import Placement
+from contracts.planner_messages import MoveOutcome
+from contracts.requests import Priority
+
+DEADLINE_S = 10.0
+
+
+def on(ranks: int, generation: int = 0) -> Placement:
+    return Placement(
+        num_experts=1,
+        generation=generation,
+        slots_per_rank=(1,) * ranks,
+        expert_of_slot=((0,) * ranks,),
+    )
+
+
+def linked(launch: Placement, ranks: int) -> AttentionGenerations:
+    made = AttentionGenerations(launch, DEADLINE_S)
+    for rank in range(ranks):
+        made.joined(f"expert-{rank}")
+    return made
+
+
+def peer_kinds(messages: list[PlacementMessage]) -> list[tuple[str, PacketKind]]:
+    return [(message.peer, message.kind) for message in messages]
+
+
+def test_added_and_removed_ranks_take_part_in_transition() -> None:
+    for before, after in ((2, 3), (3, 2)):
+        machine = linked(on(before), 3)
+        for rank in (0, 1):
+            assert not machine.prepared(f"expert-{rank}", on(after, 1), 0, 0.0)
+        assert machine.generation == 0
+        committed = machine.prepared("expert-2", on(after, 1), 0, 0.0)
+        assert machine.generation == 1
+        assert peer_kinds(committed) == [
+            (f"expert-{rank}", PacketKind.COMMITTED) for rank in range(3)
+        ]
+
+
+def test_one_that_has_no_part_may_go_in_the_middle_of_a_move_of_the_others() -> None:
+    machine = linked(on(2), 3)
+    machine.prepared("expert-0", on(2, 1), 0, 0.0)
+    assert not machine.lost("expert-2")
+    machine.prepared("expert-1", on(2, 1), 0, 0.0)
+    assert machine.generation == 1
+
+
+def test_a_change_that_needs_one_that_is_lost_is_refused_by_name_until_another_comes() -> None:
+    machine = linked(on(2), 3)
+    machine.lost("expert-2")
+    (first, *_) = machine.prepared("expert-0", on(3, 1), 0, 0.0)
+    assert (first.kind, first.reason) == (PacketKind.ABORTED, "expert-2 is lost")
+    machine.joined("expert-2")
+    for rank in range(3):
+        machine.prepared(f"expert-{rank}", on(3, 2), 0, 0.0)
+    assert machine.generation == 2
+
+
+def test_rank_joining_after_abort_is_notified() -> None:
+    """Else it would wait for a word for ever."""
+    machine = linked(on(2), 2)
+    machine.add_abort_vote(1, "expert-0 has no memory", 0.0)
+    machine.joined("expert-2")
+    (message,) = machine.prepared("expert-2", on(3, 1), 0, 0.0)
+    assert message == PlacementMessage(
+        "expert-2", PacketKind.ABORTED, 1, 1, "expert-0 has no memory"
+    )
+    assert not machine.prepared("expert-2", on(3, 1), 0, 0.0)  # that one crossed the word
+
+
+def test_longer_timeout_of_placement_is_honoured() -> None:
+    machine = linked(on(2), 3)
+    machine.prepared("expert-0", on(3, 1), 0, 0.0, within_s=60.0)
+    assert not machine.poll(59.0)
+    (message, *_) = machine.poll(60.0)
+    assert message.reason == "no word of expert-1, expert-2 within 60 s (placement.move_timeout_s)"
+
+
+def test_rank_behind_frees_unused_generation() -> None:
+    """All have gone over to a later one, which it has no part in."""
+    for loads_first in (False, True):
+        machine = ExpertGenerations(0, DEADLINE_S)
+        machine.joined("attention-0")
+        machine.proposed(on(3, 1), 0.0)
+        if loads_first:
+            machine.loaded(1)
+        actions = [
+            action
+            for priority in Priority
+            for action in machine.committed("attention-0", 2, priority)
+        ]
+        assert FreeExperts(1) in actions
+        ends = [action.outcome for action in actions if isinstance(action, TransitionReport)]
+        assert ends == [MoveOutcome.FAILED]
+        assert (machine.under_way, machine.current) == (None, 0)

@@ -1,0 +1,293 @@
+"""Whatever a client sends, the answer is a 4xx with an OpenAI error body, never a 5xx."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from contracts.config import HttpConfig
+from tests.support.api_harness import CONTEXT_TOKENS, MODEL, Api, serve_api
+from tests.support.fake_rank import FakeRank
+
+USER = [{"role": "user", "content": "Hello"}]
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
+MAX_BODY_BYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
+    http = HttpConfig(max_body_bytes=MAX_BODY_BYTES, max_batch_items=64)
+    with serve_api(folder, [rank], http) as api:
+        yield api
+
+
+def assert_refused(response: Any, status: int, param: str | None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert "\n" not in error["message"]
+
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 3}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", ""]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, [2]]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": [2**64]}, "prompt"),
+    ({"prompt": [True]}, "prompt[0]"),
+    ({"prompt": ["a"] * 65}, "prompt"),
+    ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": CONTEXT_TOKENS}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**30}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 2.1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.01}, "top_p"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "seed": 2**63}, "seed"),
+    ({"prompt": "a", "n": 0}, "n"),
+    ({"prompt": "a", "n": 129}, "n"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 5}, "stop"),
+    ({"prompt": "a", "stop": [1]}, "stop[0]"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": "a", "priority": "urgent"}, "priority"),
+    ({"prompt": "a", "priority": -1}, "priority"),
+    ({"prompt": "a", "service_tier": "felx"}, "service_tier"),
+    ({"prompt": "a", "suffix": "z"}, "suffix"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "min_p": 1.5}, "min_p"),
+    ({"prompt": "a", "min_p": False}, "min_p"),
+    ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
+    ({"prompt": "a", "guided_regex": "a*"}, "guided_regex"),
+    ({"prompt": "a", "use_beam_search": 0.0}, "use_beam_search"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
+def test_a_bad_completion_field_is_a_400_that_names_it(
+    api: Api, body: dict[str, Any], param: str
+) -> None:
+    assert_refused(api.post("/v1/completions", **body), 400, param)
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
+    ({"messages": USER, "max_tokens": 0}, "max_tokens"),
+    ({"messages": USER, "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": USER, "max_tokens": -1, "max_completion_tokens": 5}, "max_tokens"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"messages": USER, "max_completion_tokens": 10**6}, "max_tokens"),
+    ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "logprobs": 2}, "logprobs"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "echo": True}, "echo"),
+    ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
+def test_a_bad_chat_field_is_a_400_that_names_it(
+    api: Api, body: dict[str, Any], param: str
+) -> None:
+    assert_refused(api.post("/v1/chat/completions", **body), 400, param)
+
+
+BAD_CLASSIFICATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"labels": ["a"]}, "input"),
+    ({"input": "x"}, "labels"),
+    ({"input": "x", "labels": []}, "labels"),
+    ({"input": "x", "labels": "a"}, "labels"),
+    ({"input": "x", "labels": ["a", "a"]}, "labels"),
+    ({"input": "x", "labels": ["a", " "]}, "labels"),
+    ({"input": "x", "labels": [str(i) for i in range(257)]}, "labels"),
+    ({"input": [], "labels": ["a"]}, "input"),
+    ({"input": ["x", ""], "labels": ["a"]}, "input"),
+    ({"input": "   ", "labels": ["a"]}, "input"),
+    ({"input": ["x"] * 65, "labels": ["a"]}, "input"),
+    ({"input": "x", "labels": ["a"], "template": "no place"}, "template"),
+    ({"input": "x", "labels": ["a"], "template": "{text}", "prefix": "p"}, "template"),
+    ({"input": "x", "labels": ["a"], "multi_label": True}, "template"),
+    ({"input": "x", "labels": ["a"], "multi_label": True, "template": "{text}"}, "template"),
+    ({"input": "x", "labels": ["a"], "multi_label": True, "template": "{label}"}, "template"),
+    (
+        {
+            "input": ["x"] * 33,
+            "labels": ["a", "b"],
+            "multi_label": True,
+            "template": "{text} {label}",
+        },
+        "input",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD_CLASSIFICATIONS)
+def test_a_bad_classification_field_is_a_400_that_names_it(
+    api: Api, body: dict[str, Any], param: str
+) -> None:
+    assert_refused(api.post("/v1/classify", **body), 400, param)
+
+
+BAD_BODIES = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"model": "tiny", "prompt": NaN}',
+    b'{"model": "tiny", "prompt": Infinity}',
+    b'{"model": "tiny", "temperature": 1e999, "prompt": "a"}',
+    b'{"model": "tiny", "prompt": "\\ud800"}',
+    b'{"model": "tiny", "prompt": "\\udc00 and more"}',
+    b'{"model": "tiny", "prompt": "\xed\xa0\x80"}',
+    b'{"model": "tiny", "max_tokens": ' + b"9" * 5000 + b"}",
+    b"[" * 50_000,
+    b'{"model": "tiny", "chat_template_kwargs": ' + b'{"a":' * 9000 + b"1" + b"}" * 9001,
+    b'{"model": "tiny", "tools": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("data", BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_a_body_that_is_not_usable_json_is_a_400(api: Api, route: str, data: bytes) -> None:
+    response = api.http.post(route, content=data, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_body_over_the_limit_is_a_413_whether_declared_or_not(api: Api) -> None:
+    data = b'{"model": "tiny", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
+    headers = {"Content-Type": "application/json"}
+    declared = api.http.post("/v1/completions", content=data, headers=headers)
+    chunked = api.http.post("/v1/completions", content=iter([data]), headers=headers)
+    assert_refused(declared, 413, None)
+    assert_refused(chunked, 413, None)
+
+
+def test_another_content_type_is_a_415(api: Api) -> None:
+    response = api.http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/csv"})
+    assert_refused(response, 415, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nope", 404),
+        ("GET", "/health/", 404),
+        ("GET", "/v1/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ],
+)
+def test_wrong_routes_and_methods_have_the_same_error_body(
+    api: Api, method: str, path: str, status: int
+) -> None:
+    assert_refused(api.http.request(method, path), status, None)
+
+
+def test_a_prompt_beyond_the_context_is_a_413_with_both_numbers(api: Api) -> None:
+    response = api.post("/v1/completions", prompt=[70] * (CONTEXT_TOKENS + 5))
+    assert_refused(response, 413, "prompt")
+    message = response.json()["error"]["message"]
+    assert str(CONTEXT_TOKENS + 5) in message
+    assert str(CONTEXT_TOKENS) in message
+
+
+def test_a_full_context_leaves_room_for_scoring_but_not_for_a_token(api: Api) -> None:
+    full = [70] * CONTEXT_TOKENS
+    scored = api.post("/v1/completions", prompt=full, max_tokens=0, echo=True, logprobs=0)
+    assert scored.status_code == 200
+    assert api.post("/v1/completions", prompt=full).status_code == 413
+
+
+def test_unstated_max_tokens_is_cut_to_the_room_that_is_left(api: Api) -> None:
+    response = api.post("/v1/completions", prompt=[70] * (CONTEXT_TOKENS - 1))
+    assert response.json()["usage"]["completion_tokens"] == 1
+
+
+def test_harmless_and_neutral_fields_are_accepted(api: Api) -> None:
+    response = api.post(
+        "/v1/completions",
+        prompt="a\0b",
+        user="someone",
+        metadata={"k": "v"},
+        store=True,
+        logit_bias={},
+        frequency_penalty=0.0,
+        suffix=None,
+        best_of=1,
+        top_k=-1,
+        priority=3,
+    )
+    assert response.status_code == 200
+
+
+def test_rejected_requests_do_not_reach_rank(api: Api) -> None:
+    while not api.rank.submits.empty():
+        api.rank.submits.get()
+    for body, _ in BAD_COMPLETIONS:
+        api.post("/v1/completions", **body)
+    assert api.rank.submits.empty()
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+_FIELDS = [
+    *("prompt", "messages", "input", "labels", "max_tokens", "temperature", "top_p", "top_k"),
+    *("n", "seed", "stop", "logprobs", "echo", "stream", "stream_options", "priority"),
+    *("chat_template_kwargs", "template", "prefix", "tools", "query", "items", "label_token_ids"),
+]
+
+
+@pytest.mark.long
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    route=st.sampled_from(ROUTES),
+    body=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4),
+)
+def test_no_json_whatever_gives_a_5xx(api: Api, route: str, body: dict[str, Any]) -> None:
+    usable = {"model": MODEL, "prompt": "a", "messages": USER, "input": "a", "labels": ["b"]}
+    to_score = {"query": "a", "items": ["b"], "label_token_ids": [60]}
+    response = api.http.post(route, json={**usable, **to_score, **body})
+    assert response.status_code < 500, response.text

@@ -1,0 +1,212 @@
+"""Classification: prompts, labels, the two ways of scoring, order and usage."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.classification.classify import (
+    ClassifyTask,
+    check_task,
+    classify_row,
+    render_prompt,
+    softmax,
+    tokenize_row,
+)
+from contracts.errors import RankError, RequestError, TooLongError
+from contracts.messages import Scored, Submit
+from contracts.requests import Priority, Usage
+from models.text.tokenizer import Tokenizer
+from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
+from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
+
+SEVERAL = ["entirely positive", "no"]
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
+        yield api
+
+
+@pytest.fixture
+def tokenizer(api: Api) -> Tokenizer:
+    while not api.rank.submits.empty():
+        api.rank.submits.get()
+    return api.tokenizer
+
+
+def task(labels: list[str], **fields: Any) -> ClassifyTask:
+    return ClassifyTask(labels=tuple(labels), **fields)
+
+
+def distinct_one_token_labels(tokenizer: Tokenizer) -> list[str]:
+    found = []
+    for word in ("answer", "fox", "dog", "is", "the", "positive", "yes", "one", "quick", "a"):
+        if len(tokenizer.continuation("x", f" {word}")[1]) == 1:
+            found.append(word)
+    assert len(found) >= 2
+    return found[:3]
+
+
+def test_probabilities_of_one_token_labels_are_the_softmax_of_their_logits(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    labels = distinct_one_token_labels(tokenizer)
+    body = api.post("/v1/classify", input=["x", "y"], labels=labels, prefix="Say: ").json()
+    for row, text in zip(body["data"], ["x", "y"], strict=True):
+        submit = api.rank.submits.get(timeout=5)
+        assert submit.sampling is None
+        assert submit.score_from is None
+        assert submit.token_ids == tokenizer.encode(f"Say: {text}")
+        assert submit.candidates is not None
+        assert [tokenizer.decode([token]) for token in submit.candidates] == [
+            f" {label}" for label in labels
+        ]
+        assert row["probs"] == softmax([token_logprob(token) for token in submit.candidates])
+        assert row["label"] == labels[row["probs"].index(max(row["probs"]))]
+    assert [row["index"] for row in body["data"]] == [0, 1]
+    assert api.rank.submits.empty()
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * CACHED_TOKENS
+
+
+def test_longer_labels_share_one_pass_for_their_first_tokens(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
+    prompt_ids, label_ids = tokenizer.continuations("Well,", [f" {label}" for label in SEVERAL])
+    submits = [api.rank.submits.get(timeout=5)]
+    while not api.rank.submits.empty():
+        submits.append(api.rank.submits.get())
+    firsts = list(dict.fromkeys(ids[0] for ids in label_ids))
+    assert (submits[0].token_ids, submits[0].candidates) == (prompt_ids, firsts)
+    for submit in submits[1:]:
+        after = submit.token_ids[len(prompt_ids) :]
+        assert submit.token_ids[: len(prompt_ids)] == prompt_ids
+        assert any(ids[: len(after)] == after and len(ids) > len(after) for ids in label_ids)
+    totals = [math.fsum(token_logprob(token) for token in ids) for ids in label_ids]
+    assert body["data"][0]["probs"] == softmax(totals)
+
+
+def test_options_are_listed_with_letters_and_the_letters_are_scored(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    labels = ["the second half", "a"]
+    template = "{text}\n{options}\nAnswer:"
+    row = api.post("/v1/classify", input="Which?", labels=labels, template=template).json()
+    submit = api.rank.submits.get(timeout=5)
+    prompt = "Which?\nA. the second half\nB. a\nAnswer:"
+    assert submit.candidates is not None
+    sent = [tokenizer.decode([*submit.token_ids, token]) for token in submit.candidates]
+    assert sent == [f"{prompt} A", f"{prompt} B"]
+    assert row["data"][0]["label"] in labels
+    assert row["data"][0]["num_classes"] == 2
+
+
+def test_more_options_than_letters_and_options_of_single_labels_are_refused(api: Api) -> None:
+    many = [f"label {number}" for number in range(27)]
+    sent = {"template": "{text} {options} {label}", "input": "x"}
+    response = api.post("/v1/classify", labels=many, **sent)
+    assert response.status_code == 400
+    assert "27 are more than the 26 letters" in response.json()["error"]["message"]
+    response = api.post("/v1/classify", labels=many[:2], multi_label=True, **sent)
+    assert response.status_code == 400
+    assert "{options}" in response.json()["error"]["message"]
+
+
+def test_many_rows_come_back_in_their_order(api: Api, tokenizer: Tokenizer) -> None:
+    texts = [f"row {index}" for index in range(200)]
+    body = api.post("/v1/classify", input=texts, labels=SEVERAL, priority="be").json()
+    assert [row["index"] for row in body["data"]] == list(range(200))
+    assert api.rank.submits.get(timeout=5).priority is Priority.BE
+
+
+def test_a_row_beyond_the_context_is_a_413_before_anything_is_sent(
+    api: Api, tokenizer: Tokenizer
+) -> None:
+    response = api.post("/v1/classify", input=["ok", "x " * CONTEXT_TOKENS], labels=["yes", "no"])
+    assert response.status_code == 413
+    assert str(CONTEXT_TOKENS) in response.json()["error"]["message"]
+    assert api.rank.submits.empty()
+
+
+@given(text=st.text(), prefix=st.text())
+def test_the_template_is_filled_once_and_literally(text: str, prefix: str) -> None:
+    wanted = task(["a"], prefix=prefix, template="{prefix}|{text}|{0}|{{text}}")
+    assert render_prompt(wanted, text) == f"{prefix}|{text}|{{0}}|{{{text}}}"
+
+
+def test_placeholders_inside_a_text_or_prefix_are_just_text() -> None:
+    assert render_prompt(task(["a"], prefix="P"), "{prefix}{text}") == "P{prefix}{text}"
+    assert render_prompt(task(["a"], prefix="{text}"), "T") == "{text}T"
+
+
+@pytest.mark.parametrize("prompt", ["Answer:", "Answer: "])
+@pytest.mark.parametrize("label", ["yes", " yes"])
+def test_a_space_stands_between_prompt_and_label_exactly_once(
+    tokenizer: Tokenizer, prompt: str, label: str
+) -> None:
+    if prompt.endswith(" ") and label.startswith(" "):
+        return  # taken as given: two spaces
+    row = tokenize_row(tokenizer, task([label]), prompt)
+    (only,) = row.labels.passes
+    assert tokenizer.decode([*row.prompt_ids, *only.path, *only.candidates]) == "Answer: yes"
+
+
+@pytest.mark.parametrize(
+    ("labels", "fields"),
+    [
+        ([], {}),
+        (["a", "a"], {}),
+        (["a", ""], {}),
+        (["a"], {"template": "nothing"}),
+        (["a"], {"template": "{text}", "prefix": "p"}),
+    ],
+)
+def test_unusable_labels_and_templates_are_refused(
+    labels: list[str], fields: dict[str, object]
+) -> None:
+    with pytest.raises(RequestError):
+        check_task(task(labels, **fields))
+
+
+def test_a_prompt_of_white_space_only_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        tokenize_row(tokenizer, task(["a"]), " \n")
+
+
+def test_a_context_too_short_for_prompt_and_label_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TooLongError):
+        tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text")
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [float("nan")] * 9])
+def test_scores_that_cannot_be_are_an_error_not_an_answer(
+    tokenizer: Tokenizer, logprobs: list[float] | None
+) -> None:
+    class BadRank:
+        async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
+            return Scored(1, Usage(prompt_tokens=1), candidate_logprobs=logprobs)
+
+    async def main() -> None:
+        row = tokenize_row(tokenizer, task(SEVERAL), "x")
+        await classify_row(BadRank(), task(SEVERAL), row)
+
+    with pytest.raises(RankError):
+        asyncio.run(main())
+
+
+@given(scores=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
+def test_softmax_sums_to_one_and_keeps_the_order(scores: list[float]) -> None:
+    probs = softmax(scores)
+    assert math.isclose(math.fsum(probs), 1.0)
+    for i, left in enumerate(scores):
+        for j, right in enumerate(scores):
+            assert left < right or probs[i] >= probs[j]

@@ -1,0 +1,330 @@
+"""How many connections there may be, and who goes when there is no room."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.http.connections import (
+    DEFAULT_CONNECTIONS,
+    LOG_EVERY_S,
+    ConnectionTable,
+    WaitState,
+    connection_limit,
+)
+from cluster.http.server import bind
+from contracts.errors import ResourceError
+from tests.support.api_harness import TIMEOUT_S
+from tests.support.front_harness import (
+    LOOPS,
+    Front,
+    get,
+    is_ended,
+    post,
+    read_answer,
+    serve_front,
+)
+
+LIMIT = 4
+
+
+class Time:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Line:
+    """A connection that remembers what it was told."""
+
+    def __init__(self, address: str = "a") -> None:
+        self.address = address
+        self.wait: WaitState | None = None
+        self.timed_out: list[WaitState] = []
+        self.is_cut = False
+
+    def time_out(self, wait: WaitState, limit_s: float) -> None:
+        self.timed_out.append(wait)
+
+    def drop(self) -> None:
+        self.is_cut = True
+
+
+@pytest.fixture
+def clock() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def book(clock: Time) -> ConnectionTable:
+    return ConnectionTable(LIMIT, None, dict.fromkeys(WaitState, 10.0), clock)
+
+
+def filled(book: ConnectionTable) -> list[Line]:
+    lines = [Line() for _ in range(LIMIT)]
+    assert all(book.admit(line) for line in lines)
+    return lines
+
+
+def test_the_oldest_unproven_connection_makes_room_first(book: ConnectionTable) -> None:
+    """FINDINGS A5: a stranger who holds connections must not lock others out."""
+    first, second, third, fourth = filled(book)
+    for proven in (first, second):
+        book.prove(proven)
+        book.wait_for(proven, WaitState.IDLE)
+    book.prove(fourth)
+    book.wait_for(fourth, None)
+    assert book.admit(Line())
+    assert [line.is_cut for line in (first, second, third, fourth)] == [False, False, True, False]
+    assert len(book) == LIMIT
+
+
+def test_then_the_proven_one_that_is_idle_longest_and_never_one_at_work(
+    book: ConnectionTable,
+) -> None:
+    """FINDINGS A5."""
+    lines = filled(book)
+    for line in lines:
+        book.prove(line)
+        book.wait_for(line, None)
+    book.wait_for(lines[2], WaitState.IDLE)
+    book.wait_for(lines[1], WaitState.IDLE)
+    new = [Line(), Line(), Line()]
+    admitted = []
+    for line in new:
+        admitted.append(book.admit(line))
+        book.prove(line)
+        book.wait_for(line, None)
+    assert admitted == [True, True, False]
+    assert [line.is_cut for line in lines] == [False, True, True, False]
+
+
+def test_a_wait_that_goes_on_keeps_its_beginning(book: ConnectionTable, clock: Time) -> None:
+    """FINDINGS A5: a client that trickles gains no time."""
+    line = Line()
+    book.admit(line)
+    for clock.now_s in range(12):
+        book.wait_for(line, WaitState.HEAD)
+        book.sweep()
+    assert line.timed_out == [WaitState.HEAD]
+
+
+def test_each_wait_times_out_once_and_not_early(book: ConnectionTable, clock: Time) -> None:
+    early, late = Line(), Line()
+    book.admit(early)
+    clock.now_s = 5.0
+    book.admit(late)
+    for clock.now_s in (9.9, 10.0, 14.9):
+        book.sweep()
+    assert (early.timed_out, late.timed_out) == ([WaitState.HEAD], [])
+    book.leave(late)
+    clock.now_s = 99.0
+    book.sweep()
+    assert late.timed_out == []
+    assert len(book) == 1
+
+
+def test_one_address_may_hold_so_many_and_no_more(clock: Time) -> None:
+    book = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), clock)
+    held = [Line("a"), Line("a")]
+    assert all(book.admit(line) for line in held)
+    assert not book.admit(Line("a"))
+    assert book.admit(Line("b"))
+    book.leave(held[0])
+    assert book.admit(Line("a"))
+
+
+def test_what_was_refused_is_logged_in_one_line_now_and_then(
+    book: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FINDINGS C: at some 20,000 connections clients were cut off, and nothing was logged."""
+    for line in filled(book):
+        book.prove(line)
+        book.wait_for(line, None)
+    with caplog.at_level(logging.WARNING, logger="tandem.front"):
+        for number in range(1000):
+            clock.now_s = number * 0.001
+            assert not book.admit(Line())
+            book.sweep()
+        clock.now_s += LOG_EVERY_S
+        book.sweep()
+    assert [record.getMessage() for record in caplog.records] == [
+        "connection_limit_reached open=4 limit=4 refused=1",
+        "connection_limit_reached open=4 limit=4 refused=999",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("requested", "descriptors", "limit"),
+    [
+        (None, 1024, 768),
+        (None, 20_000, DEFAULT_CONNECTIONS),
+        (None, 1 << 20, DEFAULT_CONNECTIONS),
+        (None, 256, 128),
+        (100, 1024, 100),
+        (20_000, 1 << 20, 20_000),
+        (20_000, 20_000, 17_500),
+    ],
+)
+def test_the_cap_leaves_descriptors_to_the_rest_of_the_process(
+    requested: int | None, descriptors: int, limit: int
+) -> None:
+    """FINDINGS A5, C: below the descriptor limit, whatever that is."""
+    assert connection_limit(requested, descriptors) == limit
+
+
+@pytest.fixture(params=LOOPS)
+def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+    with serve_front(loop_kind=request.param, max_connections=LIMIT) as front:
+        yield front
+
+
+def test_silent_connections_are_evicted(front: Front) -> None:
+    """FINDINGS A5."""
+    with contextlib.ExitStack() as lines:
+        silent = [lines.enter_context(front.connect()) for _ in range(3 * LIMIT)]
+        for _ in range(3 * LIMIT):
+            assert front.exchange(get("/echo")).status == 200
+        assert all(is_ended(line) for line in silent[: 2 * LIMIT])
+
+
+def test_idle_connections_are_evicted_and_active_requests_continue(front: Front) -> None:
+    """FINDINGS A5."""
+    with contextlib.ExitStack() as lines:
+        busy = lines.enter_context(front.connect())
+        busy.sendall(post("/hold", b"a"))
+        assert front.app.entered.acquire(timeout=TIMEOUT_S)
+        idle = [lines.enter_context(front.connect()) for _ in range(LIMIT - 1)]
+        for line in idle:
+            line.sendall(get("/echo"))
+            assert read_answer(line).status == 200
+        for _ in range(2 * LIMIT):
+            line = lines.enter_context(front.connect())
+            line.sendall(get("/echo"))
+            assert read_answer(line).status == 200
+        assert all(is_ended(line) for line in idle)
+        front.release()
+        assert read_answer(busy).status == 200
+
+
+def test_where_all_are_at_work_a_new_one_is_refused_at_once(front: Front) -> None:
+    """FINDINGS A5, C."""
+    with contextlib.ExitStack() as lines:
+        busy = [lines.enter_context(front.connect()) for _ in range(LIMIT)]
+        for line in busy:
+            line.sendall(post("/hold", b"a"))
+            assert front.app.entered.acquire(timeout=TIMEOUT_S)
+        with front.connect() as line:
+            answer = read_answer(line)
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+            assert answer.error["code"] == "too_many_connections"
+            assert "all 4 connections are at work (http.max_connections)" in answer.error["message"]
+            assert is_ended(line)
+        front.release()
+        assert all(read_answer(line).status == 200 for line in busy)
+    assert front.exchange(get("/echo")).status == 200
+
+
+def test_with_keys_a_connection_is_proven_by_a_valid_one_only() -> None:
+    """FINDINGS A5: complete requests without a key do not keep their connections open."""
+    with (
+        serve_front(max_connections=2, api_keys=["k"]) as front,
+        front.connect() as good,
+        front.connect() as bad,
+    ):
+        for line, path in ((good, "/key"), (bad, "/echo")):
+            line.sendall(get(path))
+            assert read_answer(line).status == 200
+        assert front.exchange(get("/echo")).status == 200, "in the place of the older one, the bad"
+        assert is_ended(bad)
+        good.sendall(get("/key"))
+        assert read_answer(good).status == 200
+
+
+def test_a_client_with_a_valid_key_is_not_pushed_out_in_the_middle_of_its_body() -> None:
+    """FINDINGS A5: it has proven who it is; half a body without a key has not."""
+    with (
+        serve_front(max_connections=2, api_keys=["k"]) as front,
+        front.connect() as good,
+        front.connect() as bad,
+    ):
+        for line, path in ((good, "/upload"), (bad, "/echo")):
+            line.sendall(post(path, b"a", length=2))
+            assert front.app.entered.acquire(timeout=TIMEOUT_S)
+        assert front.exchange(get("/echo")).status == 200
+        assert is_ended(bad)
+        good.sendall(b"b")
+        assert read_answer(good).body == b"2"
+
+
+def test_a_process_without_descriptors_serves_again_when_there_are_some(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """FINDINGS C: accepting neither turns in circles nor drops clients without a word."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serve_front() as front, contextlib.ExitStack() as lines:
+        line = lines.enter_context(front.connect_later())
+        with caplog.at_level(logging.WARNING, logger="tandem.front"):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # all below are open
+            try:
+                line.connect(("127.0.0.1", front.port))
+                line.sendall(get("/echo"))
+                for _ in range(1000):  # turns of the loop
+                    front.loop.call(lambda: None)
+                    if caplog.records:
+                        break
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "accept_failed" in caplog.text
+        assert read_answer(line).status == 200
+
+
+def test_a_port_has_one_server() -> None:
+    """FINDINGS B6: two servers shared one port without an error, and with it the requests."""
+    with serve_front() as front:
+        with pytest.raises(ResourceError, match=f"port={front.port}"):
+            bind("127.0.0.1", front.port)
+        with pytest.raises(ResourceError, match=f"port={front.port}"):
+            bind("0.0.0.0", front.port)
+        other = socket.socket()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        with other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", front.port))
+        assert front.exchange(get("/echo")).status == 200
+    bind("127.0.0.1", front.port).close()
+
+
+def test_of_two_that_bind_at_the_same_time_one_is_refused() -> None:
+    """FINDINGS B6: neither may find out only when it serves."""
+    with bind("127.0.0.1", 0) as one:
+        port = one.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"port={port}: Address already in use"):
+            bind("127.0.0.1", port)
+
+
+def test_replicas_share_a_port_exclusively() -> None:
+    with bind("127.0.0.1", 0, shares_port=True) as one:
+        port = one.getsockname()[1]
+        bind("127.0.0.1", port, shares_port=True).close()
+        with pytest.raises(ResourceError, match=str(port)):
+            bind("127.0.0.1", port)
+
+
+def test_a_replica_takes_the_port_over_from_one_that_is_about_to_end() -> None:
+    """FINDINGS B6: a restart must still be able to bind."""
+    with serve_front() as old:
+        port = old.port
+        follower = serve_front(port=port)
+        line = old.connect()
+        line.sendall(get("/echo"))
+        assert read_answer(line).status == 200
+        line.close()
+    with follower as front:
+        assert front.exchange(get("/echo")).status == 200

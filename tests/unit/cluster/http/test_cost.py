@@ -1,0 +1,186 @@
+"""What one small body may cost: refused by the numbers before anything of it is made.
+
+The memory of this process, which is the server's, is watched meanwhile.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.config import HttpConfig, LimitsConfig
+from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
+from tests.support.fake_rank import FakeRank
+
+PEAK_BYTES = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])]) as api:
+        yield api
+
+
+@contextmanager
+def bounded_memory(most: int = PEAK_BYTES) -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+def refused(response: Any, status: int, param: str, *parts: str) -> None:
+    assert response.status_code == status, response.text[:500]
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "\n" not in error["message"]
+    for part in parts:
+        assert part in error["message"]
+
+
+def test_a_template_that_repeats_its_text_is_refused_before_it_is_filled(api: Api) -> None:
+    """FINDINGS A2: 118 kB of body took 20 GB, and the server."""
+    with bounded_memory():
+        response = api.post(
+            "/v1/classify", input="x" * 20_000, labels=["a", "b"], template="{text}" * 3000
+        )
+    refused(response, 413, "template", "60000000", "context")
+    assert api.rank.submits.empty()
+
+
+@pytest.mark.parametrize(
+    ("fields", "template"),
+    [
+        ({"prefix": "x" * 20_000}, "{text}" + "{prefix}" * 3000),
+        ({"labels": ["a" * 9_000, "b" * 9_000]}, "{text}" + "{options}" * 3000),
+        ({"multi_label": True, "labels": ["a" * 9_000, "b"]}, "{text}" + "{label}" * 3000),
+    ],
+)
+def test_whatever_a_template_repeats_is_counted(
+    api: Api, fields: dict[str, Any], template: str
+) -> None:
+    """FINDINGS A2: prefix, options and labels as well as the text."""
+    with bounded_memory():
+        response = api.post(
+            "/v1/classify", **{"input": "t", "labels": ["a", "b"], "template": template, **fields}
+        )
+    refused(response, 413, "template", "context")
+
+
+def test_a_query_that_goes_before_many_items_is_counted_with_each(api: Api) -> None:
+    """FINDINGS A2: 1 MB of body made 7.3 GB."""
+    with bounded_memory():
+        long = api.post("/v1/score", query="x" * 20_000, items=["y"] * 2000, label_token_ids=[1])
+        ids = api.post("/v1/score", query=[5] * 20_000, items=[[6]] * 2000, label_token_ids=[1])
+    refused(long, 413, "items", "20001", "context")
+    refused(ids, 413, "items")
+
+
+def test_the_tokens_of_all_prompts_of_a_request_are_bounded(api: Api) -> None:
+    """FINDINGS A2: each prompt fits the context, all together are too many."""
+    folder_limits = LimitsConfig(pass_tokens=10_000)
+    with limited(api, folder_limits) as small:
+        ids = small.post("/v1/score", query=[5] * 200, items=[[6]] * 100, label_token_ids=[1])
+        refused(ids, 413, "items", "20100", "limits.pass_tokens")
+        text = small.post("/v1/score", query="a b " * 40, items=["y"] * 200, label_token_ids=[1])
+        refused(text, 413, "items", "limits.pass_tokens")
+        rows = small.post("/v1/classify", input=["a b " * 40] * 200, labels=["a", "b"])
+        refused(rows, 413, "input", "limits.pass_tokens")
+        many = small.post("/v1/completions", prompt=[[5] * 100] * 10, n=10)
+        refused(many, 413, "prompt", "11600", "limits.pass_tokens")
+        chat = small.post(
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "a"}],
+            n=128,
+            max_tokens=100,
+        )
+        refused(chat, 413, "n", "limits.pass_tokens")
+
+
+def test_an_echo_is_refused_by_the_size_of_its_answer(api: Api) -> None:
+    """FINDINGS A2: choices x prompt tokens x alternatives; 11 kB of body held up the loop for 2.1 s
+    and made 146 MB."""
+    body = {"prompt": [[5] * 240] * 32, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 0}
+    with bounded_memory():
+        response = api.post("/v1/completions", **body)
+    refused(response, 413, "logprobs", "limits.answer_bytes")
+    streamed = api.post("/v1/completions", **body, stream=True)
+    refused(streamed, 413, "logprobs", "limits.answer_bytes")
+    assert api.rank.submits.empty()
+
+
+def test_an_answer_that_repeats_a_long_label_for_every_row_is_refused(api: Api) -> None:
+    labels = ["a" * 2_000, "b" * 2_000]
+    template = "{text}{options}"
+    response = api.post("/v1/classify", input=["t"] * 4096, labels=labels, template=template)
+    refused(response, 413, "template", "context")
+    with limited(api, LimitsConfig(answer_bytes=100_000)) as small:
+        response = small.post("/v1/classify", input=["t"] * 1000, labels=["a" * 200, "b"])
+        refused(response, 413, "labels", "248000", "limits.answer_bytes")
+        response = small.post(
+            "/v1/score", query="q", items=["i"] * 100, label_token_ids=list(range(100))
+        )
+        refused(response, 413, "items", "240000", "limits.answer_bytes")
+
+
+def test_labels_are_bounded_together(api: Api) -> None:
+    """FINDINGS A3."""
+    with limited(api, LimitsConfig(label_tokens=100)) as small:
+        by_characters = small.post("/v1/classify", input="t", labels=["a" * 50_000, "b"])
+        refused(by_characters, 413, "labels", "limits.label_tokens")
+        by_tokens = small.post(
+            "/v1/classify", input="t", labels=["a z " * 30 + letter for letter in "abc"]
+        )
+        refused(by_tokens, 413, "labels", "limits.label_tokens")
+
+
+def test_a_conversation_that_cannot_fit_is_refused_while_it_is_rendered(api: Api) -> None:
+    message = {"role": "user", "content": "x" * 100_000}
+    with bounded_memory():
+        response = api.post("/v1/chat/completions", messages=[message] * 2)
+    refused(response, 413, "messages")
+    short = {"role": "user", "content": ""}
+    refused(
+        api.post("/v1/chat/completions", messages=[short] * (CONTEXT_TOKENS + 1)),
+        *(413, "messages", str(CONTEXT_TOKENS)),
+    )
+
+
+def test_a_default_is_cut_to_the_limits_and_never_refused(api: Api) -> None:
+    with limited(api, LimitsConfig(pass_tokens=4_000, answer_bytes=10_000)) as small:
+        chat = [{"role": "user", "content": "a"}]
+        assert small.post("/v1/chat/completions", messages=chat).status_code == 200
+        assert small.post("/v1/chat/completions", messages=chat, n=50).status_code == 200
+        small.rank.submits.get(timeout=5)
+        logprobs = {"logprobs": True, "top_logprobs": 20}
+        assert small.post("/v1/chat/completions", messages=chat, **logprobs).status_code == 200
+
+
+@contextmanager
+def limited(api: Api, limits: LimitsConfig, http: HttpConfig | None = None) -> Iterator[Api]:
+    rank = FakeRank("attention-0", lambda submit: [60])
+    with serve_api(api.folder, [rank], http, config=limits) as small:
+        yield small
+
+
+def test_a_chat_without_max_tokens_is_cut_to_what_the_kv_pool_holds(api: Api) -> None:
+    """FINDINGS B11: 413 wherever the pool is smaller than the context."""
+    rank = FakeRank("attention-0", lambda submit: [60])
+    rank.total_blocks = 4
+    chat = [{"role": "user", "content": "a"}]
+    with serve_api(api.folder, [rank], block_tokens=16) as small:
+        assert small.post("/v1/chat/completions", messages=chat).status_code == 200
+        submit = rank.submits.get(timeout=5)
+        assert submit.sampling is not None
+        assert len(submit.token_ids) + submit.sampling.max_tokens == 64
+        stated = small.post("/v1/chat/completions", messages=chat, max_tokens=100)
+        refused(stated, 400, "max_tokens", "64 tokens", "kv.pool_tokens")
+        long = small.post("/v1/completions", prompt=[5] * 100)
+        refused(long, 413, "prompt", "64", "kv.pool_tokens")

@@ -1,0 +1,165 @@
+"""Mutations of valid bodies, straight into the API: `python -m benchmarks.fuzz`, some seconds of
+it. And that the oracle sees what it is there to see."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import msgspec
+import psutil
+import pytest
+from starlette.types import ASGIApp
+
+from benchmarks.fuzz.bodies import BODIES, Documented
+from benchmarks.fuzz.in_process import KEY, MAX_BODY_BYTES, OPERATOR_KEY, InProcess, fuzzed_app
+from benchmarks.fuzz.oracle import LIMIT_S, Answer, Oracle
+from benchmarks.fuzz.requests import Made, Maker
+from benchmarks.fuzz.run import Memory, Report, Run
+from benchmarks.fuzz.stub_backend import StubBackend
+from benchmarks.fuzz.trees import Members, Raw, text_of, tree_of
+from contracts.config import BUNDLED
+
+REQUESTS = 2000
+SEED = 20
+GROWTH_BYTES = 256 << 20
+REQUEST = Made(1, "POST", "/v1/score", "", [], b"{}")
+
+
+class Fuzzed:
+    """An application, its document, and the loop that asks it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.app: ASGIApp
+        self.backend: StubBackend
+        self.app, self.backend = fuzzed_app()
+        self.loop = loop
+        got = self.send(Made(-1, "GET", "/openapi.json", "", [], b""))
+        self.document = msgspec.json.decode(got.body)
+        self.oracle = Oracle(self.document)
+        self.maker = Maker(SEED, self.document, BUNDLED, KEY, OPERATOR_KEY)
+
+    def send(self, request: Made) -> Answer:
+        return self.loop.run_until_complete(InProcess(self.app).send(request))
+
+    def run(self, app: ASGIApp, numbers: range) -> Report:
+        memory = Memory([psutil.Process()], GROWTH_BYTES)
+        run = Run(InProcess(app), self.maker, self.oracle, memory)
+        return self.loop.run_until_complete(run.all(numbers, lambda: None))
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[Fuzzed]:
+    loop = asyncio.new_event_loop()
+    yield Fuzzed(loop)
+    loop.close()
+
+
+def test_mutated_bodies_are_answered_as_documented(fuzzed: Fuzzed) -> None:
+    report = fuzzed.run(fuzzed.app, range(REQUESTS))
+    assert not report.failures, report.failures[0]
+    assert report.sent == REQUESTS
+    assert {200, 400, 401, 404, 405, 413, 415} <= report.statuses.keys()
+    assert report.statuses[200] > REQUESTS // 10  # else it tries little more than the decoder
+    assert fuzzed.backend.under_way == 0
+
+
+def test_a_request_follows_from_seed_and_number(fuzzed: Fuzzed) -> None:
+    again = Maker(SEED, fuzzed.document, BUNDLED, KEY, OPERATOR_KEY)
+    assert [fuzzed.maker.made(number) for number in range(50)] == [
+        again.made(number) for number in range(50)
+    ]
+    other = Maker(SEED + 1, fuzzed.document, BUNDLED, KEY, OPERATOR_KEY)
+    assert other.made(7) != fuzzed.maker.made(7)
+
+
+def test_every_post_route_of_the_document_is_mutated(fuzzed: Fuzzed) -> None:
+    posts = {path for path, does in fuzzed.document["paths"].items() if "post" in does}
+    assert posts == set(fuzzed.maker.routes)
+    sent = {fuzzed.maker.made(number).path for number in range(200)}
+    assert posts <= sent
+
+
+def test_bodies_that_mutations_start_from_are_valid(fuzzed: Fuzzed) -> None:
+    for path in fuzzed.maker.routes:
+        for request in fuzzed.maker.honest(path):
+            answer = fuzzed.send(request)
+            assert answer.status == 200, (request.body, answer.body)
+
+
+def test_what_an_application_does_wrong_is_found(fuzzed: Fuzzed) -> None:
+    """One that fails, one that answers in another shape, one that forgets what it said."""
+
+    async def fails(scope: object, receive: object, send: object) -> None:
+        raise RuntimeError("planted")
+
+    report = fuzzed.run(fails, range(3))
+    assert any("planted" in failure.reason for failure in report.failures)
+
+    class Forgetful(StubBackend):
+        sent = 0
+
+        async def score(self, submit: object, **more: object) -> object:  # type: ignore[override]
+            Forgetful.sent += 1
+            scored = await super().score(submit)  # type: ignore[arg-type]
+            if scored.candidate_logits is None or scored.candidate_logprobs is None:
+                return scored
+            logprobs = [value - Forgetful.sent for value in scored.candidate_logprobs]
+            return msgspec.structs.replace(scored, candidate_logprobs=logprobs)
+
+    report = fuzzed.run(fuzzed_app(Forgetful())[0], range(3))
+    assert any("answered otherwise" in failure.reason for failure in report.failures)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Answer(500, {}, b"{}", 0.0), "status 500"),
+        (Answer(0, {}, b"", 0.0), "status 0"),
+        (Answer(200, {"content-type": "application/json"}, b"{}", LIMIT_S + 1), "took"),
+        (Answer(200, {"content-type": "application/json"}, b'{"scores": [1]}', 0.0), "documented"),
+        (Answer(200, {"content-type": "text/html"}, b"", 0.0), "content-type"),
+        (Answer(400, {}, b'{"detail": "no"}', 0.0), "not as documented"),
+        (Answer(400, {}, b"no", 0.0), "not as documented"),
+        (Answer(418, {}, b"", 0.0), "not as documented"),
+    ],
+)
+def test_the_oracle_refuses_a_wrong_answer(fuzzed: Fuzzed, answer: Answer, reason: str) -> None:
+    assert reason in (Oracle(fuzzed.document).verdict(REQUEST, answer) or "")
+
+
+def test_an_answer_to_another_request_is_held_against_no_document(fuzzed: Fuzzed) -> None:
+    health = Answer(200, {"content-type": "application/json"}, b'{"status":"ok"}', 0.1)
+    reworded = msgspec.structs.replace(REQUEST, wire="another line")
+    assert Oracle(fuzzed.document).verdict(reworded, health) is None
+    assert Oracle(fuzzed.document).verdict(REQUEST, health) is not None
+
+
+def test_memory_above_limit_is_reported() -> None:
+    memory = Memory([psutil.Process()], most_growth_bytes=0)
+    memory.start_bytes -= 1 << 20
+    assert "memory grew" in (memory.problem() or "")
+
+
+def test_trees_write_what_no_json_library_would() -> None:
+    tree = Members([("a", 1), ("a", Raw("NaN")), ("b", ["\ud800", None, True])])
+    assert text_of(tree) == b'{"a": 1, "a": NaN, "b": ["\\ud800", null, true]}'
+    assert text_of(tree, escape=False)[-20:] == b'["\xed\xa0\x80", null, true]}'
+    value = {"a": [1, {"b": "c"}]}
+    assert msgspec.json.decode(text_of(tree_of(value))) == value
+
+
+def test_route_without_body_templates_is_fuzzed_from_openapi() -> None:
+    schema = {"properties": {"n": {"type": "integer", "minimum": 3}}, "required": ["n"]}
+    content = {"content": {"application/json": {"schema": schema}}}
+    documented = Documented({"paths": {"/new": {"post": {"requestBody": content}}}})
+    assert "/new" not in BODIES
+    ((field, value),) = documented.valid_bodies("/new", "model")[0]
+    assert field == "n"
+    assert value >= 3
+
+
+def test_a_body_may_be_larger_than_what_is_accepted(fuzzed: Fuzzed) -> None:
+    sizes = [len(fuzzed.maker.made(number).body) for number in range(REQUESTS)]
+    assert max(sizes) > MAX_BODY_BYTES // 4
+    assert sum(sizes) / len(sizes) < 40_000  # or it would try little in its time

@@ -1,0 +1,311 @@
+"""Fields that shape what is generated, over HTTP and before a real rank with a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.text.tokenizer import Tokenizer
+from tests.support.api_harness import MODEL, Api, serve_api
+from tests.support.fake_rank import TOKEN
+from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
+
+pytestmark = pytest.mark.long
+
+Checkpoints = Callable[..., Path]
+PROMPT = "The quick brown fox"
+CHAT = [{"role": "user", "content": "yes or no?"}]
+CHOICES = ["yes", "no", "yes maybe", "größer 😀", " naïve\n"]
+
+
+class RealRank:
+    """What `serve_api` takes for a rank."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self.name = group.attention[0].ready.name
+        self._address = group.attention[0].ready.client_address
+
+    async def listen(self) -> str:
+        return self._address
+
+    async def close(self) -> None:
+        pass
+
+
+TOKENIZERS = [(write_byte_level, EOS), (write_sentencepiece_like, "</s>")]
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS, ids=["byte level", "sentencepiece"])
+def api(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Checkpoints,
+) -> Iterator[Api]:
+    write, eos_text = request.param
+    folder = write(tmp_path_factory.mktemp("tokenizer"))
+    vocabulary = Tokenizer.load(folder).vocab_size
+    checkpoint = tiny_checkpoint("qwen3_moe", vocab_size=vocabulary)
+    with ThreadGroup(checkpoint, group_config(), token=TOKEN) as group:
+        ranks: Any = [RealRank(group)]
+        with serve_api(folder, ranks, eos_text=eos_text) as api:
+            yield api
+
+
+def completion(api: Api, **fields: Any) -> dict[str, Any]:
+    response = api.post("/v1/completions", **{"prompt": PROMPT, "max_tokens": 12, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def refused(api: Api, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 12} if path.endswith("/completions") else {}
+    if path == "/v1/chat/completions":
+        body = {"messages": CHAT}
+    response = api.post(path, **{**body, **fields})
+    assert response.status_code == 400, response.text
+    error: dict[str, Any] = response.json()["error"]
+    return error
+
+
+def chat(api: Api, **fields: Any) -> dict[str, Any]:
+    response = api.post("/v1/chat/completions", **{"messages": CHAT, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def streamed(api: Api, path: str, **fields: Any) -> tuple[dict[int, str], dict[int, str]]:
+    """Texts and reasons by choice."""
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    with api.http.stream("POST", path, json={"model": MODEL, "stream": True, **fields}) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if not line or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                piece = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                texts[choice["index"]] = texts.get(choice["index"], "") + piece
+                if choice["finish_reason"]:
+                    reasons[choice["index"]] = choice["finish_reason"]
+    return texts, reasons
+
+
+def first_tokens(api: Api, **fields: Any) -> list[str]:
+    (choice,) = completion(api, logprobs=0, **fields)["choices"]
+    tokens: list[str] = choice["logprobs"]["tokens"]
+    return tokens
+
+
+# --- guided choice
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+@pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
+def test_a_guided_completion_is_exactly_one_of_the_choices(
+    api: Api, field: str, temperature: float
+) -> None:
+    given = CHOICES if field == "guided_choice" else {"choice": CHOICES}
+    fields = {field: given, "temperature": temperature, "n": 12, "seed": 4, "logprobs": 2}
+    answer = completion(api, max_tokens=60, **fields)
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert set(texts) <= set(CHOICES)
+    assert len(set(texts)) == 1 if temperature == 0 else len(set(texts)) > 2
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+    assert all(p <= 0 for choice in answer["choices"] for p in choice["logprobs"]["token_logprobs"])
+    seen, reasons = streamed(
+        api, "/v1/completions", prompt=PROMPT, max_tokens=60, **{**fields, "logprobs": None}
+    )
+    assert [seen[index] for index in range(12)] == texts
+    assert set(reasons.values()) == {"stop"}
+
+
+@pytest.mark.parametrize("choices", [["a"], CHOICES, [" yes", " no"], ["42", "421", "4210"]])
+def test_without_max_tokens_there_is_room_for_the_longest_choice(
+    api: Api, choices: list[str]
+) -> None:
+    for seed in range(4):
+        answer = completion(api, guided_choice=choices, max_tokens=None, seed=seed)
+        assert answer["choices"][0]["text"] in choices
+
+
+def test_a_guided_chat_is_exactly_one_of_the_choices_streamed_or_not(api: Api) -> None:
+    if not has_template(api):
+        assert refused(api, "/v1/chat/completions", guided_choice=CHOICES)["param"] == "messages"
+        return
+    fields = {"guided_choice": CHOICES, "n": 8, "seed": 1, "temperature": 1.3}
+    answer = chat(api, **fields)
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert set(texts) <= set(CHOICES)
+    seen, reasons = streamed(api, "/v1/chat/completions", messages=CHAT, **fields)
+    assert [seen[index] for index in range(8)] == texts
+    assert set(reasons.values()) == {"stop"}
+
+
+def has_template(api: Api) -> bool:
+    return api.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
+
+
+def test_every_prompt_of_a_request_has_its_choices(api: Api) -> None:
+    prompts = [PROMPT, "Is it? ", "one\n\n"]
+    answer = completion(api, prompt=prompts, guided_choice=CHOICES, max_tokens=60, temperature=0)
+    assert {choice["text"] for choice in answer["choices"]} <= set(CHOICES)
+    ids = api.tokenizer.encode(PROMPT)
+    assert completion(api, prompt=ids, guided_choice=["no"])["choices"][0]["text"] == "no"
+
+
+def test_a_choice_that_has_no_room_is_refused_with_both_numbers(api: Api) -> None:
+    error = refused(api, guided_choice=["yes", "maybe neutral positive"], max_tokens=2)
+    assert error["param"] == "max_tokens"
+    assert "max_tokens=2" in error["message"]
+    assert "longest choice" in error["message"]
+
+
+BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_choice": [str(i) for i in range(257)]}, "guided_choice"),
+    ({"guided_choice": ["x" * 9000]}, "guided_choice"),
+    ({"guided_choice": ["a"], "structured_outputs": {"choice": ["a"]}}, "guided_choice"),
+    ({"guided_choice": ["a", "b"], "min_tokens": 1}, "min_tokens"),
+    ({"guided_choice": ["a.b"], "stop": "."}, "stop"),
+    ({"guided_choice": "a"}, "guided_choice"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+    ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
+    (
+        {
+            "prompt": [str(i) for i in range(128)],
+            "guided_choice": [str(i) for i in range(200)],
+        },
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHOICES)
+def test_choices_that_cannot_be_are_refused(api: Api, fields: dict[str, Any], param: str) -> None:
+    error = refused(api, **{"max_tokens": 200, **fields})
+    assert error["param"] == (param or "guided_choice")
+
+
+def test_a_choice_with_a_token_that_ends_the_answer_is_refused(api: Api) -> None:
+    eos = api.tokenizer.decode(api.eos, skip_special_tokens=False)
+    assert refused(api, guided_choice=[f"yes{eos}"])["param"] == "guided_choice"
+    ids = api.tokenizer.encode("yes", add_special_tokens=False)
+    error = refused(api, guided_choice=["yes", "no"], stop_token_ids=ids)
+    assert error["param"] == "guided_choice"
+
+
+# --- the fields of peers
+
+
+def test_logit_bias_determines_output(api: Api) -> None:
+    token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
+    plain = completion(api, temperature=0, ignore_eos=True)
+    only = completion(api, temperature=0, ignore_eos=True, logit_bias={str(token): 100})
+    text = api.tokenizer.decode([token] * 12)
+    assert only["choices"][0]["text"].strip() == text.strip() != plain["choices"][0]["text"].strip()
+
+
+def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(api: Api) -> None:
+    """As in vLLM: with finish_reason stop, also where eos is ignored."""
+    token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
+    bias = {str(token): 100}
+    answer = completion(api, logit_bias=bias, stop_token_ids=[token], ignore_eos=True)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_min_tokens_holds_off_every_way_to_end(api: Api) -> None:
+    """An eos and stop ids are not chosen; a stop string that is complete by then is text."""
+    token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
+    (eos,) = api.eos
+    bias = {"logit_bias": {str(eos): 100, str(token): 50}, "temperature": 0}
+    assert completion(api, **bias)["usage"]["completion_tokens"] == 1
+    late = completion(api, min_tokens=5, **bias)
+    assert late["usage"]["completion_tokens"] == 6  # five others, then the eos
+    assert late["choices"][0]["finish_reason"] == "stop"
+    bias = {"logit_bias": {str(token): 100}, "temperature": 0, "ignore_eos": True}
+    name = api.tokenizer.decode([token]).strip()
+    assert completion(api, stop=name, **bias)["usage"]["completion_tokens"] <= 2
+    late = completion(api, stop=name, min_tokens=4, **bias)
+    assert late["choices"][0]["text"].count(name) == 4
+    assert late["choices"][0]["finish_reason"] == "stop"
+
+
+def test_penalties_make_a_loop_end(api: Api) -> None:
+    """With a bias towards three tokens, a frequency penalty makes each come as often."""
+    ids = api.tokenizer.encode("yes no maybe", add_special_tokens=False)[:3]
+    bias = {"logit_bias": {str(i): 60 for i in ids}, "temperature": 0, "ignore_eos": True}
+    tokens = first_tokens(api, frequency_penalty=2, **bias)
+    assert max(map(tokens.count, tokens)) <= 6
+    once = first_tokens(api, presence_penalty=2, max_tokens=3, **bias)
+    assert len(once) == 3
+    again = first_tokens(api, repetition_penalty=100, max_tokens=3, temperature=0)
+    assert len(set(again)) == 3
+
+
+def test_min_p_of_one_is_greedy(api: Api) -> None:
+    wanted = completion(api, temperature=0)["choices"][0]["text"]
+    assert completion(api, temperature=2, min_p=1, seed=1)["choices"][0]["text"] == wanted
+
+
+def test_neutral_values_of_all_fields_change_nothing(api: Api) -> None:
+    neutral = {
+        "min_p": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "stop_token_ids": [],
+        "min_tokens": 0,
+        "guided_choice": None,
+        "structured_outputs": None,
+    }
+    plain = completion(api, seed=3)["choices"]
+    assert completion(api, seed=3, **neutral)["choices"] == plain
+
+
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": False}, "min_p"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"1.0": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [10**9]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+    ({"stop_token_ids": 5}, "stop_token_ids"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 13}, "min_tokens"),
+    ({"min_tokens": 10**30}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_VALUES)
+def test_a_value_out_of_range_is_a_400_that_names_its_field(
+    api: Api, fields: dict[str, Any], param: str
+) -> None:
+    assert refused(api, **fields)["param"] == param

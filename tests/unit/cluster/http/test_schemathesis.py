@@ -1,0 +1,89 @@
+"""Whatever fits the OpenAPI document, and whatever does not, is answered as it says.
+
+The default run makes up some 200 requests, `-m slow` over 2,000.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz.in_process import scaled
+from cluster.http.openapi import openapi_document
+from cluster.http.request_context import TraceSource
+from cluster.http.schemas import ModelInfo
+from contracts.config import HttpConfig
+from contracts.traces import TraceInfo, TraceResponse
+from tests.support.api_harness import Api, no_offset, serve_api
+from tests.support.api_properties import Fuzzed
+from tests.support.fake_rank import FakeRank
+from tests.support.tiny_tokenizer import CHATML, write_byte_level
+
+ROUTES: dict[str, dict[str, object]] = openapi_document(
+    ModelInfo(name="any", max_context_tokens=64, vocab_size=64, eos_token_ids=()), HttpConfig()
+)["paths"]  # a new route is tried without a word here
+POSTS = tuple(path for path, does in ROUTES.items() if "post" in does)
+GETS = tuple(path for path, does in ROUTES.items() if "get" in does and "{" not in path)
+KINDS = ("valid", "full", "invalid")
+FEW, MANY = 15, 175  # of each kind for each route
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    template = CHATML.replace("message['content']", "(message['content'] or '')")
+    return write_byte_level(tmp_path_factory.mktemp("tokenizer"), chat_template=template)
+
+
+async def _no_spans(seconds: float) -> TraceResponse:
+    return TraceResponse(note=TraceInfo(seconds=seconds))
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path) -> Iterator[Api]:
+    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
+    tracing = TraceSource(_no_spans, no_offset)
+    http = HttpConfig(max_batch_items=64)
+    with serve_api(folder, [rank], http, tracing=tracing, scale=scaled) as api:
+        yield api
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", POSTS)
+def test_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
+    Fuzzed(api).run(path, "POST", kind, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", POSTS)
+def test_many_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
+    fuzzed = Fuzzed(api, vary=True)
+    fuzzed.run(path, "POST", kind, MANY)
+    print(path, kind, sorted(fuzzed.statuses.items()))  # noqa: T201
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_plain_routes_answer_as_documented(api: Api, path: str) -> None:
+    Fuzzed(api).run(path, "GET", "valid", 1)
+
+
+def test_any_model_name_is_answered_as_documented(api: Api) -> None:
+    Fuzzed(api).run("/v1/models/{name}", "GET", "valid", 10)
+
+
+def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder: Path) -> None:
+    rank = FakeRank("attention-0", lambda submit: [60])
+    with serve_api(folder, [rank], no_rank_timeout_s=0.05) as api:
+        rank.healthy = False
+        api.wait_for(lambda: bool(api.admission.problems()))
+        fuzzed = Fuzzed(api)
+        for path in POSTS:
+            if path.startswith("/v1/"):  # the others ask no rank
+                fuzzed.run(path, "POST", "valid", 3)
+        fuzzed.run("/health", "GET", "valid", 1)
+        assert 503 in fuzzed.statuses
+        assert 200 not in fuzzed.statuses

@@ -1,0 +1,226 @@
+"""What a client may send before and beside its request: bounded, and answered by name."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.http.protocol import MAX_CHUNKS, MAX_PIPELINED, MAX_TARGET_BYTES
+from tests.support.front_harness import (
+    LOOPS,
+    Answer,
+    Front,
+    get,
+    is_ended,
+    post,
+    read_answer,
+    serve_front,
+    the_next_good_request_is_served,  # noqa: F401
+)
+
+HEADER_BYTES = 1024
+MAX_HEADERS = 10
+CHUNKED = "Transfer-Encoding: chunked"
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+    limits: dict[str, Any] = {
+        "max_header_bytes": HEADER_BYTES,
+        "max_headers": MAX_HEADERS,
+        "body_timeout_s": 5.0,
+    }
+    with serve_front(loop_kind=request.param, **limits) as front:
+        yield front
+
+
+def chunked(path: str, *pieces: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: tandem\r\n{CHUNKED}\r\n\r\n"
+    return head.encode() + b"".join(pieces)
+
+
+def sent_until_answered(line: socket.socket, piece: bytes) -> Answer:
+    """For what is counted from one arrival to the next: pieces may arrive together."""
+    for _ in range(1000):
+        line.sendall(piece)
+        if select.select([line], [], [], 0.01)[0]:
+            break
+    return read_answer(line)
+
+
+def test_more_bytes_of_headers_than_the_limit_are_a_431_that_names_it(front: Front) -> None:
+    """FINDINGS A4: 300 MB of header lines passed before the key was asked for."""
+    answer = front.exchange(get("/echo", "X-Much: " + "a" * HEADER_BYTES))
+    assert answer.status == 431
+    assert answer.error["code"] == "headers_too_large"
+    assert "at most 1024 are accepted (http.max_header_bytes)" in answer.error["message"]
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("name", ["X-Much: ", "X-" * 9])
+def test_a_header_that_never_ends_is_read_no_further_than_the_limit(
+    front: Front, name: str
+) -> None:
+    """FINDINGS A4: also half a header takes memory."""
+    with front.connect() as line:
+        line.sendall(f"GET /echo HTTP/1.1\r\n{name}".encode())
+        for _ in range(5):
+            line.sendall(b"a" * (HEADER_BYTES // 4))
+        assert read_answer(line).status == 431
+        assert is_ended(line)
+
+
+def test_empty_lines_before_a_request_are_counted_too(front: Front) -> None:
+    """FINDINGS A4."""
+    with front.connect() as line:
+        line.sendall(b"\r\n" * HEADER_BYTES)
+        assert read_answer(line).status == 431
+
+
+def test_more_headers_than_the_limit_are_a_431(front: Front) -> None:
+    """FINDINGS A4: small ones cost many times their bytes."""
+    answer = front.exchange(get("/echo", *(f"X-{number}: 1" for number in range(MAX_HEADERS))))
+    assert answer.status == 431
+    assert "11 headers, at most 10 are accepted (http.max_headers)" in answer.error["message"]
+    assert front.exchange(get("/echo", *(f"X-{number}: 1" for number in range(9)))).status == 200
+
+
+def test_a_target_longer_than_any_route_is_a_414() -> None:
+    """FINDINGS A4."""
+    with serve_front() as wide:
+        answer = wide.exchange(get("/echo?" + "a" * MAX_TARGET_BYTES))
+        assert answer.status == 414
+        assert answer.error["code"] == "target_too_long"
+
+
+def test_trailers_are_bounded_like_headers_and_never_become_headers(front: Front) -> None:
+    """FINDINGS A4: header lines may also follow a body."""
+    answer = front.exchange(
+        chunked("/echo", b"3\r\nabc\r\n0\r\nAuthorization: Bearer late\r\n\r\n")
+    )
+    assert (answer.status, answer.body) == (200, b"3")
+    assert all(name != b"authorization" for name, _ in front.app.headers)
+    large = b"X-Much: " + b"a" * HEADER_BYTES
+    for trailers in (large + b"\r\n\r\n", b"X-A: 1\r\n" * 11 + b"\r\n"):
+        assert front.exchange(chunked("/echo", b"3\r\nabc\r\n0\r\n", trailers)).status == 431
+    with front.connect() as line:
+        line.sendall(chunked("/echo", b"3\r\nabc\r\n0\r\nX-Much: "))
+        assert sent_until_answered(line, b"a" * 100).status == 431
+
+
+def test_a_chunk_extension_that_never_ends_is_refused(front: Front) -> None:
+    """FINDINGS A4: bytes of a body that are no body."""
+    with front.connect() as line:
+        line.sendall(chunked("/echo", b"3;"))
+        assert sent_until_answered(line, b"a" * 100).status == 431
+
+
+def test_a_body_in_a_hundred_thousand_chunks_of_a_byte_is_refused(front: Front) -> None:
+    """FINDINGS A5, A4: six bytes on the wire and a turn of the parser for each byte of a body."""
+    answer = front.exchange(chunked("/echo", b"1\r\na\r\n" * (2 * MAX_CHUNKS)))
+    assert answer.status == 400
+    assert "send chunks of at least" in answer.error["message"]
+    whole = b"".join([b"40\r\n" + b"a" * 64 + b"\r\n"] * (2 * MAX_CHUNKS)) + b"0\r\n\r\n"
+    assert front.exchange(chunked("/echo", whole)).body == str(128 * MAX_CHUNKS).encode()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"POST /echo HTTP/1.1\r\nContent-Length: 3\r\n{CHUNKED}\r\n\r\n",
+        f"POST /echo HTTP/1.1\r\n{CHUNKED}\r\nContent-Length: 3\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nContent-Length: -3\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked, identity\r\n\r\n",
+        "GET /echo HTTP/1.1\r\nX A: b\r\n\r\n",
+        "GET /echo HTTP/1.1\r\nX: a\nY: b\r\n\r\n",
+        "GET /echo HTTP/1.1\r\n X: folded\r\n\r\n",
+        "CONNECT tandem:80 HTTP/1.1\r\nHost: tandem\r\n\r\n",
+        "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        "nonsense\r\n\r\n",
+    ],
+)
+def test_what_two_servers_could_read_two_ways_is_a_400_and_the_end(front: Front, head: str) -> None:
+    with front.connect() as line:
+        line.sendall(head.encode("latin-1"))
+        answer = read_answer(line)
+        assert answer.status == 400
+        assert answer.error["code"] == "malformed_http"
+        assert is_ended(line)
+
+
+@pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
+def test_an_upgrade_is_answered_as_a_plain_request_and_is_the_last_one(
+    front: Front, upgrade: str
+) -> None:
+    with front.connect() as line:
+        line.sendall(get("/echo", "Connection: Upgrade", f"Upgrade: {upgrade}") + b"\0\1\2")
+        answer = read_answer(line)
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert is_ended(line)
+
+
+def test_expect_100_continue_is_answered_when_body_is_read(front: Front) -> None:
+    with front.connect() as line:
+        line.sendall(post("/echo", b"", "Expect: 100-continue", length=3))
+        assert read_answer(line).status == 100
+        line.sendall(b"abc")
+        assert read_answer(line).body == b"3"
+        line.sendall(post("/open", b"", "Expect: 100-continue", length=3))
+        assert read_answer(line).status == 200, "not wanted, so not asked for"
+
+
+def test_requests_in_a_row_are_answered_in_order_up_to_a_number(front: Front) -> None:
+    """FINDINGS A5: what waits costs two hundred times its bytes. The last one answered says so."""
+    some = [b"a" * size for size in range(1, MAX_PIPELINED + 1)]
+    with front.connect() as line:
+        line.sendall(b"".join(post("/echo", body) for body in some))
+        for body in some:
+            answer = read_answer(line)
+            assert answer.body == str(len(body)).encode()
+            assert "connection" not in answer.headers
+        line.sendall(get("/echo") * 1000)
+        answers = [read_answer(line) for _ in range(MAX_PIPELINED + 1)]
+        assert [answer.headers.get("connection") for answer in answers] == [
+            *[None] * MAX_PIPELINED,
+            "close",
+        ]
+        assert is_ended(line)
+
+
+def test_a_bad_request_behind_one_at_work_does_not_spoil_its_answer(front: Front) -> None:
+    """uvicorn wrote its 400 into the answer that was under way."""
+    with front.connect() as line:
+        line.sendall(post("/hold", b"a"))
+        assert front.app.entered.acquire(timeout=5)
+        line.sendall(b"nonsense\r\n\r\n")
+        front.release()
+        assert read_answer(line).body == b"0"
+        assert is_ended(line)
+
+
+def test_broken_body_is_400_and_application_is_notified_of_disconnect(
+    front: Front,
+) -> None:
+    front.app.left.clear()
+    with front.connect() as line:
+        line.sendall(chunked("/echo", b"3\r\nabc\r\n"))
+        line.sendall(b"nonsense\r\n")
+        assert read_answer(line).status == 400
+    assert front.app.left.wait(5)
+
+
+def test_a_body_that_breaks_behind_its_answer_gets_no_second_one(front: Front) -> None:
+    with front.connect() as line:
+        line.sendall(chunked("/open", b"3\r\nabc\r\n"))
+        assert read_answer(line).status == 200
+        line.sendall(b"nonsense\r\n")
+        assert is_ended(line)

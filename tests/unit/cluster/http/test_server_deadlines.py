@@ -1,0 +1,165 @@
+"""How long a client may take: for its headers, its body, between requests, to read its answer."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.config import HttpConfig
+from tests.support.api_harness import TIMEOUT_S, serve_api
+from tests.support.fake_rank import FakeRank
+from tests.support.front_harness import (
+    LOOPS,
+    Front,
+    get,
+    is_ended,
+    post,
+    read_answer,
+    serve_front,
+    the_next_good_request_is_served,  # noqa: F401
+)
+from tests.support.tiny_tokenizer import write_byte_level
+
+pytestmark = pytest.mark.long
+
+SHORT_S = 0.3
+
+
+@pytest.fixture(scope="module", params=LOOPS)
+def front(request: pytest.FixtureRequest) -> Iterator[Front]:
+    limits: dict[str, Any] = {
+        "header_timeout_s": SHORT_S,
+        "keep_alive_timeout_s": 2 * SHORT_S,
+        "write_timeout_s": SHORT_S,
+    }
+    with serve_front(loop_kind=request.param, **limits) as front:
+        yield front
+
+
+def test_silent_connection_is_closed(front: Front) -> None:
+    """FINDINGS A5: 6,000 connections that said nothing stayed open for ever."""
+    with front.connect() as line:
+        assert is_ended(line)
+
+
+@pytest.mark.parametrize("half", ["G", "GET /echo HT", "GET /echo HTTP/1.1\r\nHost: tan"])
+def test_half_a_header_is_a_408_and_the_end(front: Front, half: str) -> None:
+    """FINDINGS A5."""
+    with front.connect() as line:
+        line.sendall(half.encode())
+        answer = read_answer(line)
+        assert answer.status == 408
+        assert "(http.header_timeout_s)" in answer.error["message"]
+        assert is_ended(line)
+
+
+def test_half_of_a_further_header_is_a_408_too(front: Front) -> None:
+    """FINDINGS A5: the first byte ended the timer of an idle connection, for good."""
+    with front.connect() as line:
+        line.sendall(get("/echo"))
+        assert read_answer(line).status == 200
+        line.sendall(b"G")
+        assert read_answer(line).status == 408
+        assert is_ended(line)
+
+
+def test_headers_that_trickle_gain_no_time(front: Front) -> None:
+    """FINDINGS A5."""
+    with front.connect() as line:
+        line.sendall(b"GET /echo HTTP/1.1\r\nX: ")
+        line.settimeout(0.02)
+        for _ in range(1000):
+            line.sendall(b"a")
+            try:
+                head = line.recv(12)
+            except TimeoutError:
+                continue
+            assert head == b"HTTP/1.1 408"
+            return
+        pytest.fail("it goes on for ever")
+
+
+def test_an_idle_connection_ends_after_its_time(front: Front) -> None:
+    """FINDINGS A5."""
+    with front.connect() as line:
+        line.sendall(get("/echo"))
+        assert read_answer(line).status == 200
+        assert is_ended(line)
+
+
+def test_a_request_at_work_is_ended_by_no_timer_of_the_front(front: Front) -> None:
+    with front.connect() as line:
+        line.sendall(post("/hold", b"a"))
+        with front.connect() as silent, front.connect() as other:
+            other.sendall(get("/echo"))
+            assert read_answer(other).status == 200
+            assert is_ended(silent), "its time is over"
+            assert is_ended(other), "and twice that"
+        front.release()
+        assert read_answer(line).status == 200
+
+
+def test_the_rest_of_a_body_that_is_answered_already_is_not_waited_for_ever(front: Front) -> None:
+    """FINDINGS A5: half a body. An answer before its end, as a 401, left the connection open."""
+    with front.connect() as line:
+        line.sendall(post("/open", b"a", length=10))
+        assert read_answer(line).status == 200
+        assert is_ended(line)
+    with front.connect() as line:
+        line.sendall(post("/open", b"a", length=2))
+        assert read_answer(line).status == 200
+        line.sendall(b"a" + get("/echo"))
+        assert read_answer(line).status == 200, "the rest came: the connection is as good as before"
+
+
+def test_a_client_that_does_not_read_its_answer_is_cut_off(front: Front) -> None:
+    """FINDINGS A5: its sequence and its blocks were held until the request's time was over, and the
+    connection for ever."""
+    front.app.left.clear()
+    with front.connect() as line:
+        line.sendall(get("/stream"))
+        assert front.app.left.wait(TIMEOUT_S)
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
+    """The deadline is for progress: more than the buffers hold, read in many times it."""
+    with serve_front(write_timeout_s=SHORT_S) as front, front.connect() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        line.sendall(get("/stream"))
+        for _ in range(200):
+            with front.connect() as other:  # paced by another client's requests
+                other.sendall(get("/echo"))
+                read_answer(other)
+            assert line.recv(1 << 16)
+        assert not front.app.left.is_set()
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_what_is_not_read_at_the_end_is_not_kept_either(kind: str) -> None:
+    """FINDINGS A5: a last answer that nobody takes held its descriptor for ever."""
+    with serve_front(
+        loop_kind=kind, keep_alive_timeout_s=SHORT_S, write_timeout_s=SHORT_S
+    ) as front:
+        with front.connect() as line:
+            line.sendall(get("/stream", "Connection: close"))
+            assert front.app.left.wait(TIMEOUT_S)
+        assert front.exchange(get("/echo")).status == 200
+
+
+def test_half_a_body_is_a_408_that_names_the_limit(tmp_path: Path) -> None:
+    """FINDINGS A5: half a body was waited for as long as a whole request may take."""
+    http = HttpConfig(body_timeout_s=SHORT_S)
+    folder = write_byte_level(tmp_path)
+    with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:
+        port = int(api.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as line:
+            line.sendall(post("/v1/completions", b"{", length=100))
+            answer = read_answer(line)
+            assert answer.status == 408
+            assert answer.error["code"] == "request_timeout"
+            assert "0.3 s (http.body_timeout_s)" in answer.error["message"]
+            assert is_ended(line)

@@ -1,0 +1,188 @@
+"""What `tandem serve` makes of the front's options, and that it waits for its own front."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.cli.config_options import KEY_VARIABLE, with_environment_key
+from cluster.cli.main import main
+from cluster.http.server import check_tls
+from cluster.serving import application
+from cluster.serving import server as serving
+from contracts.config import HttpConfig, TandemConfig
+from contracts.errors import ConfigError, LaunchError, ResourceError
+from tests.support.front_harness import LOOPS, get, read_answer, serve_front
+
+
+class Groups:
+    """The handle of a Groups deployment whose ingress listens, or not."""
+
+    def __init__(self, listens: bool) -> None:
+        self.is_served = False
+        self.listens = self._method(lambda: listens)
+        self.served = self._method(self._serve)
+
+    def _serve(self) -> None:
+        self.is_served = True
+
+    @staticmethod
+    def _method(answer: Any) -> Any:
+        response = SimpleNamespace(result=lambda timeout_s: answer())
+        return SimpleNamespace(remote=lambda: response)
+
+
+@pytest.fixture(autouse=True)
+def _another_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(200))
+    monkeypatch.setattr(application, "check_deployed", lambda _: None)
+
+
+def test_a_200_of_another_server_on_the_port_is_not_taken_for_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """FINDINGS B6: of two started at once, both said that they were ready."""
+
+    def failures(_: object) -> None:
+        raise ResourceError("http.host=h http.port=1: Address already in use")
+
+    monkeypatch.setattr(application, "check_ingress", failures)
+    groups = Groups(listens=False)
+    deployed = application.DeployedApp("tandem", "id", groups)
+    with pytest.raises(ResourceError, match="already in use"):
+        serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
+    assert not groups.is_served
+    monkeypatch.setattr(application, "check_ingress", lambda _: None)
+    with pytest.raises(LaunchError, match="another server answers there"):
+        serving._wait_healthy("http://127.0.0.1:1", deployed, 0.2)
+
+
+def test_a_200_of_our_own_is() -> None:
+    groups = Groups(listens=True)
+    deployed = application.DeployedApp("tandem", "id", groups)
+    serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
+    assert groups.is_served
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[TandemConfig]:
+    """The configurations that `tandem serve` would serve."""
+    configs: list[TandemConfig] = []
+
+    def stop(config: TandemConfig, **_: object) -> None:
+        configs.append(config)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(serving, "serving", stop)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    return configs
+
+
+def test_keys_are_options_of_the_command_line(served: list[TandemConfig]) -> None:
+    """FINDINGS C: no --api-key."""
+    assert main(["serve", "--api-key", "one", "--api-key", "two", "--root-path", "/llm"]) == 2
+    assert served[0].http.api_keys == ["one", "two"]
+    assert served[0].http.root_path == "/llm"
+
+
+def test_a_key_in_the_environment_counts_where_no_other_is_given(
+    served: list[TandemConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FINDINGS C: no TANDEM_API_KEY, and what is on a command line is in `ps`."""
+    monkeypatch.setenv(KEY_VARIABLE, "secret")
+    assert main(["serve"]) == main(["serve", "--api-key", "one"]) == 2
+    assert [config.http.api_keys for config in served] == [["secret"], ["one"]]
+
+
+@pytest.mark.parametrize("key", ["", "two words"])
+def test_a_variable_that_holds_no_key_opens_nothing(key: str) -> None:
+    """FINDINGS B9: set, but empty, it must not mean a server without keys."""
+    with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: api_keys.0."):
+        with_environment_key(TandemConfig(), {KEY_VARIABLE: key})
+
+
+def test_an_empty_key_on_the_command_line_is_refused(
+    served: list[TandemConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FINDINGS B9."""
+    assert main(["serve", "--api-key", ""]) == 2
+    assert served == []
+    assert "api_keys[0] is empty" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Fields of HttpConfig: one for localhost, signed by itself."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    paths = {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
+    command = [
+        *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+        *("-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
+        *("-out", paths["tls_certificate"], "-keyout", paths["tls_key"]),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_server_with_a_certificate_speaks_https(certificate: dict[str, Any], kind: str) -> None:
+    """FINDINGS C: TLS flags. The bounds are the same; a client who is no TLS client is let go."""
+    context = ssl.create_default_context(cafile=certificate["tls_certificate"])
+    limits: dict[str, Any] = {
+        "max_header_bytes": 1024,
+        "header_timeout_s": 0.5,
+        "max_connections": 2,
+    }
+    with serve_front(loop_kind=kind, **limits, **certificate) as front:
+
+        def connect() -> ssl.SSLSocket:
+            return context.wrap_socket(front.connect(), server_hostname="localhost")
+
+        with connect() as line:
+            line.sendall(get("/echo"))
+            assert read_answer(line).status == 200
+            line.sendall(get("/echo", "X-Much: " + "a" * 1024))
+            assert read_answer(line).status == 431
+        with front.connect() as plain:
+            plain.sendall(get("/echo"))
+            assert is_ended_on_any_error(plain)
+        with contextlib.ExitStack() as lines:  # in the middle of their handshakes
+            silent = [lines.enter_context(front.connect()) for _ in range(6)]
+            with connect() as line:
+                line.sendall(get("/echo"))
+                assert read_answer(line).status == 200, "they lock nobody out"
+            assert all(is_ended_on_any_error(line) for line in silent)
+
+
+def is_ended_on_any_error(line: socket.socket) -> bool:
+    """A TLS server may send an alert first."""
+    try:
+        while line.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(
+    certificate: dict[str, Any], tmp_path: Path
+) -> None:
+    check_tls(HttpConfig(**certificate))
+    missing = {**certificate, "tls_key": str(tmp_path / "none.pem")}
+    with pytest.raises(ConfigError, match=r"http.tls_key=.*: no such file"):
+        check_tls(HttpConfig(**missing))
+    (tmp_path / "text.pem").write_text("no certificate")
+    broken = {**certificate, "tls_certificate": str(tmp_path / "text.pem")}
+    with pytest.raises(ConfigError, match="give PEM files that belong together"):
+        check_tls(HttpConfig(**broken))

@@ -1,0 +1,103 @@
+"""Stop strings and sequences' text do not depend on how the tokens arrived."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cluster.http.text import SequenceText, StopStrings
+from contracts.messages import Finished, TokenLogprob, Tokens
+from contracts.requests import Usage
+from models.text.tokenizer import Tokenizer
+from tests.support.tiny_tokenizer import write_byte_level
+
+Letters = st.text(alphabet="ab", max_size=30)
+Stops = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_byte_level(tmp_path_factory.mktemp("tokenizer")))
+
+
+def slow_stop(text: str, stops: list[str]) -> str:
+    """Reference: the first moment at which the text ends with a stop."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@given(text=Letters, stops=Stops, cut=st.lists(st.integers(1, 5)))
+@example(text="bab", stops=["bab", "a"], cut=[3])
+def test_text_ends_before_the_first_completed_stop_in_any_split(
+    text: str, stops: list[str], cut: list[int]
+) -> None:
+    filter_ = StopStrings(stops)
+    shown, start = "", 0
+    for size in [*cut, len(text)]:
+        shown += filter_.push(text[start : start + size])
+        start += size
+        assert slow_stop(text, stops).startswith(shown)
+    assert shown + filter_.flush() == slow_stop(text, stops)
+
+
+def test_text_that_cannot_complete_a_stop_is_shown_at_once() -> None:
+    filter_ = StopStrings(["###", "\n\n"])
+    assert filter_.push("one #") == "one "
+    assert filter_.push("1\n") == "#1"
+    assert filter_.push("two") == "\ntwo"
+
+
+def whole(
+    tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]
+) -> tuple[str, list[int], str | None, int]:
+    """Text, shown tokens, reason and completion tokens when `ids` arrive in groups of `sizes`."""
+    text = SequenceText(tokenizer, prompt_tokens=3, stops=stops)
+    shown, tokens, start, reason = "", [], 0, None
+    usage = Usage(prompt_tokens=3, completion_tokens=len(ids))
+    for size in [*sizes, *([1] * len(ids)), 0]:
+        part = ids[start : start + size]
+        start += size
+        done = size == 0
+        event = (
+            Finished(1, "length", usage)
+            if done
+            else Tokens(1, part, [TokenLogprob(-1.0)] * len(part))
+        )
+        delta = text.push([event])
+        shown += delta.text
+        tokens += [token.token_id for token in delta.tokens]
+        reason = delta.finish_reason
+        if text.finished:
+            break
+    return shown, tokens, reason, text.usage.completion_tokens
+
+
+@given(
+    source=st.text(alphabet="ab 你😀", max_size=25), stops=Stops, sizes=st.lists(st.integers(1, 4))
+)
+def test_a_sequence_is_the_same_however_its_tokens_are_batched(
+    tokenizer: Tokenizer, source: str, stops: list[str], sizes: list[int]
+) -> None:
+    ids = tokenizer.encode(source)
+    at_once = whole(tokenizer, ids, stops, [max(len(ids), 1)])
+    assert whole(tokenizer, ids, stops, sizes) == at_once
+    assert at_once[0] == slow_stop(source, stops)
+    if not stops:
+        assert at_once[1] == ids
+
+
+def test_tokens_cut_off_by_a_stop_are_not_shown_but_count(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab#c")
+    text, tokens, reason, count = whole(tokenizer, ids, ["#"], [])
+    assert (text, reason) == ("ab", "stop")
+    assert tokenizer.decode(tokens) == "ab"
+    assert count == len(tokenizer.encode("ab#"))
+
+
+def test_a_stop_completed_by_the_last_flush_still_counts_as_a_stop(tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("a😀")[:-1]
+    assert whole(tokenizer, half, ["\ufffd"], [])[:3:2] == ("a", "stop")

@@ -1,0 +1,178 @@
+"""Who is let in, and what becomes of those who are told to come again."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+
+import pytest
+
+from cluster.routing import admission_controller
+from cluster.routing.admission_controller import AdmissionController
+from cluster.routing.placer import RoutingConfig
+from contracts.errors import OverloadError
+from contracts.messages import Submit
+from contracts.requests import Caller, Priority
+from planner.scheduling import drain_rate, retry_reservations
+from tests.support.steps import lines_run
+
+LS, BE = Priority.LS, Priority.BE
+PER_SECOND = 1000.0  # tokens that the ranks of these tests compute
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Front:
+    """A door, and ranks behind it that take one request after the other, LS first."""
+
+    def __init__(self, slots: int = 1000, **config: float) -> None:
+        self.clock = Clock()
+        self.door = AdmissionController(lambda: slots, RoutingConfig(**config), self.clock)  # type: ignore[arg-type]
+        self.waiting: dict[Priority, deque[Submit]] = {LS: deque(), BE: deque()}
+
+    def acquire_nowait(self, submit: Submit) -> float | None:
+        """The time after which to come again; None: it is in."""
+        try:
+            self.door.acquire_nowait(submit)
+        except OverloadError as error:
+            return math.ceil(error.retry_after_s)
+        self.waiting[submit.priority].append(submit)
+        return None
+
+    def fill(self, count: int, priority: Priority, tokens: int = 100) -> int:
+        """How many of so many are let in at once."""
+        return sum(self.acquire_nowait(job(priority, tokens)) is None for _ in range(count))
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            queue = self.waiting[LS] or self.waiting[BE]
+            done = queue.popleft()
+            self.clock.now_s += len(done.token_ids) / PER_SECOND
+            self.door.release(done, wait_for_slot=False)
+
+
+_numbers = itertools.count(1)
+
+
+def job(priority: Priority, tokens: int = 100, tenant: bytes = b"") -> Submit:
+    number = next(_numbers)
+    return Submit(
+        request_id=number,
+        token_ids=[number, *range(1, tokens)],
+        sampling=None,
+        priority=priority,
+        caller=Caller(tenant, number),
+    )
+
+
+def test_flood_of_one_class_does_not_reject_the_other() -> None:
+    front = Front(slots=50)
+    assert front.fill(200, BE) == 50
+    assert front.fill(200, LS) == 50
+
+
+def test_without_drain_rate_only_slots_limit_admission() -> None:
+    assert Front(slots=500).fill(600, LS) == 500
+
+
+def test_ls_beyond_max_wait_gets_429_with_retry_after() -> None:
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(20)
+    front.fill(200, LS)
+    ahead = sum(len(each.token_ids) for each in front.waiting[LS])
+    assert 5.0 * PER_SECOND <= ahead <= 5.0 * PER_SECOND + 100
+    times = [front.acquire_nowait(job(LS)) for _ in range(100)]
+    retry_after = [wait_s for wait_s in times if wait_s is not None]
+    assert len(retry_after) == 100
+    assert retry_after[-1] > retry_after[0] + 5, (
+        "who is refused later comes later: 100 tokens are 0.1 s"
+    )
+
+
+def test_be_is_admitted_up_to_its_share_of_max_wait() -> None:
+    front = Front(be_max_wait_s=50.0, be_share=0.1)
+    front.fill(40, LS)
+    front.run(30)
+    front.fill(200, BE)
+    ahead = sum(len(each.token_ids) for each in front.waiting[BE])
+    assert ahead == pytest.approx(50.0 * 0.1 * PER_SECOND, abs=200)
+
+
+def test_client_that_never_retries_does_not_delay_other_tenants() -> None:
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(20)
+    front.fill(200, LS)  # as much as may wait
+    retry_after = [front.acquire_nowait(job(LS, tenant=b"many")) for _ in range(1000)]
+    assert retry_after[-1] is not None
+    assert retry_after[-1] > 60
+    other = front.acquire_nowait(job(LS, tenant=b"one"))
+    assert other is not None
+    assert other <= 2, "he stands behind one of them"
+
+
+def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
+    """Keys of their own for each request: nothing of the door is walked over."""
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(20)
+    front.fill(200, LS)  # as much as may wait
+    parts = (admission_controller, admission_controller, retry_reservations, drain_rate)
+    newcomers = [job(LS, tenant=number.to_bytes(8, "big")) for number in range(9000)]
+    costs = [lines_run(functools.partial(front.acquire_nowait, one), *parts) for one in newcomers]
+    assert max(costs) < 200
+    assert len(front.door._states[LS].reservations) == retry_reservations.MAX_RESERVATIONS
+
+
+def test_later_sequences_of_large_request_do_not_block_others() -> None:
+    """They take turns with the first ones of others."""
+    front = Front(ls_max_wait_s=5.0)
+    front.fill(40, LS)
+    front.run(40)
+    for _ in range(500):
+        waits = front.door.acquire(job(LS))
+        with pytest.raises(StopIteration):
+            waits.send(None)
+    assert 20 <= front.fill(200, LS) <= 26, "half of what is done meanwhile is theirs"
+
+
+def test_client_that_honours_retry_after_is_admitted_at_150_percent_load() -> None:
+    """The issue: 90 % of clients that wait Retry-After get in at once."""
+    rng, front = random.Random(3), Front(ls_max_wait_s=2.0)
+    arrivals: list[tuple[float, int, int, Submit]] = []  # time, tie, how often refused
+    at_s = 100.0
+    for number in range(9000):
+        at_s += rng.expovariate(1.5 * PER_SECOND / 100)
+        heapq.heappush(arrivals, (at_s, number, 0, job(LS)))
+    back = kept = 0
+    longest = 0.0
+    ends_s, free_s = at_s, 100.0
+    while arrivals and arrivals[0][0] < ends_s:
+        at_s, number, refused, submit = heapq.heappop(arrivals)
+        while front.waiting[LS] and free_s + 0.1 <= at_s:
+            free_s += 0.1
+            front.clock.now_s = free_s
+            front.door.release(front.waiting[LS].popleft(), wait_for_slot=False)
+        front.clock.now_s = at_s
+        free_s = free_s if front.waiting[LS] else max(free_s, at_s)
+        wait_s = front.acquire_nowait(submit)
+        longest = max(longest, 0.1 * len(front.waiting[LS]))
+        if refused == 1:
+            back += 1
+            kept += wait_s is None
+        if wait_s is not None:
+            heapq.heappush(arrivals, (at_s + wait_s, number, refused + 1, submit))
+    assert back > 500
+    assert kept / back >= 0.9
+    assert longest < 2 * 2.0, "and those inside wait for as long as they may"

@@ -1,0 +1,308 @@
+"""Admission to attention ranks, and the rank clients, over real sockets, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.channels.handshake import Identity
+from actors.channels.local_process import own_identity
+from benchmarks.rank_stream import open_stream
+from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, RankView, least_work
+from cluster.routing.pipeline_backend import PipelineBackend
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_socket import RankClientConfig
+from contracts.clock import ManualClock
+from contracts.errors import (
+    HandshakeError,
+    OverloadError,
+    PeerHungError,
+    RankError,
+)
+from contracts.messages import Finished, Submit, Tokens
+from contracts.requests import Sampling
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_rank import TOKEN, FakeRank
+
+Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
+
+
+def submit(tokens: int = 40, max_tokens: int = 4, *, first: int = 0) -> Submit:
+    ids = list(range(first, first + tokens))
+    return Submit(request_id=0, token_ids=ids, sampling=Sampling(max_tokens=max_tokens))
+
+
+def run(
+    body: Body,
+    *,
+    ranks: int = 1,
+    max_waiting: int = 100,
+    no_rank_timeout_s: float = 60.0,
+    path: Path | None = None,
+    choose: Choose = least_work,
+) -> None:
+    async def main() -> None:
+        fakes = [FakeRank(f"attention-{i}", lambda _: [1, 2, 3, 4, 5]) for i in range(ranks)]
+        addresses = [await fake.listen(str(path / fake.name) if path else None) for fake in fakes]
+        clients = [
+            RankClient(fake.name, address, ME, QUICK)
+            for fake, address in zip(fakes, addresses, strict=True)
+        ]
+        config = RoutingConfig(max_waiting=max_waiting, no_rank_timeout_s=no_rank_timeout_s)
+        admission = PipelineBackend(LeastWorkPlacer(clients, config, choose))
+        admission.start()
+        try:
+            await admission.wait_ready()
+            await body(admission, fakes)
+        finally:
+            await admission.close()
+            for fake in fakes:
+                await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def tokens_of(admission: PipelineBackend, wanted: Submit) -> list[int]:
+    out: list[int] = []
+    async for batch in admission.generate(wanted):
+        for event in batch:
+            if isinstance(event, Tokens):
+                out += event.token_ids
+            else:
+                assert isinstance(event, Finished)
+    return out
+
+
+@pytest.mark.parametrize("use_unix", [True, False])
+def test_tokens_come_back_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
+
+    run(body, path=tmp_path if use_unix else None)
+
+
+def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].reply = lambda s: [s.token_ids[0]] * 10
+        wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
+        results = await asyncio.gather(*(tokens_of(admission, s) for s in wanted))
+        assert results == [[i] * (i % 5 + 1) for i in range(50)]
+        ids = [ranks[0].submits.get().request_id for _ in range(50)]
+        assert len(set(ids)) == 50
+
+    run(body)
+
+
+def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        busy = admission.generate(submit(first=0))
+        await anext(busy)
+        await tokens_of(admission, submit(first=100))
+        await busy.aclose()
+        await tokens_of(admission, submit(first=100))  # both are idle; rank 1 knows it
+        assert [rank.submits.qsize() for rank in ranks] == [1, 2]
+
+    run(body, ranks=2)
+
+
+def test_load_is_spread_while_requests_are_outstanding() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.hold_after = 1
+        streams = [admission.generate(submit(first=i * 50)) for i in range(4)]
+        for stream in streams:
+            await anext(stream)
+        assert [rank.submits.qsize() for rank in ranks] == [2, 2]
+        for stream in streams:
+            await stream.aclose()
+
+    run(body, ranks=2)
+
+
+def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].healthy = False
+        await admission.clients[0].wait_until(lambda client: client.problem is not None)
+        for _ in range(3):
+            await tokens_of(admission, submit())
+        assert [rank.submits.qsize() for rank in ranks] == [0, 3]
+        ranks[1].healthy = False
+        await admission.clients[1].wait_until(lambda client: client.problem is not None)
+        with pytest.raises(RankError, match=r"no attention rank for 0.2 s.*0.*attention-1") as why:
+            await tokens_of(admission, submit())
+        assert (why.value.code, why.value.status) == ("not_ready", 503)
+        task = asyncio.create_task(tokens_of(admission, submit()))
+        await _until(lambda: admission.waiting()["generation", "ls"] == 1)
+        ranks[1].healthy = True
+        assert await task == [1, 2, 3, 4]
+
+    run(body, ranks=2, no_rank_timeout_s=0.2)
+
+
+def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.hold_after = 0
+        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(2)]
+        await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
+        with pytest.raises(OverloadError) as caught:
+            await tokens_of(admission, submit())
+        assert caught.value.retry_after_s > 0
+        assert admission.waiting()["generation", "ls"] == 2
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert admission.waiting()["generation", "ls"] == 0
+
+    run(body, ranks=2, max_waiting=1)
+
+
+def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 0
+        first = asyncio.create_task(tokens_of(admission, submit()))
+        await _until(lambda: ranks[0].submits.qsize() == 1)
+        wait_for_slot = admission.generate(submit(), wait_for_slot=True)
+        second = asyncio.ensure_future(anext(wait_for_slot))
+        ranks[0].hold_after = None
+        first.cancel()
+        assert await second
+        await wait_for_slot.aclose()
+
+    run(body, max_waiting=1)
+
+
+def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await tokens_of(admission, submit())
+        ranks[0].hold_after = 1
+        stream = admission.generate(submit())
+        await anext(stream)
+        await stream.aclose()
+        await _until(lambda: ranks[0].cancels.qsize() == 1)
+        assert ranks[0].cancels.get() == 2
+
+    run(body)
+
+
+def _has_submits(rank: FakeRank, count: int) -> bool:
+    return rank.submits.qsize() == count
+
+
+def test_a_lost_connection_costs_no_request_and_a_third_one_ends_it_with_the_ranks_name() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
+        for submitted in (5, 10, 15):
+            await _until(partial(_has_submits, ranks[0], submitted))
+            ranks[0].drop_connections()
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, RankError)
+            assert result.code == "peer_dead"
+            assert "3 attention ranks were lost" in result.message
+            assert "attention-0" in result.message
+        await admission.wait_ready()  # it reconnects by itself
+        ranks[0].hold_after = None
+        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
+
+    run(body)
+
+
+def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
+    seen: list[int] = []
+
+    def record(views: Sequence[RankView]) -> RankView:
+        seen.append(views[0].prefix_tokens)
+        return views[0]
+
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await tokens_of(admission, submit())
+        await tokens_of(admission, submit())
+        client = admission.clients[0]
+        ranks[0].drop_connections()
+        await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
+        await tokens_of(admission, submit())
+        assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
+
+    run(body, ranks=2, choose=record)
+
+
+def test_wrong_token_is_rejected_with_handshake_error() -> None:
+    async def main() -> None:
+        fake = FakeRank("attention-0", lambda _: [1])
+        stranger = Identity(name="ingress-0", token=b"not the token", epoch=None)
+        client = RankClient(fake.name, await fake.listen(), stranger, QUICK)
+        client.start()
+        await client.wait_until(lambda c: c.last_error is not None)
+        assert isinstance(client.last_error, HandshakeError)
+        with pytest.raises(HandshakeError):
+            await open_stream(client, submit())
+        await client.close()
+        await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_closing_the_admission_ends_waiting_requests() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 1
+        waiting = asyncio.create_task(tokens_of(admission, submit()))
+        await _until(lambda: ranks[0].submits.qsize() == 1)
+        await admission.close()
+        with pytest.raises(RankError, match="shutting down"):
+            await waiting
+
+    run(body)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Lets other tasks run until `condition` holds; the test's own time limit bounds it."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+class CountingClock(ManualClock):
+    """looks: how often it was looked at."""
+
+    reads = 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return super().__call__()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_silent_rank_of_this_machine_that_runs_is_given_four_times_as_long(
+    is_known: bool,
+) -> None:
+    """FINDINGS B16: a starved rank was lost after 1.5 s, where channels wait four times as long."""
+
+    async def main() -> None:
+        fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
+        fake.process_identity = own_identity() if is_known else b""
+        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
+        config = RankClientConfig(heartbeat_timeout_s=1.5, stall_s=1e9, check_every_s=0.001)
+        client = RankClient(fake.name, await fake.listen(), me, config, clock)
+        client.start()
+        await client.wait_until(lambda c: c.problem is None)
+        fake.silent, reads = True, clock.reads
+        await _until(lambda: clock.reads > reads + 20)  # what it has said already has arrived
+        clock.advance(1.6)
+        if is_known:
+            reads = clock.reads
+            await _until(lambda: clock.reads > reads + 20)
+            assert client.problem is None
+            clock.advance(4 * 1.5)
+        await client.wait_until(lambda c: c.last_error is not None)
+        assert isinstance(client.last_error, PeerHungError)
+        await client.close()
+        await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))

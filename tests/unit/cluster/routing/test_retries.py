@@ -1,0 +1,325 @@
+"""Generations whose rank is lost: another one goes on with them, where the client cannot tell."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.channels.handshake import Identity
+from cluster.routing.least_work_placer import LeastWorkPlacer
+from cluster.routing.pipeline_backend import PipelineBackend
+from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_client import RankClient
+from contracts.errors import RankError
+from contracts.messages import Finished, Submit, Tokens
+from contracts.requests import Sampling
+from tests.support.api_harness import ME, QUICK
+from tests.support.fake_rank import CACHED_TOKENS, FakeRank
+from tests.support.group_harness import ThreadGroup, group_config
+
+PROMPT = list(range(40))
+WANTED = 6
+
+Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
+
+
+def counted_on(submit: Submit) -> list[int]:
+    """A model whose next token is how many there are."""
+    return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
+
+
+def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
+    """waiting: so many of the ranks have no expert ranks."""
+
+    async def main() -> None:
+        fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
+        for fake in fakes[:waiting]:
+            fake.waits = True
+        clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
+        admission.start()
+        try:
+            await admission.wait_ready()
+            await body(admission, fakes)
+        finally:
+            await admission.close()
+            for fake in fakes:
+                await fake.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+class Generation:
+    """A generation that is read as it comes."""
+
+    def __init__(self, admission: PipelineBackend, **sampling: Any) -> None:
+        wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
+        submit = Submit(request_id=0, token_ids=PROMPT, sampling=wanted, eos_token_ids=[43])
+        self.submit = submit
+        self.tokens: list[int] = []
+        self.cached: list[int] = []
+        self.finished: Finished | None = None
+        self.task = asyncio.create_task(self._read(admission, submit))
+
+    async def _read(self, admission: PipelineBackend, submit: Submit) -> None:
+        async for batch in admission.generate(submit):
+            for event in batch:
+                if isinstance(event, Tokens):
+                    self.tokens += event.token_ids
+                    self.cached += [] if event.cached_tokens is None else [event.cached_tokens]
+                else:
+                    self.finished = event
+
+    async def has(self, tokens: int) -> None:
+        while len(self.tokens) < tokens:
+            await asyncio.sleep(0)
+
+
+async def sent(rank: FakeRank, count: int) -> list[Submit]:
+    while rank.submits.qsize() < count:
+        await asyncio.sleep(0)
+    return [rank.submits.get() for _ in range(count)]
+
+
+def test_what_has_got_no_token_yet_goes_to_another_rank_as_it_is() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 0
+        generation = [Generation(admission, seed=7, frequency_penalty=1.0) for _ in range(2)]
+        await sent(ranks[0], 1)
+        ranks[0].drop_connections()
+        await asyncio.gather(*(each.task for each in generation))
+        (_, second) = await sent(ranks[1], 2)
+        assert (second.token_ids, second.sampling and second.sampling.seed) == (PROMPT, 7)
+        assert not admission.waiting()["generation", "ls"]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.0, "seed": 7},
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"choices": [list(range(40, 46)), [40, 42]], "min_tokens": 0},
+    ],
+)
+def test_a_stream_goes_on_with_its_prompt_and_the_tokens_so_far(sampling: dict[str, Any]) -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = 2
+        generation = Generation(admission, **{"min_tokens": 5, "ignore_eos": True, **sampling})
+        await generation.has(2)
+        ranks[0].drop_connections()
+        await generation.task
+        assert generation.tokens == list(range(40, 40 + WANTED))
+        (rest,) = await sent(ranks[1], 1)
+        assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41], 2)
+        assert rest.sampling == generation.submit.sampling, "what the client asked for"
+        assert generation.cached == [CACHED_TOKENS], "of the prompt, once"
+        assert generation.finished is not None
+        usage = generation.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), WANTED)
+        assert usage.cached_tokens == CACHED_TOKENS
+
+    run(body)
+
+
+def test_a_stream_goes_on_a_second_time() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = ranks[1].hold_after = 2
+        generation = Generation(admission, ignore_eos=True)
+        await generation.has(2)
+        ranks[0].drop_connections()
+        await generation.has(4)
+        ranks[1].drop_connections()
+        await generation.task
+        assert generation.tokens == list(range(40, 40 + WANTED))
+        (rest,) = await sent(ranks[2], 1)
+        assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41, 42, 43], 4)
+        assert generation.finished is not None
+        assert generation.finished.usage.prompt_tokens == len(PROMPT)
+        assert generation.finished.usage.completion_tokens == WANTED
+
+    run(body, ranks=3)
+
+
+@pytest.mark.parametrize(
+    ("held", "sampling", "reason"),
+    [
+        (4, {}, "stop"),
+        (WANTED, {"ignore_eos": True}, "length"),
+        (2, {"choices": [[40, 41], [40, 42, 43]]}, "stop"),
+        (2, {"stop_token_ids": [41]}, "stop"),
+    ],
+)
+def test_a_stream_that_had_all_its_tokens_ends_as_its_rank_would_have_ended_it(
+    held: int, sampling: dict[str, Any], reason: str
+) -> None:
+    """After its end-of-sequence token 43, as many as were wanted, or a whole choice."""
+
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = held
+        generation = Generation(admission, **sampling)
+        await generation.has(held)
+        ranks[0].drop_connections()
+        await generation.task
+        assert generation.tokens == list(range(40, 40 + held))
+        assert generation.finished is not None
+        assert generation.finished.reason == reason
+        usage = generation.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), held)
+        assert usage.cached_tokens == CACHED_TOKENS
+        assert ranks[1].submits.empty()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1.2},
+        {"temperature": 1.5, "seed": 3, "top_p": 0.95, "logprobs": 2},
+        {"temperature": 1.0, "seed": 4, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    ],
+    ids=["greedy", "seeded", "penalised"],
+)
+def test_two_real_ranks_make_one_stream(
+    tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
+) -> None:
+    """As long as the tokens of one of them alone, and the same."""
+
+    async def body(group: ThreadGroup) -> None:
+        clients = [
+            RankClient(worker.ready.name, worker.ready.client_address, me(group))
+            for worker in group.attention
+        ]
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
+        admission.start()
+        await admission.wait_ready()
+        whole = Generation(admission, max_tokens=60, **sampling)
+        await whole.task
+        second = Generation(admission, max_tokens=60, **sampling)
+        await second.has(5)
+        (busy,) = [client for client in clients if client._sinks]
+        busy.reset_connection("cut off by a test")
+        await second.task
+        assert second.tokens == whole.tokens
+        assert second.finished is not None
+        assert whole.finished is not None
+        assert second.finished.reason == whole.finished.reason
+        usage = second.finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), len(whole.tokens))
+        await admission.close()
+
+    with ThreadGroup(tiny_checkpoint(vocab_size=420), group_config(2, 1)) as group:
+        asyncio.run(asyncio.wait_for(body(group), 60))
+
+
+def me(group: ThreadGroup) -> Identity:
+    return Identity(name="ingress", token=group.token, epoch=None)
+
+
+def test_a_request_that_has_ended_three_ranks_is_given_up_by_name() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        for rank in ranks:
+            rank.hold_after, rank.on_submit = 1, rank.drop_connections
+        generation = Generation(admission)
+        with pytest.raises(RankError, match=r"3 attention ranks .* last: attention-") as caught:
+            await generation.task
+        assert caught.value.code == "peer_dead"
+        assert sum(rank.submits.qsize() for rank in ranks) == 3
+        assert not admission.waiting()["generation", "ls"]
+
+    run(body)
+
+
+def test_ranks_that_are_lost_while_they_wait_for_expert_ranks_do_not_count() -> None:
+    ends = [None] * 5
+
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        def lost(rank: FakeRank) -> None:
+            ends.pop()
+            for each in ranks:
+                each.hold_after = each.hold_after if ends else None
+                each.on_submit = each.on_submit if ends else None
+            rank.drop_connections()
+
+        for rank in ranks:
+            rank.hold_after, rank.on_submit = 1, partial(lost, rank)
+        generation = Generation(admission, min_tokens=WANTED, ignore_eos=True)
+        await generation.task
+        assert generation.tokens == list(range(40, 40 + WANTED))
+        assert not ends
+
+    run(body, waiting=2)
+
+
+def test_a_rank_that_waits_for_expert_ranks_is_taken_where_there_is_no_other() -> None:
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await asyncio.gather(*(Generation(admission).task for _ in range(4)))
+        counts = [rank.submits.qsize() for rank in ranks]
+        assert counts == ([0, 4] if len(ranks) == 2 else [4])
+
+    run(body, waiting=1)
+    run(body, ranks=1, waiting=1)
+
+
+def test_a_stream_waits_for_the_rank_that_takes_the_lost_ones_place() -> None:
+    """Where there is no other: it is found by its name, in the directory."""
+
+    async def body() -> None:
+        lost, better = (FakeRank("attention-0", counted_on) for _ in range(2))
+        directory: dict[str, str] = {}
+
+        async def find(_: dict[str, str]) -> dict[str, str]:
+            return directory
+
+        clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
+        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
+        admission.start()
+        await admission.wait_ready()
+        lost.hold_after = 2
+        started = Generation(admission, ignore_eos=True)
+        await started.has(2)
+        await lost.close()
+        new = Generation(admission, ignore_eos=True)
+        while admission.waiting()["generation", "ls"] < 1:
+            await asyncio.sleep(0)
+        directory["attention-0"] = await better.listen()
+        await asyncio.gather(started.task, new.task)
+        assert started.tokens == new.tokens == list(range(40, 40 + WANTED))
+        await admission.close()
+        await better.close()
+
+    asyncio.run(asyncio.wait_for(body(), 20))
+
+
+def test_more_than_a_rank_may_have_waiting_goes_there_as_it_answers() -> None:
+    """All that two ranks had begun, to the one that is left."""
+
+    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+        ranks[0].hold_after = ranks[1].hold_after = 1
+        started = []
+        for _ in range(6):
+            started.append(Generation(admission, ignore_eos=True))
+            await started[-1].has(1)
+        (full, lost) = sorted(ranks, key=lambda rank: rank.submits.qsize())
+        full.hold_after = 0
+        had = full.submits.qsize()
+        await lost.close()
+        await sent(full, had + 2)
+        await asyncio.sleep(0)
+        assert full.submits.empty(), "two wait there, as many as may"
+        full.hold_after = None
+        full.drop_connections()
+        await asyncio.gather(*(each.task for each in started))
+        assert all(each.tokens == list(range(40, 40 + WANTED)) for each in started)
+
+    run(body, max_waiting=2)

@@ -1,0 +1,234 @@
+"""Rows out of files: what is wrong with one costs no other, in every format."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.tools.bulk import readers
+from cluster.tools.bulk.readers import split_lines
+from cluster.tools.bulk.records import Fields, InputRecord, InputRow, Reject
+from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
+from contracts.errors import ConfigError
+
+FIELDS = Fields(id="id")
+
+
+def read(*inputs: Path | str, fields: Fields = FIELDS) -> list[InputRecord]:
+    sources = find_sources([str(path) for path in inputs])
+    watch = ReadProgress(sum(source.file.size_bytes for source in sources))
+    records = list(read_all(sources, fields, watch))
+    assert watch.fraction == 1.0
+    return records
+
+
+def outcome(record: InputRecord) -> tuple[Any, str]:
+    return record.id, record.text if isinstance(record, InputRow) else record.reason
+
+
+def write(path: Path, body: bytes | str) -> Path:
+    path.write_bytes(body if isinstance(body, bytes) else body.encode())
+    return path
+
+
+def test_a_bad_line_is_rejected_alone(tmp_path: Path) -> None:
+    lines = [
+        b'{"id": 1, "text": "first", "prefix": "p"}',
+        b"{broken",
+        b"",
+        b'{"id": 2}',
+        b'{"id": 3, "text": null}',
+        b'{"id": 4, "text": 7}',
+        b'{"id": 5, "text": " \\n"}',
+        b'{"id": 6, "text": "caf\xe9"}',
+        b'{"id": 7, "text": "half a pair \\ud800"}',
+        b"[1]",
+        b'{"text": "no id"}',
+        b'{"id": 1.5, "text": "id of a wrong type"}',
+        b'{"id": "", "text": "empty id"}',
+        b'{"id": true, "text": "boolean id"}',
+        b"[" * 5000,
+        b'{"id": 8, "text": "a prefix of a wrong type", "prefix": 1}',
+        b'{"id": 123456789012345678901234567890, "text": "a large id"}',
+        '{"id": "ü", "text": "last", "prefix": null}'.encode(),
+    ]
+    path = write(tmp_path / "rows.jsonl", b"\r\n".join(lines))
+    records = read(path)
+    assert len(records) == len(lines)
+    assert [r for r in records if isinstance(r, InputRow)] == [
+        InputRow(1, f"{path}:1", "p", "first"),
+        InputRow("ü", f"{path}:18", "", "last"),
+    ]
+    reasons = {int(r.place.rpartition(":")[2]): r.reason for r in records if isinstance(r, Reject)}
+    expected = {
+        2: "not valid JSON", 3: "empty line", 4: "text: missing", 5: "text: missing",
+        6: "text: expected a string, got int", 7: "text: empty", 8: "not UTF-8",
+        9: "not valid JSON", 10: "expected a JSON object, got list", 11: "id: missing",
+        12: "id: expected a string or an integer, got float", 13: "id: empty",
+        14: "id: expected a string or an integer, got bool", 15: "nested too deeply",
+        16: "prefix: expected a string, got int", 17: "id: an integer beyond 64 bits",
+    }  # fmt: skip
+    assert reasons.keys() == expected.keys()
+    for number, words in expected.items():
+        assert words in reasons[number], (number, reasons[number])
+    assert records[5].id == 4  # where the id is good, it is told
+    assert records[1].id == f"{path}:2"
+
+
+def test_rows_without_ids_are_called_after_their_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.ndjson", '{"text": "a"}\n{"text": "b"}\n')
+    assert [record.id for record in read(path, fields=Fields())] == [f"{path}:1", f"{path}:2"]
+
+
+def one_by_one(blocks: list[bytes]) -> Callable[[int], bytes]:
+    """A stream's `read` that gives one block a call, whatever is asked for."""
+    left = iter(blocks)
+    return lambda _: next(left, b"")
+
+
+@given(st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8))
+def test_lines_do_not_depend_on_how_the_stream_is_cut(lines: list[bytes]) -> None:
+    body = b"\n".join(lines)
+    if body.startswith(b"\xef\xbb\xbf"):
+        return
+    expected = body.split(b"\n") if body else []
+    if expected and not expected[-1]:
+        expected.pop()
+    for size in (1, 3, 1000):
+        blocks = [body[at : at + size] for at in range(0, len(body), size)]
+        assert list(split_lines(one_by_one(blocks))) == expected
+
+
+def test_a_line_too_long_for_memory_is_rejected_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(readers, "READ_BYTES", 300)
+    good = '{"id": 1, "text": "short"}'
+    path = write(tmp_path / "rows.jsonl", "\n".join([good, "x" * 5000, good, "y" * 5000]))
+    kinds = [type(record) for record in read(path)]
+    assert kinds == [InputRow, Reject, InputRow, Reject]
+
+
+def test_csv_rows_of_a_wrong_shape_are_rejected_alone_and_keep_their_numbers(
+    tmp_path: Path,
+) -> None:
+    body = (
+        b'id,text,other\n1,one,\n2,"two, with ""quotes""\nand a line",x\n3,too,many,columns\n'
+        b"4\n5,caf\xe9,x\n6,,x\n,no id,x\n7,last,x\n8"
+    )
+    path = write(tmp_path / "rows.csv", body)
+    records = read(path)
+    assert [outcome(record) for record in records] == [
+        ("1", "one"),
+        ("2", 'two, with "quotes"\nand a line'),
+        (f"{path}:3", "4 columns where the header has 3"),
+        (f"{path}:4", "1 columns where the header has 3"),
+        ("5", "text: not UTF-8 at byte 3"),
+        ("6", "text: empty"),
+        (f"{path}:7", "id: empty"),
+        ("7", "last"),
+        (f"{path}:9", "1 columns where the header has 3"),
+    ]
+    assert [record.place for record in records] == [f"{path}:{n}" for n in range(1, 10)]
+
+
+def test_parquet_values_are_judged_row_by_row(tmp_path: Path) -> None:
+    not_utf8 = pyarrow.Array.from_buffers(
+        pyarrow.string(), 5, pyarrow.array([b"a", b"\xe9", b"", b"d", None], "binary").buffers()
+    )
+    table = pyarrow.table({"id": [1, 2, 3, None, 5], "text": not_utf8, "prefix": ["p"] * 5})
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+    assert [outcome(record) for record in read(path)] == [
+        (1, "a"),
+        (2, "text: not UTF-8 at byte 0"),
+        (3, "text: empty"),
+        (f"{path}:4", "id: missing"),
+        (5, "text: missing"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_parquet_strings_of_every_kind_are_text(tmp_path: Path, kind: str) -> None:
+    column = pyarrow.array(["ä", "b", "ä"])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": column}), path)
+    assert [outcome(record) for record in read(path)] == [(1, "ä"), (2, "b"), (3, "ä")]
+
+
+def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -> None:
+    line = '{{"id": {0}, "text": "t{0}"}}\n'
+    write(tmp_path / "1.jsonl", line.format(1))
+    write(tmp_path / "2.jsonl.gz", gzip.compress(line.format(2).encode()))
+    write(tmp_path / "3.csv.bz2", bz2.compress(b"id,text\n3,t3\n"))
+    write(tmp_path / "notes.txt", "not an input")
+    expected = ["t1", "t2", "t3"]
+    for given_ in (
+        [tmp_path],
+        [f"{tmp_path}/*.jsonl*", tmp_path / "3.csv.bz2"],
+        [f"file://{tmp_path}"],
+    ):
+        assert [record.text for record in read(*given_) if isinstance(record, InputRow)] == expected
+    assert len(read(f"{tmp_path}/1.jsonl", f"{tmp_path}/*.jsonl*")) == 2  # each file once
+    assert len(read(f"file://{tmp_path}/[12].jsonl*")) == 2
+
+
+def test_a_file_with_broken_data_ends_with_a_rejected_row_and_the_next_file_follows(
+    tmp_path: Path,
+) -> None:
+    lines = "".join(json.dumps({"id": n, "text": f"{n}" * 50}) + "\n" for n in range(20_000))
+    whole = gzip.compress(lines.encode(), compresslevel=0)
+    broken = whole[: len(whole) - 300_000] + bytes(200_000)
+    first = write(tmp_path / "1.jsonl.gz", broken)
+    second = write(tmp_path / "2.jsonl", '{"id": "x", "text": "still read"}')
+    *_, at_break, last = read(first, second)
+    assert isinstance(at_break, Reject)
+    assert at_break.reason.startswith("the file cannot be read from here on")
+    assert outcome(last) == ("x", "still read")
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "words"),
+    [
+        ("rows.csv", b"id,body\n1,a\n", "no column 'text' (--text-field); it has id, body"),
+        ("rows.csv", b"text\na\n", "no column 'id' (--id-field); it has text"),
+        ("rows.csv", b"id,text,text\n1,a,b\n", "more than one column 'text'"),
+        ("rows.csv", b"\xff\xfe\n", "cannot be read"),
+        ("rows.parquet", b"not parquet", "cannot be read"),
+        ("rows.xlsx", b"", "no known ending"),
+        ("rows.parquet.gz", b"", "compressed inside"),
+        ("none.jsonl", None, "no such file"),
+    ],
+)
+def test_unusable_file_is_reported_before_the_job_starts(
+    tmp_path: Path, name: str, body: bytes | None, words: str
+) -> None:
+    if body is not None:
+        write(tmp_path / name, body)
+    with pytest.raises(ConfigError) as caught:
+        _open(tmp_path / name)
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+    paths = [write(tmp_path / name, b"") for name in ("a.jsonl", "b.csv")]
+    write(tmp_path / "c.csv", b"id,text\n")
+    assert read(*paths, tmp_path / "c.csv") == []
+
+
+def _open(path: Path) -> None:
+    for source in find_sources([str(path)]):
+        source.open(FIELDS)

@@ -1,0 +1,488 @@
+"""`tandem plan`: its answers, its files, one line with the field's name for whatever is wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.cli.main import main
+from cluster.fleet.hardware import load_hardware
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.tools.plan import routing
+from contracts.json_input import MAX_BYTES
+from tests.support.model_shapes import QWEN3_235B
+
+STAGES: dict[str, Any] = {
+    "stages": {
+        "attention": {"alpha_ms": 0.2, "beta_ms": 1.5},
+        "shared": {"alpha_ms": 0.1, "beta_ms": 0.4},
+        "expert": {"alpha_ms": 0.5, "beta_ms": 0.02},
+        "link": {"alpha_ms": 0.1, "beta_ms": 0.01},
+    },
+    "tokens_per_expert_per_sample": 64,
+    "num_layers": 24,
+    "max_samples": 8,
+    "max_r2": 16,
+    "has_shared": True,
+}
+MODEL: dict[str, Any] = {
+    "model": QWEN3_235B,
+    "hardware": "h200-node",
+    "sequence_tokens": 2048,
+    "attention_ranks": 3,
+    "expert_ranks": 5,
+}
+Captured = pytest.CaptureFixture[str]
+
+
+def plan(tmp_path: Path, tree: object, *options: str) -> int:
+    path = tmp_path / "spec.json"
+    path.write_text(json.dumps(tree))
+    return main(["plan", str(path), *options])
+
+
+def changed(tree: dict[str, Any], dotted: str, value: object) -> dict[str, Any]:
+    """A copy with one field set; without it where value is `...`."""
+    result = copy.deepcopy(tree)
+    *path, last = dotted.split(".")
+    node = result
+    for key in path:
+        node = node[key]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return result
+
+
+def one_line(capsys: Captured) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("tandem plan: ")
+    return captured.err
+
+
+def test_a_spec_of_stages_gives_a_plan_and_its_baselines(tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, STAGES, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {"ma", "r1", "me", "r2", "order", "makespan_ms", "samples_per_s", "lower_bound_ms",
+            "solve_ms", "baselines"} <= set(answer)  # fmt: skip
+    assert answer["me"] == answer["ma"] * 64 / answer["r2"]
+    assert answer["lower_bound_ms"] <= answer["makespan_ms"]
+    rates = [answer["baselines"][name]["samples_per_s"] for name in ("naive", "pppipe")]
+    assert rates[0] <= rates[1] <= answer["samples_per_s"]
+
+
+def test_separate_links_stand_for_one(tmp_path: Path, capsys: Captured) -> None:
+    link = STAGES["stages"]["link"]
+    both = changed(STAGES, "stages.link", ...)
+    both["stages"] |= {"a2e": link, "e2a": link}
+    answers = []
+    for tree in (STAGES, both):
+        assert plan(tmp_path, tree, "--json") == 0
+        answers.append(json.loads(capsys.readouterr().out)["makespan_ms"])
+    assert answers[0] == answers[1]
+
+
+def test_beyond_the_paper_is_never_worse(tmp_path: Path, capsys: Captured) -> None:
+    rates = []
+    for options in (["--json"], ["--json", "--beyond"]):
+        assert plan(tmp_path, STAGES, *options) == 0
+        rates.append(json.loads(capsys.readouterr().out)["samples_per_s"])
+    assert rates[0] <= rates[1] * (1 + 1e-9)
+
+
+def test_a_model_on_a_machine_gives_a_verdict(tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, MODEL, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["attention_ranks"], answer["expert_ranks"]) == (3, 5)
+    names = {other["name"] for other in answer["alternatives"]}
+    assert names == {"colocated DP+EP", "weight gathering"}
+    assert isinstance(answer["disaggregate"], bool)
+    assert answer["ma"] * answer["r1"] <= answer["max_samples"]
+
+
+def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Captured) -> None:
+    spec = {**MODEL, "offload": {"kept": 0.25, "tier_bytes_per_s": 5e10}}
+    assert plan(tmp_path, spec, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [row["sequences"] for row in answer["offload"]] == [1, 2, 4, 8, 16]
+    for row in answer["offload"]:
+        assert row["resident_ms"] < row["ahead_ms"] < row["on_demand_ms"]
+    assert "From 5 sequence(s) on" in answer["offload_advice"]
+    assert plan(tmp_path, spec) == 0
+    assert "read ahead, at best" in capsys.readouterr().out
+    half = {"kept": 0.5, "tier_bytes_per_s": 5e10, "stored_bits_per_weight": 8}
+    assert plan(tmp_path, {**MODEL, "offload": half}, "--json") == 0
+    stored = json.loads(capsys.readouterr().out)
+    assert all(row["missing"] == 0.0 for row in stored["offload"])
+    assert "none is read" in stored["offload_advice"]
+    assert plan(tmp_path, MODEL, "--json") == 0
+    assert "offload" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("given", ["attention_ranks", "expert_ranks"])
+def test_one_groups_ranks_and_devices_are_a_split(
+    tmp_path: Path, capsys: Captured, given: str
+) -> None:
+    """FINDINGS C: attention_ranks without expert_ranks was ignored."""
+    other = {"attention_ranks": "expert_ranks", "expert_ranks": "attention_ranks"}[given]
+    assert plan(tmp_path, MODEL, "--json") == 0
+    whole = json.loads(capsys.readouterr().out)
+    tree = changed(changed(MODEL, other, ...), "devices", 8)
+    assert plan(tmp_path, tree, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer.pop("solve_ms") > 0
+    assert whole.pop("solve_ms") > 0
+    assert answer == whole
+
+
+@pytest.mark.parametrize(
+    ("expert_ranks", "devices", "message"),
+    [(5, 7, "3 attention_ranks and 5 expert_ranks"), (..., 3, "3 attention_ranks and 0")],
+)
+def test_ranks_that_are_not_the_devices_are_refused(
+    tmp_path: Path, capsys: Captured, expert_ranks: object, devices: int, message: str
+) -> None:
+    tree = changed(changed(MODEL, "expert_ranks", expert_ranks), "devices", devices)
+    assert plan(tmp_path, tree) == 2
+    line = one_line(capsys)
+    assert message in line
+    assert f"not the {devices} of devices" in line
+
+
+def test_devices_are_split_in_every_way(tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, MODEL, "--devices", "8", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    splits = [(one["attention_ranks"], one["expert_ranks"]) for one in answer["splits"]]
+    assert splits == [(ranks, 8 - ranks) for ranks in range(1, 8)]
+
+
+@pytest.mark.parametrize("tree", [STAGES, MODEL], ids=["stages", "model"])
+def test_tables_name_the_plans(tree: dict[str, Any], tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, tree) == 0
+    shown = capsys.readouterr().out
+    for name in ("best", "pppipe", "naive", "samples/s"):
+        assert name in shown
+
+
+def test_a_plan_is_drawn_and_traced(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture, trace = tmp_path / "plan.svg", tmp_path / "plan.json"
+    assert plan(tmp_path, STAGES, "--picture", str(picture), "--trace", str(trace)) == 0
+    assert "<svg" in picture.read_text()
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"attention L0 m0", "shared L0 m0", "expert L23 m0 g0"} <= names
+
+
+WRONG_STAGES = {
+    "stages.attention": ...,
+    "stages.attention.beta_ms": -1,
+    "stages.expert.beta_ms": "fast",
+    "stages.expert.alpha_ms": 1e300,
+    "stages.link": ...,
+    "stages.shared": ...,
+    "stages.links": {"alpha_ms": 1, "beta_ms": 1},
+    "tokens_per_expert_per_sample": 0,
+    "num_layers": 0,
+    "max_samples": -3,
+    "max_r2": 2.5,
+    "has_shared": "yes",
+}
+
+
+@pytest.mark.parametrize("field", WRONG_STAGES)
+def test_a_wrong_stage_field_is_one_line_that_names_it(
+    field: str, tmp_path: Path, capsys: Captured
+) -> None:
+    assert plan(tmp_path, changed(STAGES, field, WRONG_STAGES[field])) == 2
+    assert field.split(".")[-1] in one_line(capsys)
+
+
+WRONG_MODEL: list[tuple[str, object, str]] = [
+    ("model", ..., "model"),
+    ("model", "no/such/folder", "no such folder"),
+    ("model", {}, "model_type"),
+    ("model", 3, "model"),
+    ("model.num_experts", 0, "num_experts"),
+    ("model.num_hidden_layers", 10**9, "num_hidden_layers"),
+    ("model.hidden_size", 10**30, "hidden_size"),
+    ("model.num_experts_per_tok", 129, "num_experts_per_tok"),
+    ("hardware", ..., "hardware"),
+    ("hardware", "tpu-v9", "h200-node"),
+    ("hardware", {"version": 1}, "missing"),
+    ("sequence_tokens", 0, "sequence_tokens"),
+    ("sequence_tokens", 40961, "sequence_tokens"),
+    ("context_tokens", -1, "context_tokens"),
+    ("attention_ranks", ..., "attention_ranks"),
+    ("expert_ranks", 200, "devices"),
+    ("expert_ranks", 1, "or more would fit"),
+    ("devices", 1, "devices"),
+    ("memory_bytes", 10**6, "memory_bytes"),
+    ("memory_fraction", 1.5, "memory_fraction"),
+    ("backend", "pigeon", "pigeon"),
+    ("dtype", "int3", "dtype"),
+    ("sequence_length", 5, "sequence_length"),
+    ("offload", {"kept": 1.0, "tier_bytes_per_s": 1e9}, "kept"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 0}, "tier_bytes_per_s"),
+    ("offload", {"kept": 0.5}, "tier_bytes_per_s"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 1e9, "hits": 2}, "hits"),
+    ("offload", {"kept": 0.5, "tier_bytes_per_s": 1e9, "stored_bits_per_weight": 0}, "stored_bits"),
+    (
+        "offload",
+        {"kept": 0.5, "tier_bytes_per_s": 1e9, "stored_bits_per_weight": 24},
+        "stored_bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "named"), WRONG_MODEL)
+def test_a_wrong_model_field_is_one_line_that_names_it(
+    field: str, value: object, named: str, tmp_path: Path, capsys: Captured
+) -> None:
+    assert plan(tmp_path, changed(MODEL, field, value)) == 2
+    assert named in one_line(capsys)
+
+
+def test_fewer_experts_than_ranks_are_refused_with_both_numbers(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    few = changed(changed(MODEL, "model.num_experts", 4), "model.num_experts_per_tok", 2)
+    assert plan(tmp_path, few) == 2
+    message = one_line(capsys)
+    assert "expert_ranks=5" in message
+    assert "4 experts" in message
+
+
+UNREADABLE = {
+    "empty": b"",
+    "a list": b"[]",
+    "NaN": json.dumps(STAGES).replace("1.5", "NaN").encode(),
+    "overflow": json.dumps(STAGES).replace("1.5", "1e999").encode(),
+    "cut short": json.dumps(STAGES)[:-5].encode(),
+    "bytes": b"\xff\xfe{}",
+    "deep": b'{"a":' * 100_000,
+    "deep inside": b'{"stages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "huge": b" " * (MAX_BYTES + 1),
+    "neither": b'{"steps": 1}',
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_file_that_is_no_spec_is_one_line(kind: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "spec.json"
+    path.write_bytes(UNREADABLE[kind])
+    assert main(["plan", str(path)]) == 2
+    one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["missing.json", ".", "a\0b"])
+def test_a_file_that_cannot_be_read_is_one_line(
+    name: str, tmp_path: Path, capsys: Captured
+) -> None:
+    assert main(["plan", str(tmp_path / name)]) == 2
+    one_line(capsys)
+
+
+@pytest.mark.parametrize("option", ["--picture", "--trace"])
+def test_a_file_that_cannot_be_written_is_one_line(
+    option: str, tmp_path: Path, capsys: Captured
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert plan(tmp_path, STAGES, option, str(tmp_path / "no" / "plan.svg")) == 2
+    assert option in one_line(capsys)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def fields_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in tree.items():
+        found.append(prefix + key)
+        if isinstance(value, dict):
+            found += fields_of(value, f"{prefix}{key}.")
+    return found
+
+
+@pytest.mark.long
+@settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_one_field_holds_there_is_a_plan_or_one_line(
+    data: st.DataObject, tmp_path: Path, capsys: Captured
+) -> None:
+    tree = data.draw(st.sampled_from([STAGES, MODEL]))
+    field = data.draw(st.sampled_from(fields_of(tree)))
+    status = plan(tmp_path, changed(tree, field, data.draw(values)), "--json")
+    if status == 0:
+        assert json.loads(capsys.readouterr().out)["makespan_ms"] > 0
+    else:
+        assert status == 2
+        one_line(capsys)
+
+
+# --- a routing profile in place of uniform routing
+
+BUNDLED_FOLDER = resolve_model_folder("bundled")
+PROFILE = str(BUNDLED_FOLDER / "routing.safetensors")
+ROUTED: dict[str, Any] = {
+    "model": "bundled",
+    "hardware": "h200-node",
+    "sequence_tokens": 256,
+    "attention_ranks": 2,
+    "expert_ranks": 2,
+    "max_samples": 64,
+    "routing": PROFILE,
+}
+
+
+def test_profile_reports_gain_of_placement(tmp_path: Path, capsys: Captured) -> None:
+    """Copies of the bundled model on 2 ranks: 1.48 in order, 1.33 at best."""
+    assert plan(tmp_path, ROUTED, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    routing = answer["routing"]
+    assert 1.44 < routing["in_order_copies"] < 1.52
+    assert 1.30 < routing["copies"] < 1.38
+    gain = answer["samples_per_s"] / routing["in_order_samples_per_s"] - 1
+    assert routing["gain_fraction"] == pytest.approx(gain)
+    assert plan(tmp_path, {**ROUTED, "spare_slots": 2}, "--json") == 0
+    spare = json.loads(capsys.readouterr().out)["routing"]
+    assert spare["copies"] < 1.2
+    assert spare["spare_slots"] == 2
+
+
+def test_grouping_gains_nothing_without_link_limit(tmp_path: Path, capsys: Captured) -> None:
+    fast = json.loads(msgspec.json.encode(load_hardware("h200-node")))
+    fast["links"] = [
+        {"backend": "nccl", "direction": "both", "alpha_ms": 0.0, "ms_per_byte": 1e-15}
+    ]
+    fast["expert"] |= {"ms_per_flop": fast["expert"]["ms_per_flop"] / 1e3}
+    assert plan(tmp_path, {**ROUTED, "hardware": fast}) == 0
+    assert "Grouping brings nothing here: links are busy 0%" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_prefill_batches_have_a_way_by_their_size(tmp_path: Path, capsys: Captured) -> None:
+    assert plan(tmp_path, changed(ROUTED, "routing", ...), "--json") == 0
+    prefill = json.loads(capsys.readouterr().out)["prefill"]
+    turn = prefill["gathered_from_tokens"]
+    for batch in prefill["batches"]:
+        assert (batch["gathered_ms"] <= batch["all_to_all_ms"]) == (batch["tokens"] >= turn)
+    assert f"less than {turn} tokens" in prefill["advice"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"routing": "no/such.file"}, "no/such.file"),
+        ({"routing": str(BUNDLED_FOLDER / "config.json")}, "config.json"),
+        ({"spare_slots": 9}, "spare_slots: 9 beside a rank's share of 8 or more of 16 experts"),
+        ({"spare_slots": -1}, "spare_slots"),
+        ({"spare_slots": 10**12}, "spare_slots"),
+        ({"routing": ..., "spare_slots": 1}, "spare_slots: 1 without routing"),
+        ({"model": QWEN3_235B}, "give model as its folder"),
+    ],
+    ids=["no file", "no profile", "too many", "negative", "huge", "no routing", "no folder"],
+)
+def test_a_wrong_profile_or_number_of_slots_is_one_line(
+    tmp_path: Path, capsys: Captured, fields: dict[str, Any], message: str
+) -> None:
+    tree = ROUTED
+    for name, value in fields.items():
+        tree = changed(tree, name, value)
+    assert plan(tmp_path, tree) == 2
+    assert message in one_line(capsys)
+
+
+def test_a_profile_of_another_model_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((BUNDLED_FOLDER / name).read_bytes())
+    assert plan(tmp_path, changed(ROUTED, "model", str(tmp_path))) == 2
+    assert "routing" in one_line(capsys)
+
+
+# --- what ranks do beside their layers, and cores that they share
+
+
+def here(**changes: Any) -> dict[str, Any]:
+    """A machine as `tandem profile` writes it: two cores."""
+    tree: dict[str, Any] = json.loads(msgspec.json.encode(load_hardware("h200-node")))
+    return {**tree, "devices": 2, "shareable": True, "memory_bytes": 1 << 33, **changes}
+
+
+def answered(tmp_path: Path, capsys: Captured, **fields: Any) -> dict[str, Any]:
+    spec = {
+        "model": "bundled",
+        "hardware": here(),
+        "sequence_tokens": 256,
+        "attention_ranks": 1,
+        "expert_ranks": 1,
+        "max_samples": 64,
+        **fields,
+    }
+    assert plan(tmp_path, spec, "--json") == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_more_ranks_than_cores_share_them_and_are_slower(tmp_path: Path, capsys: Captured) -> None:
+    own = answered(tmp_path, capsys, expert_ranks=3, hardware=here(devices=4))
+    shared = answered(tmp_path, capsys, expert_ranks=3)
+    assert "shared_cores" not in own
+    assert shared["shared_cores"] == 2
+    assert own["makespan_ms"] < shared["makespan_ms"] <= 3 * own["makespan_ms"]
+    assert "shared_cores" not in answered(tmp_path, capsys)
+
+
+def test_more_ranks_than_devices_that_cannot_be_shared_are_refused(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 1, "devices": 9}
+    assert plan(tmp_path, spec) == 2
+    assert "9 wanted, hardware h200-node has 8" in one_line(capsys)
+
+
+def test_ranks_that_share_cores_share_the_memory(tmp_path: Path, capsys: Captured) -> None:
+    hardware = here(memory_bytes=1 << 26)
+    two = answered(tmp_path, capsys, max_samples=1024, hardware=hardware)
+    four = answered(tmp_path, capsys, max_samples=1024, hardware=hardware, attention_ranks=3)
+    assert four["max_samples"] < two["max_samples"] / 2
+
+
+def test_what_a_rank_does_beside_its_layers_is_in_the_makespan(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    serving = {"batch_ms": 1.0, "micro_batch_ms": 0.5, "sequence_ms": 0.25, "token_ms": 0.001}
+    without = answered(tmp_path, capsys)
+    beside = answered(tmp_path, capsys, hardware=here(serving=serving))
+    samples = without["ma"] * without["r1"]
+    added = beside["makespan_ms"] - without["makespan_ms"]
+    least = 1.0 + 0.5 * without["r1"] + (0.25 + 0.256) * samples
+    assert (beside["ma"], beside["r1"]) == (without["ma"], without["r1"])
+    assert least < added < 1.1 * least  # and logits
+    assert beside["samples_per_s"] == pytest.approx(1e3 * samples / beside["makespan_ms"])
+    ways = zip(without["alternatives"], beside["alternatives"], strict=True)
+    assert all(now["samples_per_s"] < then["samples_per_s"] for then, now in ways)
+
+
+def test_of_many_layers_some_are_placed_and_stand_for_the_others() -> None:
+    assert routing._spaced(5, 8) == [0, 1, 2, 3, 4]
+    assert routing._spaced(94, 8) == [0, 13, 27, 40, 53, 66, 80, 93]
+    assert [routing._nearest(layer, [0, 3, 9]) for layer in range(10)] == [
+        0, 0, 1, 1, 1, 1, 1, 2, 2, 2,
+    ]  # fmt: skip

@@ -1,0 +1,142 @@
+"""`tandem place` on the bundled model's profile, and on what is no profile of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from cluster.cli.main import main
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.placements import read_placement
+from cluster.tools.place import slots_of
+from contracts.config import BUNDLED
+from contracts.errors import ConfigError
+from models.spec.model import read_spec
+
+FOLDER = resolve_model_folder(BUNDLED)
+PROFILE = FOLDER / "routing.safetensors"
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_placement_is_written_that_a_group_can_be_launched_with(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "placement.json"
+    arguments = ["place", str(PROFILE), "--ranks", "2", "--spare", "1", "--output", str(path)]
+    assert main([*arguments, "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    spec = read_spec(FOLDER)
+    placement = read_placement(path, FOLDER, spec, ranks=2)
+    assert placement.slots_per_rank == tuple(output["slots_per_rank"]) == (9, 9)
+    assert placement.digest == output["digest"]
+    assert [row["layer"] for row in output["layers"]] == list(spec.moe_layers)
+    assert output["placed"]["copies"] < output["in_order"]["copies"]
+    before = path.read_bytes()
+    assert main(arguments) == 0
+    assert path.read_bytes() == before
+    assert "mean" in capsys.readouterr().out
+
+
+def test_one_rank_keeps_order_and_table_reports_no_gain(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "placement.json"
+    assert main(["place", str(PROFILE), "--ranks", "1", "--output", str(path)]) == 0
+    spec = read_spec(FOLDER)
+    placement = read_placement(path, FOLDER, spec, ranks=1)
+    assert placement.expert_of_slot == (tuple(range(spec.num_experts)),) * spec.num_layers
+    assert "placing brings nothing here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "spare", "slots"),
+    [(16, 4, 0, (4, 4, 4, 4)), (7, 3, 1, (4, 3, 3)), (4, 4, 3, (4, 4, 4, 4))],
+)
+def test_every_rank_has_as_many_slots_more(
+    experts: int, ranks: int, spare: int, slots: tuple[int, ...]
+) -> None:
+    assert slots_of(experts, ranks, spare) == slots
+
+
+@pytest.mark.parametrize(
+    ("ranks", "spare", "message"),
+    [
+        (0, 0, "--ranks 0: the model has 16 experts; give 1 to 16 ranks"),
+        (17, 0, "--ranks 17: the model has 16 experts"),
+        (-1, 0, "--ranks -1"),
+        (4, -1, "--spare -1"),
+        (4, 13, "--spare 13: a rank of 4 has 4 of the 16 experts, and a use for 12 more at most"),
+    ],
+)
+def test_ranks_and_slots_that_do_not_fit_are_refused(ranks: int, spare: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        slots_of(16, ranks, spare)
+
+
+def _error(capsys: Capture, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["place", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tandem place: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_unreadable_input_or_output_is_reported_before_placement(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    ranks = ("--ranks", "2")
+    assert "cannot be read" in _error(capsys, str(tmp_path / "none"), *ranks)
+    assert "no folder" in _error(capsys, str(PROFILE), *ranks, "--output", str(tmp_path / "a/b"))
+    assert "a folder" in _error(capsys, str(PROFILE), *ranks, "--output", str(tmp_path))
+    assert "--seed -1" in _error(capsys, str(PROFILE), *ranks, "--seed", "-1")
+    (tmp_path / "short").write_bytes(PROFILE.read_bytes()[:50_000])
+    _error(capsys, str(tmp_path / "short"), *ranks)
+
+
+def _few(tensors: dict[str, Any]) -> None:
+    tensors["counted"] = np.array([300], np.int64)
+
+
+def _other_tokenizer(tensors: dict[str, Any]) -> None:
+    tensors["tokenizer"] = tensors["tokenizer"] ^ 1
+
+
+def _no_counts(tensors: dict[str, Any]) -> None:
+    del tensors["counted"]
+
+
+def _no_expert(tensors: dict[str, Any]) -> None:
+    tensors["paths"] = np.full_like(tensors["paths"], 99)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_few, "300 tokens, which say too little"),
+        (_other_tokenizer, "tokenizer"),
+        (_no_counts, "without counts"),
+        (_no_expert, "paths"),
+    ],
+)
+def test_short_or_foreign_profile_is_refused(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    tensors = load_file(PROFILE)
+    change(tensors)
+    save_file(tensors, tmp_path / "routing.safetensors")
+    assert message in _error(capsys, str(tmp_path / "routing.safetensors"), "--ranks", "2")
+
+
+def test_a_profile_of_another_checkpoint_is_refused(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture
+) -> None:
+    folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
+    line = _error(capsys, str(PROFILE), "--ranks", "2", "--model", str(folder))
+    assert "another checkpoint" in line

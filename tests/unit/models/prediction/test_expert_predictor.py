@@ -1,0 +1,237 @@
+"""A routing profile, and what is foretold by it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.errors import CheckpointError
+from models.decoder.decoder import AttentionHalf
+from models.experts.expert_store import ResidentStore
+from models.prediction.estimator import EstimatorSamples, train_estimator
+from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
+from models.prediction.profile_builder import ProfileBuilder
+from models.prediction.routing_profile import RoutingProfile
+from models.prediction.signals import (
+    AFTER,
+    PREDICTOR_KINDS,
+    TOKEN,
+    hits_by_rank,
+    predicted_routing,
+    quasi_hidden,
+)
+from models.weights.checkpoint import check_checkpoint
+from tests.support.local_model import LocalModel
+from tests.support.tiny_models import prompts, set_config
+
+Checkpoints = Callable[..., Path]
+LAYERS = 4
+
+
+def collected(folder: Path, rows: int = 24) -> tuple[LocalModel, RoutingProfile]:
+    local = LocalModel.load(folder, dtype="float32")
+    store = ResidentStore(local.experts[0])
+    texts = prompts(7, [60] * rows)
+    return local, ProfileBuilder(local.attention, store, texts).profile()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_profile_is_read_as_it_was_written(
+    tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
+) -> None:
+    folder = tiny_checkpoint(family)
+    _, profile = collected(folder, rows=4)
+    path = tmp_path / "routing.safetensors"
+    profile.write(path, folder)
+    read = RoutingProfile.read(path, folder, check_checkpoint(folder))
+    for name in ("means", "frequencies", "maps", "after", "precision"):
+        made, found = getattr(profile, name), getattr(read, name)
+        assert made.keys() == found.keys()
+        assert all(torch.equal(made[key], found[key]) for key in made)
+    assert torch.equal(read.tokens_VK, profile.tokens_VK)
+    for name, tensor in profile.estimator.tensors().items():
+        assert torch.equal(getattr(read.estimator, name), tensor)
+    top_k = check_checkpoint(folder).top_k
+    for each in read.frequencies.values():
+        assert float(each.sum()) == pytest.approx(top_k, rel=1e-5)
+
+
+def test_least_squares_predict_better_than_next_router(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    """On texts held out. The tiny model is random, so that nothing else is known of it."""
+    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
+    _, profile = collected(folder, rows=60)
+    means = {kind: float(profile.precision[kind][1:].mean()) for kind in PREDICTOR_KINDS}
+    assert means["fitted"] > means["router"] + 0.02, means
+    predictor = ExpertPredictor(LocalModel.load(folder, dtype="float32").attention, profile)
+    assert predictor.before.by_layer[2] == profile.precision["fitted"][2].tolist()
+
+
+def test_a_profile_of_another_checkpoint_or_none_is_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", seed=1)
+    _, profile = collected(folder, rows=2)
+    path = tmp_path / "routing.safetensors"
+    profile.write(path, folder)
+    spec = check_checkpoint(folder)
+    other = tiny_checkpoint("qwen3_moe", seed=1, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="a routing profile of another checkpoint than"):
+        RoutingProfile.read(path, other, spec)
+    with pytest.raises(CheckpointError, match="no routing profile"):
+        RoutingProfile.read(next(folder.glob("*.safetensors")), folder, spec)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        RoutingProfile.read(path, folder, spec)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        profile.write(tmp_path / "no" / "folder", folder)
+
+
+def test_a_profile_that_is_not_finite_is_refused(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    _, profile = collected(folder, rows=2)
+    damaged = {layer: found.clone() for layer, found in profile.maps.items()}
+    damaged[0][0, 0] = float("nan")
+    profile = dataclasses.replace(profile, maps=damaged)
+    profile.write(tmp_path / "routing.safetensors", folder)
+    with pytest.raises(CheckpointError, match=r"map\.0: not all of it is finite"):
+        RoutingProfile.read(tmp_path / "routing.safetensors", folder, check_checkpoint(folder))
+
+
+def test_a_changed_config_is_another_checkpoint(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", seed=2)
+    _, profile = collected(folder, rows=2)
+    path = tmp_path / "routing.safetensors"
+    profile.write(path, folder)
+    spec = check_checkpoint(folder)
+    set_config(folder, rms_norm_eps=1e-5)
+    with pytest.raises(CheckpointError, match="another checkpoint"):
+        RoutingProfile.read(path, folder, spec)
+
+
+@pytest.fixture
+def half(tiny_checkpoint: Checkpoints) -> AttentionHalf:
+    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
+    return LocalModel.load(folder, dtype="float32").attention
+
+
+def test_an_expert_that_several_tokens_may_want_is_surer(half: AttentionHalf) -> None:
+    predictor = ExpertPredictor(half, None)
+    predictor.before.by_layer[1] = [0.8, 0.5, 0.1]
+    predicted_experts = predictor.before.predicted_experts(1, [[4, 2, 0], [2, 4, 1]])
+    assert [(g.expert, round(g.confidence, 3)) for g in predicted_experts] == [
+        (4, 0.9),
+        (2, 0.9),
+        (0, 0.1),
+        (1, 0.1),
+    ]
+
+
+def test_precision_follows_what_comes(half: AttentionHalf) -> None:
+    predictor = ExpertPredictor(half, None)
+    before = list(predictor.before.by_layer[1])
+    for _ in range(400):
+        predictor.before.update(1, [[0, 1, 2]], torch.tensor([[0, 3, 4]]))
+    assert predictor.before.by_layer[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
+    assert predictor.before.by_layer[2] == before
+    predictor.before.update(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
+    assert predictor.before.by_layer[2] == before, (
+        "of rows that were not computed nothing is learned"
+    )
+
+
+def test_long_prompt_is_subsampled(half: AttentionHalf) -> None:
+    router = half.router(0)
+    assert router is not None
+    routed = router(torch.randn(1000, half.spec.hidden_size))
+    predictor = ExpertPredictor(half, None)
+    found = predictor.predict(0, routed.x_TD, routed)
+    assert found is not None
+    ids = found.ids
+    assert MAX_ROWS // 2 < len(ids) <= MAX_ROWS
+    before = list(predictor.before.by_layer[1])
+    predictor.before.update(1, ids, torch.zeros(1000, half.spec.top_k, dtype=torch.int64))
+    assert predictor.before.by_layer[1] != before
+
+
+def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHalf) -> None:
+    router, following = half.router(0), half.router(1)
+    assert router is not None
+    assert following is not None
+    routed = router(torch.randn(5, half.spec.hidden_size))
+    found = predicted_routing(half, None, "router", 0, 1, routed.x_TD, routed)
+    assert torch.equal(found.topk_ids_TK, following(routed.x_TD).topk_ids_TK)
+    predictor = ExpertPredictor(half, None)
+    assert predictor.predict(LAYERS - 1, routed.x_TD, routed) is None
+    assert predictor.predict_after(LAYERS - 1, routed.x_TD) is None
+
+
+def test_the_estimator_learns_what_least_squares_cannot() -> None:
+    """Logits that are no linear function of the state; another one for each layer."""
+    generator = torch.Generator().manual_seed(0)
+    samples = {}
+    for layer in (0, 1):
+        q_ND = torch.randn(10_000, 32, generator=generator)
+        map_DE = torch.randn(32, 4, generator=generator)
+        samples[layer] = EstimatorSamples(q_ND, 3.0 * (q_ND @ map_DE).abs())
+    estimator = train_estimator(samples, 2, sigmoid=False)
+    for layer, (q_ND, logits_NE) in samples.items():
+        best = logits_NE.argmax(-1)
+        alike = estimator.logits(layer, q_ND).argmax(-1) == best
+        ones_ND = torch.cat([q_ND, torch.ones(10_000, 1)], 1)
+        fitted = (ones_ND @ torch.linalg.lstsq(ones_ND, logits_NE).solution).argmax(-1) == best
+        found = float(alike.float().mean()), float(fitted.float().mean())
+        assert found[0] > found[1] + 0.3, found
+
+
+def test_profiled_tokens_predict_first_layer(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    local, profile = collected(folder, rows=60)
+    predictor = ExpertPredictor(local.attention, profile)
+    found = predictor.predict_first(torch.tensor([5, 9]))
+    assert found is not None
+    assert found.layer == local.spec.moe_layers[0]
+    assert found.ids == profile.tokens_VK[[5, 9]].tolist()
+    even = local.spec.top_k / local.spec.num_experts
+    assert float(profile.precision[TOKEN][0].mean()) > 1.5 * even
+    assert ExpertPredictor(local.attention, None).predict_first(torch.tensor([5])) is None
+
+
+def test_the_guess_after_the_experts_is_the_better_one(tiny_checkpoint: Checkpoints) -> None:
+    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
+    _, profile = collected(folder, rows=60)
+    after = float(profile.precision[AFTER][1:].mean())
+    assert after > max(float(profile.precision[kind][1:].mean()) for kind in PREDICTOR_KINDS)
+
+
+def test_shared_experts_count_with_what_they_give_on_average(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their mean is in the outputs' means: in the sum of a token it counts once."""
+    folder = tiny_checkpoint("qwen3_moe")
+    local, without = collected(folder, rows=4)
+    monkeypatch.setattr(AttentionHalf, "shared", lambda *_: torch.full_like(_[2], 0.25))
+    _, profile = collected(folder, rows=4)
+    layer = local.spec.moe_layers[0]
+    router = local.attention.router(layer)
+    assert router is not None
+    routed = router(torch.randn(9, local.spec.hidden_size))
+    zeros_TD = torch.zeros_like(routed.x_TD)
+    more_TD = quasi_hidden(profile.means[layer], zeros_TD, routed) - quasi_hidden(
+        without.means[layer], zeros_TD, routed
+    )
+    torch.testing.assert_close(more_TD, torch.full_like(more_TD, 0.25))
+
+
+def test_hits_are_counted_by_rank() -> None:
+    hits = hits_by_rank(torch.tensor([[3, 1], [0, 2]]), torch.tensor([[1, 5], [2, 0]]))
+    assert hits.tolist() == [[0.0, 1.0], [1.0, 1.0]]

@@ -1,0 +1,234 @@
+"""Counts of routing: what is counted, what stays where there is a bound, what adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from contracts.errors import CheckpointError
+from models.prediction.bounded_counts import BoundedCounts
+from models.prediction.path_sample import PathSample, RoutingPaths, together
+from models.prediction.routing_counter import CountedModel, RoutingCounter
+from models.prediction.routing_counts import (
+    COUNT_LIMITS,
+    CountLimits,
+    RoutingCounts,
+    keys_of_sets,
+    sets_of_keys,
+)
+
+E, K, V = 6, 2, 40
+LAYERS = (1, 2, 4)
+OF = CountedModel(b"c" * 32, b"t" * 32, LAYERS, E, K, V)
+Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def tokens(count: int, seed: int, of: CountedModel = OF) -> Tokens:
+    """Ids, and paths that lean on them."""
+    random = np.random.default_rng(seed)
+    ids_T2 = random.integers(0, of.vocab_size, (count, 2))
+    ids_T2[::7, 1] = -1
+    scores = random.random((count, len(of.moe_layers), of.num_experts))
+    scores[np.arange(count), :, ids_T2[:, 0] % of.num_experts] += 0.5
+    return ids_T2, np.argsort(-scores, axis=2)[:, :, : of.top_k]
+
+
+def counted(
+    given_: Tokens, limits: CountLimits = COUNT_LIMITS, *, step: int = 1000
+) -> RoutingCounts:
+    counter = RoutingCounter(OF, limits)
+    for start in range(0, len(given_[0]), step):
+        counter.add(given_[0][start : start + step], given_[1][start : start + step])
+    return counter.counts()
+
+
+def arrays_equal(one: RoutingCounts, other: RoutingCounts) -> bool:
+    actual, expected = one.arrays(), other.arrays()
+    return actual.keys() == expected.keys() and all(
+        np.array_equal(actual[name], expected[name]) for name in actual
+    )
+
+
+def test_every_token_is_counted_at_every_layer() -> None:
+    ids_T2, paths_TLK = tokens(500, 0)
+    found = counted((ids_T2, paths_TLK), step=37)
+    assert found.counted == 500
+    for position, layer in enumerate(LAYERS):
+        of, experts_TK = found.layers[layer], paths_TLK[:, position]
+        assert of.load.tolist() == np.bincount(experts_TK.ravel(), minlength=E).tolist()
+        for first in range(E):
+            for second in range(E):
+                has_both = (experts_TK == first).any(1) & (experts_TK == second).any(1)
+                assert of.together_EE[first, second] == has_both.sum()
+        rows = map(tuple, sets_of_keys(of.sets.keys, K).tolist())
+        sets = dict(zip(rows, of.sets.times.tolist(), strict=True))
+        assert sum(sets.values()) == 500
+        assert all(
+            times == (np.sort(experts_TK, 1) == row).all(1).sum() for row, times in sets.items()
+        )
+        sample = found.layer(layer)
+        assert sample.num_experts == E
+        assert sample.sets_PK.tolist() == experts_TK.tolist()
+        assert sample.ids_P.tolist() == ids_T2[:, 0].tolist()
+        for id_, expert, times in zip(*sample.counts, strict=True):
+            seen = (ids_T2[:, 0] == id_) & (experts_TK == expert).any(1)
+            assert seen.sum() == times
+        assert sample.counts.times_N.sum() == 500 * K
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 90), st.integers(0, 9))
+def test_counts_of_two_parts_add_up_to_the_counts_of_the_whole(
+    first: int, second: int, step: int, seed: int
+) -> None:
+    one, other = tokens(first, seed), tokens(second, seed + 100)
+    whole = tuple(np.concatenate(both) for both in zip(one, other, strict=True))
+    added = counted(one, step=step).merge(counted(other))
+    assert arrays_equal(added, counted((whole[0], whole[1]), step=step))
+
+
+def test_counts_of_another_model_do_not_add_up() -> None:
+    actual = counted(tokens(10, 0))
+    for name, other in (
+        ("checkpoint", dataclasses.replace(actual, checkpoint=b"x" * 32)),
+        ("tokenizer", dataclasses.replace(actual, tokenizer=b"x" * 32)),
+    ):
+        with pytest.raises(CheckpointError, match=f"of two {name}s do not add up"):
+            actual.merge(other)
+
+
+def test_memory_has_a_bound_whatever_comes_and_what_comes_often_stays() -> None:
+    """Every key but three comes once, and those three are spread thin among them."""
+    most, stream, heavy = 50, 200_000, {7: 40, 8: 25, 9: 17}
+    keys = np.arange(1000, 1000 + stream)
+    for key, every in heavy.items():
+        keys[key::every] = key
+    counts = BoundedCounts(most, np.int64)
+    for start in range(0, stream, 613):
+        counts.add(keys[start : start + 613])
+        assert counts.held <= 3 * most
+    found, times, short = counts.counted()
+    assert len(found) <= most
+    assert short <= stream / (most + 1)
+    for key in heavy:
+        truth = int((keys == key).sum())
+        assert truth > stream / (most + 1)
+        assert truth - short <= dict(zip(found.tolist(), times.tolist(), strict=True))[key] <= truth
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 12), st.integers(1, 40))
+def test_counts_stay_within_reported_error(stream: list[int], most: int, step: int) -> None:
+    counts = BoundedCounts(most, np.int64)
+    for start in range(0, len(stream), step):
+        counts.add(np.array(stream[start : start + step], np.int64))
+    keys, times, short = counts.counted()
+    found = dict(zip(keys.tolist(), times.tolist(), strict=True))
+    assert len(found) <= most
+    assert short * (most + 1) <= len(stream)
+    for key in set(stream):
+        truth = stream.count(key)
+        assert truth - short <= found.get(key, 0) <= truth
+
+
+def test_a_sum_of_bounded_counts_has_their_bound_too() -> None:
+    limits = CountLimits(sets=5, pairs=30, paths=20)
+    one, other = tokens(4000, 1), tokens(3000, 2)
+    added = counted(one, limits).merge(counted(other, limits), limits)
+    whole = counted((np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])))
+    assert added.counted == 7000
+    assert len(added.paths.ids_P2) == 20
+    for layer in LAYERS:
+        assert np.array_equal(added.layers[layer].together_EE, whole.layers[layer].together_EE)
+        for found, truth, most in (
+            (added.layers[layer].sets, whole.layers[layer].sets, 5),
+            (added.layers[layer].pairs, whole.layers[layer].pairs, 30),
+        ):
+            assert len(found.keys) <= most
+            known = dict(zip(found.keys.tolist(), found.times.tolist(), strict=True))
+            for key, times in zip(truth.keys.tolist(), truth.times.tolist(), strict=True):
+                assert times - found.short <= known.get(key, 0) <= times
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 60), st.lists(st.integers(0, 40), max_size=8), st.integers(0, 3))
+def test_sample_is_independent_of_batching(most: int, batches: list[int], seed: int) -> None:
+    ids_T2, paths_TLK = tokens(sum(batches), seed)
+    ids, paths = ids_T2.astype(np.int32), paths_TLK.astype(np.int16)
+    whole, parts = (PathSample(most, len(LAYERS), K, seed) for _ in range(2))
+    whole.add(ids, paths)
+    start = 0
+    for count in batches:
+        parts.add(ids[start : start + count], paths[start : start + count])
+        start += count
+    one, other = whole.sample(), parts.sample()
+    assert np.array_equal(one.ids_P2, other.ids_P2)
+    assert np.array_equal(one.paths_PLK, other.paths_PLK)
+    assert len(one.ids_P2) == len(one.paths_PLK) == min(most, sum(batches))
+
+
+def numbered(first: int, count: int) -> RoutingPaths:
+    ids = np.arange(first, first + count, dtype=np.int32)
+    return RoutingPaths(np.stack([ids, ids], 1), np.zeros((count, 1, K), np.int16))
+
+
+def test_every_token_is_as_likely_in_a_sample_as_any_other() -> None:
+    of_tenth = np.zeros(10)
+    for seed in range(200):
+        sample = PathSample(50, 1, K, seed)
+        sample.add(*numbered(0, 30))
+        sample.add(*numbered(30, 970))
+        of_tenth += np.bincount(sample.sample().ids_P2[:, 0] // 100, minlength=10)
+    assert np.abs(of_tenth / 1000 - 1.0).max() < 0.15  # 1,000 expected, a deviation is 30
+
+
+def test_a_sum_of_samples_has_each_part_by_its_tokens() -> None:
+    one, other = numbered(0, 100), numbered(1000, 100)
+    both = together(one, 9000, other, 1000, 100)
+    assert len(both.ids_P2) == 100
+    assert 80 <= (both.ids_P2[:, 0] < 1000).sum() <= 98
+    whole = together(numbered(0, 30), 30, numbered(1000, 20), 20, 100)
+    assert len(whole.ids_P2) == 50
+    large = together(one, 3 * 10**9, other, 10**9, 100)
+    assert 60 <= (large.ids_P2[:, 0] < 1000).sum() <= 90
+
+
+def test_a_set_has_a_key_that_sorts_as_it_does() -> None:
+    sets = np.array([[0, 1, 300], [0, 2, 3], [0, 256, 257], [1, 2, 3]], np.int16)
+    keys = keys_of_sets(sets)
+    assert np.array_equal(np.sort(keys), keys[np.lexsort(sets.T[::-1])])
+    assert np.array_equal(sets_of_keys(keys, 3), sets)
+
+
+@pytest.mark.parametrize(
+    ("ids", "paths", "named"),
+    [
+        ([[V, -1]], [[[0, 1]] * 3], "token ids"),
+        ([[-1, -1]], [[[0, 1]] * 3], "token ids"),
+        ([[0, -2]], [[[0, 1]] * 3], "token ids"),
+        ([[0, -1]], [[[0, E]] * 3], "experts"),
+        ([[0, -1]], [[[-1, 0]] * 3], "experts"),
+        ([[0, -1]], [[[1, 1]] * 3], "an expert twice"),
+        ([[0, -1]], [[[0, 1]] * 2], "paths of shape"),
+        ([[0, -1, 3]], [[[0, 1]] * 3], "ids of shape"),
+    ],
+)
+def test_what_the_model_cannot_have_routed_is_not_counted(
+    ids: list[list[int]], paths: list[list[list[int]]], named: str
+) -> None:
+    counter = RoutingCounter(OF)
+    with pytest.raises(ValueError, match=f"routing to count: {named}"):
+        counter.add(np.array(ids), np.array(paths))
+    assert counter.tokens == 0
+
+
+def test_merging_empty_counts_changes_no_counts() -> None:
+    empty = RoutingCounter(OF).counts()
+    some = counted(tokens(30, 0))
+    assert arrays_equal(empty.merge(some), some)
+    assert arrays_equal(some.merge(empty), some)

@@ -1,0 +1,411 @@
+"""When experts follow the traffic: steps that pay and fit, numbers used once, no thrashing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from contracts.config import PlacementConfig
+from contracts.placement import Placement
+from planner.placement.rebalance_policy import (
+    LEAST_TOKENS,
+    POLL_INTERVAL_S,
+    MoveCosts,
+    RebalancePolicy,
+    RebalanceStep,
+    find_rebalance_step,
+)
+from planner.placement.routing import measure
+from planner.placement.routing_window import (
+    MOST_TOKENS,
+    SETTLED_S,
+    WINDOW_S,
+    RoutingWindow,
+    WindowRouting,
+)
+from planner.placement.slots import layer_slots
+
+E, LAYERS, K = 8, 3, 2
+COSTS = MoveCosts(expert_bytes=1000, pair_ms=0.005, copy_ms=0.02)
+CONFIG = PlacementConfig(rebalance="continuous")
+# Of two kinds of text: experts that go together, which contiguous halves tear apart. Together they
+# are one ring of eight: no two halves suit both.
+PAIRS = {
+    "one": [(0, 4), (1, 5), (2, 6), (3, 7)],
+    "other": [(4, 1), (5, 2), (6, 3), (7, 0)],
+    # of two more, some experts are much hotter
+    "front": [(0, 4), (1, 5), (0, 4), (1, 5)],
+    "back": [(4, 1), (7, 0), (7, 0), (7, 0)],
+}
+
+
+def paths_of(kind: str, tokens: int, seed: int) -> NDArray[np.int16]:
+    random = np.random.default_rng(seed)
+    return np.array(PAIRS[kind], np.int16)[random.integers(0, 4, (tokens, LAYERS))]
+
+
+def routing_of(*kinds: str, tokens: int = 2048, per_s: float = 2000.0) -> WindowRouting:
+    """Equally long runs, one after the other."""
+    each = [paths_of(kind, tokens // len(kinds), seed) for seed, kind in enumerate(kinds)]
+    paths_PLK = np.concatenate(each)
+    return WindowRouting(E, per_s, np.arange(len(paths_PLK), dtype=np.int32) % 50, paths_PLK)
+
+
+def placement(*, spare: int = 0, ranks: int = 2) -> Placement:
+    """In order; layer 0 has no experts; spare slots have the first experts that a rank lacks."""
+    share = E // ranks
+    line: list[int] = []
+    for rank in range(ranks):
+        own = list(range(rank * share, (rank + 1) * share))
+        line += own + [expert for expert in range(E) if expert not in own][:spare]
+    lines = ((), *(tuple(line) for _ in range(LAYERS)))
+    return Placement(num_experts=E, slots_per_rank=(share + spare,) * ranks, expert_of_slot=lines)
+
+
+def copies(kind: str, placed: Placement) -> float:
+    routing = routing_of(kind)
+    lines = placed.expert_of_slot[1:]
+    return float(
+        np.mean([
+            measure(routing.layer(n), layer_slots(line, placed.slots_per_rank)).copies
+            for n, line in enumerate(lines)
+        ])
+    )  # fmt: skip
+
+
+def loads_of(before: Placement, after: Placement) -> list[int]:
+    """Experts that each rank brings in."""
+    return [
+        sum(
+            len(set(new) - set(before.experts_of(rank)[layer]))
+            for layer, new in after.experts_of(rank).items()
+        )
+        for rank in range(before.ranks)
+    ]
+
+
+# --- one step
+
+
+def test_coactivated_experts_are_placed_together() -> None:
+    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
+    assert step is not None
+    assert copies("one", placement()) == 2.0
+    assert copies("one", step.placement) == 1.0
+    assert (step.is_whole, step.placement.generation) == (True, 1)
+    assert step.gain_fraction > 0.1
+
+
+def test_traffic_that_experts_suit_moves_nothing() -> None:
+    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
+    assert step is not None
+    assert (
+        find_rebalance_step(routing_of("one"), step.placement, COSTS, CONFIG, generation=2) is None
+    )
+
+
+def test_what_would_help_only_the_newer_half_of_the_window_has_to_wait() -> None:
+    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
+    assert step is not None
+    turned = routing_of("one", "other")
+    assert find_rebalance_step(turned, step.placement, COSTS, CONFIG, generation=2) is None
+    whole = find_rebalance_step(routing_of("other"), step.placement, COSTS, CONFIG, generation=2)
+    assert whole is not None
+    assert copies("other", whole.placement) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("per_s", "payback_s", "moves"),
+    [(2000.0, 60.0, True), (0.001, 60.0, False), (2000.0, 1e-4, False)],
+    ids=["much traffic", "hardly any traffic", "too soon"],
+)
+def test_a_move_must_save_what_it_costs(per_s: float, payback_s: float, moves: bool) -> None:
+    """Two experts of 1 MB for a rank and layer take 20 ms to bring in."""
+    config = PlacementConfig(rebalance="continuous", payback_s=payback_s)
+    costs = COSTS._replace(expert_bytes=1_000_000)
+    step = find_rebalance_step(
+        routing_of("one", per_s=per_s), placement(), costs, config, generation=1
+    )
+    assert (step is not None) == moves
+
+
+def test_without_measured_stages_moves_are_judged_by_an_even_share_of_the_time() -> None:
+    unknown = MoveCosts(expert_bytes=1000)
+    step = find_rebalance_step(routing_of("one"), placement(), unknown, CONFIG, generation=1)
+    assert step is not None
+    assert copies("one", step.placement) == 1.0
+
+
+@given(st.integers(0, 12), st.integers(0, 2), st.sampled_from([2, 4]), st.sampled_from(list(PAIRS)))
+@settings(max_examples=30, deadline=None)
+def test_each_step_stays_within_move_bytes_and_gains(
+    most: int, spare: int, ranks: int, kind: str
+) -> None:
+    current = placement(spare=spare, ranks=ranks)
+    config = PlacementConfig(rebalance="continuous", max_move_bytes=most * 1000 + 1)
+    for generation in range(1, 20):
+        step = find_rebalance_step(routing_of(kind), current, COSTS, config, generation=generation)
+        if step is None:
+            return
+        loads = loads_of(current, step.placement)
+        assert 0 < max(loads) <= most
+        assert max(loads) * 1000 == step.load_bytes
+        assert copies(kind, step.placement) <= copies(kind, current) + 1e-9
+        current = step.placement
+    raise AssertionError("steps without an end")
+
+
+def test_a_change_that_is_too_large_is_made_in_several_steps() -> None:
+    current, steps = placement(), 0
+    config = PlacementConfig(rebalance="continuous", max_move_bytes=2500)
+    while True:
+        step = find_rebalance_step(routing_of("one"), current, COSTS, config, generation=steps + 1)
+        if step is None:
+            break
+        current, steps = step.placement, steps + 1
+    assert copies("one", current) == 1.0
+    assert steps == LAYERS  # two experts of a layer for each rank
+
+
+def test_layers_that_rest_and_layers_that_time_is_out_for_stay() -> None:
+    step = find_rebalance_step(
+        routing_of("one"), placement(), COSTS, CONFIG, generation=1, min_gains={1: 1.0, 2: 1.0}
+    )
+    assert step is not None
+    assert step.placement.expert_of_slot[1:3] == placement().expert_of_slot[1:3]
+    replies: Iterator[bool] = iter([True, False])
+    cut = find_rebalance_step(
+        routing_of("one"),
+        placement(),
+        COSTS,
+        CONFIG,
+        generation=1,
+        should_continue=lambda: next(replies),
+    )
+    assert cut is not None
+    changed = [
+        a != b
+        for a, b in zip(
+            cut.placement.expert_of_slot[1:], placement().expert_of_slot[1:], strict=True
+        )
+    ]
+    assert (sum(changed), cut.is_whole) == (1, False)
+
+
+# --- over time
+
+
+class Clockwork:
+    """A group whose moves take `move_s`, and a follower, on a clock of its own."""
+
+    def __init__(self, config: PlacementConfig = CONFIG, move_s: float = 0.5) -> None:
+        self.window = RoutingWindow(E, LAYERS, K, vocab_size=50)
+        self.follower = RebalancePolicy(placement(), config)
+        self.config, self.move_s, self.now_s = config, move_s, 0.0
+        self.steps: list[tuple[float, RebalanceStep]] = []
+        self.answers = True
+
+    def run(self, kind: str, seconds: float, tokens_per_s: int = 256) -> None:
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            count = tokens_per_s // 2
+            paths = paths_of(kind, count, round(2 * self.now_s))
+            ids = np.stack([np.arange(count) % 50, np.full(count, -1)], axis=1)
+            self.window.add(
+                self.now_s, 10 * count, ids.astype("<i4").tobytes(), paths.astype("<i2").tobytes()
+            )
+            self._poll()
+
+    def _poll(self) -> None:
+        follower, routing = self.follower, self.window.routing(self.now_s)
+        if self.steps and follower.pending and self.answers:
+            sent_s, sent = self.steps[-1]
+            if self.now_s >= sent_s + self.move_s:
+                for rank in range(2):
+                    follower.retired(f"expert-{rank}", sent.placement.generation, self.now_s)
+        if not follower.is_due(self.now_s, routing):
+            return
+        step = find_rebalance_step(
+            routing,
+            follower.current,
+            COSTS,
+            self.config,
+            generation=follower.newest + 1,
+            min_gains=follower.min_gains(self.now_s),
+        )
+        if step is None:
+            follower.record_no_step(self.now_s)
+            return
+        follower.proposed(step, self.now_s)
+        self.steps.append((self.now_s, step))
+
+
+def test_experts_follow_a_turn_of_the_traffic_within_its_window() -> None:
+    group = Clockwork()
+    group.run("one", 30)
+    assert copies("one", group.follower.current) == 1.0
+    group.run("other", 30)
+    assert copies("other", group.follower.current) == 1.0
+    turned = [at_s for at_s, _ in group.steps if at_s > 30]
+    assert 30 < turned[0] <= 30 + WINDOW_S + 2
+
+
+@pytest.mark.parametrize("turn_s", [1, 3, 5])
+def test_traffic_in_quick_turns_is_one_mixture(turn_s: int) -> None:
+    group = Clockwork()
+    for _ in range(120 // turn_s):
+        group.run("one", turn_s)
+        group.run("other", turn_s)
+    assert len(group.steps) <= LAYERS * group.now_s / CONFIG.payback_s
+
+
+def test_slow_turns_are_followed_ever_more_rarely() -> None:
+    group = Clockwork()
+    for _ in range(12):
+        group.run("one", 40)
+        group.run("other", 40)
+    half = group.now_s / 2
+    early = sum(at_s <= half for at_s, _ in group.steps)
+    late = sum(at_s > half for at_s, _ in group.steps)
+    assert late <= 0.75 * early
+
+
+def test_generations_are_used_once_and_grow() -> None:
+    group = Clockwork()
+    group.follower.held(placement(), newest=41)  # one that failed, before this planner began
+    for kind in ("one", "other", "one"):
+        group.run(kind, 60)
+    numbers = [step.placement.generation for _, step in group.steps]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 42
+
+
+def test_off_proposes_no_step_and_once_stops_after_one_complete_change() -> None:
+    for rebalance, most in (("off", 0), ("once", 1)):
+        group = Clockwork(PlacementConfig(rebalance=rebalance))  # type: ignore[arg-type]
+        for kind in ("one", "other", "one"):
+            group.run(kind, 60)
+        assert len(group.steps) == most
+
+
+def test_once_goes_on_until_all_steps_of_the_change_are_made() -> None:
+    group = Clockwork(PlacementConfig(rebalance="once", max_move_bytes=2500))
+    group.run("one", 60)
+    assert len(group.steps) == LAYERS
+    group.run("other", 60)
+    assert len(group.steps) == LAYERS
+    assert copies("one", group.follower.current) == 1.0
+
+
+def test_after_failures_it_waits_longer_and_longer() -> None:
+    group = Clockwork()
+    group.answers = False
+    gaps: list[float] = []
+    for _ in range(4):
+        while len(group.steps) == len(gaps):
+            group.run("one", 1)
+        gaps.append(group.now_s)
+        group.follower.record_failure(group.follower.newest, group.now_s)
+    waits = np.diff(gaps)
+    assert (waits[1:] >= 1.8 * waits[:-1]).all()
+    assert group.follower.current == placement()
+
+
+def test_proposal_times_out_and_a_late_outcome_is_accepted() -> None:
+    group = Clockwork(PlacementConfig(rebalance="continuous", move_timeout_s=10.0))
+    group.answers = False
+    group.run("one", 40)
+    assert len(group.steps) == 2  # again after its time, and a rest
+    first = group.steps[0][1].placement
+    for rank in range(2):
+        group.follower.retired(f"expert-{rank}", first.generation, group.now_s)
+    assert group.follower.current == first
+
+
+def test_one_rank_alone_has_not_moved_the_group() -> None:
+    group = Clockwork()
+    group.answers = False
+    group.run("one", 10)
+    step = group.steps[0][1].placement
+    for _ in range(2):
+        group.follower.retired("expert-0", step.generation, group.now_s)
+    assert group.follower.current == placement()
+    group.follower.retired("expert-1", step.generation, group.now_s)
+    assert group.follower.current == step
+
+
+def test_a_turn_of_the_traffic_is_followed_as_soon_as_it_has_lasted() -> None:
+    """And from no traffic but what came since."""
+    group = Clockwork()
+    group.run("front", 24)
+    group.run("back", 12)
+    turned = [at_s for at_s, _ in group.steps if at_s > 24]
+    assert 24 + SETTLED_S <= turned[0] <= 24 + SETTLED_S + POLL_INTERVAL_S
+    assert copies("back", group.follower.current) == 1.0
+    assert group.window.routing(group.now_s).shifted_s == pytest.approx(24, abs=1)
+
+
+def test_what_moved_by_traffic_of_before_a_turn_does_not_rest() -> None:
+    group = Clockwork()
+    group.run("front", 6)
+    moved_s = group.steps[-1][0]
+    group.run("back", SETTLED_S - 1)
+    assert group.steps[-1][0] == moved_s
+    group.run("back", 1 + POLL_INTERVAL_S)
+    assert moved_s < group.steps[-1][0] < moved_s + WINDOW_S
+
+
+@pytest.mark.parametrize("turn_s", [1, 2, 3, 5])
+def test_kinds_in_quick_turns_are_no_turn(turn_s: int) -> None:
+    group = Clockwork()
+    for kind in ("front", "back") * (24 // turn_s):
+        group.run(kind, turn_s)
+    assert group.window.routing(group.now_s).shifted_s < WINDOW_S  # while it fills, it may seem so
+    assert len(group.steps) <= LAYERS
+
+
+# --- the window
+
+
+def test_the_window_forgets_what_is_old_and_what_is_too_much() -> None:
+    window = RoutingWindow(E, LAYERS, K, vocab_size=50)
+
+    def add(now_s: float, tokens: int) -> None:
+        ids = np.zeros((tokens, 2), "<i4")
+        window.add(now_s, tokens, ids.tobytes(), paths_of("one", tokens, 0).tobytes())
+
+    for second in range(100):
+        add(float(second), 1000)
+        assert window.routing(float(second)).sampled <= MOST_TOKENS
+    assert window.routing(99.0).tokens_per_s == pytest.approx(1000)
+    assert window.routing(99.0 + 2 * WINDOW_S).sampled == 0
+    add(200.0, 3 * MOST_TOKENS)
+    assert window.routing(200.0).sampled == MOST_TOKENS
+    assert LEAST_TOKENS < MOST_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("ids", "paths", "message"),
+    [
+        pytest.param([[1, -1]], [[[0, 8]] * 3], "experts 0 to 8 of 8", id="no such expert"),
+        pytest.param([[1, -1]], [[[-1, 2]] * 3], "experts -1 to 2", id="negative expert"),
+        pytest.param([[1, -1]], [[[3, 3]] * 3], "an expert twice", id="twice"),
+        pytest.param([[50, -1]], [[[0, 1]] * 3], "vocabulary of 50", id="no such token"),
+        pytest.param([[-1, -1]], [[[0, 1]] * 3], "token ids -1", id="no token"),
+        pytest.param([[1, -1]] * 2, [[[0, 1]] * 3], "16 bytes of ids and 12", id="too short"),
+        pytest.param([[1, -1]], [[[0, 1]] * 4], "8 bytes of ids and 16", id="too many layers"),
+        pytest.param([[1, -1]] * 3, [[[0, 1]] * 3] * 3, "3 tokens are sampled of 2", id="more"),
+    ],
+)
+def test_what_no_rank_of_this_model_sends_is_refused(
+    ids: list[list[int]], paths: list[list[list[int]]], message: str
+) -> None:
+    window = RoutingWindow(E, LAYERS, K, vocab_size=50)
+    with pytest.raises(ValueError, match=message):
+        window.add(0.0, 2, np.array(ids, "<i4").tobytes(), np.array(paths, "<i2").tobytes())
+    assert window.routing(0.0).sampled == 0

@@ -1,0 +1,137 @@
+"""The choice at a yield, by hand; on random schedules: tests/property/test_share_credit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from contracts.requests import Priority
+from planner.scheduling.preemption import LatencyPass, Preemption
+
+
+class Work(NamedTuple):
+    priority: int
+    name: str = ""
+    is_started: bool = False
+    slice_s: float = 1.0
+
+
+LS, BE = Work(Priority.LS), Work(Priority.BE)
+STARTED_BE = Work(Priority.BE, is_started=True)
+LATE, IN_TIME = LatencyPass(10.0, 20.0), LatencyPass(1000.0, 20.0)
+
+
+def last(ready: Sequence[Work]) -> Work:
+    return ready[-1]
+
+
+class Rig:
+    """A choice of share 0.25 and its clock."""
+
+    def __init__(self, be_share: float = 0.25) -> None:
+        self.on_blocked: list[float] = []
+        self.on_resumed: list[float] = []
+        self.choice: Preemption[Work] = Preemption(
+            last,
+            be_share=be_share,
+            on_blocked=self.on_blocked.append,
+            on_resumed=self.on_resumed.append,
+        )
+        self.now_s = 0.0
+
+    def pick(self, *ready: Work, live: Sequence[LatencyPass] = ()) -> Work | None:
+        return self.choice.pick(ready, live, self.now_s)
+
+    def run(self, work: Work, seconds: float) -> None:
+        start_s, self.now_s = self.now_s, self.now_s + seconds
+        self.choice.ran(work, start_s, self.now_s)
+
+
+def test_ls_goes_first_by_the_given_order() -> None:
+    rig = Rig()
+    later = Work(Priority.LS, "later")
+    assert rig.pick(BE, LS, later, BE) is later
+    assert rig.pick(LS) is LS
+    assert rig.pick() is None
+
+
+def test_started_be_work_runs_first_regardless_of_order() -> None:
+    assert Rig().pick(STARTED_BE, BE) is STARTED_BE
+
+
+def test_be_goes_first_once_its_share_is_owed_until_it_has_had_it() -> None:
+    rig = Rig()
+    assert rig.pick(LS, BE) is LS
+    rig.run(LS, 6.0)
+    assert rig.pick(LS, BE) is BE, "it is owed 1.5 s"
+    rig.run(BE, 1.0)
+    assert rig.pick(LS, STARTED_BE) is STARTED_BE, "and still 0.75 s"
+    rig.run(STARTED_BE, 1.0)
+    assert rig.pick(LS, STARTED_BE) is LS
+
+
+def test_no_credit_accrues_while_be_is_absent() -> None:
+    rig = Rig()
+    assert rig.pick(LS) is LS
+    rig.run(LS, 100.0)
+    assert rig.pick(LS, BE) is LS
+    rig.now_s += 0.5
+    rig.run(LS, 1.0)
+    assert rig.pick(LS, BE) is BE, "from the first choice that sees it"
+
+
+def test_be_is_held_for_a_due_time_but_not_beyond_its_share() -> None:
+    rig = Rig()
+    assert rig.pick(BE, live=[IN_TIME, LATE]) is None
+    rig.now_s += 2.0
+    assert rig.pick(BE, live=[LATE]) is BE, "it is owed half a second"
+    rig.run(BE, 4.0)
+    assert rig.pick(STARTED_BE, live=[LATE]) is None
+    rig.now_s += 2.0
+    assert rig.pick(STARTED_BE, live=[IN_TIME]) is STARTED_BE
+    assert rig.choice.held_s == 4.0
+    assert rig.choice.preempted == 0, "nobody went before it"
+
+
+def test_live_passes_are_read_only_when_be_may_be_held() -> None:
+    def unread() -> Iterator[LatencyPass]:
+        pytest.fail("read")
+        yield IN_TIME
+
+    choice: Preemption[Work] = Preemption(last, be_share=0.25)
+    assert choice.pick([LS, BE], unread(), 0.0) is LS
+    assert choice.pick([LS], unread(), 0.0) is LS
+
+
+def test_after_work_was_dropped_idle_time_makes_no_credit_and_is_not_held() -> None:
+    """An expert rank loses the attention rank whose work waits, and is asked for nothing for long:
+    without `forget` what comes then would keep LS waiting for as long again."""
+    for live in ((), (LATE,)):
+        rig = Rig()
+        rig.pick(*(() if live else (LS,)), BE, live=live)
+        if not live:
+            rig.run(LS, 1.0)
+        rig.choice.forget()
+        rig.now_s += 3600.0
+        rig.pick(LS, BE)
+        rig.run(LS, 1.0)
+        rig.pick(BE)
+        rig.run(BE, 1.0)
+        assert rig.pick(LS, BE) is LS
+        assert rig.choice.held_s == 0.0
+
+
+def test_preemption_counts_once_and_reports_both_waits() -> None:
+    rig = Rig(be_share=0.0)
+    assert rig.pick(BE) is BE
+    rig.run(BE, 3.0)
+    for _ in range(2):  # another slice of the same LS task is no other preemption
+        assert rig.pick(LS, STARTED_BE) is LS
+        rig.run(LS, 5.0)
+    assert rig.pick(STARTED_BE) is STARTED_BE
+    rig.run(STARTED_BE, 1.0)
+    assert (rig.choice.preempted, rig.on_blocked, rig.on_resumed) == (1, [3.0], [10.0])
+    rig.pick(LS, BE)
+    assert rig.choice.preempted == 1, "none that has begun stood at a yield"
