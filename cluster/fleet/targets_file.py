@@ -34,6 +34,9 @@ class ListedTarget(msgspec.Struct, frozen=True):
         return [f"http://{target}{self.labels.get(_PATH_LABEL, '')}" for target in self.targets]
 
 
+_DECODER: Final = msgspec.json.Decoder(list[ListedTarget])
+
+
 def targets_path(config: TandemConfig) -> Path | None:
     """Of the application of that name, as far as its launcher runs on this machine."""
     folders = [config.metrics.targets or LOCAL_TARGETS]
@@ -54,7 +57,7 @@ def read_targets(path: Path) -> list[ListedTarget]:
         raise ConfigError(f"{path}: belongs to user {owner}, not to us: it may name anybody")
     try:
         if len(data) <= _MAX_BYTES:
-            return msgspec.json.decode(data, type=list[ListedTarget])
+            return _DECODER.decode(data)
     except (msgspec.DecodeError, RecursionError):
         pass
     raise ConfigError(f"{path}: is no list of targets of at most {_MAX_BYTES} bytes")

@@ -15,7 +15,7 @@ DECLARED = {name: one for name, one in vars(metrics).items() if isinstance(one, 
 SETTERS = {  # of `Telemetry`
     MetricKind.COUNTER: {"count", "read", "read_each"},
     MetricKind.GAUGE: {"set", "read", "read_each"},
-    MetricKind.HISTOGRAM: {"observe", "_observe", "noting"},
+    MetricKind.HISTOGRAM: {"observe", "_observe", "buffered_observer"},
 }
 LABELS_OF_TARGETS = {
     "cluster",

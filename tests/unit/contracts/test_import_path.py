@@ -47,7 +47,7 @@ def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path
     """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
     command = "from cluster.cli.main import main; main(['--help'])"
-    before = "from cluster.cli.current_folder import leave_current_folder as leave; leave(); "
+    before = "from cluster.cli.current_folder import remove_current_folder as leave; leave(); "
     done = run("-c", before + command, cwd=folder, path=f":{ROOT}")
     assert "folder one stands in" not in done.stderr
     assert "usage: tandem" in done.stdout
