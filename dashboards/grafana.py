@@ -49,9 +49,7 @@ def board_json(page: BoardSpec) -> dict[str, Any]:
         board = board.with_variable(_variable(name))
     number, y = 1, 0
     for row in page.rows:
-        board = board.with_row(
-            dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y))
-        )
+        board = board.with_row(dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y)))
         number, y, x = number + 1, y + 1, 0
         height = _STAT_HEIGHT if row.panels[0].is_stat else _HEIGHT
         for panel in row.panels:

@@ -12,9 +12,9 @@ import pytest
 
 from actors.telemetry.exporter import ExporterThread
 from actors.telemetry.telemetry import Telemetry
+from cluster.fleet import targets_file
 from cluster.fleet.targets_file import targets_path
 from cluster.http.server import free_port
-from cluster.fleet import targets_file
 from cluster.tools.doctor import server_checks
 from cluster.tools.doctor.findings import check_keys
 from cluster.tools.doctor.server_checks import check_exporters
