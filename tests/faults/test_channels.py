@@ -81,7 +81,7 @@ def test_a_nested_frame_of_a_peer_is_a_bad_frame(backend: str) -> None:
     """FINDINGS A8."""
     with linked(backend) as (left, right):
         link: Any = left._links["right"]  # type: ignore[attr-defined]
-        sock = link._sock if backend == "tcp" else link._header_link.sock
+        sock = link._sock if backend == "tcp" else link._frames.sock
         sock.sendall(raw_frame(backend, NESTED))
         (lost,) = wait_for(right, PeerLost)
         assert isinstance(lost.error, PeerError)

@@ -346,5 +346,5 @@ def _address(end: Endpoint) -> str:
 
 def socket_of(end: Any) -> socket.socket:
     (link,) = end._links.values()
-    sock: socket.socket = link._sock if hasattr(link, "_sock") else link._header_link.sock
+    sock: socket.socket = link._sock if hasattr(link, "_sock") else link._frames.sock
     return sock

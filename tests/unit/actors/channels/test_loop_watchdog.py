@@ -110,4 +110,4 @@ def test_stalled_event_loop_is_reported(caplog: pytest.LogCaptureFixture) -> Non
     asyncio.run(stand_still())
     watch.close()
     caplog.handler.removeFilter(on_record)
-    assert "assert told.wait(10.0)" in caplog.records[0].getMessage()
+    assert "assert logged.wait(10.0)" in caplog.records[0].getMessage()
