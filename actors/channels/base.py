@@ -87,6 +87,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
+def spec_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
+    """Return the spec of `tensor`, as `dtype` if one is given."""
+    return TensorSpec(str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
 @functools.cache
 def dtype_named(name: str) -> torch.dtype:
     """torch's dtype of that name. Raises ChannelError."""
@@ -245,3 +250,20 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Closes every link, ends every thread, removes every file. May be called twice."""
+
+
+def send_tensors(
+    endpoint: Endpoint,
+    peer: str,
+    header: Header,
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy `tensors` into channel memory, as `dtype` if one is given, and send them.
+
+    Raises as `Endpoint.reserve`.
+    """
+    reservation = endpoint.reserve(peer, [spec_of(tensor, dtype) for tensor in tensors])
+    for slot, tensor in zip(reservation.tensors, tensors, strict=True):
+        slot.copy_(tensor)
+    endpoint.commit(reservation, header)

@@ -26,12 +26,20 @@ from actors.channels.base import (
     Packet,
     PacketKind,
     PeerLost,
-    TensorSpec,
+    send_tensors,
     transfer_span,
     transfers,
 )
 from actors.moe.backend import TaskKey
-from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
+from actors.moe.dispatch import (
+    DispatchCounts,
+    RankSlice,
+    add_slice,
+    fill_slice,
+    plan_dispatch,
+    send_slice,
+    slice_parts,
+)
 from actors.moe.merged_call import merge
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
@@ -39,7 +47,7 @@ from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement
 from contracts.plan import Plan
 from contracts.traces import Stage
-from kernels.steps import Steps
+from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
@@ -123,19 +131,20 @@ class AllToAll:
         own: Packet | None = None
         for rank, worker in enumerate(self._workers):
             piece = slices.get(rank) or self._empty(rank)
+            header = self._header(PacketKind.A2E, layer)
             if worker == self._endpoint.name:
-                header = self._header(PacketKind.A2E, layer)
-                own = Packet(worker, header, _tensors(piece, x_TD), self._clock(), None)
+                own = Packet(worker, header, _packed(piece, x_TD), self._clock(), None)
             else:
-                self._send(worker, self._header(PacketKind.A2E, layer), _tensors(piece, x_TD))
+                send_slice(self._endpoint, worker, header, piece, x_TD)
         assert own is not None
         packets = self._receive(PacketKind.A2E, layer)
         local = self._run_experts(layer, {**packets, own.peer: own})
         replies = self._receive(PacketKind.E2A, layer)
         out_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         for rank, worker in enumerate(self._workers):
-            y_UD = local if worker == own.peer else replies[worker].tensors[0]
-            _add(out_TD, slices.get(rank), y_UD)
+            if rank in slices:
+                y_UD = local if worker == own.peer else replies[worker].tensors[0]
+                run_to_end(add_slice(out_TD, slices[rank], y_UD))
         for packet in replies.values():
             packet.release()
         return out_TD
@@ -151,8 +160,8 @@ class AllToAll:
             if packet.peer == self._endpoint.name:
                 local = rows
             else:
-                rows = rows.to(packet.tensors[0].dtype)
-                self._send(packet.peer, self._header(PacketKind.E2A, layer), [rows])
+                header, dtype = self._header(PacketKind.E2A, layer), packet.tensors[0].dtype
+                send_tensors(self._endpoint, packet.peer, header, [rows], dtype)
             packet.release()
         return local
 
@@ -164,13 +173,6 @@ class AllToAll:
     def _header(self, kind: PacketKind, layer: int) -> Header:
         now_s = self._clock()
         return Header(kind, self._endpoint.epoch, self._pass, layer, 0, 0, sent_s=now_s)
-
-    def _send(self, peer: str, header: Header, tensors: Sequence[Tensor]) -> None:
-        parts = [TensorSpec(str(tensor.dtype)[6:], tuple(tensor.shape)) for tensor in tensors]
-        reservation = self._endpoint.reserve(peer, parts)
-        for place, tensor in zip(reservation.tensors, tensors, strict=True):
-            place.copy_(tensor)
-        self._endpoint.commit(reservation, header)
 
     # --- waiting
 
@@ -218,26 +220,11 @@ class AllToAll:
         self._arrived[header.kind, header.batch, header.layer, packet.peer] = packet
 
 
-def _tensors(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
-    """As an A2E packet has them (actors/engine/executor.py): x_UD, index_N, weights_N, counts_e."""
-    rows_U = piece.rows_U
-    x_UD = x_TD[piece.start : piece.stop] if rows_U is None else x_TD[torch.from_numpy(rows_U)]
-    return [
-        x_UD,
-        torch.from_numpy(piece.index_N),
-        torch.from_numpy(piece.weights_N),
-        torch.from_numpy(piece.counts_e),
-    ]
-
-
-def _add(out_TD: Tensor, piece: RankSlice | None, y_UD: Tensor) -> None:
-    if piece is None:
-        return
-    if piece.rows_U is None:
-        out_TD[piece.start : piece.stop] += y_UD
-    else:
-        rows_U = torch.from_numpy(piece.rows_U).to(out_TD.device)
-        out_TD.index_add_(0, rows_U, y_UD.to(out_TD.dtype))
+def _packed(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
+    parts = slice_parts(piece, x_TD)
+    tensors = [torch.empty(p.shape, dtype=p.torch_dtype, device=x_TD.device) for p in parts]
+    fill_slice(piece, x_TD, tensors)
+    return tensors
 
 
 class LockstepPending(NamedTuple):

@@ -18,11 +18,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from actors.channels.base import Endpoint, Header, TensorSpec
 from actors.telemetry.rank_metrics import growth
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
+from kernels.steps import Steps, add_tiled, row_tiles
 from planner.placement.slots import LayerSlots
 
 Rows = tuple[NDArray[np.int64] | None, NDArray[np.int32]]  # rows_U and index_N
@@ -160,6 +164,50 @@ def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[
         found.append((rows_U, index_N[piece[5]]))
         first += rows
     return found
+
+
+def slice_parts(piece: RankSlice, x_TD: Tensor) -> list[TensorSpec]:
+    """Return the parts of an A2E packet: x_UD, index_N, weights_N, counts_e."""
+    pairs = len(piece.index_N)
+    return [
+        TensorSpec(str(x_TD.dtype).removeprefix("torch."), (piece.num_rows, x_TD.shape[1])),
+        TensorSpec("int32", (pairs,)),
+        TensorSpec("float32", (pairs,)),
+        TensorSpec("int32", (len(piece.counts_e),)),
+    ]
+
+
+def fill_slice(piece: RankSlice, x_TD: Tensor, out: Sequence[Tensor]) -> None:
+    """Write the packet of `piece` to `out`, laid out as `slice_parts`."""
+    x_UD, index_N, weights_N, counts_e = out
+    if piece.rows_U is None:
+        x_UD.copy_(x_TD[piece.start : piece.stop])
+    else:
+        rows_U = torch.from_numpy(piece.rows_U).to(x_TD.device)
+        torch.index_select(x_TD, 0, rows_U, out=x_UD)
+    index_N.copy_(torch.from_numpy(piece.index_N))
+    weights_N.copy_(torch.from_numpy(piece.weights_N))
+    counts_e.copy_(torch.from_numpy(piece.counts_e))
+
+
+def send_slice(
+    endpoint: Endpoint, peer: str, header: Header, piece: RankSlice, x_TD: Tensor
+) -> None:
+    """Send the rows and pairs of `piece` to `peer`. Raises as `Endpoint.reserve`."""
+    reservation = endpoint.reserve(peer, slice_parts(piece, x_TD))
+    fill_slice(piece, x_TD, reservation.tensors)
+    endpoint.commit(reservation, header)
+
+
+def add_slice(total_TD: Tensor, piece: RankSlice, y_UD: Tensor) -> Steps[None]:
+    """Add the answer to `piece` to the rows that it came from, tile by tile."""
+    if piece.rows_U is None:
+        yield from add_tiled(total_TD[piece.start : piece.stop], y_UD)
+        return
+    rows_U = torch.from_numpy(piece.rows_U).to(total_TD.device)
+    for tile in row_tiles(y_UD):
+        total_TD.index_add_(0, rows_U[tile], y_UD[tile].to(total_TD.dtype))
+        yield
 
 
 TOP_EXPERTS = 8  # looked for at each scrape

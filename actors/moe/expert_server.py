@@ -16,17 +16,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import msgspec
 import torch
 
 from actors.channels.base import (
     ChannelEvent,
     Endpoint,
-    Header,
     Packet,
     PacketKind,
     PeerJoined,
     PeerLost,
-    TensorSpec,
+    send_tensors,
     transfer_span,
     transfers,
 )
@@ -334,26 +334,9 @@ class ExpertServer:
         )
 
     def _answer(self, packet: Packet, y_UD: torch.Tensor) -> None:
-        sent_s = self._clock()
-        dtype = str(packet.tensors[0].dtype)[6:]
+        answer = msgspec.structs.replace(packet.header, kind=PacketKind.E2A, sent_s=self._clock())
         try:
-            reservation = self._endpoint.reserve(
-                packet.peer, (TensorSpec(dtype, tuple(y_UD.shape)),)
-            )
-            reservation.tensors[0].copy_(y_UD)
-            header = packet.header
-            answer = Header(
-                PacketKind.E2A,
-                header.epoch,
-                header.batch,
-                header.layer,
-                header.micro_batch,
-                header.token_group,
-                header.priority,
-                sent_s,
-                header.generation,
-            )
-            self._endpoint.commit(reservation, answer)
+            send_tensors(self._endpoint, packet.peer, answer, [y_UD], packet.tensors[0].dtype)
         except PeerError:
             return  # the attention rank is gone; `poll` tells, and nobody waits for this answer
         except ChannelError as error:  # it would wait for ever

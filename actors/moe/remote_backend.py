@@ -23,12 +23,12 @@ from actors.channels.base import (
     PacketKind,
     PeerJoined,
     PeerLost,
-    TensorSpec,
+    send_tensors,
     transfer_span,
     transfers,
 )
 from actors.moe.backend import TaskKey
-from actors.moe.dispatch import DispatchCounts, RankSlice, plan_dispatch
+from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
 from actors.moe.prefetcher import ExpertPrefetcher
 from actors.moe.remote_pending import RemotePending
 from actors.moe.routing_sample import RoutingSample
@@ -161,24 +161,6 @@ class RemoteBackend:
                 pending.hold(piece)
 
     def _send_slice(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
-        pairs = len(piece.index_N)
-        reservation = self._endpoint.reserve(
-            self._expert_ranks[piece.rank],
-            (
-                TensorSpec(str(x_TD.dtype)[6:], (piece.num_rows, x_TD.shape[1])),
-                TensorSpec("int32", (pairs,)),
-                TensorSpec("float32", (pairs,)),
-                TensorSpec("int32", (len(piece.counts_e),)),
-            ),
-        )
-        x_UD, index_N, weights_N, counts_e = reservation.tensors
-        if piece.rows_U is None:
-            x_UD.copy_(x_TD[piece.start : piece.stop])
-        else:
-            torch.index_select(x_TD, 0, _to(piece.rows_U, x_TD.device), out=x_UD)
-        index_N.copy_(torch.from_numpy(piece.index_N))
-        weights_N.copy_(torch.from_numpy(piece.weights_N))
-        counts_e.copy_(torch.from_numpy(piece.counts_e))
         header = Header(
             PacketKind.A2E,
             self._endpoint.epoch,
@@ -190,7 +172,7 @@ class RemoteBackend:
             sent_s,
             self._generation,
         )
-        self._endpoint.commit(reservation, header)
+        send_slice(self._endpoint, self._expert_ranks[piece.rank], header, piece, x_TD)
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
         """Tells each rank what that layer may want of its experts; of replicas the one that would
@@ -215,12 +197,6 @@ class RemoteBackend:
         local_n: NDArray[np.int32],
         confidence_n: NDArray[np.float32],
     ) -> None:
-        count = len(local_n)
-        reservation = self._endpoint.reserve(
-            rank, (TensorSpec("int32", (count,)), TensorSpec("float32", (count,)))
-        )
-        reservation.tensors[0].copy_(torch.from_numpy(local_n))
-        reservation.tensors[1].copy_(torch.from_numpy(confidence_n))
         header = Header(
             PacketKind.HINT,
             self._endpoint.epoch,
@@ -232,7 +208,8 @@ class RemoteBackend:
             self._clock(),
             self._generation,
         )
-        self._endpoint.commit(reservation, header)
+        hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n)]
+        send_tensors(self._endpoint, rank, header, hint)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0 or idle:
@@ -356,14 +333,7 @@ class RemoteBackend:
         for piece in pending.slices:
             reply = piece.token_group, piece.rank
             packet = pending.replies[reply]
-            (y_UD,) = packet.tensors
-            if piece.rows_U is None:
-                yield from add_tiled(total_TD[piece.start : piece.stop], y_UD)
-            else:
-                rows_U = _to(piece.rows_U, hidden_TD.device)
-                for tile in row_tiles(y_UD):
-                    total_TD.index_add_(0, rows_U[tile], y_UD[tile].to(total_TD.dtype))
-                    yield
+            yield from add_slice(total_TD, piece, packet.tensors[0])
             del pending.replies[reply]  # not before: what is dropped meanwhile is released
             packet.release()
             yield
@@ -394,7 +364,3 @@ def _rounded(hidden_TD: Tensor, total_TD: Tensor) -> Steps[None]:
         hidden_TD[tile] += total_TD[tile].to(hidden_TD.dtype)
         if tile.stop < hidden_TD.shape[0]:
             yield
-
-
-def _to(rows_U: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(rows_U).to(device)

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Packet, PacketKind, TensorSpec
+from actors.channels.base import Endpoint, Header, Packet, PacketKind, send_tensors
 from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
@@ -53,8 +53,6 @@ class PlacementSender:
             self._unsent.popleft()
 
     def _send(self, message: PlacementMessage, priority: Priority, body: bytes) -> None:
-        reservation = self._endpoint.reserve(message.peer, (TensorSpec("uint8", (len(body),)),))
-        reservation.tensors[0].copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         header = Header(
             message.kind,
             self._endpoint.epoch,
@@ -66,7 +64,8 @@ class PlacementSender:
             self._clock(),
             message.generation,
         )
-        self._endpoint.commit(reservation, header)
+        payload = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        send_tensors(self._endpoint, message.peer, header, [payload])
 
 
 def reason_of(packet: Packet) -> str:

@@ -25,7 +25,7 @@ from actors.channels.base import (
     PacketKind,
     PeerJoined,
     PeerLost,
-    TensorSpec,
+    send_tensors,
 )
 from actors.channels.factory import make_endpoint
 from actors.channels.tcp import PIECE
@@ -117,11 +117,7 @@ def header(
 
 
 def send(end: Endpoint, peer: str, tensors: Sequence[torch.Tensor], head: Header) -> None:
-    parts = [TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in tensors]
-    reservation = end.reserve(peer, parts)
-    for target, source in zip(reservation.tensors, tensors, strict=True):
-        target.copy_(source)
-    end.commit(reservation, head)
+    send_tensors(end, peer, head, tensors)
 
 
 def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
