@@ -15,14 +15,14 @@ from contracts.config import TandemConfig
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
-Every key, with its default, what it takes, and what it means. This page is generated from the
-fields of `contracts/config.py` (`python -m cluster.cli.config_page`); `tandem config` prints the
-same of the configuration that it is given.
+All settings, with default, accepted values and meaning. This page is generated from the fields in
+`contracts/config` (`python -m cluster.cli.config_page`); `tandem config` prints the same for a given
+configuration.
 
-A configuration is one file of these sections, YAML or TOML. `--set section.key=value` overrides a
-key of it, a named option such as `--model` overrides both; what is left out has its default. An
-unknown key is refused, with the nearest known one, and so is a value out of bounds. Relative paths
-are those of the folder in which the command is given. "–" as a default is `null`: nothing given.
+A configuration is one YAML or TOML file with these sections. `--set section.key=value` overrides a
+setting, a named option such as `--model` overrides both, and the rest have their defaults. Unknown
+keys and values out of bounds are rejected; the error names the nearest known key. Relative paths
+are relative to the current folder. "–" is `null`: not set.
 """
 _ROW = "| `{}` | {} | {} | {} |"
 

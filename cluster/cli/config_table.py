@@ -1,6 +1,6 @@
 """Every key of the configuration, with its default, what it takes, and what it means.
 
-A meaning is the string below the field, in contracts/config.py.
+The meaning is the string below the field, in contracts/config.
 """
 
 from __future__ import annotations

@@ -56,16 +56,16 @@ def test_what_is_logged_is_an_event_with_fields() -> None:
 def test_decoders_of_a_type_are_made_at_import() -> None:
     """msgspec crashes where two threads make what it knows of a type, or of one within, at once.
     Commands decode in one thread; the ledger is read before a launcher has others."""
-    alone = ("cluster/cli/", "cluster/client/", "cluster/files/", "cluster/fleet/fleet_store.py")
+    alone = ("cluster/cli/", "cluster/observe/", "cluster/fleet/fleet_store.py")
     for name, tree in modules().items():
         if not name.startswith(alone):
             made = [f"{name}:{call.lineno}" for call in _typed_decoders(tree)]
             assert not made, f"{made}: make a Decoder beside the type"
 
 
-def test_packages_re_export_nothing() -> None:
+def test_packages_re_export_nothing_but_the_configuration() -> None:
     for name, tree in modules().items():
-        if name.endswith("__init__.py"):
+        if name.endswith("__init__.py") and name != "contracts/config/__init__.py":
             code = [node for node in tree.body if not _is_docstring(node)]
             assert not code, f"{name} holds more than its docstring"
 

@@ -26,7 +26,7 @@ def test_every_key_is_printed_with_its_default_and_what_it_takes(
     r1 = found["schedule.r1"]
     assert (r1["value"], r1["default"], r1["takes"]) == (4, 2, "int >= 1")
     assert found["groups.placement"]["takes"] == "pack, spread"
-    assert found["log.level"]["meaning"] == "From which on events are written."
+    assert found["log.level"]["meaning"] == "Minimum level of logged events."
     assert found["prefill.saturation_margin"]["takes"] == "float >= 0, <= 10"
     assert "secret" not in out
 
@@ -40,11 +40,11 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_key_has_a_meaning() -> None:
     without = [key.key for key in config_keys(TandemConfig()) if not key.meaning.endswith(".")]
-    assert not without, "put a sentence below the field in contracts/config.py"
+    assert not without, "put a sentence below the field in contracts/config"
 
 
 def test_every_time_and_size_has_a_unit() -> None:
-    units = {"_per_s": "a second", "_s": "seconds", "_bytes": "bytes"}
+    units = {"_per_s": "per second", "_s": "seconds", "_bytes": "bytes"}
     for key in config_keys(TandemConfig()):
         ending = next((ending for ending in units if key.key.endswith(ending)), None)
         if ending is not None:

@@ -1,0 +1,28 @@
+"""Section `kv`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from contracts.config.section import Count, Section
+
+
+class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV cache of a rank, and sharing of prefixes."""
+
+    block_tokens: Count = 16
+    """Tokens per block. It is part of the block hash and equal on all ranks."""
+    pool_tokens: Count | None = None
+    """Capacity of a rank's pool in tokens. null: derived from free memory."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
+    """Fraction of free memory for KV pools if pool_tokens is null. On CPUs the ranks of a node
+    share it; on GPUs each rank uses its own GPU."""
+    prefix_cache: bool = True
+    """Keep blocks of earlier prompts and answers for reuse."""
+    share_partial_blocks: bool = True
+    """Reuse prefixes that end inside a block. false: whole blocks only."""
+    share_between_keys: bool = False
+    """Share prefixes between requests with different http.api_keys. If true, `cached_tokens` and
+    response times reveal to a client what others have sent."""

@@ -1,0 +1,72 @@
+"""The whole configuration, and rules across sections."""
+
+from __future__ import annotations
+
+from contracts.config.channel import ChannelConfig
+from contracts.config.experts import ExpertsConfig
+from contracts.config.groups import GroupsConfig
+from contracts.config.http import HttpConfig
+from contracts.config.kv import KvConfig
+from contracts.config.limits import LimitsConfig
+from contracts.config.log import LogConfig
+from contracts.config.metrics import MetricsConfig
+from contracts.config.model import ModelConfig
+from contracts.config.placement import PlacementConfig
+from contracts.config.planner import PlannerConfig
+from contracts.config.prefill import SCALABLE, PrefillConfig
+from contracts.config.priority import PriorityConfig
+from contracts.config.scaling import ScalingConfig
+from contracts.config.schedule import ScheduleConfig
+from contracts.config.section import Section
+from contracts.config.serve import ServeConfig
+from contracts.config.trace import TraceConfig
+
+
+class TandemConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration of one application."""
+
+    model: ModelConfig = ModelConfig()
+    groups: GroupsConfig = GroupsConfig()
+    channel: ChannelConfig = ChannelConfig()
+    kv: KvConfig = KvConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    priority: PriorityConfig = PriorityConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    placement: PlacementConfig = PlacementConfig()
+    planner: PlannerConfig = PlannerConfig()
+    serve: ServeConfig = ServeConfig()
+    http: HttpConfig = HttpConfig()
+    limits: LimitsConfig = LimitsConfig()
+    log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    trace: TraceConfig = TraceConfig()
+
+    def __post_init__(self) -> None:
+        if self.prefill.experts == "cached" and not self.experts.is_bounded:
+            raise ValueError(
+                "prefill.experts=cached: set the number of experts a worker keeps, of all layers "
+                "together: experts.slots, or experts.bytes"
+            )
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        most, least = self.scaling.max_prefill_ranks, self.groups.prefill_ranks
+        if most is None:
+            return
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"scaling.max_prefill_ranks={most} with groups.prefill_ranks={least}: give 1 or "
+                f"more to begin with, and at most {most}"
+            )
+        if self.prefill.experts not in SCALABLE:
+            raise ValueError(
+                f"scaling.max_prefill_ranks with prefill.experts={self.prefill.experts}: its "
+                f"workers divide the experts among them; use {', '.join(SCALABLE)}"
+            )
+
+    @property
+    def prefill_slots(self) -> int:
+        """Maximum number of prefill workers."""
+        return self.scaling.max_prefill_ranks or self.groups.prefill_ranks
