@@ -132,7 +132,7 @@ def test_what_was_idle_before_a_loss_does_not_count() -> None:
     [
         (
             {"scaling": {"scale_up_utilization": 0.4, "scale_down_utilization": 0.4}},
-            "down_fill=0.4 is not below up_fill",
+            "scale_down_utilization=0.4 is not below scale_up_utilization",
         ),
         ({"scaling": {"max_prefill_ranks": 2}}, "groups.prefill_ranks=0"),
         (
