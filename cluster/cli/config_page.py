@@ -16,7 +16,7 @@ TARGET = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _HEAD = """# Configuration
 
 All settings, with default, accepted values and meaning. This page is generated from the fields in
-`contracts/config` (`python -m cluster.cli.config_page`); `tandem config` prints the same for a given
+`contracts/config` (`python -m cluster.cli.config_page`); `tandem config` prints the same for one
 configuration.
 
 A configuration is one YAML or TOML file with these sections. `--set section.key=value` overrides a

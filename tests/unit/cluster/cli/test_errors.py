@@ -74,7 +74,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ("http.port=99999", ["http.port", "65535"]),
         ("http.port=0", ["http.port=0", "--port"]),
         ("http.front=serve", ["http.front=serve", "direct"]),
-        ("channel.heartbeat_timeout_s=0.1", ["heartbeat_timeout_s=0.1", "heartbeat_interval_s=0.2", "channel"]),
+        (
+            "channel.heartbeat_timeout_s=0.1",
+            ["heartbeat_timeout_s=0.1", "heartbeat_interval_s=0.2", "channel"],
+        ),
         ("kv.memory_fraction=1.5", ["kv.memory_fraction", "0.9"]),
         ("model.dtype=int8", ["model.dtype", "int8"]),
         ("schedule.r1", ["--set schedule.r1", "section.key=value"]),
