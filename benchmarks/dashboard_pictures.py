@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.prometheus import Points, Prometheus, config_of
-from benchmarks.server import ServerProcess
+from benchmarks.support.prometheus import Points, Prometheus, config_of
+from benchmarks.support.server import ServerProcess
 from cluster.tools.plots import pyplot
 from contracts.metrics import Board
 

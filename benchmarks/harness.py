@@ -1,37 +1,76 @@
-"""What every benchmark records besides its samples, and how it is written down."""
+"""The harness of all benchmarks: command line, result file, tables and the results page.
+
+A benchmark is a `Case` in a module of benchmarks/cases/: options, a measurement and the tables of
+its summary. `python -m benchmarks NAME` runs it, prints the tables and writes
+benchmarks/results/NAME.json; `python -m benchmarks --page` rebuilds docs/results.md from the files.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
-from benchmarks.random_checkpoint import MEDIUM
-
 RESULTS = Path(__file__).parent / "results"
-_NUMBERS = re.compile(r'[\[{]\n(\s+("[^"\n]*": )?[-+.\deE]+,?\n)+\s*[\]}]')
-MAX_SAMPLES_BYTES = 100_000  # of a file's samples, as JSON: beyond it quantiles stand for them
-_FEW = 12  # samples that quantiles would not make shorter
+MAX_SAMPLES_BYTES = 100_000  # of a file's samples as JSON; larger ones are replaced by quantiles
 PACKAGES = ("torch", "ray", "transformers", "msgspec", "numpy")
-
+_MAX_LISTED = 12  # samples that quantiles would not make shorter
+_NUMBERS = re.compile(r'[\[{]\n(\s+("[^"\n]*": )?[-+.\deE]+,?\n)+\s*[\]}]')
 
 Kind = Literal["measured", "simulated", "modelled"]
+Variant = TypeVar("Variant")
+
+
+class Table(NamedTuple):
+    """Columns after the first hold figures and are aligned to the right."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Measured(NamedTuple):
+    """samples: every raw measurement, by variant. summary: what the tables show. settings: facts
+    of the run beside its options. suffix: of the result file's name."""
+
+    samples: dict[str, Any]
+    summary: dict[str, Any]
+    settings: dict[str, Any] = {}
+    suffix: str = ""
+
+
+def _no_options(_: argparse.ArgumentParser) -> None:
+    pass
+
+
+class Case(NamedTuple):
+    """One benchmark. question: one sentence, what it answers. measure: raises RuntimeError where
+    variants disagree in their answers. pictures: paths below docs/ that the page shows."""
+
+    name: str
+    title: str
+    question: str
+    measure: Callable[[argparse.Namespace], Measured]
+    tables: Callable[[dict[str, Any]], Sequence[Table]]
+    add_options: Callable[[argparse.ArgumentParser], None] = _no_options
+    kind: Kind = "measured"
+    pictures: Sequence[str] = ()
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run. `samples`: every raw measurement, by variant, or quantiles of them where they would
-    be more than MAX_SAMPLES_BYTES. `summary`: what the table shows."""
+    """Content of a result file. samples: quantiles where they would exceed MAX_SAMPLES_BYTES."""
 
     name: str
     kind: Kind
@@ -41,8 +80,95 @@ class Result(msgspec.Struct, kw_only=True):
     environment: dict[str, Any] = msgspec.field(default_factory=lambda: environment())
 
 
+def run_case(case: Case, arguments: Sequence[str]) -> None:
+    """Measure, print the tables and write the result file."""
+    options = options_of(case, arguments)
+    load_before = os.getloadavg()
+    measured = case.measure(options)
+    print_tables(case.tables(measured.summary))
+    result = Result(
+        name=case.name + measured.suffix,
+        kind=case.kind,
+        settings={
+            "load_average_before": load_before,
+            **plain_options(options),
+            **measured.settings,
+        },
+        samples=msgspec.to_builtins(measured.samples),
+        summary=measured.summary,
+    )
+    print(f"written: {write_result(result, options.output)}")
+
+
+def options_of(case: Case, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of a case. Exits with status 2 for wrong ones."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {case.name}",
+        description=case.question,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    case.add_options(parser)
+    parser.add_argument("--output", type=Path, help="result file (default: benchmarks/results/)")
+    return parser.parse_args(arguments)
+
+
+def in_turns(variants: Sequence[Variant], rounds: int) -> Iterator[tuple[int, Variant]]:
+    """Yield (round, variant), interleaved. The order alternates, so that a machine that becomes
+    slower favours none. Round 0 warms up."""
+    for number in range(rounds + 1):
+        for variant in variants if number % 2 else reversed(variants):
+            yield number, variant
+
+
+def plain_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Options as JSON, without paths of this machine."""
+    plain = {
+        name: "" if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+    body: dict[str, Any] = msgspec.to_builtins(plain, enc_hook=str)
+    return body
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """Print plain aligned columns: a machine with a GPU may lack rich."""
+    for table in tables:
+        lines = [table.columns, *table.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        print(f"\n{table.title}" if table.title else "")
+        for first, *rest in lines:
+            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *cells]))
+
+
+def table_of(
+    summary: dict[str, Any], title: str = "", first: str = "", columns: Sequence[str] = ()
+) -> Table:
+    """A row for each object in `summary`, a column for each of its plain fields (or `columns`)."""
+    records = {name: row for name, row in summary.items() if isinstance(row, dict)}
+    fields = columns or list(
+        dict.fromkeys(
+            field
+            for row in records.values()
+            for field, value in row.items()
+            if isinstance(value, int | float | str)
+        )
+    )
+    rows = [
+        [name, *(_cell(row.get(field, "")) for field in fields)]
+        for name, row in records.items()
+        if any(field in row for field in fields)
+    ]
+    return Table(title, [first, *(field.replace("_", " ") for field in fields)], rows)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:,.4g}"
+    return f"{value}"
+
+
 def environment() -> dict[str, Any]:
-    """Commit, machine and versions, as found."""
+    """Commit, machine and package versions."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -64,7 +190,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_result(result: Result, path: Path | None) -> Path:
-    """Writes the result as JSON (default: benchmarks/results/NAME.json); returns the path."""
+    """Write the result as JSON (default: benchmarks/results/NAME.json); return the path."""
     path = path or RESULTS / f"{result.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     body = msgspec.to_builtins(result)
@@ -75,11 +201,10 @@ def write_result(result: Result, path: Path | None) -> Path:
 
 
 def shortened(samples: Any) -> Any:
-    """The same with quantiles in the place of every list of more than a few numbers, or of records,
-    of which each field is a list."""
+    """Replace each long list of numbers, and each field of a long list of records, by quantiles."""
     if isinstance(samples, dict):
         return {name: shortened(some) for name, some in samples.items()}
-    if not isinstance(samples, list) or len(samples) <= _FEW:
+    if not isinstance(samples, list) or len(samples) <= _MAX_LISTED:
         return samples
     if all(isinstance(one, int | float) for one in samples):
         return quantiles(samples)
@@ -89,7 +214,7 @@ def shortened(samples: Any) -> Any:
 
 
 def quantiles(numbers: Sequence[float]) -> dict[str, float]:
-    """What stands for at least two numbers."""
+    """Summary of at least two numbers."""
     deciles = statistics.quantiles(numbers, n=10, method="inclusive")
     return {
         "count": len(numbers),
@@ -103,7 +228,7 @@ def quantiles(numbers: Sequence[float]) -> dict[str, float]:
 
 
 def dump(body: Any) -> str:
-    """Indented JSON in which a list of numbers, and an object of numbers alone, is one line."""
+    """Indented JSON in which a list of numbers, or an object of numbers only, is one line."""
     text = json.dumps(body, indent=1)
     return _NUMBERS.sub(lambda found: _one_line(found[0]), text) + "\n"
 
@@ -111,23 +236,6 @@ def dump(body: Any) -> str:
 def _one_line(numbers: str) -> str:
     flat = re.sub(r"\n\s*", " ", numbers)
     return f"{flat[0]}{flat[2:-2]}{flat[-1]}"
-
-
-def record(
-    name: str,
-    options: argparse.Namespace,
-    samples: dict[str, Any],
-    summary: dict[str, Any],
-    model: dict[str, Any] = MEDIUM,
-    *,
-    kind: Kind = "measured",
-) -> None:
-    """Writes what was found of `model`, to `options.output` or benchmarks/results/. Paths are
-    left out: they are of one machine."""
-    said = {name: "" if isinstance(value, Path) else value for name, value in vars(options).items()}
-    settings = {**msgspec.to_builtins(said, enc_hook=str), "model": model}
-    result = Result(name=name, kind=kind, settings=settings, samples=samples, summary=summary)
-    print(f"written: {write_result(result, options.output)}")
 
 
 def _processor() -> str:

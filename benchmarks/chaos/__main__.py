@@ -29,7 +29,7 @@ from benchmarks.chaos.report import Report
 from benchmarks.chaos.run import Run
 from benchmarks.chaos.schedule import Fault, Mix, drawn, read
 from benchmarks.chaos.served import ServedTarget
-from benchmarks.two_nodes import TwoNodes, two_namespaces
+from benchmarks.support.two_nodes import TwoNodes, two_namespaces
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import ConfigError, TandemError

@@ -8,7 +8,7 @@ link has here.
 from __future__ import annotations
 
 from benchmarks.chaos.schedule import Kind
-from benchmarks.two_nodes import HEAD, OTHER, TwoNodes, run
+from benchmarks.support.two_nodes import HEAD, OTHER, TwoNodes, run
 
 NOBODY = "02:00:00:00:00:99"
 USUAL_MBIT, SLOW_MBIT = 50.0, 5.0

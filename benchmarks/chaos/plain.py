@@ -23,7 +23,7 @@ from benchmarks.chaos.front import Orders
 from benchmarks.chaos.front_process import FrontProcess
 from benchmarks.chaos.links import Links
 from benchmarks.chaos.stray import WAKE_S, OutOfReach, retries_refused
-from benchmarks.two_nodes import HEAD, OTHER
+from benchmarks.support.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
 from cluster.fleet.rank_group import INTRODUCE_PERIOD_S
 from cluster.fleet.repair import most_missed

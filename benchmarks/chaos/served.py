@@ -17,8 +17,8 @@ import yaml
 
 from benchmarks.chaos.links import Links
 from benchmarks.chaos.ray_nodes import RAYLET, SETTINGS, RayNodes
-from benchmarks.server import ServerProcess
 from benchmarks.soak.served import roles_of
+from benchmarks.support.server import ServerProcess
 from cluster.http.response_types import Status
 from contracts.config import TandemConfig
 from contracts.ranks import Group, RankStatus, rank_names

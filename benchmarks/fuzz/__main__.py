@@ -26,7 +26,7 @@ from benchmarks.fuzz.oracle import Oracle
 from benchmarks.fuzz.requests import Made, Maker
 from benchmarks.fuzz.run import Failure, Memory, Report, Run, Target, write_failures
 from benchmarks.fuzz.wire import OverHttp, with_wire
-from benchmarks.server import ServerProcess
+from benchmarks.support.server import ServerProcess
 from contracts.config import BUNDLED
 
 MEMORY_GROWTH_BYTES = 512 << 20  # over the start, of all processes together

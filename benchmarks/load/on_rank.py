@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.rank_stream import open_stream
+from benchmarks.support.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from cluster.tools.bench.outcome import RequestResult
 from cluster.tools.bench.workload import Lengths, RequestArrival

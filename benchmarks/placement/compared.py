@@ -14,7 +14,6 @@ import numpy as np
 from benchmarks.placement.clusters import k_means
 from benchmarks.placement.cross_entropy import cross_entropy
 from benchmarks.placement.others import eplb, load_alone
-from benchmarks.placement.partitions import metis_ids, metis_together
 from benchmarks.placement.synthetic import routing_of
 from benchmarks.placement.traces import Traces
 from planner.placement.layout import Ints
@@ -89,6 +88,7 @@ def packed(routing: LayerRouting, slots_per_rank: Sequence[int]) -> tuple[Line, 
 
 def without_replicas(our_seconds: float) -> dict[str, Method]:
     """our_seconds: of the layer, what the others have at least."""
+    from benchmarks.placement.partitions import metis_ids, metis_together
 
     def clustered(seconds: float) -> Method:
         return lambda routing, slots: k_means(routing, slots, 0, seconds)

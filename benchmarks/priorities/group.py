@@ -18,9 +18,9 @@ from actors.ranks.rendezvous import (
 )
 from benchmarks.load.figures import figures
 from benchmarks.load.on_rank import Endless, Generator
-from benchmarks.pinned_batches import bench_client, pin_to_core
-from benchmarks.policy_rank import ENVIRONMENT
-from benchmarks.random_checkpoint import MEDIUM
+from benchmarks.support.pinned_batches import bench_client, pin_to_core
+from benchmarks.support.policy_rank import ENVIRONMENT
+from benchmarks.support.random_checkpoint import MEDIUM
 from cluster.routing.rank_client import RankClient
 from cluster.tools.bench.outcome import RequestResult
 from cluster.tools.bench.workload import RequestArrival
@@ -65,7 +65,7 @@ class Group:
         variant: Variant,
         dtype: str,
         *,
-        module: str = "benchmarks.policy_rank",
+        module: str = "benchmarks.support.policy_rank",
     ) -> None:
         """module: of its ranks' processes."""
         self.variant = variant

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.load.on_rank import Endless
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.support.random_checkpoint import write_random_checkpoint
 from cluster.tools.bench.outcome import mean
 from cluster.tools.bench.workload import Lengths, RequestArrival, always, poisson
 

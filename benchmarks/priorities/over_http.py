@@ -20,10 +20,10 @@ import yaml
 
 from benchmarks.load.figures import figures
 from benchmarks.priorities.group import MODELS, POOL_TOKENS
-from benchmarks.random_checkpoint import write_random_checkpoint
-from benchmarks.server import ServerProcess
 from benchmarks.soak.served import others, processes
 from benchmarks.soak.watch import read_metrics
+from benchmarks.support.random_checkpoint import write_random_checkpoint
+from benchmarks.support.server import ServerProcess
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
 from cluster.tools.bench.outcome import RequestResult

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.priorities.group import MODELS, VOCABULARY, Group, Variant, blocking
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.support.random_checkpoint import write_random_checkpoint
 from cluster.tools.bench.outcome import mean
 from cluster.tools.bench.workload import Lengths, chat_lengths, poisson
-from cluster.tools.plots import pyplot, saving_figure
 
 LS_PART = 0.2
 WHOLE, FCFS = "run to completion", "iteration FCFS"
@@ -134,33 +133,3 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
             row[key] = round(mean([each[key] for each in rounds]), 3)
         found[name] = row
     return found
-
-
-def picture(found: dict[str, Any], path: Path) -> None:
-    """The paper's Figures 2 to 4, from a summary: first tokens with their objective, jobs done,
-    and turnarounds, over the rate of arrivals."""
-    plt = pyplot("--picture")
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6))
-    curves: dict[str, list[dict[str, float]]] = {}
-    for name, row in found.items():
-        if " | " in name:
-            curves.setdefault(name.partition(" | ")[2], []).append(row)
-    panels = (
-        ("LS time to first token, ms", "ls_ttft_ms"),
-        ("jobs done per second", "jobs_per_s"),
-        ("LS turnaround, s", "ls_turnaround_s"),
-        ("BE turnaround, s", "be_turnaround_s"),
-    )
-    with saving_figure(figure, path, "--picture"):
-        for ax, (title, key) in zip(axes, panels, strict=True):
-            for name, rows in curves.items():
-                rows = sorted(rows, key=lambda row: row["rate"])
-                ax.plot([r["rate"] for r in rows], [r[key] for r in rows], "o-", ms=3, label=name)
-            ax.set(title=title, xlabel="jobs per second arriving")
-            ax.grid(alpha=0.3)
-        objective_ms = ITERATIONS * min(row["ls_tbt_ms"] for row in curves[FCFS])
-        axes[0].axhline(
-            objective_ms, color="gray", ls="--", label=f"{ITERATIONS} decode iterations"
-        )
-        axes[0].set_yscale("log")
-        axes[0].legend(fontsize=7)

@@ -23,11 +23,11 @@ import psutil
 
 from benchmarks.fuzz.requests import Maker
 from benchmarks.harness import RESULTS, Result, write_result
-from benchmarks.server import ServerProcess
 from benchmarks.soak import report, served, verdict
 from benchmarks.soak.clients import Clients
 from benchmarks.soak.traffic import Tally, Traffic
 from benchmarks.soak.watch import Told, Watch
+from benchmarks.support.server import ServerProcess
 from contracts.config import BUNDLED
 
 SAMPLE_EVERY_S = 5.0

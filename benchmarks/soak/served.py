@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from benchmarks.server import ServerProcess
+from benchmarks.support.server import ServerProcess
 
 KEYS = ("soak-key-one", "soak-key-two", "soak-key-three")
 DESCRIPTORS = 1024  # RLIMIT_NOFILE of every process of the server

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from actors.moe.backend import TaskKey
-from benchmarks import offloaded_on_gpu
+from benchmarks.cases import offloaded_on_gpu
+from benchmarks.harness import options_of, run_case
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels import fused_ops
@@ -124,7 +125,8 @@ def test_slots_and_hints_change_no_bit(
 
 def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
     """torch tells of every operation of its own that would wait; looking at an event does not."""
-    bench = offloaded_on_gpu.Bench(offloaded_on_gpu.options(["--shape", "small", "--layers", "3"]))
+    options = options_of(offloaded_on_gpu.CASES[0], ["--shape", "small", "--layers", "3"])
+    bench = offloaded_on_gpu.Bench(options)
     with bench.variants(0.5, ["on demand"]) as variants:
         backend, spec = variants["on demand"].backend, bench.spec
         x_TD = torch.randn(1, spec.hidden_size, device=GPU).bfloat16()
@@ -147,5 +149,6 @@ def test_the_host_waits_for_ids_alone(tmp_path: Path) -> None:
 
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    offloaded_on_gpu.main(["--shape", "small", "--rounds", "1", "--output", str(output)])
+    arguments = ["--shape", "small", "--rounds", "1", "--output", str(output)]
+    run_case(offloaded_on_gpu.CASES[0], arguments)
     assert output.exists()

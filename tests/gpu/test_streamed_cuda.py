@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import streamed_on_gpu
+from benchmarks.cases import streamed_on_gpu
+from benchmarks.harness import run_case
 from kernels import fused_ops
 from kernels.attention import plan_attention, ragged_attention
 from kernels.experts import gated
@@ -177,7 +178,7 @@ def test_logits_are_the_cpus_within_the_rounding_of_bfloat16(tiny_checkpoint: Ch
 def test_the_benchmark_runs_small(tmp_path: Path) -> None:
     """It fails if streamed logits are not the resident ones, bit for bit."""
     output = tmp_path / "result.json"
-    streamed_on_gpu.main(shlex.split(f"{SMALL_RUN} --output {output}"))
+    run_case(streamed_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
     summary = json.loads(output.read_text())["summary"]
     assert summary["peak_bytes"]["resident"] > 0
     for point in summary["points"].values():

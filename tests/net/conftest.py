@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks.two_nodes import TwoNodes, ray_nodes, two_namespaces
+from benchmarks.support.two_nodes import TwoNodes, ray_nodes, two_namespaces
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""What benchmarks/planned_overlap.py stands on, at its smallest: plans over a limited link.
+"""What benchmarks/cases/planned_overlap.py stands on, at its smallest: plans over a limited link.
 
 Slow: by default tests/oracle/test_group_fidelity.py holds plans to equal logits, and
 tests/net/test_two_nodes.py a group between two nodes to the right answer."""
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.two_nodes import ENVIRONMENT, TwoNodes
+from benchmarks.support.two_nodes import ENVIRONMENT, TwoNodes
 
 pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, run
+from benchmarks.support.two_nodes import ADDRESS, ENVIRONMENT, TwoNodes, run
 from models.text.tokenizer import Tokenizer
 from tests.support.local_model import LocalModel
 

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.planned_overlap import batch_runner, spread_fleet
+from benchmarks.cases.planned_overlap import batch_runner, spread_fleet
 from cluster.fleet.fleet import Fleet
 from contracts.plan import Order, Plan
 

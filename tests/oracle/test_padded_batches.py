@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.padded import PaddedModel, ScoredRow, batches
+from benchmarks.support.padded import PaddedModel, ScoredRow, batches
 from tests.support.local_model import LocalModel
 
 VOCABULARY = 131

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.findep_tables import DEEPSEEK, LINKS, QWEN, Model, plan_spec
+from benchmarks.cases.findep_tables import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from contracts.plan import Order, Plan
 from planner.costs.stages import LEAST_ME, PlanSpec
 from planner.schedule.closed_forms import asas_makespan, layer_times, lower_bound

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prometheus import is_installed
+from benchmarks.support.prometheus import is_installed
 from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped
 

@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.http.server import free_port
 from tests.support.waiting import wait_until
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.prometheus import Prometheus, is_installed
+from benchmarks.support.prometheus import Prometheus, is_installed
 from cluster.http.server import free_port
 from cluster.serving.server import serving
 from cluster.tools.bench.bench import Bench, BenchSettings, bench

@@ -20,7 +20,7 @@ import cluster.fleet.nodes
 from actors.ranks.remote import RayRank, rank_class
 from actors.ranks.serving_loop import ServingLoop
 from actors.ranks.shell import WorkerShell
-from benchmarks.rank_stream import open_stream
+from benchmarks.support.rank_stream import open_stream
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.launch import launch
 from cluster.fleet.model_folder import resolve_model_folder

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from benchmarks.prometheus import Prometheus, config_of
+from benchmarks.support.prometheus import Prometheus, config_of
 from cluster.fleet.codec import decode_directory
 from cluster.http.server import free_port
 from cluster.serving.server import RunningServer, serving

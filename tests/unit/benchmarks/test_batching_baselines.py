@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.batching_baselines import static_batching
+from benchmarks.support.batching_baselines import static_batching
 from contracts.requests import Priority
 from planner.scheduling.batching import ALL, Form
 from tests.unit.planner.scheduling.test_batching import Classes, live

@@ -13,10 +13,8 @@ from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
 from benchmarks.chaos.clients import WRONG, Outcome, Stream, compared
 from benchmarks.chaos.leaks import GROWS, Leaks
 from benchmarks.chaos.places import Places, not_adopted, not_newer
-from benchmarks.chaos.planted import BUGS, Planted, late
 from benchmarks.chaos.run import Done
 from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
-from benchmarks.planted_bugs.__main__ import ROOT
 
 MIX = Mix(WEIGHTS | LINK_WEIGHTS)
 EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
@@ -156,12 +154,6 @@ def test_each_process_that_leaks_one_with_every_fault_is_found() -> None:
     assert [bool(each) for each in told] == [False] * (GROWS) + [True] * 2
 
 
-@pytest.mark.parametrize("planted", BUGS, ids=lambda one: one.bug.name)
-def test_each_bug_that_chaos_is_to_find_can_be_planted(planted: Planted) -> None:
-    assert (ROOT / planted.bug.file).read_text().count(planted.bug.old) == 1
-    assert read(planted.arguments[planted.arguments.index("--schedule") + 1])
-
-
 def test_a_launcher_that_does_not_take_over_what_lives_is_found() -> None:
     pids = {"attention-0": 1, "expert-0": 2, "ingress-0": 3, "launcher-0": 4}
     before, adopted = Places(pids, 0, {}), pids | {"ingress-0": 5, "launcher-0": 6}
@@ -183,11 +175,3 @@ def test_whoever_takes_a_place_under_an_epoch_that_was_there_before_is_found() -
     assert not replaced(expert_0=3)
     assert not replaced(), "it has not said"
     assert replaced(expert_0=2) == ["expert-0 was replaced under epoch 2, and 2 was there before"]
-
-
-def test_tokens_that_come_too_late_at_the_median_are_a_find() -> None:
-    samples = {"kill expert": {"last_token": [0.2, 4.0, 5.0]}, "stop": {"last_token": [9.0]}}
-    assert late(samples, 1.0) == ["kill expert: the next token after 4.00 s, and not within 1 s"]
-    assert late(samples, 4.0) == []
-    assert late(samples, float("inf")) == []
-    assert late({}, 1.0) == []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gather_overlap import MODEL, SWEEP
-from benchmarks.gather_report import summarise
-from benchmarks.prefill_pair import Pass, Round
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.cases.gather_overlap import MODEL, SWEEP
+from benchmarks.support.gather_report import summarise
+from benchmarks.support.prefill_pair import Pass, Round
+from benchmarks.support.random_checkpoint import write_random_checkpoint
 from models.spec.model import ModelSpec, read_spec
 
 TRANSFER_S = 0.25

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.__main__ import load
 from benchmarks.gpu import NO_GPU, PARTS, Part
+from benchmarks.harness import options_of
 
 CODE = "import pathlib, sys; "
 
@@ -101,5 +103,6 @@ def test_every_part_is_there_and_knows_its_arguments(tmp_path: Path) -> None:
             assert paths
             assert all((gpu.ROOT / path).exists() for path in paths)
         else:
-            assert (gpu.ROOT / f"{command[2].replace('.', '/')}.py").exists()
+            assert command[2] == "benchmarks"
+            assert options_of(load(command[3]), command[4:])
             assert str(tmp_path / "gpu_") in command[-1]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.model_work import Rates, Work, one_pass
-from benchmarks.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
+from benchmarks.support.model_work import Rates, Work, one_pass
+from benchmarks.support.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from models.spec.model import ModelSpec, read_spec
 
 

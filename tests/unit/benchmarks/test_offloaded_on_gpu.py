@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import offloaded_on_gpu, slot_kernels
-from benchmarks.imposed_routing import ImposedRouting
-from benchmarks.offloaded_report import summarise
-from benchmarks.random_in_memory import SMALL
+from benchmarks.cases import offloaded_on_gpu, slot_kernels
+from benchmarks.harness import run_case
+from benchmarks.support.imposed_routing import ImposedRouting
+from benchmarks.support.offloaded_report import summarise
+from benchmarks.support.random_in_memory import SMALL
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields
 from models.spec.model import ModelSpec, spec_from
@@ -31,7 +32,7 @@ def spec_of(layers: int) -> ModelSpec:
 
 def test_a_small_run_compares_logits_and_writes_all_that_is_asked_for(tmp_path: Path) -> None:
     output, threads = tmp_path / "result.json", torch.get_num_threads()
-    offloaded_on_gpu.main(shlex.split(f"{SMALL_RUN} --output {output}"))
+    run_case(offloaded_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
     torch.set_num_threads(threads)
     result = json.loads(output.read_text())
     summary = result["summary"]
@@ -59,7 +60,7 @@ def test_a_small_run_compares_logits_and_writes_all_that_is_asked_for(tmp_path: 
 def test_the_kernels_benchmark_runs_where_there_is_no_triton(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     small = "--device cpu --shape small --dtype float32 --tokens 1 3 --rounds 2 --turns 1"
-    slot_kernels.main(shlex.split(f"{small} --output {output}"))
+    run_case(slot_kernels.CASES[0], shlex.split(f"{small} --output {output}"))
     summary = json.loads(output.read_text())["summary"]
     for tokens in (1, 3):
         for way in ("in slots", "one by one", "grouped"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.prefill_rows import Pick, Rows, read
+from benchmarks.support.prefill_rows import Pick, Rows, read
 
 
 def encode(texts: list[str]) -> list[list[int]]:

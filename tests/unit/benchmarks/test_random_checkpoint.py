@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.random_checkpoint import write_random_checkpoint
+from benchmarks.support.random_checkpoint import write_random_checkpoint
 from models.spec.families import FAMILIES
 from models.weights.checkpoint import check_checkpoint
 from tests.support.local_model import LocalModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.stage_times import Samples, makespan_ms, micro_batches, stage_samples
+from benchmarks.support.stage_times import Samples, makespan_ms, micro_batches, stage_samples
 from contracts.plan import Order, Plan
 from contracts.traces import Stage, TaskSpan
 from planner.schedule.replay import replay

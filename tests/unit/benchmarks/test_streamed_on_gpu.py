@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import streamed_on_gpu
-from benchmarks.crossing import crossing
-from benchmarks.random_in_memory import SMALL
-from benchmarks.streamed_report import executed_flops, summarise
+from benchmarks.cases import streamed_on_gpu
+from benchmarks.harness import run_case
+from benchmarks.support.crossing import crossing
+from benchmarks.support.random_in_memory import SMALL
+from benchmarks.support.streamed_report import executed_flops, summarise
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 
@@ -24,7 +25,7 @@ SMALL_RUN = (
 
 def test_a_small_run_checks_its_logits_and_writes_all_that_is_asked_for(tmp_path: Path) -> None:
     output, threads = tmp_path / "result.json", torch.get_num_threads()
-    streamed_on_gpu.main(shlex.split(f"{SMALL_RUN} --output {output}"))
+    run_case(streamed_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
     torch.set_num_threads(threads)
     result = json.loads(output.read_text())
     summary = result["summary"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.time_shares import ROWS, Ideal, Shares, shares
+from benchmarks.support.time_shares import ROWS, Ideal, Shares, shares
 from contracts.traces import Stage, TaskSpan
 
 RANK = "attention-0"

@@ -18,7 +18,7 @@ from actors.channels.handshake import Identity
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.rpc.client_server import ClientServer
 from actors.rpc.event_frames import event_frames
-from benchmarks.rank_stream import open_stream
+from benchmarks.support.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TooCostlyError

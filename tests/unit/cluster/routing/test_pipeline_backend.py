@@ -12,7 +12,7 @@ import pytest
 
 from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
-from benchmarks.rank_stream import open_stream
+from benchmarks.support.rank_stream import open_stream
 from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, RankView, least_work
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.placer import RoutingConfig

@@ -1,0 +1,70 @@
+"""Command line of the benchmarks: `python -m benchmarks NAME [OPTIONS]`, `--list`, `--page`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from benchmarks.harness import Case, run_case
+from benchmarks.page import PAGE, build_page
+
+# Module of benchmarks/cases/ by case, in the order of the results page.
+CASES = {
+    "machine": "machine",
+    "beside_transformers": "beside_transformers",
+    "prefill_beside_transformers": "prefill_beside_transformers",
+    "beside_checkout": "beside_checkout",
+    "http_overhead": "http_overhead",
+    "prefill_items": "prefill_items",
+    "time_to_ready": "time_to_ready",
+    "channels": "channels",
+    "planned_overlap": "planned_overlap",
+    "solve_time": "solve_time",
+    "gather_overlap": "gather_overlap",
+    "router_decision": "router_decision",
+    "router_simulation": "router_simulation",
+    "priorities_mix": "priorities",
+    "priorities_paper": "priorities",
+    "priorities_http": "priorities",
+    "offloaded_decode": "offloaded_decode",
+    "placement": "placement",
+    "bulk_kills": "bulk_kills",
+    "repair_times": "repair_times",
+    "lm_eval_check": "lm_eval_check",
+    "slot_kernels": "slot_kernels",
+    "offloaded_on_gpu": "offloaded_on_gpu",
+    "streamed_on_gpu": "streamed_on_gpu",
+}
+_USAGE = """usage: python -m benchmarks NAME [OPTIONS]   run one benchmark; --help lists its options
+       python -m benchmarks --list           names and questions
+       python -m benchmarks --page           rebuild docs/results.md from benchmarks/results/
+"""
+
+
+def load(name: str) -> Case:
+    """Import the module of a case. Raises KeyError."""
+    module = importlib.import_module(f"benchmarks.cases.{CASES[name]}")
+    case: Case
+    (case,) = [case for case in module.CASES if case.name == name]
+    return case
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status."""
+    name, *rest = arguments or ["--help"]
+    if name == "--list":
+        for each in CASES:
+            print(f"{each:28} {load(each).question}")
+    elif name == "--page":
+        PAGE.write_text(build_page([load(each) for each in CASES]), encoding="utf-8")
+    elif name in CASES:
+        run_case(load(name), rest)
+    else:
+        print(_USAGE, end="", file=sys.stderr)
+        return 0 if name == "--help" else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

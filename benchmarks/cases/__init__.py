@@ -1,0 +1,1 @@
+"""Benchmarks, one module each: see `python -m benchmarks --list`."""

@@ -1,0 +1,376 @@
+"""Time per token of streams whose experts do not all fit: they are read from a file, past the page
+cache, when they are wanted or a layer ahead.
+
+    python -m benchmarks offloaded_decode                    (about 5 minutes)
+    python -m benchmarks offloaded_decode --kept 0.5 --times 1 --rounds 4
+    python -m benchmarks offloaded_decode --streams 1 2 4 8 16 --kept 0.5 --only "ahead, best"
+
+Variants in turns, each round on another text, tokens forced. Logits are held against resident
+experts bit for bit. times: how large experts are read (benchmarks/support/larger_experts.py), so
+that a miss costs up to some layers of compute.
+
+no cache: what a token needs and no more is kept. on demand: a cache and no hints; twin: the same
+once more, what equal variants differ by. best: by the kind of guess that is most precise at each
+layer; again: and once more when a layer's experts have been added. oracle: hints are what a first
+run wanted: the bound of reading ahead; two deep: and those of the layer behind it, once nothing
+nearer is left to read. wrong: hints are never wanted. stored: experts are kept and read as the
+checkpoint stores them (bfloat16, computed with in float32): twice as many in the same bytes.
+
+All variants read through one process: of several that read the same file in the same way one was
+seen to be 1.4 times as fast as the others for a whole run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from actors.moe.backend import TaskKey
+from actors.offload.cached_backend import CachedBackend
+from actors.offload.file_tier import ENTRIES, FileTier
+from actors.telemetry.timeline import Timeline
+from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.support.larger_experts import LargerTier
+from contracts.clock import monotonic_s
+from contracts.plan import Plan
+from contracts.requests import Priority
+from kernels.routing import local_index
+from kernels.steps import run_to_end
+from models.decoder.batch import AttentionBatch, SequenceSlice
+from models.decoder.decoder import AttentionHalf
+from models.decoder.kv_pool import KvPool
+from models.experts.cache_requests import PredictedExpert
+from models.experts.expert_cache import ExpertCache
+from models.experts.expert_file import open_expert_file
+from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
+from models.experts.expert_half import ExpertHalf, expert_sums
+from models.experts.expert_layout import ExpertLayout
+from models.experts.router import RoutedTokens
+from models.prediction.expert_predictor import ExpertPredictor, Ids, Precision, PredictedRouting
+from models.prediction.routing_profile import RoutingProfile
+from models.spec.checkpoint_files import ROUTING
+from models.text.tokenizer import Tokenizer
+from models.weights.checkpoint import Checkpoint, check_checkpoint
+from planner.scheduling.expert_eviction import Kind, eviction
+from planner.scheduling.prefetch_trial import pays
+
+BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
+TEXTS = Path(__file__).resolve().parents[1] / "docs"
+PROMPT, BLOCK, BATCH = 16, 16, 0
+ORACLE, DEEP = "oracle", "oracle, two deep"
+HINTS = ("router", "fitted", "estimator", "best", "best, again", ORACLE, DEEP, "wrong")
+Texts = Sequence[Sequence[int]]
+"""Of streams that generate side by side: token ids, equally many."""
+CACHES = ("walk", "lru", "lfu")
+ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
+STORED, TWIN = ", stored", ", twin"
+_NEARLY = 0.99  # as sure as what is nearer: it comes behind it
+
+
+class Certain(Precision):
+    """Whatever is foretold is as sure as it turned out to be for that layer."""
+
+    def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
+        experts = {expert for ids in predicted_routing for expert in ids}
+        confidence = statistics.mean(self.by_layer[layer])
+        return [PredictedExpert(expert, confidence) for expert in sorted(experts)]
+
+
+class Oracle(ExpertPredictor):
+    """Knows what the text wants: `requested` by (token, layer). wrong: says what it does not
+    want."""
+
+    def __init__(
+        self, half: AttentionHalf, requested: dict[tuple[int, int], Ids], *, wrong: bool = False
+    ) -> None:
+        super().__init__(half, None, again=False)
+        self.requested, self._wrong = requested, wrong
+        self.deeper: Callable[[int, list[PredictedExpert]], None] | None = (
+            None  # told of the layer behind
+        )
+        layers, even = half.spec.moe_layers, [0.5] * half.spec.top_k
+        self.first = self.before = Certain({layer: list(even) for layer in layers})
+        self.step = 0
+
+    def predict_first(self, token_ids_T: Tensor) -> PredictedRouting:
+        return self._foretold(self._half.spec.moe_layers[0])
+
+    def predict(
+        self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
+    ) -> PredictedRouting | None:
+        following = self._next_of.get(layer)
+        if following is None:
+            return None
+        behind = self._next_of.get(following)
+        if self.deeper is not None and behind is not None:
+            predicted_experts = self._foretold(behind).predicted_experts
+            self.deeper(
+                behind, [PredictedExpert(e, _NEARLY * sure) for e, sure in predicted_experts]
+            )
+        return self._foretold(following)
+
+    def _foretold(self, layer: int) -> PredictedRouting:
+        ids = self.requested[self.step, layer]
+        if self._wrong:
+            experts = self._half.spec.num_experts
+            ids = [[e for e in range(experts) if e not in row][: len(row)] for row in ids]
+        return PredictedRouting(layer, ids, self.before)
+
+
+class Model:
+    """The bundled model in float32 on one thread."""
+
+    def __init__(self) -> None:
+        checkpoint = Checkpoint(BUNDLED)
+        self.spec = check_checkpoint(BUNDLED)
+        self.half = AttentionHalf.load(checkpoint, self.spec, dtype=torch.float32)
+        everyone = range(self.spec.num_experts)
+        self.experts = ExpertHalf.load(checkpoint, self.spec, everyone, dtype=torch.float32)
+        self.identity_E = local_index(list(everyone), self.spec.num_experts)
+        self.layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
+        self.profile = RoutingProfile.read(BUNDLED / ROUTING, BUNDLED, self.spec)
+        self.tokenizer = Tokenizer.load(BUNDLED)
+
+    def run(
+        self,
+        texts: Texts,
+        experts: Callable[[int, int, Tensor, RoutedTokens], None],
+        starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
+    ) -> tuple[float, Tensor]:
+        """(mean milliseconds per token behind the prompts, the last logits). experts: adds them;
+        starts: told of each pass."""
+        half, each = self.half, -(-len(texts[0]) // BLOCK)
+        kv = KvPool(self.spec, each * len(texts), BLOCK, half.dtype, half.device)
+        bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(texts[0])))]
+        start_s = logits = None
+        with torch.inference_mode():
+            for step, (first, stop) in enumerate(bounds):
+                if step == 1:
+                    start_s = time.perf_counter()
+                slices = [
+                    SequenceSlice(list(ids[first:stop]), first, range(n * each, (n + 1) * each))
+                    for n, ids in enumerate(texts)
+                ]
+                inputs = AttentionBatch.build(slices, block_tokens=BLOCK, device=half.device)
+                starts(step, inputs.token_ids_T)
+                hidden_TD = half.embed(inputs)
+                for layer in range(self.spec.num_layers):
+                    attended = half.attend(layer, hidden_TD, inputs, kv)
+                    hidden_TD = attended.hidden_TD
+                    assert attended.routed is not None
+                    experts(step, layer, hidden_TD, attended.routed)
+                logits = half.logits(hidden_TD[-len(texts) :])
+        assert start_s is not None
+        assert logits is not None
+        return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
+
+    def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+        hidden_TD.add_(expert_sums(routed, self.experts.held(layer), self.identity_E))
+
+
+class Offloaded:
+    """One variant, with a cache of its own that stays from text to text."""
+
+    def __init__(
+        self, model: Model, tier: FileTier, slot_format: ExpertFormat, slots: int, name: str
+    ) -> None:
+        when, _, order = name.removesuffix(STORED).removesuffix(TWIN).partition(", ")
+        hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
+        evict = eviction(cast("Kind", order), slots, {})
+        self.tier = tier
+        self.cache = ExpertCache(tier, slot_format, slots, evict, pays, deadline_s=30.0)
+        self.predictor: ExpertPredictor | None = None
+        if hints in (ORACLE, DEEP, "wrong"):
+            self.predictor = oracle = Oracle(model.half, {}, wrong=hints == "wrong")
+            if hints == DEEP:
+                oracle.deeper = partial(self.cache.hint, (BATCH, 0))
+        elif hints:
+            kind: Any = None if hints.startswith("best") else hints
+            again = hints.endswith("again")
+            self.predictor = ExpertPredictor(model.half, model.profile, kind, again=again)
+        timeline = Timeline(0)
+        self.backend = CachedBackend(
+            "bench", model.half, self.cache, timeline, monotonic_s, self.predictor
+        )
+
+    def run(
+        self, model: Model, texts: Texts, requested: dict[tuple[int, int], Ids]
+    ) -> tuple[float, Tensor]:
+        def starts(step: int, token_ids_T: Tensor) -> None:
+            if isinstance(self.predictor, Oracle):
+                self.predictor.step, self.predictor.requested = step, requested
+            self.backend.prepare(TaskKey(BATCH, 0, 0, Priority.LS, step > 0), token_ids_T)
+
+        def experts(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+            key = TaskKey(BATCH, layer, 0, Priority.LS, step > 0)
+            pending = self.backend.dispatch(key, hidden_TD, routed, Plan())
+            run_to_end(self.backend.combine(hidden_TD, pending, None))
+
+        found = model.run(texts, experts, starts)
+        self.cache.forget_hints((BATCH, 0))
+        while self.tier.room < ENTRIES:  # the next variant reads through it, too
+            self.cache.wait(0.01)
+        return found
+
+
+def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
+    """Of the project's own documents."""
+    ids = [i for path in sorted(TEXTS.glob("*.md")) for i in tokenizer.encode(path.read_text())]
+    step = max(1, (len(ids) - tokens) // rounds)
+    return [ids[number * step : number * step + tokens] for number in range(rounds)]
+
+
+@contextmanager
+def variants(
+    model: Model, folder: Path, kept: float, times: int, only: Sequence[str] | None
+) -> Iterator[dict[str, Offloaded]]:
+    """By name; kept: the part of all experts that fits, as they are computed with."""
+    whole = len(model.spec.moe_layers) * model.spec.num_experts
+    computed = ComputeFormat(model.layout)
+    stored = CheckpointFormat(Checkpoint(BUNDLED), model.spec, torch.float32)
+    kept_bytes = kept * whole * sum(computed.sizes)
+
+    def opened(slot_format: ExpertFormat) -> FileTier:
+        file = open_expert_file(BUNDLED, slot_format, store=folder, deadline_s=60.0, direct_io=True)
+        return LargerTier(file, times)
+
+    tiers: dict[ExpertFormat, FileTier] = {
+        slot_format: opened(slot_format) for slot_format in (computed, stored)
+    }
+
+    def made(name: str) -> Offloaded:
+        slot_format: ExpertFormat = stored if name.endswith(STORED) else computed
+        slots = min(whole, max(model.spec.top_k, round(kept_bytes / sum(slot_format.sizes))))
+        if name == NO_CACHE:
+            slots = model.spec.top_k
+        return Offloaded(model, tiers[slot_format], slot_format, slots, name)
+
+    names = [NO_CACHE, *(f"on demand, {order}" for order in CACHES), ON_DEMAND + STORED]
+    names += [ON_DEMAND + TWIN]
+    names += [*(f"ahead, {hints}" for hints in HINTS), "ahead, best" + STORED]
+    found = {name: made(name) for name in names if only is None or name in (*only, ON_DEMAND)}
+    try:
+        yield found
+    finally:
+        for tier in tiers.values():
+            tier.close()
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model, samples = Model(), dict[str, Any]()
+    most = max(options.streams)
+    every = texts(model.tokenizer, (options.rounds + 1) * most, PROMPT + options.tokens)
+    with tempfile.TemporaryDirectory(prefix="tandem-", dir=options.folder) as folder:
+        for times in options.times:
+            for kept in options.kept:
+                for streams in options.streams:
+                    rounds = [every[n : n + streams] for n in range(0, len(every), most)]
+                    by_layer = f", {streams} streams" if streams > 1 else ""
+                    with variants(model, Path(folder), kept, times, options.only) as found:
+                        samples[f"x{times}, {kept:.0%} kept{by_layer}"] = _measure(
+                            model, found, rounds
+                        )
+    return samples
+
+
+def _measure(model: Model, found: dict[str, Offloaded], rounds: Sequence[Texts]) -> dict[str, Any]:
+    times: dict[str, list[float]] = {name: [] for name in (RESIDENT, *found)}
+    for number, ids in enumerate(rounds):  # the first one warms up
+        requested: dict[tuple[int, int], Ids] = {}
+
+        def resident(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+            model.resident(step, layer, hidden_TD, routed)
+
+        def noted(step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+            requested[step, layer] = routed.topk_ids_TK.tolist()  # noqa: B023  (called at once)
+            model.resident(step, layer, hidden_TD, routed)
+
+        _, expected = model.run(ids, noted)
+        order = list(times)
+        for name in order if number % 2 else order[::-1]:
+            if name == RESIDENT:
+                spent_ms, logits = model.run(ids, resident)
+            else:
+                spent_ms, logits = found[name].run(model, ids, requested)
+            if not torch.equal(logits, expected):
+                raise RuntimeError(f"{name}: other logits than with resident experts")
+            if number:
+                times[name].append(spent_ms)
+    return {name: {"tpot_ms": each, **_traffic(found.get(name))} for name, each in times.items()}
+
+
+def _traffic(variant: Offloaded | None) -> dict[str, Any]:
+    if variant is None:
+        return {}
+    traffic = variant.cache.traffic
+    requested = sum(traffic.requested.values())
+    return {
+        "hits": sum(traffic.hits.values()) / requested,
+        "waited_s": traffic.waited_s,
+        "copied_s": traffic.copied_s,
+        "guessed_s": 0.0 if variant.backend._ahead is None else variant.backend._ahead.spent_s,
+        "read_ms": 1e3 * variant.cache.read_s,
+        **{f"{cause}_bytes": count for cause, count in traffic.read_bytes.items()},
+    }
+
+
+def summary(samples: dict[str, Any]) -> dict[str, Any]:
+    """Medians; gain: on demand with the same cache over it, pair by pair."""
+    found = {}
+    for setting, by_variant in samples.items():
+        for name, measured in by_variant.items():
+            row = gain(by_variant[ON_DEMAND]["tpot_ms"], measured["tpot_ms"])
+            row |= {key: round(measured[key], 3) for key in ("hits", "read_ms") if key in measured}
+            found[f"{setting} | {name}"] = row
+    return found
+
+
+def gain(base_ms: Sequence[float], spent_ms: Sequence[float]) -> dict[str, float]:
+    """Medians of times per token, and of base over them, round by round."""
+    ratios = [base / spent for base, spent in zip(base_ms, spent_ms, strict=True)]
+    return {
+        "tpot_ms": round(statistics.median(spent_ms), 2),
+        "gain": round(statistics.median(ratios), 2),
+    }
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    samples = run(options)
+    return Measured(samples, summary(samples))
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    return [table_of(found, "gain: over reading on demand with the same cache", "variant")]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=64, help="generated in a round")
+    parser.add_argument("--kept", type=float, nargs="+", default=[0.25, 0.5])
+    parser.add_argument("--times", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1], help="side by side")
+    parser.add_argument("--only", nargs="*", help="of these variants (default: all)")
+    parser.add_argument("--folder", help="on the disk to read from (default: the system's)")
+
+
+CASES = [
+    Case(
+        "offloaded_decode",
+        "Decode with offloaded experts",
+        "Time per token of streams whose experts are partly read from a file.",
+        measure,
+        tables,
+        add_options,
+    )
+]

@@ -1,0 +1,294 @@
+"""Eight prefill workers behind a router (simulated).
+
+`python -m benchmarks router_simulation --data DIR` prints the table of docs/benchmarks.md.
+
+Requests are real (rows and traces in DIR), and so is the router. Workers are not: each runs steps
+of max(FLOPs / rate, time to gather all layers' experts), with a prefix cache of the memory that
+would be left, for Qwen3-235B-A22B on the H200 of cluster/fleet/hardware_files (public figures). All
+requests are there from the start. Reports reach the router at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from actors.planning.planner_inputs import shape_of
+from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.support.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
+from benchmarks.support.simulated_worker import Machine, SimulatedWorker
+from cluster.fleet.hardware import load_hardware
+from contracts.routing_messages import Calibration, Prompt
+from models.spec.config_fields import ConfigFields
+from models.spec.model import spec_from
+from planner.costs.model_shape import ModelShape
+from planner.routing import route_policies
+from planner.routing.backlog import Backlog
+from planner.routing.request_work import RequestWork, flops_work, token_work
+from planner.routing.route_policies import RoutePolicy
+from planner.routing.router import RouteDecision, Router, RouterConfig
+from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
+from planner.routing.worker_queue import Lane
+
+QWEN3_235B = {
+    "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,
+    "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "intermediate_size": 12288,
+    "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1e6, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+REFERENCE = (2048,) * 4  # prompts of the calibration pass
+
+
+class Variant(NamedTuple):
+    """A policy, the unit in which its router keeps account, whether requests get a home ahead of
+    their round, and the lane that they wait in there."""
+
+    policy: RoutePolicy
+    in_flops: bool
+    ahead: bool = False
+    lane: Lane = Lane.FIRST
+
+
+VARIANTS = {
+    "router": Variant(route_policies.prefix_within_round, in_flops=True, ahead=True),
+    "router, best effort": Variant(
+        route_policies.prefix_while_busy, in_flops=True, ahead=True, lane=Lane.LATER
+    ),
+    "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
+    "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
+    "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
+    "least finish": Variant(route_policies.earliest_finish, in_flops=True),
+    "least finish, in tokens": Variant(route_policies.earliest_finish, in_flops=False),
+    "token load": Variant(route_policies.token_load, in_flops=True),
+    "vLLM-style": Variant(route_policies.weighted_queue_counts, in_flops=True),
+    "round robin": Variant(route_policies.round_robin, in_flops=True),
+}
+
+
+class Outcome(NamedTuple):
+    """least_loads, largest_loads: over workers, in thresholds, each time that no more requests of
+    those that waited could be sent."""
+
+    makespan_s: float
+    flops: int
+    cached_tokens: int
+    busy_s: list[float]
+    least_loads: list[float]
+    largest_loads: list[float]
+
+
+class Simulation:
+    """One policy, one workload."""
+
+    def __init__(
+        self, workers: int, machine: Machine, flops: RequestWork, variant: Variant
+    ) -> None:
+        config = RouterConfig(
+            workers=workers,
+            saturation=SaturationConfig(fallback_prompts=REFERENCE),
+            block_tokens=machine.block_tokens,
+        )
+        work = flops if variant.in_flops else token_work
+        self._router = Router(config, work, variant.policy)
+        self._backlog = Backlog(self._router, work, variant.policy) if variant.ahead else None
+        self._lane = variant.lane
+        self._workers = [SimulatedWorker(n, machine, flops) for n in range(workers)]
+        self._ends: list[tuple[float, int]] = []
+        self._loads: list[list[float]] = []
+        for worker in self._workers:
+            self._router.apply(worker.calibrate(_calibration(machine, flops)))
+
+    def run(self, prompts: Sequence[Prompt]) -> Outcome:
+        queue, now_s = deque(prompts), 0.0
+        self._turn(queue, now_s)
+        while self._ends:
+            now_s, number = heapq.heappop(self._ends)
+            self._router.apply(self._workers[number].finish())
+            self._turn(queue, now_s)
+        if queue or any(self._router.load(n) for n in range(len(self._workers))):
+            raise SystemExit("the books do not balance: requests or load are left")
+        return Outcome(
+            makespan_s=now_s,
+            flops=sum(worker.flops_done for worker in self._workers),
+            cached_tokens=sum(worker.cached_tokens for worker in self._workers),
+            busy_s=[round(worker.busy_s, 3) for worker in self._workers],
+            least_loads=[round(min(loads), 4) for loads in self._loads],
+            largest_loads=[round(max(loads), 4) for loads in self._loads],
+        )
+
+    def _turn(self, queue: deque[Prompt], now_s: float) -> None:
+        """Workers begin their next steps, and get the requests of the ones after."""
+        self._route(queue)
+        self._start_idle(now_s)
+        self._route(queue)
+        self._note_queued(len(queue) if self._backlog is None else len(self._backlog))
+
+    def _route(self, queue: deque[Prompt]) -> None:
+        """All that can be sent now, in whichever of the two ways."""
+        if self._backlog is not None:
+            while queue:
+                self._backlog.put(queue.popleft(), self._lane)
+            for prompt, decision in self._backlog.take():
+                self._send(prompt, decision)
+            return
+        while queue and (chosen := self._router.route(queue[0])) is not None:
+            self._send(queue.popleft(), chosen)
+
+    def _send(self, prompt: Prompt, decision: RouteDecision) -> None:
+        self._router.apply(self._workers[decision.worker].accept(prompt))
+
+    def _note_queued(self, waiting: int) -> None:
+        """While requests wait, every worker should be saturated, and none by more than one."""
+        if waiting:
+            router, workers = self._router, range(len(self._workers))
+            self._loads.append([router.queued(n) / router.threshold(n) for n in workers])
+
+    def _start_idle(self, now_s: float) -> None:
+        for number, worker in enumerate(self._workers):
+            if worker.is_idle and worker.has_work:
+                seconds, report = worker.start()
+                self._router.apply(report)
+                heapq.heappush(self._ends, (now_s + seconds, number))
+
+
+def qwen3_235b() -> ModelShape:
+    """In bfloat16, from the published configuration."""
+    return shape_of(spec_from(ConfigFields(Path("config.json"), QWEN3_235B)), torch.bfloat16)
+
+
+def _calibration(machine: Machine, flops: RequestWork) -> Calibration:
+    """What a worker of this kind would measure: layer 0 computes, later ones wait for a gather."""
+    compute_s = sum(flops(0, tokens) for tokens in REFERENCE) / machine.flops_per_s
+    return Calibration(
+        first_layer_s=compute_s,
+        slowest_layer_s=max(compute_s, machine.transfer_s),
+        reference_prompts=REFERENCE,
+    )  # both times a number of layers: only their ratio counts
+
+
+def machine_of(options: argparse.Namespace, shape: ModelShape) -> Machine:
+    """A worker of a hardware file's kind, with 1/N of the experts and two gathered layers."""
+    hardware = load_hardware(options.hardware)
+    link, peers = hardware.links[0], options.workers - 1
+    layer_bytes = shape.num_experts * shape.expert_elements * shape.element_bytes
+    gathered_bytes = layer_bytes * peers / options.workers
+    transfer_s = 1e-3 * shape.moe_layers * (
+        peers * link.alpha_ms + gathered_bytes * link.ms_per_byte
+    )  # fmt: skip
+    flops_per_s = 1e3 / hardware.attention.linear_ms_per_flop
+    weights_bytes = (
+        shape.attention_rank_bytes + shape.moe_layers * layer_bytes / options.workers
+    ) + 3 * layer_bytes
+    usable_bytes = options.memory_fraction * hardware.memory_bytes - weights_bytes
+    return Machine(
+        flops_per_s=flops_per_s,
+        transfer_s=transfer_s,
+        saturation_flops=transfer_threshold_flops(
+            transfer_s=transfer_s / shape.moe_layers,
+            layers=shape.moe_layers,
+            flops_per_s=flops_per_s,
+        ),
+        cache_blocks=int(usable_bytes / (BLOCK_TOKENS * shape.kv_token_bytes)),
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def least_flops(prompts: Sequence[Prompt], flops: RequestWork) -> int:
+    """If every block was computed once, by anyone, and never evicted."""
+    seen: set[bytes] = set()
+    total = 0
+    for prompt in prompts:
+        blocks = next((i for i, d in enumerate(prompt.hashes) if d not in seen), len(prompt.hashes))
+        seen.update(prompt.hashes)
+        done_tokens = min(blocks, (prompt.prompt_tokens - 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+        total += flops(done_tokens, prompt.prompt_tokens)
+    return total
+
+
+def _summary(
+    prompts: Sequence[Prompt],
+    outcomes: dict[str, Outcome],
+    machine: Machine,
+    flops: RequestWork,
+    workers: int,
+) -> dict[str, Any]:
+    tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    least = least_flops(prompts, flops)
+    ours = outcomes["router"].makespan_s
+    largest = max(flops(0, prompt.prompt_tokens) for prompt in prompts)
+    rows = {}
+    for label, outcome in outcomes.items():
+        rows[label] = {
+            "makespan_s": outcome.makespan_s,
+            "router_is_faster": outcome.makespan_s / ours,
+            "flops_over_least": outcome.flops / least,
+            "cached_fraction": outcome.cached_tokens / tokens,
+            "rounds": len(outcome.least_loads),
+            "least_load": min(outcome.least_loads, default=None),
+            "largest_load": max(outcome.largest_loads, default=None),
+        }
+    return {
+        "requests": len(prompts),
+        "tokens": tokens,
+        "lower_bound_s": least / machine.flops_per_s / workers,
+        "largest_request": largest / machine.saturation_flops,
+        "policies": rows,
+    }
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    shape = qwen3_235b()
+    machine, flops = machine_of(options, shape), flops_work(shape)
+    samples: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    for name in options.workloads:
+        prompts = workload(name, options.data, options.seed)[: options.limit]
+        outcomes = {
+            label: Simulation(options.workers, machine, flops, variant).run(prompts)
+            for label, variant in VARIANTS.items()
+        }
+        samples[name] = {label: outcome._asdict() for label, outcome in outcomes.items()}
+        summary[name] = _summary(prompts, outcomes, machine, flops, options.workers)
+    return Measured(samples, summary, {"machine": machine._asdict()})
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    return [
+        table_of(
+            found["policies"],
+            f"{name}: {found['requests']} requests, lower bound {found['lower_bound_s']:.1f} s",
+            "policy",
+            ("makespan_s", "router_is_faster", "flops_over_least", "cached_fraction"),
+        )
+        for name, found in summary.items()
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets and traces")
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--limit", type=int, default=None, help="requests of each workload")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--hardware", default="h200-node")
+    parser.add_argument("--memory-fraction", type=float, default=0.9)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+CASES = [
+    Case(
+        "router_simulation",
+        "Router",
+        "Makespan of prefill-only work on eight workers, by routing policy.",
+        measure,
+        tables,
+        add_options,
+        kind="simulated",
+    )
+]

@@ -1,0 +1,1 @@
+"""Servers, groups, checkpoints and yardsticks that benchmarks share."""

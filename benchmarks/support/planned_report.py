@@ -1,0 +1,62 @@
+"""The tables of benchmarks/cases/planned_overlap.py."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.harness import Table, table_of
+from benchmarks.support.planned_points import PlanRun, PointRun
+
+COLUMNS = ("plan", "predicted_ms", "measured_ms", "error_fraction", "speed_over_pppipe")
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    found = [
+        table_of(plans, label, "schedule", COLUMNS) for label, plans in summary["points"].items()
+    ]
+    errors = ("median_error_fraction", "median_refit_error_fraction")
+    rows = [[name.replace("_", " "), f"{summary[name]:.1%}"] for name in errors if summary[name]]
+    return [*found, Table("All points", ["", "value"], rows)]
+
+
+def speed_ratios(plan: PlanRun, other: PlanRun) -> list[float]:
+    """Samples per second, over the other plan's in the same round."""
+    return [
+        plan.samples / a / (other.samples / b)
+        for a, b in zip(plan.measured_ms, other.measured_ms, strict=True)
+    ]
+
+
+def summary_of(runs: Sequence[PointRun]) -> dict[str, Any]:
+    """Medians over all points and plans, and the table's figures."""
+    plans = [plan for run in runs for plan in run.plans.values()]
+    refits = [abs(p.refit_error_fraction) for p in plans if p.refit_error_fraction is not None]
+    return {
+        "median_error_fraction": statistics.median(abs(p.error_fraction) for p in plans),
+        "median_refit_error_fraction": statistics.median(refits) if refits else None,
+        "points": {
+            run.point.label: {
+                name: {
+                    "plan": plan.plan.label,
+                    "predicted_ms": plan.predicted_ms,
+                    "measured_ms": plan.median_ms,
+                    "measured_p90_ms": _quantile(plan.measured_ms, 0.9),
+                    "error_fraction": plan.error_fraction,
+                    "refit_error_fraction": plan.refit_error_fraction,
+                    "speed_over_pppipe": statistics.median(speed_ratios(plan, run.plans["pppipe"])),
+                    "speed_over_findep": statistics.median(speed_ratios(plan, run.plans["findep"])),
+                    "exposed_ms": statistics.median(plan.exposed_ms),
+                    "predicted_exposed_ms": plan.predicted_exposed_ms,
+                }
+                for name, plan in run.plans.items()
+            }
+            for run in runs
+        },
+    }
+
+
+def _quantile(values: Sequence[float], fraction: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(fraction * (len(ordered) - 1)))]
