@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,193 +34,28 @@ from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line
 from planner.placement.slots import check_fits
 
-NewStore = Callable[[ExpertSource], ExpertStore]
+
+def _no_bytes() -> tuple[int, int]:
+    return 0, 0
 
 
-class PeerSupply:
-    """Gathered and hybrid."""
+class ExpertSupply(NamedTuple):
+    """The expert backend of a prefill worker and what it owns.
 
-    unwritten_bytes = 0
+    address: where peers reach this worker, "" if nowhere. unwritten_bytes: memory that is reserved
+    and not filled yet. degraded: why experts do not come from their usual place, "" if they do.
+    bytes_moved: sent to and received from other workers so far. connect: joins other workers (name
+    -> address), called again with all of them after a replacement; raises ChannelError. close: may
+    be called twice.
+    """
 
-    def __init__(
-        self,
-        spec: RankSpec,
-        layout: ExpertLayout,
-        timeline: Timeline,
-        *,
-        layers: Sequence[int],
-        host: PartSource | None,
-        new_store: NewStore,
-    ) -> None:
-        """layers: that are not resident. host: where the shard comes from, a window of layers at a
-        time, and what lost peers do not give (None: all of it is read now, from the checkpoint)."""
-        check_placement(spec)
-        model = layout.spec
-        check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
-        part = own_part(spec, layout)
-        backup = host or CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
-        shard: Shard
-        if host is None:
-            shard = ResidentShard(layers, part, backup)
-        else:
-            shard = WindowedShard(layers, part, host, spec.config.prefill.shard_prefetch_layers)
-        self.source = PeerSource(spec, part, shard, backup)
-        self.address = self.source.listen(spec.host)
-        self._name, self._timeline = spec.name, timeline
-        self._store = new_store(self.source)
-
-    def backend(self, half: AttentionHalf) -> StoredBackend:
-        return StoredBackend(self._name, half, self._store, self._timeline, monotonic_s)
-
-    @property
-    def degraded(self) -> str:
-        """Why some experts come from the fallback; empty: they do not."""
-        return "; ".join(self.source.lost.values())
-
-    def bytes_moved(self) -> tuple[int, int]:
-        return self.source.bytes_moved()
-
-    def connect(self, addresses: dict[str, str]) -> None:
-        self.source.connect(addresses)
-
-    def close(self) -> None:
-        self._store.close()
-
-
-class LockstepSupply:
-    """all_to_all: this worker has its share of the experts. A lost worker ends the group: it starts
-    anew, with a new epoch, as a whole."""
-
-    degraded = ""
-    unwritten_bytes = 0
-
-    def __init__(
-        self,
-        spec: RankSpec,
-        model: ModelSpec,
-        dtype: torch.dtype,
-        timeline: Timeline,
-        telemetry: Telemetry,
-    ) -> None:
-        workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
-        device = torch.device(spec.device)
-        check_fits(spec.placement, len(workers), model.num_experts, model.moe_layers)
-        experts = ExpertHalf.load(
-            Checkpoint(Path(spec.model_folder)),
-            model,
-            spec.own_experts,
-            dtype=dtype,
-            device=device,
-            progress=progress_line(spec.name, sys.stderr),
-        )
-        self._endpoint = rank_endpoint(spec, device, monotonic_s)
-        self.address = self._endpoint.listen(spec.host)
-        self._all_to_all = AllToAll(
-            self._endpoint, workers, experts, spec.placement, timeline, monotonic_s
-        )
-        self._all_to_all.counts.show(telemetry, spec.name)
-
-    def backend(self, half: AttentionHalf) -> LockstepBackend:
-        return LockstepBackend(half, self._all_to_all)
-
-    def bytes_moved(self) -> tuple[int, int]:
-        return self._endpoint.bytes_moved()
-
-    def connect(self, addresses: dict[str, str]) -> None:
-        self._all_to_all.connect(addresses)
-
-    def close(self) -> None:
-        self._endpoint.close()
-
-
-class ExpertSupply(Protocol):
-    """A plane and what stands behind it. address: where peers join this worker, "" if nowhere.
-    unwritten_bytes: of its memory, what it is going to fill and has not yet."""
-
-    address: str
-    unwritten_bytes: int
-
-    def backend(self, half: AttentionHalf) -> ExpertBackend[Any]:
-        """Where the experts of a worker with this half are computed."""
-
-    @property
-    def degraded(self) -> str:
-        """What does not come from where it should, and why; empty: everything does."""
-
-    def bytes_moved(self) -> tuple[int, int]:
-        """Sent to and received from other workers, so far."""
-
-    def connect(self, addresses: dict[str, str]) -> None:
-        """The other workers: name -> address. Called again, with all, when one was replaced; from
-        another thread than the store's. Raises ChannelError."""
-
-    def close(self) -> None:
-        """Ends the plane's store too. May be called twice."""
-
-
-class LocalSupply:
-    """Nothing comes from other workers."""
-
-    address = ""
-    degraded = ""
-
-    def __init__(
-        self,
-        new_backend: Callable[[AttentionHalf], ExpertBackend[Any]],
-        close: Callable[[], None],
-        unwritten_bytes: int = 0,
-    ) -> None:
-        self._new_backend, self._close = new_backend, close
-        self.unwritten_bytes = unwritten_bytes
-
-    def backend(self, half: AttentionHalf) -> ExpertBackend[Any]:
-        return self._new_backend(half)
-
-    def bytes_moved(self) -> tuple[int, int]:
-        return 0, 0
-
-    def connect(self, addresses: dict[str, str]) -> None:
-        """There is nobody to join."""
-
-    def close(self) -> None:
-        self._close()
-
-
-def stored_supply(name: str, store: ExpertStore, timeline: Timeline) -> LocalSupply:
-    """Experts of whole layers."""
-    return LocalSupply(
-        lambda half: StoredBackend(name, half, store, timeline, monotonic_s), store.close
-    )
-
-
-def cached_supply(
-    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
-) -> LocalSupply:
-    """Experts that come and go. Raises CheckpointError, ResourceError, ConfigError."""
-    if layout.device.type == "cuda":
-        return device_supply(spec, layout, timeline, telemetry)
-    cache = expert_cache(spec, layout, telemetry)
-
-    def new_backend(half: AttentionHalf) -> CachedBackend:
-        ahead = predictor(spec, half)
-        return CachedBackend(spec.name, half, cache, timeline, monotonic_s, ahead)
-
-    return LocalSupply(new_backend, cache.close, cache.num_bytes)
-
-
-def device_supply(
-    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
-) -> LocalSupply:
-    """The same in a GPU's memory."""
-    held, deadline_s = device_cache(spec, layout, telemetry), spec.config.channel.connect_timeout_s
-
-    def new_backend(half: AttentionHalf) -> DeviceBackend:
-        ahead = predictor(spec, half)
-        return DeviceBackend(
-            spec.name, half, held, timeline, monotonic_s, ahead, deadline_s=deadline_s
-        )
-
-    return LocalSupply(new_backend, held.close)  # its memory is taken already
+    backend: Callable[[AttentionHalf], ExpertBackend[Any]]
+    close: Callable[[], None]
+    unwritten_bytes: int = 0
+    address: str = ""
+    degraded: Callable[[], str] = str
+    bytes_moved: Callable[[], tuple[int, int]] = _no_bytes
+    connect: Callable[[dict[str, str]], None] = lambda addresses: None
 
 
 def expert_supply(
@@ -231,27 +65,132 @@ def expert_supply(
     timeline: Timeline,
     telemetry: Telemetry,
 ) -> ExpertSupply:
-    """As `spec.config.prefill.experts` says. timeline: hears of copies, on the store's thread.
-    Raises CheckpointError, ResourceError."""
+    """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError.
+
+    `timeline` receives copies on the store's thread.
+    """
     kind = spec.config.prefill.experts
     if kind == "resident":
         store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
-        return stored_supply(spec.name, store, timeline)
+        return _stored(spec, store, timeline)
     if kind == "all_to_all":
-        return LockstepSupply(spec, model, dtype, timeline, telemetry)
+        return _lockstep(spec, model, dtype, timeline, telemetry)
     layout = ExpertLayout(
         model, dtype, torch.device(spec.device), packed=spec.config.prefill.packed_experts
     )
     if kind == "cached":
         return cached_supply(spec, layout, timeline, telemetry)
     if kind == "streamed":
-        source = host_source(spec, layout)
-        store = copying_store(spec, layout, source, stage=Stage.HOST_COPY, observe=timeline.add)
-        return stored_supply(spec.name, store, timeline)
+        store = copying_store(spec, layout, host_source(spec, layout), Stage.HOST_COPY, timeline)
+        return _stored(spec, store, timeline)
     host = host_source(spec, layout) if kind == "hybrid" else None
+    return _gathered(spec, layout, timeline, host)
+
+
+def cached_supply(
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
+) -> ExpertSupply:
+    """Experts that are loaded on demand. Raises CheckpointError, ResourceError, ConfigError."""
+    if layout.device.type == "cuda":
+        return device_supply(spec, layout, timeline, telemetry)
+    cache = expert_cache(spec, layout, telemetry)
+    return ExpertSupply(
+        lambda half: CachedBackend(
+            spec.name, half, cache, timeline, monotonic_s, predictor(spec, half)
+        ),
+        cache.close,
+        cache.num_bytes,
+    )
+
+
+def device_supply(
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
+) -> ExpertSupply:
+    """`cached_supply` in device memory, which is allocated at once."""
+    held, deadline_s = device_cache(spec, layout, telemetry), spec.config.channel.connect_timeout_s
+    return ExpertSupply(
+        lambda half: DeviceBackend(
+            spec.name,
+            half,
+            held,
+            timeline,
+            monotonic_s,
+            predictor(spec, half),
+            deadline_s=deadline_s,
+        ),
+        held.close,
+    )
+
+
+def _stored(spec: RankSpec, store: ExpertStore, timeline: Timeline) -> ExpertSupply:
+    return ExpertSupply(
+        lambda half: StoredBackend(spec.name, half, store, timeline, monotonic_s), store.close
+    )
+
+
+def _gathered(
+    spec: RankSpec, layout: ExpertLayout, timeline: Timeline, host: PartSource | None
+) -> ExpertSupply:
+    """Gathered and hybrid mode.
+
+    host: fills a window of the shard, and replaces lost peers. None: the whole shard is read now,
+    from the checkpoint.
+    """
+    check_placement(spec)
+    model = layout.spec
+    check_fits(spec.placement, spec.prefill_ranks, model.num_experts, model.moe_layers)
     _, layers = split_layers(model, spec.config.prefill.resident_layers)
-    new_store = partial(copying_store, spec, layout, stage=Stage.GATHER, observe=timeline.add)
-    return PeerSupply(spec, layout, timeline, layers=layers, host=host, new_store=new_store)
+    part = own_part(spec, layout)
+    shard: Shard
+    if host is None:
+        host = CheckpointParts(Checkpoint(Path(spec.model_folder)), layout)
+        shard = ResidentShard(layers, part, host)
+    else:
+        shard = WindowedShard(layers, part, host, spec.config.prefill.shard_prefetch_layers)
+    source = PeerSource(spec, part, shard, host)
+    address = source.listen(spec.host)
+    store = copying_store(spec, layout, source, Stage.GATHER, timeline)
+    return _stored(spec, store, timeline)._replace(
+        address=address,
+        degraded=lambda: "; ".join(source.lost.values()),
+        bytes_moved=source.bytes_moved,
+        connect=source.connect,
+    )
+
+
+def _lockstep(
+    spec: RankSpec,
+    model: ModelSpec,
+    dtype: torch.dtype,
+    timeline: Timeline,
+    telemetry: Telemetry,
+) -> ExpertSupply:
+    """All-to-all mode: each worker has its share of the experts.
+
+    A lost worker ends the group, which restarts as a whole at a new epoch.
+    """
+    workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
+    device = torch.device(spec.device)
+    check_fits(spec.placement, len(workers), model.num_experts, model.moe_layers)
+    experts = ExpertHalf.load(
+        Checkpoint(Path(spec.model_folder)),
+        model,
+        spec.own_experts,
+        dtype=dtype,
+        device=device,
+        progress=progress_line(spec.name, sys.stderr),
+    )
+    endpoint = rank_endpoint(spec, device, monotonic_s)
+    address = endpoint.listen(spec.host)
+    all_to_all = AllToAll(endpoint, workers, experts, spec.placement, timeline, monotonic_s)
+    all_to_all.counts.show(telemetry, spec.name)
+    return ExpertSupply(
+        lambda half: LockstepBackend(half, all_to_all),
+        endpoint.close,
+        address=address,
+        bytes_moved=endpoint.bytes_moved,
+        connect=all_to_all.connect,
+    )
 
 
 def host_source(spec: RankSpec, layout: ExpertLayout) -> HostSource:
@@ -269,9 +208,8 @@ def copying_store(
     spec: RankSpec,
     layout: ExpertLayout,
     source: ExpertSource,
-    *,
     stage: Stage,
-    observe: Callable[[TaskSpan], None],
+    timeline: Timeline,
 ) -> CopyingStore:
     """The first `prefill.resident_layers` layers in memory, the others from `source`."""
     resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
@@ -282,7 +220,7 @@ def copying_store(
         {layer: half.held(layer) for layer in resident},
         layout,
         deadline_s=spec.config.channel.connect_timeout_s,
-        observe=lambda layer, start_s, end_s: observe(
+        observe=lambda layer, start_s, end_s: timeline.add(
             TaskSpan(resource, stage, start_s, end_s, layer=layer)
         ),
     )

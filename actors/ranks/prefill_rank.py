@@ -223,7 +223,7 @@ class ReferencePass(Observer):
 
     def notes(self) -> dict[str, str]:
         """degraded: which peers' experts come from elsewhere, and why."""
-        return {"degraded": self._supply.degraded}
+        return {"degraded": self._supply.degraded()}
 
     def _calibrate(self) -> None:
         prefill, kv = self._spec.config.prefill, self._parts.kv

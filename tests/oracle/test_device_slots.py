@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.gather import expert_supply
-from actors.gather.expert_supply import LocalSupply
+from actors.gather.expert_supply import ExpertSupply
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts.ranks import RankSpec
@@ -27,7 +27,7 @@ VOCABULARY = list(range(131))
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def supply(
         spec: RankSpec, layout: ExpertLayout, timeline: Timeline, telemetry: Telemetry
-    ) -> LocalSupply:
+    ) -> ExpertSupply:
         plain = ExpertLayout(layout.spec, layout.dtype, layout.device, packed=False)
         return expert_supply.device_supply(spec, plain, timeline, telemetry)
 

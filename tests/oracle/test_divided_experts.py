@@ -83,7 +83,7 @@ def test_all_to_all_logits_equal_resident_ones(
     for workers, backend in ((1, "shm"), (2, "tcp"), (3, "shm")):
         for logits in all_logits(folder, workers, backend, experts="all_to_all"):
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
-    assert "no_preemption rank=prefill-0" in caplog.text
+    assert "preemption_disabled rank=prefill-0" in caplog.text
 
 
 def test_a_worker_goes_on_alone_when_the_one_it_gathers_from_is_gone(
