@@ -26,7 +26,7 @@ from typing import Annotated, Protocol
 import msgspec
 import torch
 
-from contracts.errors import ChannelError, PeerError
+from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 
@@ -90,6 +90,14 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 def spec_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
     """Return the spec of `tensor`, as `dtype` if one is given."""
     return TensorSpec(str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def connection_lost(peer: str, error: OSError) -> PeerDeadError:
+    return PeerDeadError(f"{peer}: connection lost ({error})", peer)
+
+
+def connection_closed(peer: str) -> PeerDeadError:
+    return PeerDeadError(f"{peer} closed its connection", peer)
 
 
 @functools.cache

@@ -106,8 +106,8 @@ class BaseEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, link_sockets: LinkSockets) -> Link:
-        """A link over two proven sockets. Called on a handshake's thread or the owner's. Owns the
-        sockets, also when it raises ChannelError."""
+        """A link over two proven sockets. Called on a handshake's thread or the owner's. The
+        caller closes the sockets if it raises."""
 
     def _offer(self) -> bytes:
         """What the initiator tells the acceptor's `_join` ahead (NCCL: the unique ids)."""
@@ -146,8 +146,10 @@ class BaseEndpoint(abc.ABC):
         try:
             with self._making:  # NCCL: one communicator after the other
                 return self._join(link_sockets)
-        except OSError as error:
+        except (ChannelError, OSError) as error:
             link_sockets.close()
+            if isinstance(error, ChannelError):
+                raise
             raise ChannelError(f"cannot join {peer}: {error}") from None
 
     def _is_linked(self, peer: str, epoch: int) -> bool:

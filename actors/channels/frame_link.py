@@ -13,15 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from actors.channels.base import Packet
+from actors.channels.base import Packet, connection_closed, connection_lost
 from actors.channels.link import Link, LinkSockets
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
 from contracts.frames import FRAME_ERRORS
-
-encode = msgspec.msgpack.Encoder().encode
 
 
 class FrameLink(Link, abc.ABC):
@@ -135,9 +131,9 @@ class FrameSocket:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+            raise connection_lost(self.peer, error) from None
         if not piece:
-            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+            raise connection_closed(self.peer)
         frames: list[bytes] = []
         self._tail = self._cut(self._tail + piece if self._tail else piece, frames)
         return frames
@@ -168,7 +164,7 @@ class FrameSocket:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+            raise connection_lost(self.peer, error) from None
 
     def _read(self) -> bytes:
         if not self._takes_fds:

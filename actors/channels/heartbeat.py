@@ -19,11 +19,12 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from actors.channels import local_process
+from actors.channels.base import connection_closed
 from actors.channels.local_process import STOPPED_FACTOR, is_hung
 from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import PeerDeadError, PeerError, PeerHungError
+from contracts.errors import PeerError, PeerHungError
 
 _MIN_WAIT_S = 0.01
 _HEARTBEAT = b"\x01"
@@ -40,11 +41,6 @@ class HeartbeatMonitor:
         self._sock = sock
         self.local_process = local_process.peer_process(sock)
         self._lock = threading.Lock()
-
-    @property
-    def may_starve(self) -> bool:
-        """Whether the peer is a process of this machine that is neither stopped nor gone."""
-        return self.local_process is not None and self.local_process.is_running
 
     def record(self, now_s: float) -> None:
         """Notes a sign of life that came another way."""
@@ -186,7 +182,7 @@ class HeartbeatThread(Generic[L]):
         peer, heartbeat_timeout_s = link.peer, self._config.heartbeat_timeout_s
         silent_s = now_s - link.monitor.last_seen_s
         if silent_s >= heartbeat_timeout_s and link.monitor.gone:
-            return PeerDeadError(f"{peer} closed its connection", peer)
+            return connection_closed(peer)
         if is_hung(silent_s, heartbeat_timeout_s, link.monitor.local_process):
             return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
         blocked_s = link.blocked_since_s

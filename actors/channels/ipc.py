@@ -26,8 +26,7 @@ import torch
 from actors.channels.base import TensorSpec
 from actors.channels.cuda import require_cupy
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import encode
-from actors.channels.link import Link, LinkSockets, Views
+from actors.channels.link import Link, LinkSockets, Views, encode
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
     FLAG_BYTES,
@@ -77,9 +76,8 @@ class IpcLink(SharedMemoryLink):
     def __init__(
         self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
     ) -> None:
-        super().__init__(link_sockets, config, clock)
+        super().__init__(link_sockets, config, clock, device)
         self._runtime: Any = require_cupy("ipc").cuda.runtime
-        self._device = device
         self._ready: dict[tuple[int, int], torch.cuda.Event] = {}  # ours, by segment and slot
         self._peer_ready: dict[tuple[int, int], torch.cuda.Event] = {}
         self._releasing: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()
@@ -92,9 +90,6 @@ class IpcLink(SharedMemoryLink):
         """Segments are not given back before the end: freeing device memory that the peer has open
         is undefined, and it stops the device."""
         self._set_flags()
-
-    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         fd = create_memfd(0)
@@ -173,8 +168,4 @@ class IpcEndpoint(BaseEndpoint):
         return listen_unix()
 
     def _join(self, link_sockets: LinkSockets) -> Link:
-        try:
-            return IpcLink(link_sockets, self.config, self.clock, self.device)
-        except ChannelError:
-            link_sockets.close()
-            raise
+        return IpcLink(link_sockets, self.config, self.clock, self.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -107,6 +108,44 @@ def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
         offsets.append(end)
         end += -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return PayloadLayout(tuple(offsets), end)
+
+
+class LinkReservation:
+    """The `Reservation` of every backend; `memory` is what the backend keeps about it."""
+
+    __slots__ = ("layout", "memory", "parts", "peer", "tensors")
+
+    def __init__(
+        self,
+        peer: str,
+        parts: tuple[TensorSpec, ...],
+        layout: PayloadLayout,
+        tensors: Sequence[torch.Tensor],
+        memory: Any = None,
+    ) -> None:
+        self.peer = peer
+        self.parts = parts
+        self.layout = layout
+        self.tensors = tensors
+        self.memory = memory
+
+
+class PayloadFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Header frame of a payload that follows on another path or on the same socket."""
+
+    header: Header
+    parts: tuple[TensorSpec, ...]
+
+
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
+decode_payload = msgspec.msgpack.Decoder(PayloadFrame).decode
+encode = msgspec.msgpack.Encoder().encode
+
+
+def empty_tensors(
+    parts: Sequence[TensorSpec], device: torch.device | None = None
+) -> list[torch.Tensor]:
+    return [torch.empty(part.shape, dtype=part.torch_dtype, device=device) for part in parts]
 
 
 class Views:

@@ -31,8 +31,17 @@ import torch
 from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.cuda import require_nccl
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import FrameLink, encode
-from actors.channels.link import Link, LinkSockets
+from actors.channels.frame_link import FrameLink
+from actors.channels.link import (
+    Link,
+    LinkReservation,
+    LinkSockets,
+    PayloadFrame,
+    decode_payload,
+    empty_tensors,
+    encode,
+    lay_out,
+)
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
@@ -49,13 +58,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     to_initiator: tuple[UniqueId, UniqueId]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    header: Header
-    parts: tuple[TensorSpec, ...]
-
-
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
-_decode = msgspec.msgpack.Decoder(_Frame).decode
 _decode_offer = msgspec.msgpack.Decoder(_Offer).decode
 _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer's rank, stream
 
@@ -149,24 +152,11 @@ def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes
     return results[0]
 
 
-class NcclReservation:
-    """A reservation: tensors on the device, sent from where they are."""
-
-    __slots__ = ("parts", "peer", "tensors")
-
-    def __init__(
-        self, peer: str, parts: tuple[TensorSpec, ...], tensors: list[torch.Tensor]
-    ) -> None:
-        self.peer = peer
-        self.parts = parts
-        self.tensors: Sequence[torch.Tensor] = tensors
-
-
 class NcclLink(FrameLink):
     def __init__(
         self, link_sockets: LinkSockets, clock: Clock, lanes: Lanes, device: torch.device
     ) -> None:
-        super().__init__(link_sockets, clock, _decode)
+        super().__init__(link_sockets, clock, decode_payload)
         self._lanes = lanes
         self._device = device
         self._sending: tuple[deque[tuple[torch.cuda.Event, Sequence[torch.Tensor]]], ...] = tuple(
@@ -197,14 +187,15 @@ class NcclLink(FrameLink):
                 packets.append(packet)
         return packets
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> NcclReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
         self._release_sent()
         parts = tuple(parts)
-        return NcclReservation(self.peer, parts, self._empty(parts))
+        tensors = empty_tensors(parts, self._device)
+        return LinkReservation(self.peer, parts, lay_out(parts), tensors)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, NcclReservation)
-        self._frames.send(encode(_Frame(header, reservation.parts)))
+        assert isinstance(reservation, LinkReservation)
+        self._frames.send(encode(PayloadFrame(header, reservation.parts)))
         tensors, reservation.tensors = reservation.tensors, ()
         try:
             sent = self._lanes.outgoing[header.priority].send(tensors)
@@ -228,8 +219,8 @@ class NcclLink(FrameLink):
         for receiving in self._receiving:
             receiving.clear()
 
-    def _handle(self, message: _Frame) -> None:
-        tensors = self._empty(message.parts)
+    def _handle(self, message: PayloadFrame) -> None:
+        tensors = empty_tensors(message.parts, self._device)
         lane = self._lanes.incoming[message.header.priority]
         try:
             done = lane.receive(tensors)
@@ -240,9 +231,6 @@ class NcclLink(FrameLink):
         self.received_bytes += sum(tensor.nbytes for tensor in tensors)
         packet = Packet(self.peer, message.header, tensors, self._clock(), None)
         self._receiving[message.header.priority].append((done, packet))
-
-    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        return [torch.empty(p.shape, dtype=p.torch_dtype, device=self._device) for p in parts]
 
     def _release_sent(self) -> None:
         for sending in self._sending:
@@ -267,19 +255,16 @@ class NcclEndpoint(BaseEndpoint):
         return msgspec.msgpack.encode(_Offer((ids[0], ids[1]), (ids[2], ids[3])))
 
     def _join(self, link_sockets: LinkSockets) -> Link:
+        nccl = require_nccl()
         try:
-            nccl = require_nccl()
             offer = _decode_offer(link_sockets.offer)
-            lanes = open_lanes(
-                lambda: self._lanes(nccl, offer, link_sockets),
-                link_sockets.peer,
-                self.config.connect_timeout_s,
-            )
-        except (ChannelError, *FRAME_ERRORS) as error:
-            link_sockets.close()
-            if isinstance(error, ChannelError):
-                raise
+        except FRAME_ERRORS as error:
             raise ChannelError(f"{link_sockets.peer} sent no NCCL ids: {error}") from None
+        lanes = open_lanes(
+            lambda: self._lanes(nccl, offer, link_sockets),
+            link_sockets.peer,
+            self.config.connect_timeout_s,
+        )
         return NcclLink(link_sockets, self.clock, lanes, self.device)
 
     def _lanes(self, nccl: Any, offer: _Offer, link_sockets: LinkSockets) -> Lanes:

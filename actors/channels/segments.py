@@ -183,11 +183,6 @@ class SegmentAllocator:
                 self._segments.pop(segment.number).memory.close()
         return dropped
 
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes in use, and bytes of all segments."""
-        used = sum(segment.allocator.used for segment in self._segments.values())
-        return used, sum(segment.allocator.size for segment in self._segments.values())
-
     def close(self) -> None:
         for segment in self._segments.values():
             segment.memory.close()
@@ -281,16 +276,3 @@ class FirstFit:
         else:
             self._starts.insert(index, offset)
             self._ends.insert(index, end)
-
-    def check(self) -> None:
-        """Raises AssertionError unless used + free bytes = all bytes and no two pieces overlap."""
-        pieces = [(start, end, "free") for start, end in zip(self._starts, self._ends, strict=True)]
-        pieces += [(start, start + size, "used") for start, size in self._sizes.items()]
-        pieces.sort()
-        position, last = 0, ""
-        for start, end, kind in pieces:
-            assert start == position < end, f"gap or overlap at byte {start}: {pieces}"
-            assert (kind, last) != ("free", "free"), f"free gaps touch at byte {start}"
-            position, last = end, kind
-        assert position == self.size, f"{position} of {self.size} bytes accounted for"
-        assert self.used == sum(self._sizes.values())

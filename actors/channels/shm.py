@@ -12,8 +12,15 @@ import torch
 
 from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import FrameLink, encode
-from actors.channels.link import Link, LinkSockets, PayloadLayout, lay_out
+from actors.channels.frame_link import FrameLink
+from actors.channels.link import (
+    Link,
+    LinkReservation,
+    LinkSockets,
+    empty_tensors,
+    encode,
+    lay_out,
+)
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
     HostMemory,
@@ -39,7 +46,7 @@ class ShmEndpoint(BaseEndpoint):
         return listen_unix()
 
     def _join(self, link_sockets: LinkSockets) -> Link:
-        return SharedMemoryLink(link_sockets, self.config, self.clock)
+        return SharedMemoryLink(link_sockets, self.config, self.clock, self.device)
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -62,48 +69,30 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
 _decode = msgspec.msgpack.Decoder(Announce | Payload | Withdraw).decode
 
 
-class SegmentReservation:
-    """A reservation in an arena."""
-
-    __slots__ = ("layout", "parts", "peer", "place", "tensors")
-
-    def __init__(
-        self,
-        peer: str,
-        parts: tuple[TensorSpec, ...],
-        layout: PayloadLayout,
-        place: PayloadLocation | None,
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
-        self.peer = peer
-        self.parts = parts
-        self.layout = layout
-        self.place = place
-        self.tensors = tensors
-
-
 class SharedMemoryLink(FrameLink):
     """Host shared memory. `ipc.IpcLink` replaces the methods at the end."""
 
-    def __init__(self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock) -> None:
+    def __init__(
+        self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
+    ) -> None:
         super().__init__(link_sockets, clock, _decode)
+        self._device = device
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> SegmentReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
         parts = tuple(parts)
         layout = lay_out(parts)
         if not layout.num_bytes:
-            return SegmentReservation(self.peer, parts, layout, None, self._empty(parts))
+            return LinkReservation(self.peer, parts, layout, empty_tensors(parts, self._device))
         place = self._segments.allocate(layout.num_bytes)
         views = self._segments.memory(place.segment).views
-        return SegmentReservation(
-            self.peer, parts, layout, place, views.cut(parts, layout, place.offset_bytes)
-        )
+        tensors = views.cut(parts, layout, place.offset_bytes)
+        return LinkReservation(self.peer, parts, layout, tensors, place)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, SegmentReservation)
-        place = reservation.place
+        assert isinstance(reservation, LinkReservation)
+        place: PayloadLocation | None = reservation.memory
         ready = self._mark_ready(place) if place is not None else b""
         self._frames.send(encode(Payload(header, reservation.parts, place, ready)))
         self.sent_bytes += reservation.layout.num_bytes
@@ -132,7 +121,9 @@ class SharedMemoryLink(FrameLink):
         place, parts, now_s = message.place, message.parts, self._clock()
         layout = lay_out(parts)
         if place is None:
-            return Packet(self.peer, message.header, self._empty(parts), now_s, None)
+            return Packet(
+                self.peer, message.header, empty_tensors(parts, self._device), now_s, None
+            )
         memory = self._peer_segments.memory(place, layout.num_bytes)
         release = self._wait_ready(place, message.ready, memory)
         tensors = memory.views.cut(parts, layout, place.offset_bytes)
@@ -140,9 +131,6 @@ class SharedMemoryLink(FrameLink):
         return Packet(self.peer, message.header, tensors, now_s, release)
 
     # --- what device memory does differently
-
-    def _empty(self, parts: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        return [torch.empty(part.shape, dtype=part.torch_dtype) for part in parts]
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
         """Makes a segment for sending, and announces it."""

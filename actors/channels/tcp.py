@@ -27,14 +27,26 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import msgspec
-import torch
-
-from actors.channels.base import Header, Packet, Reservation, TensorSpec
+from actors.channels.base import (
+    Header,
+    Packet,
+    Reservation,
+    TensorSpec,
+    connection_closed,
+    connection_lost,
+)
 from actors.channels.buffers import Buffer, BufferPool
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.frame_link import MAX_FRAME_BYTES
-from actors.channels.link import Link, LinkSockets, PayloadLayout, lay_out
+from actors.channels.link import (
+    Link,
+    LinkReservation,
+    LinkSockets,
+    PayloadFrame,
+    decode_payload,
+    encode,
+    lay_out,
+)
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
@@ -54,42 +66,18 @@ log = logging.getLogger(f"tandem.{__name__}")
 Report = Callable[[Packet | PeerError], None]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    header: Header
-    parts: tuple[TensorSpec, ...]
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Frame).decode
-
-
-class BufferReservation:
-    """A reservation in a buffer of the pool."""
-
-    __slots__ = ("buffer", "layout", "parts", "peer", "tensors")
-
-    def __init__(
-        self, peer: str, parts: tuple[TensorSpec, ...], layout: PayloadLayout, buffer: Buffer
-    ) -> None:
-        self.peer = peer
-        self.parts = parts
-        self.layout = layout
-        self.buffer = buffer
-        self.tensors: Sequence[torch.Tensor] = buffer.views.cut(parts, layout, 0)
-
-
 class _OutgoingPacket:
     """A packet to send. `partial_piece`: the rest of a piece of it that must go before any
     other."""
 
     __slots__ = ("_body", "_unsent", "buffer", "lane", "partial_piece")
 
-    def __init__(self, header: Header, reservation: BufferReservation) -> None:
+    def __init__(self, header: Header, reservation: LinkReservation) -> None:
         self.lane = header.priority
-        self.buffer = reservation.buffer
+        self.buffer: Buffer = reservation.memory
         self.partial_piece: list[memoryview] = []
-        self._body = _encode(_Frame(header, reservation.parts))
-        self._unsent = reservation.buffer.data[: reservation.layout.num_bytes]
+        self._body = encode(PayloadFrame(header, reservation.parts))
+        self._unsent = self.buffer.data[: reservation.layout.num_bytes]
 
     @property
     def is_sent(self) -> bool:
@@ -107,7 +95,7 @@ class _IncomingPacket:
 
     __slots__ = ("buffer", "frame", "layout", "received")
 
-    def __init__(self, frame: _Frame, pool: BufferPool) -> None:
+    def __init__(self, frame: PayloadFrame, pool: BufferPool) -> None:
         self.frame = frame
         self.layout = lay_out(frame.parts)
         self.buffer = pool.acquire(self.layout.num_bytes)
@@ -150,13 +138,15 @@ class TcpLink(Link):
     def blocked_since_s(self) -> float | None:
         return None if self._queued == self._sent else self._progress_s
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> BufferReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
         parts = tuple(parts)
         layout = lay_out(parts)
-        return BufferReservation(self.peer, parts, layout, self._pool.acquire(layout.num_bytes))
+        buffer = self._pool.acquire(layout.num_bytes)
+        tensors = buffer.views.cut(parts, layout, 0)
+        return LinkReservation(self.peer, parts, layout, tensors, buffer)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, BufferReservation)
+        assert isinstance(reservation, LinkReservation)
         packet = _OutgoingPacket(header, reservation)
         num_bytes = reservation.layout.num_bytes
         self.sent_bytes += num_bytes
@@ -233,7 +223,7 @@ class TcpLink(Link):
         except BlockingIOError:
             return piece
         except OSError as error:
-            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+            raise connection_lost(self.peer, error) from None
         head, rest = piece[0], piece[1:]
         if sent < len(head):
             return [head[sent:], *rest]
@@ -278,7 +268,7 @@ class TcpLink(Link):
                 self.peer,
             )
         self._fill(body[:size])
-        return _IncomingPacket(_decode(body[:size]), self._pool)
+        return _IncomingPacket(decode_payload(body[:size]), self._pool)
 
     def _continue_packet(
         self, packet: _IncomingPacket | None, size: int, *, first: bool
@@ -308,9 +298,9 @@ class TcpLink(Link):
             try:
                 count = self._sock.recv_into(target[start:stop], 0, socket.MSG_WAITALL)
             except OSError as error:
-                raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+                raise connection_lost(self.peer, error) from None
             if not count:
-                raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+                raise connection_closed(self.peer)
             start += count
             self.monitor.record(self._clock())
 

@@ -23,6 +23,7 @@ import msgspec
 from torch import Tensor
 
 from actors.channels import handshake
+from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity, Remote
 from actors.channels.listener import (
     ADDRESS_SEPARATOR,
@@ -35,7 +36,7 @@ from actors.gather.protocol import Terms, check_terms, digest, read_terms
 from actors.gather.weight_link import bytes_of
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError, PeerHungError
+from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError
 from contracts.logs import event
 from contracts.ranks import Group, RankSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
@@ -194,7 +195,7 @@ class ExpertReceiver:
             ) from None
         except OSError as error:
             self._close(peer)
-            raise PeerDeadError(f"{peer}: connection lost ({error})", peer) from None
+            raise connection_lost(peer, error) from None
         except BaseException:  # it was given up in the middle: what is under way is of no use
             self._close(peer)
             raise
@@ -280,5 +281,5 @@ def _receive(sock: socket.socket, into: memoryview, peer: str) -> None:
     while len(into):
         count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
         if not count:
-            raise PeerDeadError(f"{peer} closed its connection", peer)
+            raise connection_closed(peer)
         into = into[count:]

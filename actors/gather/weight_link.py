@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from actors.channels import handshake, local_process
+from actors.channels.base import connection_closed, connection_lost
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
 from actors.channels.segments import FLAG_BYTES, check_memfd
@@ -34,7 +35,7 @@ from actors.gather.protocol import (
     read_terms,
 )
 from contracts.clock import monotonic_s
-from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError
+from contracts.errors import ChannelError, PeerError, PeerHungError
 
 _WAKE_BYTES = 2 << 20  # do not wake for less than this, unless it is the rest: it costs the compute
 _MOST_TEXT_BYTES = 4096
@@ -67,14 +68,14 @@ def join(
             raise PeerHungError(f"{peer} said nothing for {deadline_s:g} s", peer) from None
         if isinstance(error, ChannelError):
             raise
-        raise PeerDeadError(f"{peer}: connection lost ({error})", peer) from None
+        raise connection_lost(peer, error) from None
 
 
 def _map(sock: socket.socket, peer: str, num_bytes: int) -> memoryview:
     """The peer's segment, for reading only. Raises PeerError."""
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     if len(fds) != 1:
-        raise PeerDeadError(f"{peer} closed its connection", peer)
+        raise connection_closed(peer)
     try:
         if not check_memfd(fds[0], num_bytes):
             raise PeerError(f"{peer} sent a segment that is not one", peer)
@@ -128,7 +129,7 @@ class WeightLink:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+            raise connection_lost(self.peer, error) from None
 
     def abort(self) -> None:
         """Ends what the copying thread waits for. Called from any thread."""
@@ -173,7 +174,7 @@ class WeightLink:
         """Receives straight into the tensors. Raises BlockingIOError, PeerDeadError."""
         count = self._sock.recvmsg_into(self._into[:_MOST_PIECES])[0]
         if not count:
-            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+            raise connection_closed(self.peer)
         self.progress_s = monotonic_s()
         self._left -= count
         while count:
@@ -198,7 +199,7 @@ class WeightLink:
         self._into = []
         self.received_bytes += self._num_bytes
         if self._segment is not None and self._is_closed():
-            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+            raise connection_closed(self.peer)
         self._send(DONE)
         return True
 
@@ -217,7 +218,7 @@ class WeightLink:
     def _receive(self, count: int) -> bytes:
         data = self._sock.recv(count)
         if not data:
-            raise PeerDeadError(f"{self.peer} closed its connection", self.peer)
+            raise connection_closed(self.peer)
         self.progress_s = monotonic_s()
         return data
 
@@ -225,7 +226,7 @@ class WeightLink:
         try:
             self._sock.sendall(REQUEST.pack(kind, self._layer))
         except OSError as error:
-            raise PeerDeadError(f"{self.peer}: connection lost ({error})", self.peer) from None
+            raise connection_lost(self.peer, error) from None
 
     def _wake_at(self, num_bytes: int) -> None:
         """Lets `poll` sleep until so much is there. (Unix sockets would not: they carry little.)"""

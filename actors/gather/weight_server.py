@@ -18,6 +18,7 @@ from collections import deque
 import msgspec
 
 from actors.channels import local_process
+from actors.channels.base import connection_closed
 from actors.channels.handshake import Identity, Remote
 from actors.channels.listener import ADDRESS_SEPARATOR, HandshakeListener, listen_tcp, listen_unix
 from actors.channels.local_process import is_hung
@@ -37,7 +38,7 @@ from actors.gather.protocol import (
 from actors.gather.weight_shard import Shard, WindowedShard
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError, PeerHungError
+from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError
 from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -211,7 +212,7 @@ class WeightServer:
         except BlockingIOError:
             return
         if not data:
-            raise PeerDeadError(f"{peer.name} closed its connection", peer.name)
+            raise connection_closed(peer.name)
         peer.unparsed += data
         while len(peer.unparsed) >= REQUEST.size:
             kind, layer = REQUEST.unpack_from(peer.unparsed)

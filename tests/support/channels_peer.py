@@ -10,7 +10,8 @@ import torch
 
 from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.channels.factory import make_endpoint
-from actors.channels.tcp import PIECE, TcpLink, _encode, _Frame
+from actors.channels.link import PayloadFrame, encode
+from actors.channels.tcp import PIECE, TcpLink
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 
@@ -72,11 +73,11 @@ def half(end: Endpoint, options: Options) -> None:
     """Sends half of a TCP payload and stops there."""
     link = end._links["main"]  # type: ignore[attr-defined]
     assert isinstance(link, TcpLink)
-    frame = _Frame(
+    frame = PayloadFrame(
         Header(PacketKind.E2A, options.epoch, 0, 0, 0, 0),
         (TensorSpec("uint8", (options.elements,)),),
     )
-    body = _encode(frame)
+    body = encode(frame)
     link._sock.sendall(PIECE.pack(options.elements, len(body)) + body)
     link._sock.sendall(bytes(options.elements // 2))
     _report("half")

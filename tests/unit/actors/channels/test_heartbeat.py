@@ -125,7 +125,9 @@ def test_a_stopped_process_of_this_machine_is_given_less(tmp_path: Path) -> None
         server.listen()
         with warded((socket.socket(), server.accept()[0])) as ward:
             peer.send_signal(signal.SIGSTOP)
-            while ward.link.monitor.may_starve:  # the signal is on its way
+            process = ward.link.monitor.local_process
+            assert process is not None
+            while process.is_running:  # the signal is on its way
                 time.sleep(0.01)
             ward.clock.advance(STOPPED_FACTOR * CONFIG.heartbeat_timeout_s - 0.1)
             assert ward.heartbeat.tick(0.0) == pytest.approx(0.1)

@@ -17,15 +17,13 @@ from hypothesis import strategies as st
 
 from actors.channels import tcp
 from actors.channels.base import Packet, TensorSpec
-from actors.channels.link import LinkSockets
+from actors.channels.link import LinkSockets, PayloadFrame, encode
 from actors.channels.tcp import (
     BEST_EFFORT_INTERVAL,
     DIRECT_BYTES,
     INITIAL_PIECE_BYTES,
     PIECE,
     TcpLink,
-    _encode,
-    _Frame,
 )
 from contracts.clock import monotonic_s
 from contracts.errors import PeerError
@@ -95,7 +93,7 @@ class Reader:
         self.taken += size
         if body_size:
             assert lane not in self._arriving
-            frame = msgspec.msgpack.decode(self._exactly(body_size), type=_Frame)
+            frame = msgspec.msgpack.decode(self._exactly(body_size), type=PayloadFrame)
             self._arriving[lane] = frame.header.batch, frame.parts[0].num_bytes
         batch, missing = self._arriving.pop(lane)
         assert self._exactly(size) == bytes([batch]) * size
@@ -205,7 +203,7 @@ def test_a_peer_may_cut_its_packets_anywhere(cuts: list[tuple[Priority, int]]) -
 
 
 def first_body(num_bytes: int, lane: Priority = LS) -> bytes:
-    return _encode(_Frame(header(priority=lane), (TensorSpec("uint8", (num_bytes,)),)))
+    return encode(PayloadFrame(header(priority=lane), (TensorSpec("uint8", (num_bytes,)),)))
 
 
 BODY = first_body(640)
