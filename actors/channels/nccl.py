@@ -64,9 +64,7 @@ _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer
 
 
 def transfer(
-    nccl: Any,
-    stream: torch.cuda.Stream,
-    calls: Sequence[tuple[_Call, int, torch.Tensor]],
+    nccl: Any, stream: torch.cuda.Stream, calls: Sequence[tuple[_Call, int, torch.Tensor]]
 ) -> torch.cuda.Event:
     """Enqueues (send or recv, the peer's rank, tensor) as one group on `stream`, behind the current
     stream. The event is reached when all are done; the tensors must live until then."""

@@ -59,11 +59,7 @@ class ExpertSupply(NamedTuple):
 
 
 def expert_supply(
-    spec: RankSpec,
-    model: ModelSpec,
-    dtype: torch.dtype,
-    timeline: Timeline,
-    telemetry: Telemetry,
+    spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
 ) -> ExpertSupply:
     """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError.
 
@@ -159,11 +155,7 @@ def _gathered(
 
 
 def _lockstep(
-    spec: RankSpec,
-    model: ModelSpec,
-    dtype: torch.dtype,
-    timeline: Timeline,
-    telemetry: Telemetry,
+    spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
 ) -> ExpertSupply:
     """All-to-all mode: each worker has its share of the experts.
 
@@ -205,11 +197,7 @@ def host_source(spec: RankSpec, layout: ExpertLayout) -> HostSource:
 
 
 def copying_store(
-    spec: RankSpec,
-    layout: ExpertLayout,
-    source: ExpertSource,
-    stage: Stage,
-    timeline: Timeline,
+    spec: RankSpec, layout: ExpertLayout, source: ExpertSource, stage: Stage, timeline: Timeline
 ) -> CopyingStore:
     """The first `prefill.resident_layers` layers in memory, the others from `source`."""
     resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)

@@ -8,13 +8,7 @@ import msgspec
 
 from contracts.errors import ChannelError, TooCostlyError
 from contracts.frames import encode_frame
-from contracts.messages import (
-    MAX_FRAME_BYTES,
-    Event,
-    Events,
-    Failed,
-    RankState,
-)
+from contracts.messages import MAX_FRAME_BYTES, Event, Events, Failed, RankState
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
 
 _encoder = msgspec.msgpack.Encoder()
