@@ -59,6 +59,22 @@ class CachedPrefix(NamedTuple):
     tokens: int
 
 
+def cached_prefix(
+    sequence: Sequence, hashes: list[bytes], blocks: BlockManager, batch: int
+) -> CachedPrefix:
+    """Return the longest prefix of `sequence` that is cached, up to `first_needed`.
+
+    hashes: of its first blocks, the ones to match.
+    """
+    block_tokens = sequence.block_tokens
+    matched = blocks.match(hashes, batch=batch)
+    whole = len(matched) * block_tokens
+    rest = sequence.token_ids[whole : min(sequence.first_needed, whole + block_tokens)]
+    parent = hashes[len(matched) - 1] if matched else sequence.submit.caller.salt
+    head = blocks.head(parent, rest, batch=batch)
+    return CachedPrefix(matched, head, whole + (head.tokens if head else 0))
+
+
 class BatchBuilder:
     """A chunk that is in it has its blocks, and its sequence is in flight."""
 
@@ -83,14 +99,8 @@ class BatchBuilder:
     def prefix(self, sequence: Sequence) -> CachedPrefix:
         """The longest prefix that blocks hold, or will when this batch has run, of what need not be
         computed in any case."""
-        block_tokens, needed = sequence.block_tokens, sequence.first_needed
-        hashes = sequence.hashes[: needed // block_tokens]
-        blocks = self._blocks.match(hashes, batch=self._number)
-        whole = len(blocks) * block_tokens
-        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
-        parent = sequence.before_block(len(blocks))
-        head = self._blocks.head(parent, rest, batch=self._number)
-        return CachedPrefix(blocks, head, whole + (head.tokens if head else 0))
+        hashes = sequence.hashes[: sequence.first_needed // sequence.block_tokens]
+        return cached_prefix(sequence, hashes, self._blocks, self._number)
 
     def start(self, sequence: Sequence) -> bool:
         """Whether its first chunk is in the batch now: there were blocks, and room for a prompt

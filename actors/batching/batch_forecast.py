@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from actors.batching.batch_budget import BatchBudget
+from actors.batching.batch_builder import cached_prefix
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
 from contracts.requests import Priority
@@ -64,18 +65,14 @@ class PrefixEstimator:
         self._match_budget, self._hash_budget = MAX_MATCHED_BLOCKS, MAX_HASHED_BLOCKS
 
     def tokens(self, sequence: Sequence) -> int:
-        block_tokens, needed = sequence.block_tokens, sequence.first_needed
         known = sequence.hashed_blocks
-        count = min(needed // block_tokens, known + self._hash_budget, self._match_budget)
+        wanted = sequence.first_needed // sequence.block_tokens
+        count = min(wanted, known + self._hash_budget, self._match_budget)
         hashes = sequence.hash_blocks(count)[:count]
-        matched = len(self._blocks.match(hashes, batch=self._batch))
+        prefix = cached_prefix(sequence, hashes, self._blocks, self._batch)
         self._hash_budget -= max(0, count - known)
-        self._match_budget -= matched
-        whole = matched * block_tokens
-        rest = sequence.token_ids[whole : min(needed, whole + block_tokens)]
-        parent = hashes[matched - 1] if matched else sequence.submit.caller.salt
-        head = self._blocks.head(parent, rest, batch=self._batch)
-        return whole + (head.tokens if head else 0)
+        self._match_budget -= len(prefix.blocks)
+        return prefix.tokens
 
 
 def _is_last_batch(sequence: Sequence) -> bool:

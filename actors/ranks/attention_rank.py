@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from actors.batching.decode_coalescing import DecodeCoalescer
-from actors.batching.due_times import DueTimes
+from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduled_batch import ScheduledBatch

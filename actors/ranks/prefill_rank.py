@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.batching.due_times import DueTimes
+from actors.batching.decode_coalescing import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.batching.admission import RankAdmission
+from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.batch_traces import BatchTraces
-from actors.batching.queue_drain import QueueDrain
 from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts

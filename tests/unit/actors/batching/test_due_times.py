@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from actors.batching.due_times import DueTimes
+from actors.batching.decode_coalescing import DueTimes
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from contracts.clock import ManualClock

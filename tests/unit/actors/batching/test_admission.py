@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from actors.batching.admission import RankAdmission
-from actors.batching.queue_drain import QueueDrain
+from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
