@@ -25,7 +25,7 @@ import httpx
 from benchmarks.support.prometheus import Points, Prometheus, config_of
 from benchmarks.support.server import ServerProcess
 from cluster.tools.plots import pyplot
-from contracts.metrics import Board
+from dashboards.panels import Board
 
 ROOT = Path(__file__).parent.parent
 STEP_S = 1.0
@@ -82,7 +82,7 @@ def _classify(url: str, ending: threading.Event) -> None:
 def _draw(board: Board, prometheus: Prometheus, of_time: tuple[float, float], output: Path) -> None:
     end_s, seconds = of_time
     stored = json.loads((ROOT / "dashboards" / f"{board}.json").read_text(encoding="utf-8"))
-    panels = [panel for panel in stored["panels"] if panel["type"] != "row"]
+    panels = [panel for panel in stored["panels"] if panel["type"] != "row"]  # shown at first
     columns, count = 4 if len(panels) > 16 else 3, len(panels)
     figure, axes = pyplot("--output").subplots(
         math.ceil(count / columns),

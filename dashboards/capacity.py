@@ -1,28 +1,50 @@
-"""Of the board *Capacity*: panels made of several metrics."""
+"""Board *Capacity*: the bottleneck, spare capacity, and the gain from one more rank."""
 
 from __future__ import annotations
 
 from contracts import metrics
-from dashboards.queries import OF_CLUSTER, OF_RANK, WINDOW, PanelRow, PanelSpec, PromQuery
+from dashboards.panels import (
+    OF_CLUSTER,
+    OF_RANK,
+    PERCENT,
+    PERCENT_OF_TIME,
+    REQUESTS_PER_S,
+    SECONDS,
+    WINDOW,
+    Board,
+    BoardSpec,
+    PanelRow,
+    PanelSpec,
+    PromQuery,
+    Unit,
+    largest,
+    line,
+    rate,
+    total,
+)
+
+_RANKS = Unit("short", "ranks")
+_WAITED = f'max(sum by (rank) (rate({metrics.STAGE.name}_sum{{stage=~"%s", {OF_RANK}}}[{WINDOW}])))'
+_OF_GROUP = 'max({busy}{{group="{group}", cluster=~"$cluster", rank=~"$rank"}})'
 
 
 def busiest() -> dict[str, str]:
-    """Resource -> PromQL of the part of time in which the busiest of its kind is in use; of memory
-    the part that is taken by running sequences. Recording rules have the same."""
-    busy, stage = metrics.RANK_BUSY.name, metrics.STAGE.name
-    blocks, where = metrics.KV_BLOCKS.name, OF_RANK
-    of_rank = 'cluster=~"$cluster", rank=~"$rank"'  # group: the metric's own
-    waited = f'sum by (rank) (rate({stage}_sum{{stage=~"%s", {where}}}[{WINDOW}]))'
+    """Return resource → PromQL for the utilization of the busiest one of its kind.
+
+    The value for memory is the share of KV blocks that running sequences hold.
+    """
+    blocks, exposed = metrics.KV_BLOCKS.name, metrics.EXPOSED_COMMUNICATION.name
+    groups = {"attention": "attention", "experts": "expert", "prefill": "prefill"}
     return {
-        "attention": f'max({busy}{{group="attention", {of_rank}}})',
-        "experts": f'max({busy}{{group="expert", {of_rank}}})',
-        "prefill": f'max({busy}{{group="prefill", {of_rank}}})',
-        "link": f"max(rate({metrics.EXPOSED_COMMUNICATION.name}{{{where}}}[{WINDOW}]))",
+        resource: _OF_GROUP.format(busy=metrics.RANK_BUSY.name, group=group)
+        for resource, group in groups.items()
+    } | {
+        "link": f"max(rate({exposed}{{{OF_RANK}}}[{WINDOW}]))",
         "memory": (
-            f'max(sum by (rank) ({blocks}{{state="used", {where}}}) '
-            f"/ sum by (rank) ({blocks}{{{where}}}))"
+            f'max(sum by (rank) ({blocks}{{state="used", {OF_RANK}}}) '
+            f"/ sum by (rank) ({blocks}{{{OF_RANK}}}))"
         ),
-        "host copy": f"max({waited % 'host_copy|gather'})",
+        "host copy": _WAITED % "host_copy|gather",
     }
 
 
@@ -31,9 +53,7 @@ def _named(resource: str, expression: str) -> str:
 
 
 _RESOURCES = busiest()
-_PREDICTED, _MEASURED = metrics.PLAN_PREDICTED.name, metrics.PLAN_MEASURED.name
 _OK = f'{metrics.REQUESTS.name}{{outcome="ok", {OF_CLUSTER}}}'
-
 _ANSWERED = f"sum by (pipeline) (rate({_OK}[1m]))"
 _USED = f"avg by (pipeline) ({metrics.CAPACITY_USED.name}{{{OF_CLUSTER}}} > 0)"
 HEADROOM = f"clamp_min({_ANSWERED} * on (pipeline) (1 / {_USED} - 1), 0)"
@@ -41,105 +61,205 @@ ONE_MORE = (
     f"max by (pipeline, kind) ({metrics.CAPACITY_GAIN.name}{{{OF_CLUSTER}}}) * on (pipeline) "
     f"group_left () ({_ANSWERED} / on (pipeline) {_USED})"
 )
+PREDICTION_ERROR = (
+    f"quantile_over_time(0.5, (abs({largest(metrics.PLAN_PREDICTED)} / "
+    f"{largest(metrics.PLAN_MEASURED)} - 1))[10m:15s])"
+)
+SATURATION_FILL = f"{largest(metrics.LOAD, 'rank')} / {largest(metrics.SATURATION, 'rank')}"
 
-ROWS = (
-    PanelRow(
-        "How much more",
-        (
-            PanelSpec(
-                "Headroom",
-                "reqps",
-                "Requests per second that could come beyond those of now, if they are as those of "
-                "the last minute: by the planner's model of the measured stage times, at batches "
-                "as full as they may be. Of the ranks alone: what an ingress can do is not in it.",
-                (PromQuery(HEADROOM, "{{pipeline}}"),),
-                warn=1.0,
-                bad=0.1,
-                is_stat=True,
+_HEADROOM = PanelRow(
+    "Spare capacity",
+    (
+        PanelSpec(
+            "Spare capacity",
+            REQUESTS_PER_S,
+            "Additional requests that the ranks can serve, modelled from the stage times and the "
+            "traffic mix of the last minute. The limit of the ingress is not included.",
+            "add the kind of rank with the largest gain before the value reaches 0.",
+            line(HEADROOM, "pipeline"),
+            warn=1.0,
+            bad=0.1,
+            is_stat=True,
+        ),
+        PanelSpec(
+            "Gain from one more rank",
+            REQUESTS_PER_S,
+            "Additional capacity from one more rank, by kind.",
+            "if capacity is short, add the kind with the largest gain.",
+            line(ONE_MORE, "kind"),
+            is_stat=True,
+        ),
+        PanelSpec(
+            "Ranks: recommended and current",
+            _RANKS,
+            "The split of the current number of ranks into attention and expert ranks that serves "
+            "recent traffic best, and the current split. Memory limits are not considered.",
+            "if they differ for an hour, change groups.attention_ranks and groups.expert_ranks.",
+            line(largest(metrics.CAPACITY_RANKS, "group"), "group", name="recommended")
+            + line(
+                f'count by (group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
+                f"{OF_CLUSTER}}})",
+                "group",
+                name="current",
             ),
-            PanelSpec(
-                "One more rank would add",
-                "reqps",
-                "Requests per second, by the kind of the rank: what the whole could then do, less "
-                "what it can now. The kind that adds most is the one to buy.",
-                (PromQuery(ONE_MORE, "{{kind}}"),),
-                is_stat=True,
-            ),
-            PanelSpec(
-                "Recommended split",
-                "short",
-                "Of as many attention and expert ranks as now, how many of each would do most of "
-                "the traffic of late; and how many there are. Memory is not looked at.",
-                (
-                    PromQuery(
-                        f"max by (group) ({metrics.CAPACITY_RANKS.name}{{{OF_CLUSTER}}})",
-                        "{{group}}, recommended",
-                    ),
-                    PromQuery(
-                        f'count by (group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
-                        f"{OF_CLUSTER}}})",
-                        "{{group}}, now",
-                    ),
-                ),
-                is_stat=True,
-            ),
+            is_stat=True,
         ),
     ),
-    PanelRow(
-        "At a glance",
-        (
-            PanelSpec(
-                "Bottleneck now",
-                "percentunit",
-                "The resource that is in use for most of the time: attention, experts, prefill "
-                "(workers), link (transfers that nothing hides), memory (KV blocks that running "
-                "sequences hold), host copy (weights that are waited for).",
-                (
-                    PromQuery(
-                        "topk(1, " + " or ".join(_named(*one) for one in _RESOURCES.items()) + ")",
-                        "{{resource}}",
-                    ),
-                ),
-                warn=0.85,
-                bad=0.97,
-                is_stat=True,
+)
+_NOW = PanelRow(
+    "Current state",
+    (
+        PanelSpec(
+            "Bottleneck",
+            PERCENT,
+            "The resource with the highest utilization: attention, experts, prefill (workers), "
+            "link (transfers without overlap), memory (KV blocks of running sequences), host copy "
+            "(loading of weights).",
+            "relieve this resource first; others have no effect on throughput.",
+            line(
+                "topk(1, " + " or ".join(_named(*one) for one in _RESOURCES.items()) + ")",
+                "resource",
             ),
-            PanelSpec(
-                "Requests answered",
-                "reqps",
-                "Requests per second that were answered.",
-                (PromQuery(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "{{pipeline}}"),),
-                is_stat=True,
-            ),
-            PanelSpec(
-                "Prediction error",
-                "percentunit",
-                "How far the predicted makespan of the latest batch was from the measured one, as "
-                "a part of the measured one.",
-                (
-                    PromQuery(
-                        f"abs(max({_PREDICTED}{{{OF_CLUSTER}}}) / "
-                        f"max({_MEASURED}{{{OF_CLUSTER}}}) - 1)",
-                        "of the latest batch",
-                    ),
-                ),
-                warn=0.15,
-                bad=0.5,
-                is_stat=True,
-            ),
+            warn=0.85,
+            bad=0.97,
+            is_stat=True,
+        ),
+        PanelSpec(
+            "Answered requests",
+            REQUESTS_PER_S,
+            "Requests answered successfully, by pipeline.",
+            "compare with the expected traffic; see board Objectives if it is lower.",
+            line(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "pipeline"),
+            is_stat=True,
+        ),
+        PanelSpec(
+            "Prediction error",
+            PERCENT,
+            "Median over ten minutes of the difference between predicted and measured batch time, "
+            "relative to the measured time.",
+            "if it stays high, do not rely on spare capacity and gains; check other load on the "
+            "machines.",
+            line(PREDICTION_ERROR, name="median"),
+            warn=0.15,
+            bad=0.5,
+            is_stat=True,
         ),
     ),
-    PanelRow(
-        "What is in use",
-        (
-            PanelSpec(
-                "In use, by resource",
-                "percentunit",
-                "As in 'Bottleneck now', over time: the highest line is the bottleneck.",
-                tuple(PromQuery(promql, resource) for resource, promql in _RESOURCES.items()),
-                warn=0.85,
-                bad=0.97,
-            ),
+)
+_UTILIZATION = PanelRow(
+    "Utilization",
+    (
+        PanelSpec(
+            "Utilization by resource",
+            PERCENT,
+            "Utilization of the busiest one of each kind of resource.",
+            "relieve the highest line; it is the bottleneck.",
+            tuple(PromQuery(promql, resource) for resource, promql in _RESOURCES.items()),
+            warn=0.85,
+            bad=0.97,
+        ),
+        PanelSpec(
+            "Busy time of ranks",
+            PERCENT_OF_TIME,
+            "Time in which a rank computes.",
+            "add ranks to the group that stays above 85 %.",
+            line(total(metrics.RANK_BUSY, "rank"), "rank"),
+            warn=0.85,
+            bad=0.97,
+        ),
+        PanelSpec(
+            "Used capacity",
+            PERCENT,
+            "Traffic of the last minute over modelled capacity.",
+            "add ranks above 75 %; latency rises steeply near 100 %.",
+            line(largest(metrics.CAPACITY_USED, "pipeline", "rank"), "pipeline", "rank"),
+            warn=0.75,
+            bad=0.95,
         ),
     ),
+)
+_MEMORY = PanelRow(
+    "Memory and transfers",
+    (
+        PanelSpec(
+            "KV blocks",
+            Unit("short", "blocks"),
+            "KV cache blocks of each rank: free, used by running sequences, cached for reuse.",
+            "if free and cached are near 0, increase kv.memory_fraction or add attention ranks.",
+            line(total(metrics.KV_BLOCKS, "rank", "state"), "rank", "state"),
+        ),
+        PanelSpec(
+            "Waiting for transfers",
+            PERCENT_OF_TIME,
+            "Time in which a rank waits for a transfer without work to overlap it with.",
+            "use a faster network or place groups on fewer nodes (groups.placement).",
+            line(rate(metrics.EXPOSED_COMMUNICATION, "rank"), "rank"),
+            warn=0.2,
+            bad=0.5,
+        ),
+    ),
+)
+_MODEL = PanelRow(
+    "Capacity model",
+    (
+        PanelSpec(
+            "Batch time: predicted and measured",
+            SECONDS,
+            "Makespan of the latest planned batch.",
+            "see panel Prediction error for the difference over time.",
+            line(total(metrics.PLAN_PREDICTED), name="predicted")
+            + line(total(metrics.PLAN_MEASURED), name="measured"),
+        ),
+        PanelSpec(
+            "Modelled utilization at full load",
+            PERCENT_OF_TIME,
+            "Utilization of each resource at the maximum request rate, from the capacity model.",
+            "the resource near 100 % limits capacity.",
+            line(largest(metrics.CAPACITY_IN_USE, "resource"), "resource"),
+        ),
+        PanelSpec(
+            "Relative gain from one more rank",
+            PERCENT,
+            "Additional capacity from one more rank, as a share of current capacity.",
+            "if capacity is short, add the kind with the largest gain.",
+            line(largest(metrics.CAPACITY_GAIN, "kind"), "kind"),
+        ),
+        PanelSpec(
+            "Model FLOPs utilization",
+            PERCENT,
+            "Model FLOPs per second over the peak of the hardware, if the peak is known.",
+            "compare with earlier values after a change of hardware or configuration.",
+            line(total(metrics.MODEL_FLOPS_UTILIZATION, "rank"), "rank"),
+        ),
+    ),
+    collapsed=True,
+)
+_PREFILL = PanelRow(
+    "Prefill workers",
+    (
+        PanelSpec(
+            "Queued work at prefill workers",
+            Unit("short", "FLOPs"),
+            "FLOPs of the requests that are queued or running at a worker.",
+            "compare workers; large differences indicate long requests.",
+            line(largest(metrics.LOAD, "rank"), "rank"),
+        ),
+        PanelSpec(
+            "Queued work over saturation",
+            PERCENT,
+            "Queued work over the work that saturates the worker (prefill.saturation).",
+            "add prefill workers if it stays above 200 %.",
+            line(SATURATION_FILL, "rank"),
+            warn=2.0,
+            bad=8.0,
+        ),
+    ),
+    collapsed=True,
+)
+
+CAPACITY = BoardSpec(
+    Board.CAPACITY,
+    "Tandem: capacity",
+    "The current bottleneck, spare capacity, and the gain from one more rank.",
+    (_HEADROOM, _NOW, _UTILIZATION, _MEMORY, _MODEL, _PREFILL),
 )

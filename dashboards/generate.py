@@ -1,11 +1,8 @@
-"""Writes the dashboards that show what a running cluster exports, `dashboards/NAME.json` each, and
-Prometheus's rules, in `dashboards/rules/`.
+"""Generate the Grafana dashboards (`dashboards/NAME.json`) and the Prometheus rules.
 
     python -m dashboards.generate
 
-What of a metric is drawn, it says itself in contracts/metrics.py; panels stand in the order of that
-table, behind those of dashboards/boards.py that are made of several metrics. Needs Grafana's SDK,
-which is in the extra `test`.
+Panels are in `dashboards/*.py`, a file per board. Requires Grafana's SDK (extra `test`).
 """
 
 from __future__ import annotations
@@ -15,19 +12,23 @@ from pathlib import Path
 
 import yaml
 
-from dashboards.boards import board_specs
+from dashboards.bulk import BULK
+from dashboards.capacity import CAPACITY
 from dashboards.grafana import board_json
+from dashboards.latency import LATENCY
+from dashboards.pipeline import PIPELINE
 from dashboards.rules import alerts_file, recording_file
 
 FOLDER = Path(__file__).parent
-HEAD = "# Made by `python -m dashboards.generate` of dashboards/rules.py.\n"
+HEAD = "# Generated from dashboards/rules.py by `python -m dashboards.generate`.\n"
+BOARDS = (CAPACITY, LATENCY, PIPELINE, BULK)
 
 
 def texts() -> dict[Path, str]:
-    """What is written where."""
+    """Return path → contents of every generated file."""
     boards = {
         FOLDER / f"{spec.board.value}.json": json.dumps(board_json(spec), indent=1) + "\n"
-        for spec in board_specs()
+        for spec in BOARDS
     }
     return boards | {
         FOLDER / "rules" / f"{name}.yml": HEAD + yaml.safe_dump(rules, sort_keys=False, width=100)

@@ -1,4 +1,4 @@
-"""A dashboard as Grafana 11 imports it, made with Grafana's own SDK, whose types hold it."""
+"""Dashboard JSON for Grafana 11 and newer, made with Grafana's SDK."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from contracts import metrics
-from dashboards.boards import BoardSpec
-from dashboards.queries import PanelSpec
+from dashboards.panels import BoardSpec, PanelRow, PanelSpec
 
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 _WIDTH, _HEIGHT, _STAT_HEIGHT, _COLUMNS = 8, 8, 4, 24
 _VARIABLES = ("cluster", "group", "rank")
-NO_LEVEL = "No level of it is bad by itself."
 
 
 def board_json(page: BoardSpec) -> dict[str, Any]:
-    """With variables for the Prometheus source, cluster, group and rank, whose first choice is the
-    default source and all."""
+    """Return a dashboard with variables for the data source, cluster, group and rank."""
     board = (
         dashboard.Dashboard(page.title)
         .uid(f"tandem-{page.board.value}")
@@ -49,17 +46,34 @@ def board_json(page: BoardSpec) -> dict[str, Any]:
         board = board.with_variable(_variable(name))
     number, y = 1, 0
     for row in page.rows:
-        board = board.with_row(dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y)))
-        number, y, x = number + 1, y + 1, 0
-        height = _STAT_HEIGHT if row.panels[0].is_stat else _HEIGHT
-        for panel in row.panels:
-            if x == _COLUMNS:
-                x, y = 0, y + height
-            board = board.with_panel(_panel(panel, number, GridPos(height, _WIDTH, x, y)))
-            number, x = number + 1, x + _WIDTH
-        y += height
+        header = dashboard.Row(row.title).id(number).grid_pos(GridPos(1, 24, 0, y))
+        panels, end_y = _row_panels(row, number + 1, y + 1)
+        if row.collapsed:
+            for panel in panels:
+                header = header.with_panel(panel)
+            board = board.with_row(header)
+        else:
+            board = board.with_row(header)
+            for panel in panels:
+                board = board.with_panel(panel)
+        number, y = number + 1 + len(panels), y + 1 if row.collapsed else end_y
     made: dict[str, Any] = json.loads(json.dumps(board.build(), cls=JSONEncoder))
     return made
+
+
+def _row_panels(row: PanelRow, number: int, y: int) -> tuple[list[Any], int]:
+    """Return the panels of a row, numbered from `number`, and the line below them."""
+    height = _STAT_HEIGHT if row.panels[0].is_stat else _HEIGHT
+    columns = _COLUMNS // _WIDTH
+    panels = [
+        _panel(
+            panel,
+            number + index,
+            GridPos(height, _WIDTH, index % columns * _WIDTH, y + index // columns * height),
+        )
+        for index, panel in enumerate(row.panels)
+    ]
+    return panels, y + -(-len(panels) // columns) * height
 
 
 def _board_links() -> dashboard.DashboardLink:
@@ -73,7 +87,7 @@ def _board_links() -> dashboard.DashboardLink:
 
 
 def _variable(name: str) -> dashboard.QueryVariable:
-    """All matches series without the label too: a cluster that nobody has named has none."""
+    """Return a variable whose value "All" also matches series without the label."""
     of = metrics.RANK_BUSY.name if name != "cluster" else metrics.GROUP_EPOCH.name
     return (
         dashboard.QueryVariable(name)
@@ -90,7 +104,6 @@ def _variable(name: str) -> dashboard.QueryVariable:
 
 def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeseries.Panel:
     panel: Any = stat.Panel() if spec.is_stat else _lines()
-    leveled = spec.warn is not None
     for index, query in enumerate(spec.queries):
         panel = panel.with_target(
             prometheus.Dataquery()
@@ -102,9 +115,9 @@ def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeser
     made: stat.Panel | timeseries.Panel = (
         panel.title(spec.title)
         .id(number)
-        .description(spec.description if leveled else f"{spec.description} {NO_LEVEL}")
+        .description(spec.description)
         .datasource(_SOURCE)
-        .unit(spec.unit)
+        .unit(spec.unit.grafana)
         .min(0)
         .thresholds(
             dashboard.ThresholdsConfig()
@@ -117,7 +130,6 @@ def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeser
 
 
 def _lines() -> timeseries.Panel:
-    """Levels are dashed lines."""
     return (
         timeseries.Panel()
         .fill_opacity(10)

@@ -1,5 +1,4 @@
-"""What is promised to latency-sensitive (LS) requests, and how fast the allowance for breaking it
-is used up: read by the board *Objectives* and by alerts."""
+"""Service level objectives, for board *Objectives* and for alerts. LS: latency-sensitive."""
 
 from __future__ import annotations
 
@@ -10,28 +9,34 @@ from contracts.metrics import Metric, RequestOutcome
 
 
 class ServiceObjective(NamedTuple):
-    """Of all that `total` counts, the part that is not `good` may be `allowed` of it. Both are
-    series' names with their selection."""
+    """An objective: at most the fraction `allowed` of `total` may be outside of `good`.
+
+    good, total: series with their selection. action: what to do if it is missed.
+    """
 
     name: str
+    title: str
     promise: str
+    action: str
     good: str
     total: str
     allowed: float
 
     def burn(self, window: str, where: str = "", by: str = "") -> str:
-        """PromQL: how many times as fast as allowed the promise was broken in the window; 1 uses
-        the allowance up exactly. Nothing where nothing was asked for. by: labels to tell apart."""
+        """Return PromQL for the burn rate of the error budget over `window`.
+
+        1 uses the budget exactly up. There is no value without requests. by: labels to keep.
+        """
         of = f" by ({by})" if by else ""
         good, total = (
-            f"sum{of} (rate({_chosen(series, where)}[{window}]))"
+            f"sum{of} (rate({_selected(series, where)}[{window}]))"
             for series in (self.good, self.total)
         )
         return f"(1 - ({good} or 0 * {total}) / ({total} > 0)) / {self.allowed:g}"
 
 
 def _within(metric: Metric, bound_s: float) -> tuple[str, str]:
-    """bound_s: one of the metric's buckets."""
+    """Return the series of observations up to `bound_s`, a bucket of the metric, and of all."""
     assert bound_s in metric.buckets, f"{metric.name}: {bound_s} is no bucket"
     return (
         f'{metric.name}_bucket{{class="ls", le="{bound_s!r}"}}',
@@ -39,29 +44,36 @@ def _within(metric: Metric, bound_s: float) -> tuple[str, str]:
     )
 
 
-def _chosen(series: str, where: str) -> str:
+def _selected(series: str, where: str) -> str:
     return series.replace("}", f", {where}}}") if where else series
 
 
-_ACCEPTED = "|".join(
-    (RequestOutcome.OK, RequestOutcome.OVERLOAD, RequestOutcome.TIMEOUT, RequestOutcome.ERROR)
-)
-_LOST = "|".join((RequestOutcome.TIMEOUT, RequestOutcome.ERROR))
+_LOST = (RequestOutcome.TIMEOUT, RequestOutcome.ERROR)
+_ACCEPTED = "|".join((RequestOutcome.OK, RequestOutcome.OVERLOAD, *_LOST))
 
 OBJECTIVES = (
     ServiceObjective(
-        "ttft", "99 % of LS requests: first token in 1 s", *_within(metrics.TTFT, 1.0), 0.01
+        "ttft",
+        "time to first token",
+        "99 % of LS requests: first token in 1 s",
+        "see Waiting requests; add ranks, or lower priority.ls_max_wait_s to reject earlier.",
+        *_within(metrics.TTFT, 1.0),
+        0.01,
     ),
     ServiceObjective(
         "tbt",
+        "time per token",
         "99 % of LS sequences: a token in 0.25 s, on average",
+        "lower schedule.max_batch_tokens or priority.ls_tbt_s, or add ranks.",
         *_within(metrics.TPOT, 0.25),
         0.01,
     ),
     ServiceObjective(
         "answers",
-        "99.9 % of requests that we let in are answered",
-        f'{metrics.REQUESTS.name}{{outcome=~"{_ACCEPTED}", outcome!~"{_LOST}"}}',
+        "answered requests",
+        "99.9 % of admitted requests are answered",
+        "see errors and timeouts in the log, and Available ranks on board Pipeline.",
+        f'{metrics.REQUESTS.name}{{outcome=~"{_ACCEPTED}", outcome!~"{"|".join(_LOST)}"}}',
         f'{metrics.REQUESTS.name}{{outcome=~"{_ACCEPTED}"}}',
         0.001,
     ),

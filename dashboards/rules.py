@@ -1,7 +1,6 @@
-"""Prometheus rules: series that are recorded, and alerts on them. Written by dashboards/generate.py
-as files of `dashboards/rules/`; what to do about an alert is in docs/runbooks.md.
+"""Prometheus recording rules and alerts, generated into `dashboards/rules/`.
 
-A test that wants an alert soon has them made at another pace.
+docs/runbooks.md has a section for each alert. Tests generate them at a faster pace.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _MINUTE, _HOUR = 60.0, 3600.0
 
 
 class TimeScale(NamedTuple):
-    """How many times as fast as in use; interval_s: between evaluations, at that pace."""
+    """Speed-up of all durations. interval_s: time between evaluations at that pace."""
 
     faster: float = 1.0
     interval_s: float = 15.0
 
     def of(self, seconds: float) -> str:
-        """As Prometheus writes it, and never shorter than two evaluations unless 0."""
+        """Return a Prometheus duration of at least two evaluations, or 0."""
         ms = round(max(1e3 * seconds / self.faster, 2e3 * self.interval_s)) if seconds else 0
         for unit_ms, unit in ((3_600_000, "h"), (60_000, "m"), (1000, "s")):
             if ms % unit_ms == 0 and ms >= unit_ms:
@@ -34,7 +33,7 @@ NORMAL = TimeScale()
 
 
 class Alert(NamedTuple):
-    """section: of docs/runbooks.md. for_s: how long it must be so."""
+    """An alert. section: heading in docs/runbooks.md. for_s: minimum duration of the condition."""
 
     name: str
     expression: str
@@ -45,7 +44,7 @@ class Alert(NamedTuple):
 
 
 def recording_rules(pace: TimeScale = NORMAL) -> dict[str, str]:
-    """Series -> PromQL."""
+    """Return recorded series → PromQL."""
     minute = pace.of(_MINUTE)
     windows = (5 * _MINUTE, 30 * _MINUTE, _HOUR, 6 * _HOUR)
     found = {
@@ -79,17 +78,17 @@ def recording_rules(pace: TimeScale = NORMAL) -> dict[str, str]:
 
 
 def burn_series(objective: str, window_s: float) -> str:
-    """Of recorded burn rates; named for the window in use, whatever the pace."""
+    """Return the series of a recorded burn rate, named for the window at normal pace."""
     return f"cluster:tandem_{objective}_burn:ratio_{NORMAL.of(window_s)}"
 
 
 def alerts(pace: TimeScale = NORMAL) -> list[Alert]:
-    """All that wake somebody up (page), or wait for the morning (ticket)."""
+    """Return all alerts, of severity page or ticket."""
     return [*_burn_rates(), *_rank_alerts(pace), *_work_alerts(pace)]
 
 
 def _burn_rates() -> list[Alert]:
-    """Both windows, so that one neither fires for a moment's trouble nor goes on after it."""
+    """Return alerts that require both windows: no firing on a short peak, or after its end."""
     found = []
     for objective in OBJECTIVES:
         for speed, short_s, long_s, burn, for_s, severity in (
@@ -104,7 +103,7 @@ def _burn_rates() -> list[Alert]:
                     for_s,
                     severity,
                     "An objective burns",
-                    f"{objective.promise}: broken {burn:g} times as fast as that allows, or faster",
+                    f"{objective.promise}: error budget burns at least {burn:g} times too fast",
                 )
             )
     return found
@@ -114,7 +113,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
     busy, epoch = metrics.RANK_BUSY.name, metrics.GROUP_EPOCH.name
     ten = pace.of(10 * _MINUTE)
     per_rank = "max by (cluster, group, rank)"
-    # Recorded while the rank is there: the pool's size is what all states sum up to.
+    # Recorded while the rank is up: all states add up to the pool's size.
     size, idle = (
         "rank:tandem_kv_blocks:sum",
         f"max by (cluster, rank) (max_over_time({busy}[{ten}]))",
@@ -128,7 +127,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             30.0,
             "page",
             "A rank is down",
-            "{{ $labels.rank }} is of no use, or was there in the last ten minutes",
+            "{{ $labels.rank }} is not available, or was last seen within ten minutes",
         ),
         Alert(
             "TandemEpochFlaps",
@@ -136,7 +135,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             0.0,
             "page",
             "An epoch flaps",
-            "Group {{ $labels.group }} was put together {{ $value }} times in a quarter of an hour",
+            "Group {{ $labels.group }} was reformed {{ $value }} times in 15 minutes",
         ),
         Alert(
             "TandemScrapeMissing",
@@ -144,7 +143,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             _MINUTE,
             "ticket",
             "A scrape is missing",
-            "Prometheus gets nothing from {{ $labels.instance }}",
+            "Prometheus cannot scrape {{ $labels.instance }}",
         ),
         Alert(
             "TandemBlocksLeak",
@@ -154,8 +153,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             5 * _MINUTE,
             "ticket",
             "Blocks leak",
-            "KV blocks of {{ $labels.rank }} are taken although it does nothing, or are not all "
-            "accounted for",
+            "KV blocks of {{ $labels.rank }} are in use although it is idle, or blocks are missing",
         ),
     ]
 
@@ -172,8 +170,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
             2 * _MINUTE,
             "ticket",
             "Saturation is lost",
-            "{{ $labels.rank }} has less than half of the work that saturates it, and more than 16 "
-            "prompts wait",
+            "{{ $labels.rank }} has less than half of its saturating work and over 16 prompts wait",
         ),
         Alert(
             "TandemPredictionsOff",
@@ -181,7 +178,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
             10 * _MINUTE,
             "ticket",
             "Predictions are off",
-            "The planner's makespans were off by {{ $value | humanizePercentage }} on average",
+            "Predicted batch times differ by {{ $value | humanizePercentage }} on average",
         ),
         Alert(
             "TandemBestEffortNearBound",
@@ -195,17 +192,18 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
 
 
 def recording_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
-    """As Prometheus reads it."""
+    """Return the contents of the file of recording rules."""
     rules = [{"record": series, "expr": promql} for series, promql in recording_rules(pace).items()]
     return _file("tandem-recorded", rules, pace)
 
 
 def alerts_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
+    """Return the contents of the file of alerts."""
     return _file("tandem-alerts", [_rule(alert, pace) for alert in alerts(pace)], pace)
 
 
 def anchor(section: str) -> str:
-    """As GitHub makes it of a heading."""
+    """Return GitHub's anchor for a heading."""
     return section.lower().replace(" ", "-")
 
 

@@ -19,7 +19,7 @@ from cluster.tools.bench.bench import Bench, BenchSettings, bench
 from cluster.tools.bench.outcome import percentile
 from contracts import metrics
 from contracts.loading import load_config
-from contracts.metrics import Board
+from dashboards.panels import Board
 from tests.architecture.support import ROOT
 from tests.architecture.test_dashboards import expressions
 from tests.support.ray_support import ray_of_our_own
