@@ -32,9 +32,9 @@ gpu:
 # 200 faults under load, and what becomes of each answer: on one node, between two, on Ray. ARGS:
 # --seed N, --dtype bfloat16 --undisturbed 60 …
 chaos: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.chaos --faults 130 $(ARGS)
-	$(BIN)/python -m benchmarks.chaos --two-nodes --faults 40 --output benchmarks/results/chaos_links.json $(ARGS)
-	$(BIN)/python -m benchmarks.chaos --served --two-nodes --faults 30 --output benchmarks/results/chaos_served.json $(ARGS)
+	$(BIN)/python -m benchmarks.robustness --faults 130 $(ARGS)
+	$(BIN)/python -m benchmarks.robustness --two-nodes --faults 40 --output benchmarks/results/chaos_links.json $(ARGS)
+	$(BIN)/python -m benchmarks.robustness --served --two-nodes --faults 30 --output benchmarks/results/chaos_served.json $(ARGS)
 
 lint: ruff types layers
 

@@ -20,8 +20,8 @@ import yaml
 
 from benchmarks.load.figures import figures
 from benchmarks.priorities.group import MODELS, POOL_TOKENS
-from benchmarks.soak.served import others, processes
-from benchmarks.soak.watch import read_metrics
+from benchmarks.robustness.processes import others, processes
+from benchmarks.robustness.server_state import read_metrics
 from benchmarks.support.random_checkpoint import write_random_checkpoint
 from benchmarks.support.server import ServerProcess
 from cluster.fleet.model_folder import resolve_model_folder

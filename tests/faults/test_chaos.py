@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-import benchmarks.chaos.front_process
-from benchmarks.chaos import verdict
-from benchmarks.chaos.__main__ import ROLES, WEIGHTS, config
-from benchmarks.chaos.plain import PlainTarget
-from benchmarks.chaos.questions import light_load
-from benchmarks.chaos.run import Run
-from benchmarks.chaos.schedule import Mix, drawn
+import benchmarks.robustness.front_process
+from benchmarks.robustness import verdict
+from benchmarks.robustness.__main__ import ROLES, WEIGHTS, config
+from benchmarks.robustness.plain import PlainTarget
+from benchmarks.robustness.questions import light_load
+from benchmarks.robustness.run import Run
+from benchmarks.robustness.schedule import Mix, drawn
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from tests.support.fork_server import fork_server, start_forked
@@ -29,8 +29,8 @@ def test_twenty_faults_lose_and_change_no_answer_and_leave_nothing(
 ) -> None:
     """Greedy and seeded streams, classification and bulk rows, each compared with its answer before
     the first fault."""
-    fork_server().import_too("benchmarks.chaos.front")
-    start_forked(monkeypatch, benchmarks.chaos.front_process)
+    fork_server().import_too("benchmarks.robustness.front")
+    start_forked(monkeypatch, benchmarks.robustness.front_process)
     mix = Mix(WEIGHTS, STOPS_S, longest_pause_s=0.3)
     faults = drawn(1, FAULTS, [*ROLES, "ingress-0", "ingress-1"], mix)
     with PlainTarget(resolve_model_folder(BUNDLED), config("float32")) as target:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.chaos import verdict
-from benchmarks.chaos.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
-from benchmarks.chaos.clients import WRONG, Outcome, Stream, compared
-from benchmarks.chaos.leaks import GROWS, Leaks
-from benchmarks.chaos.places import Places, not_adopted, not_newer
-from benchmarks.chaos.run import Done
-from benchmarks.chaos.schedule import Fault, Kind, Mix, drawn, read
+from benchmarks.robustness import verdict
+from benchmarks.robustness.__main__ import LINK_WEIGHTS, ROLES, WEIGHTS
+from benchmarks.robustness.clients import WRONG, Outcome, Stream, compared
+from benchmarks.robustness.leaks import GROWS, Leaks
+from benchmarks.robustness.places import Places, not_adopted, not_newer
+from benchmarks.robustness.run import Done
+from benchmarks.robustness.schedule import Fault, Kind, Mix, drawn, read
 
 MIX = Mix(WEIGHTS | LINK_WEIGHTS)
 EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]

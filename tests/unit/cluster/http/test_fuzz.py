@@ -1,5 +1,5 @@
-"""Mutations of valid bodies, straight into the API: `python -m benchmarks.fuzz`, some seconds of
-it. And that the oracle sees what it is there to see."""
+"""Mutations of valid bodies, straight into the API: `python -m benchmarks.robustness.fuzz`, some
+seconds of it. And that the oracle sees what it is there to see."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import psutil
 import pytest
 from starlette.types import ASGIApp
 
-from benchmarks.fuzz.bodies import BODIES, Documented
-from benchmarks.fuzz.in_process import KEY, MAX_BODY_BYTES, OPERATOR_KEY, InProcess, fuzzed_app
-from benchmarks.fuzz.oracle import LIMIT_S, Answer, Oracle
-from benchmarks.fuzz.requests import Made, Maker
-from benchmarks.fuzz.run import Memory, Report, Run
-from benchmarks.fuzz.stub_backend import StubBackend
-from benchmarks.fuzz.trees import Members, Raw, text_of, tree_of
+from benchmarks.robustness.fuzz.bodies import BODIES, Documented
+from benchmarks.robustness.fuzz.in_process import (
+    KEY,
+    MAX_BODY_BYTES,
+    OPERATOR_KEY,
+    InProcess,
+    fuzzed_app,
+)
+from benchmarks.robustness.fuzz.oracle import LIMIT_S, Answer, Oracle
+from benchmarks.robustness.fuzz.requests import Made, Maker
+from benchmarks.robustness.fuzz.run import Memory, Report, Run
+from benchmarks.robustness.fuzz.stub_backend import StubBackend
+from benchmarks.robustness.fuzz.trees import Members, Raw, text_of, tree_of
 from contracts.config import BUNDLED
 
 REQUESTS = 2000

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz.in_process import scaled
+from benchmarks.robustness.fuzz.in_process import scaled
 from cluster.http.openapi import openapi_document
 from cluster.http.request_context import TraceSource
 from cluster.http.schemas import ModelInfo

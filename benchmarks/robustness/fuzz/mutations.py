@@ -8,9 +8,18 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.fuzz import values
-from benchmarks.fuzz.bodies import Documented
-from benchmarks.fuzz.trees import Members, Path, Raw, at, nodes, replaced, text_of, tree_of
+from benchmarks.robustness.fuzz import values
+from benchmarks.robustness.fuzz.bodies import Documented
+from benchmarks.robustness.fuzz.trees import (
+    Members,
+    Path,
+    Raw,
+    at,
+    nodes,
+    replaced,
+    text_of,
+    tree_of,
+)
 
 MAX_BYTES = 3 << 20  # of a mutated body, about: several huge values in one would only be slow
 MAX_REPEATED_BYTES = 200_000

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.chaos.clients import WRONG, Outcome, Stream
-from benchmarks.chaos.run import Done, Run
+from benchmarks.robustness.clients import WRONG, Outcome, Stream
+from benchmarks.robustness.run import Done, Run
 
 ROUNDED = "rounded"  # as long, and other words: that is how bfloat16 is
 SHOWN = 5

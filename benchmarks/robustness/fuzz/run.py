@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
-from benchmarks.fuzz.oracle import Answer, Oracle, lasting
-from benchmarks.fuzz.requests import Made, Maker
+from benchmarks.robustness.fuzz.oracle import Answer, Oracle, lasting
+from benchmarks.robustness.fuzz.requests import Made, Maker
 
 PROBE_EVERY = 500
 MAX_FAILURES = 20  # then a run ends: more of the same would only fill the disk

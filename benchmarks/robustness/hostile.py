@@ -1,6 +1,6 @@
-"""The clients of a soak, one coroutine per visit. Each says what came of it; "!…" must not be.
+"""Hostile traffic: bad, huge, slow and vanishing clients, an open loop beside the honest ones.
 
-What holds for all but the honest: whatever they do, they get no 5xx.
+Each kind arrives at Poisson times of its own rate. Whatever a client does, it gets no 5xx.
 """
 
 from __future__ import annotations
@@ -10,43 +10,58 @@ import contextlib
 import random
 import socket
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple
 
-from benchmarks.fuzz.requests import Made, Maker
-from benchmarks.fuzz.wire import WIRES, plain, read_answer
-from benchmarks.soak import answers
-from benchmarks.soak.served import KEYS, MAX_BODY_BYTES, MAX_CONTEXT_TOKENS, MAX_ITEMS
-from benchmarks.soak.traffic import HonestAnswer, Kind, Tally
+import msgspec
 
-HONEST_LIMIT_S = 30.0
-LIMIT_S = 150.0  # of any other answer: the server's own limit for a request is 120 s
+from benchmarks.robustness.fuzz.requests import JSON, Made, Maker
+from benchmarks.robustness.fuzz.wire import WIRES, plain, read_answer
+from contracts.config import BUNDLED
+
+MAX_AT_ONCE = 120  # clients in progress; more than the rates should ever produce
+MAX_BODY_BYTES = 1 << 20
+MAX_CONTEXT_TOKENS = 512
+MAX_ITEMS = 32
+LIMIT_S = 150.0  # of an answer: the server's own limit for a request is 120 s
 BYTE_EVERY_S = 0.25
 SLOW_BYTES = 80
+READ_S = 2.0
 UNREAD_S = 15.0
 IDLE_S = 90.0
 STRANGER_S = 20.0
 LONG = {"prompt": "The", "max_tokens": 400, "ignore_eos": True, "stream": True}
+WORDS = ("message", "review", "free", "prize", "card", "bank", "late", "coffee", "bad", "now")
 
 Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class Clients:
-    """Of one server at host:port. expected: what `answers.KNOWN` were answered at the start."""
+class Kind(NamedTuple):
+    """visit: one client from its arrival to its end; returns its outcome, with "!" in front where
+    it must not happen."""
 
-    def __init__(self, address: tuple[str, int], maker: Maker, tally: Tally) -> None:
-        self._address = address
-        self.maker = maker
-        self._tally = tally
-        self.expected: list[tuple[str, dict[str, Any], Any]] = []
-        self.ports: list[int] = []
-        self.unix: list[str] = []
+    name: str
+    per_s: float
+    visit: Callable[[random.Random], Coroutine[Any, Any, str]]
+
+
+class HostileTraffic:
+    """Clients of one server at host:port. ports, unix: sockets on which its ranks listen.
+    outcomes: counts by kind. failures: outcomes that must not happen."""
+
+    def __init__(
+        self, address: tuple[str, int], maker: Maker, ports: list[int], unix: list[str]
+    ) -> None:
+        self._address, self._maker, self._ports, self._unix = address, maker, ports, unix
         self._number = 0
+        self._in_progress: set[asyncio.Task[None]] = set()
+        self.outcomes: dict[str, Counter[str]] = {}
+        self.failures: list[str] = []
 
     def kinds(self, rate: float) -> list[Kind]:
-        """rate: of honest requests per second. The others follow it."""
+        """rate: mutated requests per second; the other kinds follow it."""
         return [
-            Kind("honest", rate, self.honest),
             Kind("bad", rate, self.bad),
             Kind("odd wire", rate / 4, self.odd_wire),
             Kind("huge", rate / 100, self.huge),
@@ -55,60 +70,52 @@ class Clients:
             Kind("unread", rate / 60, self.unread),
             Kind("vanishing", rate / 3, self.vanishing),
             Kind("idle", rate / 10, self.idle),
-            Kind("no key", rate / 4, self.no_key),
-            Kind("stranger", rate / 6, self.stranger),
+            *([Kind("stranger", rate / 6, self.stranger)] if self._ports or self._unix else []),
         ]
 
-    async def learn(self) -> list[str]:
-        """Asks every known request once; those that the server does not know are left out."""
-        left_out = []
-        for path, body in answers.KNOWN:
-            answer = await self._ask(answers.made(path, body, KEYS[0]), LIMIT_S)
-            if answer.status == 200:
-                self.expected.append((path, body, answers.said(answer.body)))
-            else:
-                left_out.append(answer.body.decode("utf-8", "replace")[:200])
-        return left_out
+    async def run(self, rate: float, seed: int) -> None:
+        """Runs until it is cancelled, then cancels the clients in progress."""
+        try:
+            await asyncio.gather(*(self._arrivals(kind, seed) for kind in self.kinds(rate)))
+        finally:
+            for task in self._in_progress:
+                task.cancel()
 
-    async def honest(self, dice: random.Random) -> str:
-        """A right answer in time, or the soak has failed."""
-        key = dice.choice(KEYS)
-        if known := dice.random() < 0.6:
-            path, body, expected = dice.choice(self.expected)
-        else:
-            (path, body), expected = answers.fresh(dice), None
-        started_s = time.monotonic()
+    async def _arrivals(self, kind: Kind, seed: int) -> None:
+        dice = random.Random(f"{seed} {kind.name}")
+        at_s = time.monotonic()
+        while True:
+            at_s += dice.expovariate(kind.per_s)
+            await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+            if len(self._in_progress) < MAX_AT_ONCE:
+                task = asyncio.create_task(self._visit(kind, random.Random(dice.random())))
+                self._in_progress.add(task)
+                task.add_done_callback(self._in_progress.discard)
+
+    async def _visit(self, kind: Kind, dice: random.Random) -> None:
         try:
-            answer = await self._ask(answers.made(path, body, key), HONEST_LIMIT_S)
-        except TimeoutError:
-            return f"!no answer of {path} within {HONEST_LIMIT_S:g} s"
-        took_s = time.monotonic() - started_s
-        if answer.status != 200:
-            return f"!status {answer.status} of {path}: {answer.body[:300]!r}"
-        try:
-            said = answers.said(answer.body)
-        except ValueError as error:
-            return f"!{path}: {error}"
-        if known and not answers.same(said, expected):
-            return f"!{path} {body} was answered {said}, at the start {expected}"
-        self._tally.honest.append(HonestAnswer(started_s, took_s))
-        return "right" if known else "answered"
+            outcome = await kind.visit(dice)
+        except (OSError, EOFError) as error:
+            outcome = type(error).__name__
+        self.outcomes.setdefault(kind.name, Counter())[outcome] += 1
+        if outcome.startswith("!"):
+            self.failures.append(f"{kind.name}: {outcome[1:]}")
 
     async def bad(self, dice: random.Random) -> str:
         """Mutated bodies, as the fuzzer makes them."""
         self._number += 1
-        made = self.maker.made(self._number)
-        bearer = [("content-type", "application/json"), ("authorization", _bearer(dice))]
-        body = made.body[: MAX_BODY_BYTES + 1000]
-        return await self._told(Made(0, "POST", made.path, "", bearer, body))
+        mutated = self._maker.made(self._number)
+        headers = [("content-type", JSON)]
+        body = mutated.body[: MAX_BODY_BYTES + 1000]
+        return await self._status_of(Made(0, "POST", mutated.path, "", headers, body))
 
     async def odd_wire(self, dice: random.Random) -> str:
-        made = answers.made(*answers.fresh(dice), dice.choice(KEYS))
+        request = made(*fresh(dice))
         async with self._line() as (reader, writer):
-            writer.write(WIRES[dice.choice(sorted(WIRES))](made, dice))
+            writer.write(WIRES[dice.choice(sorted(WIRES))](request, dice))
             try:
                 async with asyncio.timeout(5.0):
-                    return _told((await read_answer(reader, "POST")).status)
+                    return _outcome((await read_answer(reader, "POST")).status)
             except (TimeoutError, ValueError):
                 return "no answer"
 
@@ -125,7 +132,7 @@ class Clients:
             ("/v1/score", {"query": "a", "items": texts, "label_token_ids": [*range(1000)]}),
         ]
         path, body = dice.choice(bodies)
-        return await self._told(answers.made(path, body, dice.choice(KEYS)))
+        return await self._status_of(made(path, body))
 
     async def too_huge(self, dice: random.Random) -> str:
         """Above the limits, each of which must be told before it costs anything."""
@@ -143,11 +150,11 @@ class Clients:
             ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1] * 5000}),
         ]
         path, body = dice.choice(bodies)
-        return await self._told(answers.made(path, body, dice.choice(KEYS)))
+        return await self._status_of(made(path, body))
 
     async def slow(self, dice: random.Random) -> str:
         """A head or a body byte by byte, for a while, then the rest at once."""
-        sent = plain(answers.made(*answers.fresh(dice), dice.choice(KEYS)))
+        sent = plain(made(*fresh(dice)))
         start = dice.choice((0, sent.index(b"\r\n\r\n") + 4))
         async with self._line() as (reader, writer):
             writer.write(sent[:start])
@@ -158,7 +165,7 @@ class Clients:
                     return "sent away"
             writer.write(sent[start + SLOW_BYTES :])
             async with asyncio.timeout(LIMIT_S):
-                return _told((await read_answer(reader, "POST")).status)
+                return _outcome((await read_answer(reader, "POST")).status)
 
     async def unread(self, dice: random.Random) -> str:
         """Asks for a long stream and reads nothing of it."""
@@ -167,26 +174,26 @@ class Clients:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, self._address)
-            await loop.sock_sendall(
-                sock, plain(answers.made("/v1/completions", LONG, dice.choice(KEYS)))
-            )
+            await loop.sock_sendall(sock, plain(made("/v1/completions", LONG)))
             await asyncio.sleep(UNREAD_S)
         return "left"
 
     async def vanishing(self, dice: random.Random) -> str:
         """Leaves in the head, in the body, before the first token, or in the stream."""
-        path, body = ("/v1/completions", LONG) if dice.random() < 0.7 else answers.fresh(dice)
-        sent = plain(answers.made(path, body, dice.choice(KEYS)))
+        path, body = ("/v1/completions", LONG) if dice.random() < 0.7 else fresh(dice)
+        sent = plain(made(path, body))
         head = sent.index(b"\r\n\r\n") + 4
         stage = dice.choice(("head", "body", "sent", "first", "middle"))
         cut = {"head": dice.randrange(1, head), "body": dice.randrange(head, len(sent))}
         async with self._line() as (reader, writer):
             writer.write(sent[: cut.get(stage, len(sent))])
             if stage in ("first", "middle"):
-                for _ in range(1 if stage == "first" else dice.randrange(2, 30)):
-                    async with asyncio.timeout(LIMIT_S):
-                        if not await reader.read(200):
-                            break
+                for pieces in range(1 if stage == "first" else dice.randrange(2, 30)):
+                    with contextlib.suppress(TimeoutError):  # a short answer is complete
+                        async with asyncio.timeout(READ_S if pieces else LIMIT_S):
+                            if await reader.read(200):
+                                continue
+                    break
             else:
                 await asyncio.sleep(dice.choice((0.0, 0.01, 0.05)))
             if dice.random() < 0.5:
@@ -199,7 +206,7 @@ class Clients:
             if dice.random() < 0.5:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: tandem\r\n\r\n")
                 status = (await read_answer(reader, "GET")).status
-                if status != 200:
+                if status not in (200, 503):  # 503: ranks are being replaced
                     return f"!/health was {status}"
             try:
                 async with asyncio.timeout(IDLE_S):
@@ -208,34 +215,28 @@ class Clients:
             except TimeoutError:
                 return "stayed"
 
-    async def no_key(self, dice: random.Random) -> str:
-        path, body = answers.fresh(dice)
-        if dice.random() < 0.1:
-            body["prompt"] = "a" * (MAX_BODY_BYTES - 1000)
-        key = dice.choice((None, "wrong", "", KEYS[0] + "x", KEYS[0][:-1]))
-        told = await self._told(answers.made(path, body, key))
-        return told if told == "401" else f"!{told} without a key"
-
     async def stranger(self, dice: random.Random) -> str:
         """On a socket where only ranks and ingresses belong."""
         try:
-            if self.unix and dice.random() < 0.4:
-                name = "\0" + dice.choice(self.unix)[1:]
+            if self._unix and dice.random() < 0.4:
+                name = "\0" + dice.choice(self._unix)[1:]
                 reader, writer = await asyncio.open_unix_connection(name)
             else:
-                reader, writer = await asyncio.open_connection("127.0.0.1", dice.choice(self.ports))
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", dice.choice(self._ports)
+                )
         except OSError as error:
             return type(error).__name__
         async with _closing((reader, writer)):
             kind = dice.choice(("nothing", "noise", "a large frame", "http"))
             noise = dice.randbytes(dice.choice((1, 16, 200, 5000)))
-            said = {
+            sent = {
                 "nothing": b"",
                 "noise": noise,
                 "a large frame": b"\xff\xff\xff\x7f" + noise,
                 "http": b"GET / HTTP/1.1\r\nhost: rank\r\n\r\n",
             }
-            writer.write(said[kind])
+            writer.write(sent[kind])
             with contextlib.suppress(TimeoutError, OSError):
                 async with asyncio.timeout(STRANGER_S):
                     while await reader.read(1000):
@@ -243,9 +244,9 @@ class Clients:
                 return "sent away"
         return "stayed"
 
-    async def _told(self, made: Made) -> str:
+    async def _status_of(self, made: Made) -> str:
         try:
-            return _told((await self._ask(made, LIMIT_S)).status)
+            return _outcome((await self._ask(made, LIMIT_S)).status)
         except TimeoutError:
             return f"!no answer of {made.path} within {LIMIT_S:g} s"
 
@@ -269,13 +270,26 @@ async def _closing(line: Line) -> AsyncIterator[Line]:
         line[1].close()
 
 
-def _bearer(dice: random.Random) -> str:
-    return f"Bearer {dice.choice(KEYS)}"
+def made(path: str, body: dict[str, Any]) -> Made:
+    named = {"model": BUNDLED, **body}
+    return Made(0, "POST", path, "", [("content-type", JSON)], msgspec.json.encode(named))
 
 
-def _told(status: int) -> str:
+def fresh(dice: random.Random) -> tuple[str, dict[str, Any]]:
+    """A request with new text: its blocks evict others from the cache."""
+    text = _text(dice, dice.randrange(5, 150))
+    if dice.random() < 0.4:
+        labels = {"labels": ["no", "yes"], "template": "Message: {text}\nSpam:"}
+        return "/v1/classify", {"input": text, **labels}
+    body = {"max_tokens": dice.randrange(1, 16), "stream": dice.random() < 0.5}
+    if dice.random() < 0.5:
+        return "/v1/completions", {"prompt": text, **body}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **body}
+
+
+def _outcome(status: int) -> str:
     return f"!status {status}" if status >= 500 else str(status)
 
 
 def _text(dice: random.Random, words: int) -> str:
-    return " ".join(dice.choices(answers.WORDS, k=words))
+    return " ".join(dice.choices(WORDS, k=words))

@@ -7,7 +7,7 @@ link has here.
 
 from __future__ import annotations
 
-from benchmarks.chaos.schedule import Kind
+from benchmarks.robustness.schedule import Kind
 from benchmarks.support.two_nodes import HEAD, OTHER, TwoNodes, run
 
 NOBODY = "02:00:00:00:00:99"

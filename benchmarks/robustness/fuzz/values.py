@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from benchmarks.fuzz.trees import Members, Raw
+from benchmarks.robustness.fuzz.trees import Members, Raw
 
 NUMBERS: list[int | float] = [
     *(0, -0.0, -1, 1, 2, 0.5, 1e-5, 1e-38, 1e-46, 5e-324, 1e308, -1e308, 1e16, 0.1 + 0.2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from benchmarks.fuzz.trees import Members, tree_of
+from benchmarks.robustness.fuzz.trees import Members, tree_of
 
 TEXT = "WINNER! Claim your free prize now, call before midnight."
 USER = {"role": "user", "content": f"Is this message spam?\n{TEXT}"}

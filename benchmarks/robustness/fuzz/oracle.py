@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import msgspec
 
-from benchmarks.fuzz.requests import Made
+from benchmarks.robustness.fuzz.requests import Made
 from cluster.http.response_types import ErrorResponse
 
 LIMIT_S = 5.0

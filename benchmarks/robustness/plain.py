@@ -19,10 +19,10 @@ import msgspec
 import psutil
 
 from actors.ranks.rendezvous import peer_addresses
-from benchmarks.chaos.front import Orders
-from benchmarks.chaos.front_process import FrontProcess
-from benchmarks.chaos.links import Links
-from benchmarks.chaos.stray import WAKE_S, OutOfReach, retries_refused
+from benchmarks.robustness.front import Orders
+from benchmarks.robustness.front_process import FrontProcess
+from benchmarks.robustness.links import Links
+from benchmarks.robustness.stray import WAKE_S, OutOfReach, retries_refused
 from benchmarks.support.two_nodes import HEAD, OTHER
 from cluster.fleet.codec import Directory
 from cluster.fleet.rank_group import INTRODUCE_PERIOD_S

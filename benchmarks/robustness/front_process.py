@@ -7,7 +7,7 @@ import subprocess
 
 import msgspec
 
-from benchmarks.chaos.front import Orders
+from benchmarks.robustness.front import Orders
 from cluster.fleet.codec import Directory
 from contracts.import_path import module_command
 
@@ -19,7 +19,7 @@ class FrontProcess:
         self.name = orders.name
         self.port = 0
         self._process = subprocess.Popen(
-            module_command("benchmarks.chaos.front"),
+            module_command("benchmarks.robustness.front"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

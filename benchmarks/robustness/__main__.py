@@ -1,10 +1,11 @@
 """Faults of every kind, one after the other and two at once, under streams, classification and bulk
 rows; each answer is compared with that of an undisturbed run.
 
-    python -m benchmarks.chaos                           ranks as plain processes
-    python -m benchmarks.chaos --two-nodes               half of them behind a link, which is cut
-    python -m benchmarks.chaos --served --two-nodes      `tandem serve`, on two Ray nodes
-    python -m benchmarks.chaos --every 2 --seconds 300   SIGKILL alone, without a pause
+    python -m benchmarks.robustness                           ranks as plain processes
+    python -m benchmarks.robustness --two-nodes               half of them behind a link, which is
+    cut python -m benchmarks.robustness --served --two-nodes      `tandem serve`, on two Ray nodes
+    python -m benchmarks.robustness --every 2 --seconds 300   SIGKILL alone, without a pause
+    python -m benchmarks.robustness --served --faults 0 --undisturbed 3600 --hostile   a soak
 
 Exit status 1: an answer was lost or changed, or something is left. As root it runs under a /dev/shm
 of its own, and can fill it.
@@ -19,16 +20,24 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import urlsplit
 
-from benchmarks.chaos import verdict
-from benchmarks.chaos.links import Links
-from benchmarks.chaos.plain import PlainTarget
-from benchmarks.chaos.questions import full_load, light_load
-from benchmarks.chaos.ray_nodes import RAYLET, RayNodes
-from benchmarks.chaos.report import Report
-from benchmarks.chaos.run import Run
-from benchmarks.chaos.schedule import Fault, Mix, drawn, read
-from benchmarks.chaos.served import ServedTarget
+import httpx
+import msgspec
+import psutil
+
+from benchmarks.robustness import verdict
+from benchmarks.robustness.fuzz.requests import Maker
+from benchmarks.robustness.hostile import HostileTraffic
+from benchmarks.robustness.links import Links
+from benchmarks.robustness.plain import PlainTarget
+from benchmarks.robustness.processes import abstract_sockets, listening_ports
+from benchmarks.robustness.questions import full_load, light_load
+from benchmarks.robustness.ray_nodes import RAYLET, RayNodes
+from benchmarks.robustness.report import Report
+from benchmarks.robustness.run import Run
+from benchmarks.robustness.schedule import Fault, Mix, drawn, read
+from benchmarks.robustness.served import ServedTarget
 from benchmarks.support.two_nodes import TwoNodes, two_namespaces
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED, TandemConfig
@@ -103,6 +112,7 @@ def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tup
             own_shm=own_shm,
             exact=is_exact,
             until_wrong=options.until_wrong,
+            hostile=_hostile(target) if options.hostile else None,
             on_done=report.after_fault,
         )
         asyncio.run(run.go(undisturbed_s=options.undisturbed, every_s=options.every))
@@ -118,6 +128,17 @@ def _target(options: argparse.Namespace) -> ServedTarget | PlainTarget:
         first, second, *cards = options.inside
         links = Links(TwoNodes((first, second), (cards[0], cards[1])))
     return PlainTarget(resolve_model_folder(BUNDLED), made, links=links)
+
+
+def _hostile(target: ServedTarget | PlainTarget) -> HostileTraffic:
+    url = urlsplit(target.urls[0])
+    document = httpx.get(f"{target.urls[0]}/openapi.json").raise_for_status().content
+    maker = Maker(1, msgspec.json.decode(document), BUNDLED, None)
+    found = {role: psutil.Process(pid) for role, pid in target.processes().items()}
+    assert url.hostname is not None
+    assert url.port is not None
+    ports = listening_ports(found, url.port)
+    return HostileTraffic((url.hostname, url.port), maker, ports, abstract_sockets(found))
 
 
 def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
@@ -140,7 +161,7 @@ def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:
     if options.every:
         some = {name: weight for name, weight in some.items() if name.startswith("kill")}
         count = int(options.seconds / options.every)
-    return drawn(options.seed, count, roles, Mix(some))
+    return drawn(options.seed, count, roles, Mix(some)) if count else []
 
 
 def segments() -> set[str]:
@@ -159,6 +180,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--served", action="store_true", help="`tandem serve`, on Ray")
     parser.add_argument("--two-nodes", action="store_true", help="half of the ranks elsewhere")
+    parser.add_argument("--hostile", action="store_true", help="bad, huge and slow clients beside")
     parser.add_argument("--light", action="store_true", help="few questions and short streams")
     parser.add_argument("--every", type=float, default=0.0, help="SIGKILL alone, every so many s")
     parser.add_argument("--seconds", type=float, default=300.0, help="for so long, with --every")
@@ -174,7 +196,7 @@ def _options() -> argparse.Namespace:
 def _in_first_of_two_nodes() -> int:
     """Once more, in one of two network namespaces."""
     with two_namespaces() as both:
-        command = [sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]]
+        command = [sys.executable, "-m", "benchmarks.robustness", *sys.argv[1:]]
         inside = ["--inside", *both.names, *both.cards]
         return subprocess.run([*both.inside(0), *command, *inside], check=False).returncode
 
@@ -182,7 +204,7 @@ def _in_first_of_two_nodes() -> int:
 def in_own_shm() -> int:
     """Once more in a mount namespace with an empty /dev/shm: what is left there is ours."""
     script = 'mount -t tmpfs -o size=1g tmpfs /dev/shm && exec "$@"'
-    command = [sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]]
+    command = [sys.executable, "-m", "benchmarks.robustness", *sys.argv[1:]]
     environment = {**os.environ, _OWN_SHM: "1"}
     entered = ["unshare", "--mount", "--", "sh", "-c", script, "sh", *command]
     return subprocess.run(entered, env=environment, check=False).returncode

@@ -15,9 +15,9 @@ import msgspec
 import psutil
 import yaml
 
-from benchmarks.chaos.links import Links
-from benchmarks.chaos.ray_nodes import RAYLET, SETTINGS, RayNodes
-from benchmarks.soak.served import roles_of
+from benchmarks.robustness.links import Links
+from benchmarks.robustness.processes import roles_of
+from benchmarks.robustness.ray_nodes import RAYLET, SETTINGS, RayNodes
 from benchmarks.support.server import ServerProcess
 from cluster.http.response_types import Status
 from contracts.config import TandemConfig

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.fuzz.bodies import Documented
-from benchmarks.fuzz.mutations import Mutator
-from benchmarks.fuzz.trees import text_of
+from benchmarks.robustness.fuzz.bodies import Documented
+from benchmarks.robustness.fuzz.mutations import Mutator
+from benchmarks.robustness.fuzz.trees import text_of
 
 JSON = "application/json"
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "POST"]

@@ -1,6 +1,6 @@
 """An ingress replica as a plain process: the real application behind the real front.
 
-    python -m benchmarks.chaos.front
+    python -m benchmarks.robustness.front
 
 Standard input: a line that says what to serve, then one whenever ranks are elsewhere. It answers
 with its port once it serves, and ends when standard input does.

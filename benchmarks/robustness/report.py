@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from benchmarks.chaos import verdict
-from benchmarks.chaos.clients import WRONG
-from benchmarks.chaos.run import Run
 from benchmarks.harness import RESULTS, Result, write_result
+from benchmarks.robustness import verdict
+from benchmarks.robustness.clients import WRONG
+from benchmarks.robustness.run import Run
 
 WIDTH = 30
 

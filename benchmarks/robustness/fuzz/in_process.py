@@ -10,9 +10,9 @@ from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message
 
-from benchmarks.fuzz.oracle import LIMIT_S, Answer
-from benchmarks.fuzz.requests import Made
-from benchmarks.fuzz.stub_backend import StubBackend
+from benchmarks.robustness.fuzz.oracle import LIMIT_S, Answer
+from benchmarks.robustness.fuzz.requests import Made
+from benchmarks.robustness.fuzz.stub_backend import StubBackend
 from cluster.http.app import build_app
 from cluster.serving.ingress_app import served_model
 from contracts.config import HttpConfig, TandemConfig

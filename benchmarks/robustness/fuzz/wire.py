@@ -10,8 +10,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from benchmarks.fuzz.oracle import LIMIT_S, Answer
-from benchmarks.fuzz.requests import Made
+from benchmarks.robustness.fuzz.oracle import LIMIT_S, Answer
+from benchmarks.robustness.fuzz.requests import Made
 
 LATE_S = 4 * LIMIT_S  # then a client goes; the verdict is over LIMIT_S
 ENDLESS_S = 0.2  # what is never complete is left alone after that

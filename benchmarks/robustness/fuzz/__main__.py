@@ -1,9 +1,11 @@
 """Mutated requests against the API: no 5xx, no wrong shape, nothing slow, memory bounded.
 
-    python -m benchmarks.fuzz --requests 1000000            # in process, ranks that compute nothing
-    python -m benchmarks.fuzz --serve --requests 100000     # over HTTP, a server of its own
-    python -m benchmarks.fuzz --http http://127.0.0.1:8000 --requests 1000
-    python -m benchmarks.fuzz --replay fuzz-1-4711.json     # one request again
+    # in process, ranks that compute nothing
+    python -m benchmarks.robustness.fuzz --requests 1000000
+    # over HTTP, a server of its own
+    python -m benchmarks.robustness.fuzz --serve --requests 100000
+    python -m benchmarks.robustness.fuzz --http http://127.0.0.1:8000 --requests 1000
+    python -m benchmarks.robustness.fuzz --replay fuzz-1-4711.json     # one request again
 
 A request follows from the seed and its number. Exit status 1: something failed, and is in a file.
 """
@@ -21,11 +23,11 @@ import msgspec
 import psutil
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.fuzz.in_process import KEY, OPERATOR_KEY, InProcess, fuzzed_app
-from benchmarks.fuzz.oracle import Oracle
-from benchmarks.fuzz.requests import Made, Maker
-from benchmarks.fuzz.run import Failure, Memory, Report, Run, Target, write_failures
-from benchmarks.fuzz.wire import OverHttp, with_wire
+from benchmarks.robustness.fuzz.in_process import KEY, OPERATOR_KEY, InProcess, fuzzed_app
+from benchmarks.robustness.fuzz.oracle import Oracle
+from benchmarks.robustness.fuzz.requests import Made, Maker
+from benchmarks.robustness.fuzz.run import Failure, Memory, Report, Run, Target, write_failures
+from benchmarks.robustness.fuzz.wire import OverHttp, with_wire
 from benchmarks.support.server import ServerProcess
 from contracts.config import BUNDLED
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.chaos.questions import Load, Question
+from benchmarks.robustness.questions import Load, Question
 
 DECIMALS = 3  # of probabilities: a batch changes the seventh
 LIMIT_S = 120.0

@@ -16,12 +16,14 @@ from typing import NamedTuple, Protocol
 
 import httpx
 
-from benchmarks.chaos.clients import WRONG, Clients, Outcome
-from benchmarks.chaos.leaks import Leaks, held, shared
-from benchmarks.chaos.links import Links
-from benchmarks.chaos.places import Places, not_adopted, not_newer
-from benchmarks.chaos.questions import Load
-from benchmarks.chaos.schedule import Fault, Kind
+from benchmarks.robustness.clients import WRONG, Clients, Outcome
+from benchmarks.robustness.hostile import HostileTraffic
+from benchmarks.robustness.leaks import Leaks, held, shared
+from benchmarks.robustness.links import Links
+from benchmarks.robustness.memory import MemoryWatch
+from benchmarks.robustness.places import Places, not_adopted, not_newer
+from benchmarks.robustness.questions import Load
+from benchmarks.robustness.schedule import Fault, Kind
 from contracts.errors import TandemError
 from contracts.ranks import RankStatus
 
@@ -33,6 +35,7 @@ DRAIN_S = 60.0
 PIECES = 32  # of a stream with two choices, after which earlier losses count no longer
 WINDOW_S = 10.0
 LAUNCHER = "launcher-0"
+HOSTILE_PER_S = 2.0
 
 
 class Target(Protocol):
@@ -89,6 +92,7 @@ class Run:
         own_shm: bool = False,
         exact: bool = True,
         until_wrong: bool = False,
+        hostile: HostileTraffic | None = None,
         on_done: Callable[[Run], None] = lambda _: None,
     ) -> None:
         self._target, self.faults, self._load = target, faults, load
@@ -100,6 +104,8 @@ class Run:
         self.done: list[Done] = []
         self.wrong: list[str] = []  # what was found beside answers
         self.differed: dict[str, int] = {}
+        self.memory = MemoryWatch(target.processes)
+        self.hostile = hostile
         self.used_blocks: dict[str, float] = {}  # by rank, at the end
 
     async def go(self, *, undisturbed_s: float = 0.0, every_s: float = 0.0) -> None:
@@ -107,15 +113,23 @@ class Run:
         everything serves again or not; 0: once it does."""
         self.differed = dict(await self.clients.learn(self._load))
         load = asyncio.create_task(self.clients.run(self._load))
+        beside = [asyncio.create_task(self.memory.run())]
+        if self.hostile is not None:
+            beside.append(asyncio.create_task(self.hostile.run(HOSTILE_PER_S, seed=1)))
         await asyncio.sleep(undisturbed_s)
         self.undisturbed, self.clients.outcomes = self.clients.outcomes, []
         self.began_s = time.monotonic()
         try:
             await (self._faults_every(every_s) if every_s else self._faults_in_turn())
         finally:
+            for task in beside:
+                task.cancel()
             self.clients.stop()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(load, 0.0 if self._is_over else DRAIN_S)
+        self.wrong += self.memory.failures()
+        if self.hostile is not None:
+            self.wrong += self.hostile.failures
         if not self._is_over:
             await self._wait_free()
 

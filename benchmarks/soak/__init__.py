@@ -1,1 +1,0 @@
-"""Hours of good, bad, huge, slow and vanishing clients against one server."""
