@@ -6,11 +6,10 @@ import argparse
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Case, Measured, Table, table_of
-from benchmarks.priorities import group, mix, over_http, paper
+from benchmarks.priorities import group, mix, paper
 
 
 def _measure(
@@ -31,7 +30,6 @@ def _tables(columns: tuple[str, ...], summary: dict[str, Any]) -> list[Table]:
 
 MIX_COLUMNS = ("ttft_ms", "ttft_p99_ms", "tbt_p99_ms", "be_tokens_per_s")
 PAPER_COLUMNS = ("ls_ttft_ms", "ls_ttft_p99_ms", "ls_turnaround_s", "be_turnaround_s", "jobs_per_s")
-HTTP_COLUMNS = ("sent", "refused", "ls_ttft_p99_ms", "be_turnaround_s", "jobs_per_s")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="paper: jobs/s of run to completion and of iteration FCFS, if known",
     )
     parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
-    parser.add_argument("--trace", type=Path, help="http: a CSV of the Azure LLM inference traces")
 
 
 CASES = [
@@ -68,14 +65,6 @@ CASES = [
         "Figures 2 to 4).",
         functools.partial(_measure, paper.run, paper.summary),
         functools.partial(_tables, PAPER_COLUMNS),
-        add_options,
-    ),
-    Case(
-        "priorities_http",
-        "Overload over HTTP",
-        "A trace at 1.5 times the capacity of `tandem serve`, whose rejected clients retry.",
-        functools.partial(_measure, over_http.run, over_http.summary),
-        functools.partial(_tables, HTTP_COLUMNS),
         add_options,
     ),
 ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from benchmarks.__main__ import CASES, load
 from benchmarks.harness import MAX_SAMPLES_BYTES, RESULTS, Result, write_result
+from benchmarks.page import PAGE, build_page
 
 
 def written(folder: Path, samples: dict[str, Any]) -> dict[str, Any]:
@@ -37,3 +42,18 @@ def test_no_result_file_has_large_samples() -> None:
     for path in RESULTS.glob("*.json"):
         body = json.loads(path.read_text(encoding="utf-8"))
         assert len(json.dumps(body.get("samples"))) <= MAX_SAMPLES_BYTES, path.name
+
+
+def test_results_page_is_generated() -> None:
+    assert PAGE.read_text(encoding="utf-8") == build_page([load(name) for name in CASES]), (
+        "run `python -m benchmarks --page`"
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_has_options_and_a_question(name: str) -> None:
+    case = load(name)
+    parser = argparse.ArgumentParser()
+    case.add_options(parser)
+    assert parser.format_help()
+    assert case.question.endswith(".")
