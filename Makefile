@@ -9,7 +9,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Each of the hundreds of processes that tests start would compile the same files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check quick lint ruff types layers format gpu chaos clean
+.PHONY: demo test check quick lint ruff types layers docs format gpu chaos clean
 demo: $(VENV)/.installed
 	$(BIN)/tandem demo
 
@@ -36,7 +36,7 @@ chaos: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.robustness --two-nodes --faults 40 --output benchmarks/results/chaos_links.json $(ARGS)
 	$(BIN)/python -m benchmarks.robustness --served --two-nodes --faults 30 --output benchmarks/results/chaos_served.json $(ARGS)
 
-lint: ruff types layers
+lint: ruff types layers docs
 
 ruff: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -47,6 +47,9 @@ types: $(VENV)/.installed
 
 layers: $(VENV)/.installed
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed  # fails for a dead link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
