@@ -1,6 +1,6 @@
-"""A listening socket of an asyncio loop: whoever proves the cluster's token is let through.
+"""A listening socket on an asyncio loop for peers that prove the cluster's token.
 
-The counterpart of `listener.Listener`, with the same `gate.PendingHandshakes` before it.
+The counterpart of `listener.HandshakeListener`, with the same `PendingHandshakes` limits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Remote
 
 
 class AuthenticatedServer:
-    """`open` and `close` on the loop that is to serve. serve: runs for as long as the connection is
-    wanted, which is closed when it returns."""
+    """Call `open` and `close` on the loop that serves.
+
+    serve: handles one connection, which is closed when it returns.
+    """
 
     def __init__(
         self, me: Identity, *, serve: ConnectionHandler, answer: AcceptHandler | None = None
@@ -33,7 +35,7 @@ class AuthenticatedServer:
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter | None] = {}
 
     def open(self, host: str) -> str:
-        """Starts to accept, on a free port. Its address. Raises ChannelError."""
+        """Start accepting on a free port of `host` and return the address. Raises ChannelError."""
         self._sock, address = listen_tcp(host)
         self._sock.setblocking(False)
         self._accepting = asyncio.create_task(
@@ -42,8 +44,10 @@ class AuthenticatedServer:
         return address
 
     async def close(self, deadline_s: float) -> None:
-        """Accepts no more, and ends all connections once what was written to them has gone out,
-        after deadline_s at the latest."""
+        """Stop accepting and end all connections once their buffers are sent.
+
+        Connections still open after deadline_s are cancelled.
+        """
         if self._sock is None or self._accepting is None:
             return
         self._accepting.cancel()
@@ -64,19 +68,19 @@ class AuthenticatedServer:
         while True:
             try:
                 sock, _ = await loop.sock_accept(listening)
-            except OSError as error:  # no descriptors, no memory: do not spin on it
+            except OSError as error:  # out of descriptors or memory: do not spin
                 self._pending.log_limited("accept_failed", str(error))
                 await asyncio.sleep(pending_handshakes.ACCEPT_RETRY_S)
                 continue
             try:
                 number = self._pending.enter(address_of(sock), partial(shut_down, sock))
-            except OSError:  # gone again
+            except OSError:  # disconnected
                 sock.close()
                 continue
             task = asyncio.create_task(self._handle(sock, number))
             self._open[task] = None
             task.add_done_callback(self._open.pop)
-            await asyncio.sleep(0)  # those that were let in have their turn, however many come
+            await asyncio.sleep(0)  # accepted connections get a turn, however many arrive
 
     async def _handle(self, sock: socket.socket, number: int) -> None:
         try:
@@ -84,7 +88,7 @@ class AuthenticatedServer:
         except BaseException as error:
             self._pending.leave(number)
             sock.close()
-            if not isinstance(error, OSError):  # else it is gone again
+            if not isinstance(error, OSError):  # OSError: disconnected
                 raise
             return
         task = asyncio.current_task()
@@ -100,7 +104,7 @@ class AuthenticatedServer:
     async def _authenticate(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Remote | None:
-        """None for whom the door stays closed."""
+        """Return the peer, or None if it is refused or evicted."""
         try:
             remote = await accept_async(
                 reader,

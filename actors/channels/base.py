@@ -1,9 +1,8 @@
-"""The one interface of all channels between attention ranks and expert ranks.
+"""Interface of all channels between attention ranks and expert ranks.
 
-A pair of ranks is joined by a *link*. Every link has a header socket: a small `Header` travels
-ahead of each payload, so that the payload has its exact size and the receiver knows whom to receive
-from.
-The payload moves in a way that depends on the backend: shared memory, TCP, CUDA IPC, NCCL.
+A *link* joins a pair of ranks. Each link has a header socket: a small `Header` travels ahead of
+each payload, so payloads have their exact size and the receiver knows the sender. How the payload
+moves depends on the backend: shared memory, TCP, CUDA IPC or NCCL.
 
         sender                                   receiver
         reserve(peer, parts) -> tensors
@@ -12,7 +11,7 @@ The payload moves in a way that depends on the backend: shared memory, TCP, CUDA
                                                  use packet.tensors
                                      <────────── packet.release()      (the memory may be reused)
 
-Nothing here blocks for longer than the deadline; a lost peer is an event with the peer's name.
+No call blocks past its deadline; a lost peer is an event that names the peer.
 """
 
 from __future__ import annotations
@@ -36,29 +35,26 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 class PacketKind(enum.IntEnum):
     A2E = 0
     E2A = 1
-    HINT = 2  # what a later layer may want: local experts [n], and how likely each is [n]
-    # Of a generation of placement (actors/rebalance/expert_generations.py); `batch` is the attempt
-    # (of HELD
-    # that of the WANTED which it answers; 0: of none), of PLACED `token_group` the seconds that it
-    # may take, the payload uint8 [n].
-    PREPARED = 3  # from an expert rank: its experts are there; the placement as msgpack
-    ABORT_VOTE = 4  # from an expert rank: they will not be; why
-    ABORTED = 5  # from an attention rank: it does not go over to it; why
-    COMMITTED = 6  # from an attention rank: it uses none before it any more
-    READY = (
-        7  # from an expert rank: its experts are there, for whoever joins or wants it; as PLACED
-    )
-    ACQUIRE = 8  # from an attention rank: the placement as msgpack, whose experts it needs there
-    RELEASE = 9  # from an attention rank: it needs them no more
-    DRAINING = (
-        10  # from an expert rank: it is to go; from an attention rank: it may, as for that one
-    )
+    HINT = 2  # predicted for a later layer: local experts [n], and the probability of each [n]
+    # About placement generations (actors/rebalance/expert_generations.py). `batch` is the attempt
+    # (READY: that of the ACQUIRE it answers, 0 if none); `token_group` of PREPARED is its timeout
+    # in seconds; the payload is uint8 [n].
+    PREPARED = 3  # expert rank: its experts are loaded; payload: the placement as msgpack
+    ABORT_VOTE = 4  # expert rank: it cannot load its experts; payload: the reason
+    ABORTED = 5  # attention rank: it does not switch; payload: the reason
+    COMMITTED = 6  # attention rank: it uses no earlier generation any more
+    READY = 7  # expert rank: as PREPARED, to a rank that joins or that sent ACQUIRE
+    ACQUIRE = 8  # attention rank: it needs the experts of this placement; payload: as PREPARED
+    RELEASE = 9  # attention rank: it needs them no longer
+    DRAINING = 10  # expert rank: it must stop; attention rank: it may stop
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a payload is. `batch` and `micro_batch` are the attention rank's own numbers; the expert
-    rank copies them into its answer. `sent_s`, on the sender's monotonic clock, is for timelines.
-    `generation`: of the placement that the payload's local experts are of.
+    """Identity of a payload.
+
+    The attention rank numbers `batch` and `micro_batch`; the expert rank copies them into its
+    answer. `sent_s`, on the sender's monotonic clock, is for timelines. `generation` is the
+    placement generation that the payload's local experts belong to.
     """
 
     kind: PacketKind
@@ -102,7 +98,7 @@ def connection_closed(peer: str) -> PeerDeadError:
 
 @functools.cache
 def dtype_named(name: str) -> torch.dtype:
-    """torch's dtype of that name. Raises ChannelError."""
+    """Return the torch dtype named `name`. Raises ChannelError."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ChannelError(f"{name!r} is not a dtype of torch")
@@ -110,16 +106,21 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class Reservation(Protocol):
-    """Memory to fill, in place, before `Endpoint.commit`. Commit each reservation exactly once;
-    `tensors` is empty afterwards."""
+    """Channel memory to fill in place before `Endpoint.commit`.
+
+    Commit each reservation exactly once; `tensors` is empty afterwards.
+    """
 
     peer: str
     tensors: Sequence[torch.Tensor]
 
 
 class Packet:
-    """A received payload. `arrived_s`: when it was seen. `sent_s`: as its header says, on the
-    receiver's clock too. `release()` must be called once, from any thread, in any order."""
+    """A received payload.
+
+    `arrived_s`: when it was received. `sent_s`: from its header, converted to the receiver's clock.
+    Call `release()` once, from any thread, in any order.
+    """
 
     __slots__ = ("_release", "_tensors", "arrived_s", "header", "peer", "sent_s")
 
@@ -140,12 +141,12 @@ class Packet:
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
-        """Views of channel memory: valid until `release()`."""
+        """Views of channel memory, valid until `release()`."""
         return self._tensors
 
     @property
     def rows(self) -> int:
-        """Of its first tensor."""
+        """Rows of the first tensor."""
         return self._tensors[0].shape[0]
 
     def release(self) -> None:
@@ -156,15 +157,19 @@ class Packet:
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
-    """A peer is joined: it has connected to us, or we have to it by `join`. (Whoever calls
-    `connect` is joined when it returns: no event.)"""
+    """A peer connected to this endpoint, or `join` connected to it.
+
+    `connect` returns once the peer is joined and raises no event.
+    """
 
     peer: str
 
 
 class PeerLost:
-    """A peer died (connection closed) or hung (silent for too long). Told once per link. epoch: the
-    peer's."""
+    """A peer died (connection closed) or hung (silent for too long), reported once per link.
+
+    epoch: the peer's.
+    """
 
     __slots__ = ("epoch", "error", "peer")
 
@@ -178,12 +183,12 @@ ChannelEvent = Packet | PeerJoined | PeerLost
 
 
 def transfers(channel_events: Sequence[ChannelEvent]) -> list[tuple[float, float]]:
-    """(sent_s, arrived_s) of each packet among `channel_events`, on the receiver's clock."""
+    """Return (sent_s, arrived_s) of each packet, on the receiver's clock."""
     return [(h.sent_s, h.arrived_s) for h in channel_events if isinstance(h, Packet)]
 
 
 def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
-    """The packet's way to `receiver`, for its timeline: from sent to seen."""
+    """Return the timeline span of a packet's transfer to `receiver`."""
     header = packet.header
     return TaskSpan(
         f"{packet.peer}>{receiver}",
@@ -201,8 +206,8 @@ def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
 class Endpoint(Protocol):
     """One rank's end of all its links. Owned by one thread, except `wake` and `Packet.release`.
 
-    Constructor of every implementation (keyword-only): name (this rank's name, such as
-    "attention-0"), token (the cluster's secret), epoch, config (ChannelConfig), clock, device.
+    Every implementation takes keyword arguments: name (this rank's, such as "attention-0"), token
+    (the cluster's secret), epoch, config (ChannelConfig), clock, device.
     """
 
     name: str
@@ -210,54 +215,58 @@ class Endpoint(Protocol):
     backend: str
 
     def listen(self, host: str = "127.0.0.1") -> str:
-        """Starts to accept links. Returns the address to hand to the peers' `connect`."""
+        """Start accepting links. Returns the address for the peers' `connect`."""
 
     def connect(self, peer: str, address: str) -> None:
-        """Joins `peer`. Raises HandshakeError, PeerError or ChannelError within deadline_s."""
+        """Join `peer` within connect_timeout_s. Raises HandshakeError or ChannelError."""
 
     def join(self, peer: str, address: str) -> None:
-        """As `connect`, from any thread: `poll` tells PeerJoined. One that is linked under that
-        name, at an older epoch, is lost then."""
+        """Join `peer` from any thread; `poll` then returns PeerJoined.
+
+        A link to the same name at an older epoch is lost.
+        """
 
     def peers(self) -> Sequence[str]:
-        """Names of the peers whose links are up."""
+        """Return the names of the peers whose links are up."""
 
     def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
-        """Memory for a payload. Never waits for the receiver. Raises PeerError if it is lost,
-        another ChannelError if this process has no memory or descriptors for it."""
+        """Return memory for a payload. Never waits for the receiver.
+
+        Raises PeerError if the peer is lost, another ChannelError if this process lacks memory or
+        descriptors.
+        """
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        """Sends. Returns without waiting for the payload to arrive. Raises as `reserve`."""
+        """Send a payload without waiting for its arrival. Raises as `reserve`."""
 
     def poll(self, timeout_s: float) -> list[ChannelEvent]:
-        """What has happened; waits at most timeout_s (0: not at all), less if `wake` is called.
+        """Return the events since the last call.
 
-        Packets older than either end's epoch are dropped here. Never raises for a lost peer: tells
-        `PeerLost`.
+        Waits at most timeout_s (0: not at all), less if `wake` is called. Drops packets older than
+        either end's epoch. Reports a lost peer as `PeerLost` and never raises for it.
         """
 
     def watch(self, descriptor: int) -> None:
-        """A `poll` that waits also returns while that can be read. Whoever owns it reads it."""
+        """Make a waiting `poll` return when `descriptor` is readable. The caller reads it."""
 
     def drop(self, peer: str, reason: str) -> None:
-        """Ends the link to `peer`, who sees it; `poll` tells PeerLost with this reason."""
+        """End the link to `peer`; `poll` returns PeerLost with this reason."""
 
     def wake(self) -> None:
-        """Makes a `poll` in another thread return now."""
+        """Make a `poll` in another thread return now."""
 
     @property
     def stall_reason(self) -> str:
-        """Why it sends no heartbeats any more: nobody has polled for channel.step_timeout_s. Empty:
-        it does."""
+        """Reason that heartbeats stopped (no `poll` for channel.step_timeout_s), or ""."""
 
     def dump_stacks_after(self, after_s: float) -> None:
-        """In the log, when nobody has polled for so long."""
+        """Log all stacks when `poll` has not been called for after_s."""
 
     def bytes_moved(self) -> tuple[int, int]:
-        """Payload bytes sent and received so far."""
+        """Return payload bytes sent and received so far."""
 
     def close(self) -> None:
-        """Closes every link, ends every thread, removes every file. May be called twice."""
+        """Close every link, end every thread, remove every file. May be called twice."""
 
 
 def send_tensors(

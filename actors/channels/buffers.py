@@ -1,4 +1,4 @@
-"""Buffers for TCP payloads, reused so that their pages stay mapped and warm."""
+"""Reusable buffers for TCP payloads, so that their pages stay mapped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEPT_BYTES = 64 << 20  # idle buffers beyond this are freed
 
 
 class Buffer:
-    """Some bytes of memory, as tensor views and as a buffer for the socket calls."""
+    """A block of memory, as tensor views and as a buffer for socket calls."""
 
     __slots__ = ("data", "num_bytes", "views")
 
@@ -27,7 +27,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Any thread may take and give."""
+    """A pool of idle buffers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,8 +35,10 @@ class BufferPool:
         self._idle_bytes = 0
 
     def acquire(self, num_bytes: int) -> Buffer:
-        """A buffer of at least `num_bytes`: the size rounded up to a power of two, or to three
-        quarters of one."""
+        """Return a buffer of at least `num_bytes`.
+
+        Sizes are rounded up to a power of two or three quarters of one.
+        """
         size = _SMALLEST_BYTES
         while size < num_bytes:
             size *= 2

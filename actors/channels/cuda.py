@@ -1,4 +1,4 @@
-"""cupy, or one line that says what to install."""
+"""Checks for cupy and NCCL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INSTALL = "in a clone: pip install -e '.[cuda]'"
 
 
 def require_cupy(backend: str) -> Any:
-    """The cupy module, on a machine with a GPU. Raises ChannelError."""
+    """Return the cupy module on a machine with a GPU. Raises ChannelError."""
     try:
         cupy = importlib.import_module("cupy")
     except ImportError:
@@ -24,16 +24,16 @@ def require_cupy(backend: str) -> Any:
 
 
 def require_nccl() -> Any:
-    """cupy's NCCL module. Raises ChannelError."""
+    """Return cupy's NCCL module. Raises ChannelError."""
     require_cupy("nccl")
     nccl = importlib.import_module("cupy.cuda.nccl")
-    if not nccl.available:  # an empty stub where the NCCL library is missing
+    if not nccl.available:  # a stub where the NCCL library is missing
         raise ChannelError(f"channel.backend=nccl needs the NCCL library: {INSTALL}")
     return nccl
 
 
 def with_device_index(device: torch.device) -> torch.device:
-    """`device` with its number: "cuda" alone means the current one, which is a thread's own."""
+    """Return `device` with an index: plain "cuda" means the calling thread's current device."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,9 +1,8 @@
-"""Everything of an endpoint that does not depend on how a payload moves: joining, polling, losing.
+"""The part of an endpoint that is independent of how payloads move.
 
-owner's thread      listen connect reserve commit poll close
-accept thread       takes connections          ┐ hand their findings to the owner
-handshake threads   prove strangers, join      │ through `_inbox` (a deque) and an eventfd
-pulse thread        heartbeats, silence        ┘
+owner's thread      listen connect reserve commit poll close accept thread       accepts connections
+┐ pass results to the owner through `_inbox` handshake threads   authenticate peers, join    │ (a
+deque) and an eventfd heartbeat thread    heartbeats, silence         ┘
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class _Loss(msgspec.Struct, frozen=True):
 
 
 class BaseEndpoint(abc.ABC):
-    """See `base.Endpoint`."""
+    """Base class of the endpoints. See `base.Endpoint`."""
 
     backend: str
 
@@ -66,7 +65,7 @@ class BaseEndpoint(abc.ABC):
         device: torch.device,
         placement: str = "",
     ) -> None:
-        """placement: digest of the placement of experts: peers must have the same."""
+        """placement: digest of the expert placement, equal on all peers."""
         self.name = name
         self.epoch = epoch
         self.config = config
@@ -76,7 +75,7 @@ class BaseEndpoint(abc.ABC):
         self._by_fd: dict[int, Link] = {}
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
-        self._lock = threading.Lock()  # guards _pulse, _closed and the wake descriptor
+        self._lock = threading.Lock()  # guards _heartbeat, _closed and the wake descriptor
         self._making = threading.Lock()
         self._link_setup = LinkSetup(
             Identity(name=name, token=token, epoch=epoch),
@@ -90,7 +89,7 @@ class BaseEndpoint(abc.ABC):
         self._watch = LoopWatchdog(name, config.step_timeout_s, clock)
         self._heartbeat: HeartbeatThread[Link] | None = None
         self._closed = False
-        self._moved = [0, 0]  # by links that are gone
+        self._moved = [0, 0]  # sent and received bytes of closed links
         self._maintained_s = clock()
         self._spin_s = config.spin_s or 0.0
         self._spin_until_s = 0.0
@@ -102,15 +101,17 @@ class BaseEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def _listen(self, host: str) -> tuple[socket.socket, str]:
-        """A listening socket and its address."""
+        """Return a listening socket and its address."""
 
     @abc.abstractmethod
     def _join(self, link_sockets: LinkSockets) -> Link:
-        """A link over two proven sockets. Called on a handshake's thread or the owner's. The
-        caller closes the sockets if it raises."""
+        """Make a link over two authenticated sockets, on a handshake thread or the owner's.
+
+        The caller closes the sockets if it raises.
+        """
 
     def _offer(self) -> bytes:
-        """What the initiator tells the acceptor's `_join` ahead (NCCL: the unique ids)."""
+        """Return data that the initiator sends to the acceptor's `_join` (NCCL: the unique ids)."""
         return b""
 
     # --- joining
@@ -139,12 +140,12 @@ class BaseEndpoint(abc.ABC):
                 return
         link.monitor.close()
         link.close()
-        raise ChannelError(f"{self.name} is closed: it joins nobody")
+        raise ChannelError(f"{self.name} is closed and cannot join {peer}")
 
     def _dial(self, peer: str, address: str) -> Link:
         link_sockets = self._link_setup.connect(peer, address, self._offer())
         try:
-            with self._making:  # NCCL: one communicator after the other
+            with self._making:  # NCCL creates one communicator at a time
                 return self._join(link_sockets)
         except (ChannelError, OSError) as error:
             link_sockets.close()
@@ -153,12 +154,12 @@ class BaseEndpoint(abc.ABC):
             raise ChannelError(f"cannot join {peer}: {error}") from None
 
     def _is_linked(self, peer: str, epoch: int) -> bool:
-        """To that one or a newer one. From any thread."""
+        """Return whether `peer` is linked at this epoch or a newer one. Thread-safe."""
         link = self._links.get(peer)
         return link is not None and link.epoch >= epoch
 
     def _on_accepted(self, link_sockets: LinkSockets) -> None:
-        """Joins a peer that has connected (handshake thread)."""
+        """Join a peer that has connected. Runs on a handshake thread."""
         try:
             link = self._join(link_sockets)
         except (ChannelError, OSError) as error:  # the peer sees its sockets close
@@ -202,7 +203,7 @@ class BaseEndpoint(abc.ABC):
     def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
         try:
             return self._link(peer).reserve(parts)
-        except OSError as error:  # no descriptors, no memory
+        except OSError as error:  # out of descriptors or memory
             raise ChannelError(f"cannot send to {peer}: {error}") from None
 
     def commit(self, reservation: Reservation, header: Header) -> None:
@@ -257,8 +258,11 @@ class BaseEndpoint(abc.ABC):
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """What epoll tells, after at most timeout_s. Soon after a payload, and while one is on its
-        way of which nothing tells, it does not sleep."""
+        """Return the ready descriptors, after at most timeout_s.
+
+        It spins instead of sleeping shortly after a payload, and while a transfer is under way that
+        epoll cannot report.
+        """
         events = self._epoll.poll(0)
         if events or self._inbox or timeout_s <= 0.0:
             return events
@@ -274,7 +278,7 @@ class BaseEndpoint(abc.ABC):
         return self._epoll.poll(max(0.0, deadline_s - now_s))
 
     def _incoming_links(self) -> Sequence[Link]:
-        """Links on which packets are under way that epoll does not tell of: none of most kinds."""
+        """Return the links with a transfer under way that epoll cannot report."""
         return ()
 
     def _maintain(self, now_s: float, channel_events: list[ChannelEvent]) -> None:
@@ -306,12 +310,12 @@ class BaseEndpoint(abc.ABC):
             self._deliver(item, channel_events)
         elif isinstance(item, _Loss):
             self._drop_link(item.link, item.error, channel_events)
-        elif self._is_linked(item.peer, item.epoch):  # two at once: the first one stays
+        elif self._is_linked(item.peer, item.epoch):  # two at once: the first one is kept
             self._forget(item)
         else:
             before = self._links.get(item.peer)
             if before is not None:
-                reason = f"{item.peer} has been replaced: another has its name, at a later epoch"
+                reason = f"{item.peer} has been replaced by a process at a later epoch"
                 self._drop_link(before, PeerDeadError(reason, item.peer), channel_events)
             self._adopt(item)
             channel_events.append(PeerJoined(item.peer))
@@ -341,7 +345,7 @@ class BaseEndpoint(abc.ABC):
         link.monitor.close()
         link.close()
 
-    # --- news from other threads
+    # --- events from other threads
 
     def _post(self, item: Packet | Link | _Loss) -> None:
         self._inbox.append(item)
@@ -359,7 +363,7 @@ class BaseEndpoint(abc.ABC):
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 
-    # --- the end
+    # --- status and close
 
     @property
     def stall_reason(self) -> str:
@@ -369,7 +373,7 @@ class BaseEndpoint(abc.ABC):
         self._watch.stall_threshold_s = after_s
 
     def bytes_moved(self) -> tuple[int, int]:
-        links = tuple(self._links.values())  # any thread may ask while the owner's changes it
+        links = tuple(self._links.values())  # the owner may change it meanwhile
         return (
             self._moved[0] + sum(link.sent_bytes for link in links),
             self._moved[1] + sum(link.received_bytes for link in links),

@@ -1,4 +1,4 @@
-"""The endpoint of a backend, from the table of backends."""
+"""Creates the endpoint of a backend."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from contracts.ranks import Group, RankSpec
 
 
 class EndpointBackend(NamedTuple):
-    """memory: the type of the devices between which it moves payloads. require: raises ChannelError
-    where this machine lacks what it needs."""
+    """memory: device type of the payloads. require: raises ChannelError on an unfit machine."""
 
     endpoint: type[BaseEndpoint]
     memory: Literal["cpu", "cuda"]
@@ -41,11 +40,11 @@ BACKENDS: dict[str, EndpointBackend] = {
 
 
 def rank_endpoint(spec: RankSpec, device: torch.device, clock: Clock) -> Endpoint:
-    """The endpoint of a rank. Raises ChannelError."""
+    """Create the endpoint of a rank. Raises ChannelError."""
     config = spec.config.channel
     spin_s = config.spin_s
     if spin_s is None:
-        ranks = spec.attention_ranks + spec.expert_ranks  # at most so many are on this node
+        ranks = spec.attention_ranks + spec.expert_ranks  # upper bound for this node
         if spec.group is Group.PREFILL:
             ranks = spec.prefill_ranks
         spin_s = SPIN_S if ranks <= usable_cores() else 0.0
@@ -70,8 +69,10 @@ def make_endpoint(
     device: torch.device,
     placement: str = "",
 ) -> Endpoint:
-    """`config.backend` must be resolved by now, not "auto". placement: a digest, the same on all
-    peers. Raises ChannelError."""
+    """Create an endpoint. Raises ChannelError.
+
+    `config.backend` must be resolved, not "auto". placement: a digest, equal on all peers.
+    """
     return _backend(config.backend, device)(
         name=name,
         token=token,
@@ -84,7 +85,7 @@ def make_endpoint(
 
 
 def _backend(name: str, device: torch.device) -> type[BaseEndpoint]:
-    """The class, and whether this machine has what it needs. Raises ChannelError."""
+    """Return the endpoint class after checking this machine. Raises ChannelError."""
     backend = BACKENDS.get(name)
     if backend is None:
         raise ChannelError(

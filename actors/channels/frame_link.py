@@ -1,4 +1,4 @@
-"""A link whose data socket carries small frames only; the payload moves some other way."""
+"""A link whose data socket carries small frames; the payload takes another path."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from contracts.frames import FRAME_ERRORS
 
 
 class FrameLink(Link, abc.ABC):
+    """Link that receives frames and turns them into packets."""
+
     def __init__(
         self, link_sockets: LinkSockets, clock: Clock, decode: Callable[[bytes], Any]
     ) -> None:
@@ -52,7 +54,7 @@ class FrameLink(Link, abc.ABC):
                 raise PeerError(f"{self.peer} sent a bad frame: {error}", self.peer) from None
             except Exception as error:
                 raise PeerError(
-                    f"cannot take what {self.peer} sent: {type(error).__name__}: {error}", self.peer
+                    f"cannot receive from {self.peer}: {type(error).__name__}: {error}", self.peer
                 ) from error
             if packet is not None:
                 packets.append(packet)
@@ -63,7 +65,7 @@ class FrameLink(Link, abc.ABC):
 
     @abc.abstractmethod
     def _handle(self, message: Any) -> Packet | None:
-        """Acts on a frame; a packet if it announced one."""
+        """Process a frame; return a packet if it announces one."""
 
 
 MAX_FRAME_BYTES = 1 << 20
@@ -74,9 +76,9 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
 
 class FrameSocket:
-    """One socket to `peer`. `send` and `flush` from any thread, `receive` from one.
+    """One socket to `peer`. `send` and `flush` are thread-safe; one thread calls `receive`.
 
-    `pending` is read without the lock by the owner: is a flush wanted?
+    The owner reads `pending` without the lock to decide whether to flush.
     """
 
     def __init__(self, sock: socket.socket, peer: str, clock: Clock) -> None:
@@ -87,8 +89,8 @@ class FrameSocket:
         self._clock = clock
         self._takes_fds = sock.family == socket.AF_UNIX
         self._lock = threading.Lock()
-        self._unsent: deque[tuple[bytes, int]] = deque()  # bytes, fd to go with them or -1
-        self._tail = b""  # a frame received in part
+        self._unsent: deque[tuple[bytes, int]] = deque()  # bytes and their fd, or -1
+        self._tail = b""  # a partial frame
         self._fds: deque[int] = deque()
 
     @property
@@ -96,7 +98,7 @@ class FrameSocket:
         return bool(self._unsent)
 
     def send(self, body: bytes, fd: int = -1) -> None:
-        """Sends a frame, and a duplicate of `fd` with it. Raises PeerDeadError."""
+        """Send a frame, and a duplicate of `fd` with it. Raises PeerDeadError."""
         data = _LENGTH.pack(len(body)) + body
         with self._lock:
             if self._unsent:
@@ -109,7 +111,7 @@ class FrameSocket:
                 self.blocked_since_s = self._clock()
 
     def flush(self) -> None:
-        """Sends what was kept, as far as the kernel takes it. Raises PeerDeadError."""
+        """Send buffered frames as far as the kernel accepts them. Raises PeerDeadError."""
         with self._lock:
             while self._unsent:
                 data, fd = self._unsent[0]
@@ -125,7 +127,7 @@ class FrameSocket:
             self.blocked_since_s = None
 
     def receive(self) -> list[bytes]:
-        """The bodies of the frames in one read (maybe none). Raises PeerDeadError at the end."""
+        """Return the frame bodies of one read, maybe none. Raises PeerDeadError at the end."""
         try:
             piece = self._read()
         except BlockingIOError:
@@ -139,7 +141,7 @@ class FrameSocket:
         return frames
 
     def take_fd(self) -> int:
-        """The next file descriptor that came with a frame. Raises PeerError."""
+        """Return the next file descriptor that came with a frame. Raises PeerError."""
         if not self._fds:
             raise PeerError(f"{self.peer} sent a frame without its file descriptor", self.peer)
         return self._fds.popleft()
@@ -155,7 +157,7 @@ class FrameSocket:
             os.close(self._fds.popleft())
 
     def _write(self, data: bytes, fd: int) -> int:
-        """How many bytes the kernel took (0: it would have blocked)."""
+        """Return how many bytes the kernel accepted (0: it would have blocked)."""
         try:
             if fd < 0:
                 return self.sock.send(data)
@@ -180,7 +182,7 @@ class FrameSocket:
         return data
 
     def _cut(self, data: bytes, frames: list[bytes]) -> bytes:
-        """Appends the whole frames in `data` to `frames`; returns the rest."""
+        """Append the complete frames in `data` to `frames`; return the rest."""
         start = 0
         while len(data) - start >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(data, start)

@@ -5,13 +5,13 @@
       Hello(name, to, epoch, purpose, extra, nonce, proof) ────>
                  <──── Welcome(name, extra, proof)   or   Refused(reason)
 
-Each proof is HMAC-SHA256 under the token over both nonces and all that has been said, with the
-side's own label, so that it cannot be replayed or reflected. A stranger learns one random nonce
-and nothing else. The handshake proves who opened the connection; it does not encrypt what follows.
+Each proof is HMAC-SHA256 under the token over both nonces and all previous messages, with the
+side's own label, so it cannot be replayed or reflected. A stranger learns one random nonce. The
+handshake authenticates the connection; it does not encrypt what follows.
 
-Frames are those of contracts/frames.py, each one msgpack map. One set of steps (`_initiator`,
-`_acceptor`: generators that yield what to send, or how many bytes to receive) serves blocking
-sockets and asyncio streams.
+Frames are those of contracts/frames.py, each one msgpack map. `_initiator` and `_acceptor` are
+generators that yield bytes to send or a number of bytes to receive; they serve blocking sockets and
+asyncio streams.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ _BROKE = "the connection broke during the handshake"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who we are. epoch None: this connection is not bound to an epoch (both sides say None).
-    Whether a peer's epoch is the right one is for `answer` to judge."""
+    """Name, token and epoch that a process authenticates with.
+
+    epoch None: the connection is not bound to an epoch, and both sides must pass None. `answer`
+    judges whether a peer's epoch is acceptable.
+    """
 
     name: str
     token: bytes
@@ -45,7 +48,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the other side proved to be, and what it said along with it."""
+    """The authenticated peer and the data it sent."""
 
     name: str
     epoch: int | None
@@ -79,15 +82,15 @@ class _Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 _Message = _Challenge | _Hello | _Welcome | _Refused
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(_Message).decode
-# Yields what to send, or how many bytes to receive, and is sent these; returns who it was.
+
 _Steps = Generator[bytes | int, bytes, Remote]
-AcceptHandler = Callable[[Remote], bytes]  # gives the acceptor's extra, or raises HandshakeError
+AcceptHandler = Callable[[Remote], bytes]  # returns the acceptor's extra or raises HandshakeError
 
 
 def new_token() -> bytes:
-    """A cluster's: by it its processes know each other."""
+    """Return a random cluster token."""
     return secrets.token_bytes(32)
 
 
@@ -100,9 +103,9 @@ def initiate(
     extra: bytes = b"",
     deadline_s: float,
 ) -> Remote:
-    """The acceptor behind `sock`, which must be called `to` (None: any name).
+    """Authenticate the acceptor behind `sock`, which must be named `to` (None: any name).
 
-    Raises HandshakeError. Leaves the socket's timeout at what remained of the deadline.
+    Raises HandshakeError. Leaves the socket's timeout at the rest of the deadline.
     """
     return _run_blocking(sock, _initiator(me, purpose=purpose, to=to, extra=extra), deadline_s)
 
@@ -115,8 +118,10 @@ def accept(
     deadline_s: float,
     first_byte_s: float | None = None,
 ) -> Remote:
-    """The initiator behind `sock`. `answer` judges it. first_byte_s: by when it must have said
-    something, of deadline_s. Raises HandshakeError."""
+    """Authenticate the initiator behind `sock`. Raises HandshakeError.
+
+    answer: judges the peer. first_byte_s: limit for its first byte, within deadline_s.
+    """
     return _run_blocking(sock, _acceptor(me, answer), deadline_s, first_byte_s)
 
 
@@ -130,7 +135,7 @@ async def initiate_async(
     extra: bytes = b"",
     deadline_s: float,
 ) -> Remote:
-    """`initiate` on asyncio streams."""
+    """Run `initiate` on asyncio streams."""
     steps = _initiator(me, purpose=purpose, to=to, extra=extra)
     return await _run_async(reader, writer, steps, deadline_s)
 
@@ -144,7 +149,7 @@ async def accept_async(
     deadline_s: float,
     first_byte_s: float | None = None,
 ) -> Remote:
-    """`accept` on asyncio streams."""
+    """Run `accept` on asyncio streams."""
     return await _run_async(reader, writer, _acceptor(me, answer), deadline_s, first_byte_s)
 
 
@@ -154,7 +159,7 @@ def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _
         raise HandshakeError("the other side is not a Tandem rank (no challenge)")
     if challenge.protocol != PROTOCOL:
         raise HandshakeError(
-            f"the other side speaks protocol {challenge.protocol}, this is {PROTOCOL}: "
+            f"the other side uses protocol {challenge.protocol}, this is {PROTOCOL}: "
             "run the same version everywhere"
         )
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -194,18 +199,18 @@ def _acceptor(me: Identity, answer: AcceptHandler | None) -> _Steps:
 
 
 def _check_hello(me: Identity, challenge: _Challenge, hello: _Hello) -> None:
-    """Raises HandshakeError with what the initiator may know of the reason."""
+    """Raise HandshakeError with a reason that the initiator may see."""
     bare = msgspec.structs.replace(hello, proof=b"")
     if not hmac.compare_digest(hello.proof, _proof(me, "initiator", challenge, bare)):
         raise HandshakeError("wrong token")
     if (hello.epoch is None) != (me.epoch is None):
         raise HandshakeError(f"it is at epoch {hello.epoch}, {me.name} is at epoch {me.epoch}")
     if hello.to is not None and hello.to != me.name:
-        raise HandshakeError(f"it looks for {hello.to}, this is {me.name}")
+        raise HandshakeError(f"it expects {hello.to}, this is {me.name}")
 
 
 def _proof(me: Identity, label: str, *messages: _Message) -> bytes:
-    """HMAC over `label` and the messages; a message's own proof field is still empty."""
+    """Return the HMAC over `label` and the messages, whose own proof is still empty."""
     return hmac.digest(me.token, msgspec.msgpack.encode((label, *messages)), "sha256")
 
 
@@ -220,7 +225,6 @@ def _frame(message: _Message) -> bytes:
 
 
 def _receive_message() -> Generator[bytes | int, bytes, _Message]:
-    """The next message."""
     try:
         body = yield frame_size((yield PREFIX_BYTES), MAX_FRAME_BYTES)
         message: _Message = _decode(body)
@@ -314,9 +318,12 @@ async def _run_async(
 
 
 def _timeout_error(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenError:
-    """first_byte_s: what has passed, where that is the deadline that has."""
+    """Return the error for a timeout.
+
+    first_byte_s: the limit that expired, if it was that of the first byte.
+    """
     if first_byte_s is not None and first_byte_s < deadline_s:
-        return HandshakeBrokenError(f"nothing was said within {first_byte_s:g} s")
+        return HandshakeBrokenError(f"nothing was received within {first_byte_s:g} s")
     return HandshakeBrokenError(f"no handshake within {deadline_s:g} s")
 
 

@@ -1,13 +1,10 @@
-"""Heartbeats of all links of one endpoint, on one thread, apart from the data.
+"""Heartbeats of all links of one endpoint, on a thread and sockets of their own.
 
-Each link has a second socket that carries nothing but heartbeats. So a rank in a three-second GEMM
-still beats, no heartbeat waits behind a payload, and a payload under way on a slow link (whose
-bytes count as life, see `HeartbeatMonitor.record`) accuses nobody. Silence is judged here, after
-the sockets
-are drained, and only over time during which this process itself was running. A silent process of
-this machine that is neither stopped nor gone gets longer: on a busy machine it waits for a core;
-one that is stopped gets less. An endpoint whose owner's loop is stuck sends no heartbeats: its
-peers then lose it as one that hangs.
+A rank in a three-second GEMM still sends heartbeats, and no heartbeat waits behind a payload.
+Payload bytes count as signs of life (`HeartbeatMonitor.record`). Silence is judged after the
+sockets are drained and only over time in which this process ran. A silent process of this machine
+that is neither stopped nor gone gets longer, because it may wait for a core; a stopped one gets
+less. An endpoint whose owner's loop stalls stops sending, so that its peers lose it.
 """
 
 from __future__ import annotations
@@ -31,24 +28,23 @@ _HEARTBEAT = b"\x01"
 
 
 class HeartbeatMonitor:
-    """The heartbeat socket to `peer`. Used by the Pulse thread, except `record` and `close`."""
+    """The heartbeat socket to `peer`, used by the heartbeat thread except `record` and `close`."""
 
     def __init__(self, sock: socket.socket, peer: str, now_s: float) -> None:
         sock.setblocking(False)
         self.peer = peer
         self.last_seen_s = now_s
-        self.gone = False  # the other end was closed; the data socket will say so too
+        self.gone = False  # the other end was closed; the data socket reports it too
         self._sock = sock
         self.local_process = local_process.peer_process(sock)
         self._lock = threading.Lock()
 
     def record(self, now_s: float) -> None:
-        """Notes a sign of life that came another way."""
+        """Record a sign of life from another path."""
         self.last_seen_s = now_s
 
     def exchange(self, now_s: float, *, beats: bool = True) -> None:
-        """Reads all heartbeats that wait, and sends one if it `beats` (skipped if the peer reads
-        none)."""
+        """Read all waiting heartbeats, and send one if `beats` and the socket accepts it."""
         with self._lock:
             if self.gone or self._sock.fileno() < 0:
                 return
@@ -80,24 +76,24 @@ class HeartbeatMonitor:
 
 
 class MonitoredLink(Protocol):
-    """What the Pulse needs of a link."""
+    """The part of a link that the heartbeat thread uses."""
 
     peer: str
     monitor: HeartbeatMonitor
 
     @property
     def blocked_since_s(self) -> float | None:
-        """Since when a send has made no progress; None: nothing is blocked."""
+        """Time of a blocked send's last progress; None: no send is blocked."""
 
     def flush(self) -> None:
-        """Tries again what the kernel did not take. Never raises, never waits."""
+        """Retry unsent data. Never raises, never waits."""
 
 
 L = TypeVar("L", bound=MonitoredLink)
 
 
 class HeartbeatThread(Generic[L]):
-    """The thread. `lost` is called on it, once per link; the link is then forgotten."""
+    """Thread that checks links; it calls `lost` once per lost link and then forgets it."""
 
     def __init__(
         self,
@@ -148,10 +144,10 @@ class HeartbeatThread(Generic[L]):
             slept_at_s = monotonic_s()
 
     def tick(self, stopped_s: float) -> float:
-        """One round over all links; returns the seconds until the next.
+        """Check all links once. Returns the seconds until the next round.
 
-        `stopped_s`: how long this process did not run though it should have (SIGSTOP, a laptop's
-        lid, a starved machine): that long nobody could be heard, so it is not held against them.
+        stopped_s: how long this process did not run though it should have (SIGSTOP, suspend, a
+        starved machine). It could not receive then, so peers are not blamed for that time.
         """
         with self._lock:
             links = list(self._links)
@@ -188,6 +184,6 @@ class HeartbeatThread(Generic[L]):
         blocked_s = link.blocked_since_s
         if blocked_s is not None and now_s - blocked_s >= self._config.connect_timeout_s:
             return PeerHungError(
-                f"{peer} has taken nothing for {self._config.connect_timeout_s:g} s", peer
+                f"{peer} has received nothing for {self._config.connect_timeout_s:g} s", peer
             )
         return None

@@ -1,13 +1,13 @@
-"""Two processes on one GPU: the sender's segments are device memory that the receiver opens too.
+"""Two processes on one GPU: the receiver opens the sender's device memory segments.
 
-Allocation, growth, slots and frames are those of shared memory (`ring_link`, `segments`); only the
-payload lies on the device, and two moments are the stream's instead of the host's:
+Allocation, growth, slots and frames are those of shared memory (`shm`, `segments`). The payload
+lies on the device, and two moments are the stream's instead of the host's:
 
-- *ready*: `commit` records an interprocess event on the sender's current stream, one per slot; the
-  receiver's current stream waits for it. (A stream synchronize before the header would be simpler,
-  but would hold the host for as long as the expert GEMM that fills the payload runs.)
-- *released*: `release` records an ordinary event on the caller's current stream; the slot's flag is
-  set once that event is reached, so the sender never overwrites what a kernel still reads.
+- *ready*: `commit` records an interprocess event per slot on the sender's current stream; the
+  receiver's current stream waits for it. (Synchronizing before the header would hold the host for
+  as long as the expert GEMM that fills the payload runs.)
+- *released*: `release` records an event on the caller's current stream; the slot's flag is set
+  once that event is reached, so the sender never overwrites what a kernel still reads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from contracts.errors import ChannelError, PeerError
 
 
 class _Raw:
-    """Device bytes in the form that torch.as_tensor takes; torch keeps this object alive."""
+    """Device bytes in the form that torch.as_tensor accepts. torch keeps this object alive."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -56,10 +56,10 @@ class _Raw:
 
 
 class DeviceMemory:
-    """`num_bytes` at `pointer`; `free(pointer)` runs when the last tensor in it is gone."""
+    """Device memory; `free(pointer)` runs when the last tensor in it is gone."""
 
     def __init__(self, fd: int, pointer: int, num_bytes: int, free: Callable[[int], None]) -> None:
-        """Made under `torch.cuda.device` of the memory. Raises ChannelError."""
+        """Wrap memory under its `torch.cuda.device`. Raises ChannelError."""
         raw = _Raw(pointer, num_bytes)
         weakref.finalize(raw, free, pointer).atexit = False  # the driver frees it then
         self.flags = mmap.mmap(fd, FLAG_BYTES)
@@ -69,7 +69,7 @@ class DeviceMemory:
         self.views = Views(memory)
 
     def close(self) -> None:
-        """Nothing: see above."""
+        """Do nothing: the finalizer frees the memory."""
 
 
 class IpcLink(SharedMemoryLink):
@@ -87,8 +87,10 @@ class IpcLink(SharedMemoryLink):
         return super().reserve(parts)
 
     def maintain(self, now_s: float) -> None:
-        """Segments are not given back before the end: freeing device memory that the peer has open
-        is undefined, and it stops the device."""
+        """Set flags. Segments stay until the end.
+
+        Freeing device memory that the peer has open is undefined, and it stops the device.
+        """
         self._set_flags()
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
@@ -109,7 +111,7 @@ class IpcLink(SharedMemoryLink):
         fd = self._frames.take_fd()
         try:
             if not check_memfd(fd, 0):
-                raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
+                raise PeerError(f"{self.peer} sent an invalid segment", self.peer)
             with torch.cuda.device(self._device):
                 pointer = self._runtime.ipcOpenMemHandle(message.handle)
                 close = self._runtime.ipcCloseMemHandle
@@ -147,11 +149,11 @@ class IpcLink(SharedMemoryLink):
         self._set_flags()
 
     def _set_flags(self) -> None:
-        """Any thread. Entries are taken whole, so a flag is set once and only after its event."""
+        """Set the flags of reached events. Thread-safe: an entry is removed before its check."""
         for _ in range(len(self._releasing)):
             try:
                 entry = self._releasing.popleft()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread removed it
                 return
             if entry[0].query():  # type: ignore[no-untyped-call]
                 entry[1]()
@@ -160,7 +162,7 @@ class IpcLink(SharedMemoryLink):
 
 
 class IpcEndpoint(BaseEndpoint):
-    """Payload lies in memory of the GPU that both processes use."""
+    """Payloads lie in memory of the GPU that both processes use."""
 
     backend = "ipc"
 

@@ -1,4 +1,4 @@
-"""What all links have in common, whatever moves their payload."""
+"""Common parts of all links, whatever moves their payload."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ALIGNMENT_BYTES = 64
 
 
 class LinkSockets(msgspec.Struct, frozen=True, kw_only=True):
-    """The two sockets of a new link, and what its ends told each other in the handshake."""
+    """The two sockets of a new link and what its ends exchanged in the handshake."""
 
     peer: str
     data: socket.socket
     heartbeat: socket.socket
     initiator: bool
     offer: bytes
-    clock_offset_s: float = 0.0  # the peer's clock, of ours; of one machine it is the same
+    clock_offset_s: float = 0.0  # peer's clock minus ours; 0 on one machine
     epoch: int = 0  # the peer's
 
     def close(self) -> None:
@@ -34,10 +34,10 @@ class LinkSockets(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Link(abc.ABC):
-    """One end of a link. Used by the endpoint's owner, except where a method says otherwise.
+    """One end of a link, used by the endpoint's owner unless a method says otherwise.
 
-    poll_fd: what the owner's poll must watch; None: threads of the link report instead. epoch: the
-    peer's.
+    poll_fd: the descriptor that the owner polls; None: the link's threads report instead. epoch:
+    the peer's.
     """
 
     poll_fd: int | None = None
@@ -53,25 +53,25 @@ class Link(abc.ABC):
     @property
     @abc.abstractmethod
     def blocked_since_s(self) -> float | None:
-        """Since when a send has made no progress (any thread)."""
+        """Time of a blocked send's last progress, or None. Thread-safe."""
 
     @property
     def pending(self) -> bool:
-        """Whether `flush` should be called when the socket takes bytes again."""
+        """True if `flush` should run when the socket accepts bytes again."""
         return False
 
     @property
     def has_incoming(self) -> bool:
-        """Whether packets are on their way of which `poll_fd` will not tell again."""
+        """True while packets are under way that `poll_fd` does not report."""
         return False
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `receive` would return such a packet now."""
+        """True if `receive` would return such a packet now."""
         return False
 
     def start(self) -> None:  # noqa: B027 - most links have no threads
-        """Starts the link's threads, once the owner knows of it."""
+        """Start the link's threads once the owner knows the link."""
 
     @abc.abstractmethod
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation: ...
@@ -81,28 +81,28 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def receive(self) -> list[Packet]:
-        """Packets that have arrived on `poll_fd`. Raises PeerError at its end."""
+        """Return packets that arrived on `poll_fd`. Raises PeerError at its end."""
 
     def flush(self) -> None:  # noqa: B027 - most links have nothing to flush
-        """Sends what the kernel did not take at once (any thread; never raises, never waits)."""
+        """Send buffered data. Thread-safe; never raises, never waits."""
 
     def maintain(self, now_s: float) -> None:  # noqa: B027 - most links need none
-        """Housekeeping, about once a second. Raises PeerError."""
+        """Do housekeeping, about once a second. Raises PeerError."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Closes sockets, ends threads. Packets that were handed out stay readable."""
+        """Close sockets and end threads. Packets already delivered stay readable."""
 
 
 class PayloadLayout(msgspec.Struct, frozen=True):
-    """Where the parts of a payload lie: `offsets_bytes`, each aligned, in `num_bytes`."""
+    """Aligned byte offsets of a payload's parts."""
 
     offsets_bytes: tuple[int, ...]
     num_bytes: int
 
 
 def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
-    """Parts one after the other, each at a multiple of 64 bytes."""
+    """Place the parts one after the other at multiples of 64 bytes."""
     offsets, end = [], 0
     for part in parts:
         offsets.append(end)

@@ -1,13 +1,11 @@
-"""How two endpoints become a link: two sockets, each opened with a handshake.
+"""Sets up a link: two sockets, "data" and "heartbeat", tied together by a random id.
 
-"data" and "pulse" (heartbeats), tied together by a random id      -> Joint
+Each socket is opened with a handshake. The handshakes also compare clocks, so that each side can
+convert the other's send times: the acceptor sends its time in its answer, the initiator sends the
+resulting offset with the heartbeat socket.
 
-On the way they compare their clocks, so that either knows when, on its own, the other sent a
-packet: the acceptor tells its time in its answer, the initiator, with the pulse socket, what it
-makes of that.
-
-Either says its epoch. Of a name that has come with a higher one, those before it are refused from
-then on: whoever has been replaced is not taken back, however late it wakes up.
+Both sides send their epoch. Once a name has been seen at an epoch, older ones are refused: a
+replaced rank cannot rejoin, however late it wakes up.
 """
 
 from __future__ import annotations
@@ -33,31 +31,33 @@ _DATA, _HEARTBEAT = "channel-data", "channel-heartbeat"
 
 
 class _Extra(msgspec.Struct, frozen=True, array_like=True):
-    """What both handshakes of a link carry."""
+    """Data of both handshakes of a link."""
 
     backend: str
     link_id: bytes
     offer: bytes = b""
-    clock_offset_s: float = 0.0  # the initiator's clock, of the acceptor's; with the pulse socket
+    clock_offset_s: float = 0.0  # initiator's clock minus the acceptor's, with the heartbeat socket
     placement: str = ""  # digest of the placement of experts
 
 
 class _ClockReading(msgspec.Struct, frozen=True, array_like=True):
-    """What the acceptor answers. boot: processes with an equal one have one clock."""
+    """The acceptor's answer. Processes with an equal `boot` share one clock."""
 
     boot: str
     now_s: float
     epoch: int
 
 
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode_extra = msgspec.msgpack.Decoder(_Extra).decode
 _decode_reading = msgspec.msgpack.Decoder(_ClockReading).decode
 
 
 class _PendingSocket(msgspec.Struct, frozen=True):
-    """The socket of a link that came first. The initiator dials the data socket first, but each
-    handshake ends on a thread of its own: here the pulse socket may be first."""
+    """The first socket of a link.
+
+    The initiator dials data first, but handshakes run on threads, so either may be first here.
+    """
 
     sock: socket.socket
     name: str
@@ -68,8 +68,11 @@ class _PendingSocket(msgspec.Struct, frozen=True):
 
 
 class LinkSetup:
-    """Makes joints. `joined` is called on a handshake's thread and takes over the joint's sockets;
-    `linked` says, on any thread, whether a name is taken by a rank of that epoch or a newer one."""
+    """Makes pairs of link sockets.
+
+    joined: called on a handshake thread, owns the sockets. linked: thread-safe, returns whether a
+    name is linked at this epoch or a newer one.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class LinkSetup:
         self._joined = joined
         self._lock = threading.Lock()
         self._pending: dict[bytes, _PendingSocket] = {}
-        self._epochs: dict[str, int] = {}  # the newest that was heard of each name
+        self._epochs: dict[str, int] = {}  # the newest seen of each name
         self._closed = False
         self._listener: HandshakeListener | None = None
 
@@ -105,8 +108,10 @@ class LinkSetup:
         return self._listener is not None
 
     def connect(self, peer: str, address: str, offer: bytes) -> LinkSockets:
-        """Two proven sockets to `peer`. Raises HandshakeError or ChannelError in deadline_s. Any
-        thread."""
+        """Return two authenticated sockets to `peer` within deadline_s. Thread-safe.
+
+        Raises HandshakeError or ChannelError.
+        """
         end_s = monotonic_s() + self._deadline_s
         extra = _Extra(self._backend, secrets.token_bytes(16), offer, placement=self._placement)
         data, offset_s, epoch = self._dial(peer, address, _DATA, extra, end_s)
@@ -127,7 +132,7 @@ class LinkSetup:
         )
 
     def close(self) -> None:
-        """Afterwards `joined` is not called any more."""
+        """Close pending sockets and the listener. `joined` is not called afterwards."""
         with self._lock:
             self._closed = True
             halves, self._pending = list(self._pending.values()), {}
@@ -139,8 +144,10 @@ class LinkSetup:
     def _dial(
         self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
     ) -> tuple[socket.socket, float, int]:
-        """A proven socket, how far the peer's clock is ahead of ours (to within half the time that
-        the handshake took), and the peer's epoch."""
+        """Return an authenticated socket, the clock offset and the peer's epoch.
+
+        The offset (peer minus ours) is exact to half the duration of the handshake.
+        """
         sock = dial(address, max(end_s - monotonic_s(), 1e-3))
         try:
             start_s = self._clock()
@@ -160,7 +167,7 @@ class LinkSetup:
             raise
 
     def _check_peer(self, remote: Remote) -> bytes:
-        """Refuses a proven peer that nevertheless does not fit (handshake thread)."""
+        """Refuse an authenticated peer whose settings do not match. Runs on a handshake thread."""
         extra = _extra(remote)
         if extra.backend != self._backend:
             raise HandshakeError(
@@ -176,7 +183,7 @@ class LinkSetup:
         return msgspec.msgpack.encode(_ClockReading(boot_id(), self._clock(), self._epoch))
 
     def _check_epoch(self, name: str, epoch: int) -> None:
-        """Raises HandshakeError for a rank that has been replaced."""
+        """Raise HandshakeError for a rank that has been replaced."""
         with self._lock:
             newest = self._epochs.get(name, 0)
             if epoch < newest:
@@ -186,7 +193,7 @@ class LinkSetup:
             self._epochs[name] = epoch
 
     def _on_accepted(self, sock: socket.socket, remote: Remote) -> None:
-        """Keeps the first socket of a link, joins with the second (handshake thread)."""
+        """Keep the first socket of a link, join with the second. Runs on a handshake thread."""
         extra = _extra(remote)
         arrived = _PendingSocket(
             sock,
@@ -222,7 +229,7 @@ class LinkSetup:
         )
 
     def _close_expired(self) -> None:
-        """Forgets sockets whose other half never came."""
+        """Close sockets whose counterpart never came."""
         before_s = monotonic_s() - self._deadline_s
         for link_id, half in list(self._pending.items()):
             if half.since_s < before_s:
@@ -233,11 +240,11 @@ def _clock_reading(remote: Remote) -> _ClockReading:
     try:
         return _decode_reading(remote.extra)
     except FRAME_ERRORS:
-        raise HandshakeError(f"{remote.name} does not answer as a channel does") from None
+        raise HandshakeError(f"{remote.name} did not answer as a channel") from None
 
 
 def _offset_s(reading: _ClockReading, now_s: float) -> float:
-    """How far the acceptor's clock is ahead of ours, which said now_s then."""
+    """Return the acceptor's clock minus ours, which read now_s at that time."""
     return 0.0 if reading.boot == boot_id() else reading.now_s - now_s
 
 
@@ -245,4 +252,4 @@ def _extra(remote: Remote) -> _Extra:
     try:
         return _decode_extra(remote.extra)
     except FRAME_ERRORS:
-        raise HandshakeError(f"{remote.name} did not come for a channel") from None
+        raise HandshakeError(f"{remote.name} did not request a channel") from None

@@ -1,7 +1,7 @@
-"""Accepts connections and lets each prove itself, without harm to the others or to the owner.
+"""Sockets that listen and dial, and a listener that authenticates each connection.
 
-One thread accepts; every handshake runs on a short-lived thread of its own with a short deadline.
-How many run at once, and who gives way, `gate.PendingHandshakes` says.
+One thread accepts; every handshake runs on its own short-lived thread with a deadline, so that none
+delays the others or the owner. `PendingHandshakes` bounds their number.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-ADDRESS_SEPARATOR: Final = (
-    ","  # between the addresses of one listener: the first that answers is meant
-)
+ADDRESS_SEPARATOR: Final = ","  # between the addresses of one listener
 _BACKLOG: Final = 128
 _BACKLOG_RETRY_S: Final = 0.005
 
@@ -43,10 +41,10 @@ AcceptedHandler = Callable[[socket.socket, Remote], None]
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """A listening Unix socket with a random abstract name, and its address.
+    """Return a listening Unix socket with a random abstract name, and its address.
 
-    Abstract names live in the kernel: unlike a file they vanish with the process, however it ends.
-    They have no file mode; `HandshakeListener` checks the user instead (SO_PEERCRED).
+    The name vanishes with the process, however it ends. It has no file mode, so `HandshakeListener`
+    checks the user (SO_PEERCRED).
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     name = f"tandem-{secrets.token_hex(12)}"
@@ -56,7 +54,7 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def listen_tcp(host: str) -> tuple[socket.socket, str]:
-    """A listening TCP socket on a free port of `host`, and its address. Raises ChannelError."""
+    """Return a TCP socket listening on a free port, and its address. Raises ChannelError."""
     try:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         sock = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -66,8 +64,7 @@ def listen_tcp(host: str) -> tuple[socket.socket, str]:
 
 
 def dial(address: str, timeout_s: float) -> socket.socket:
-    """A connection to an address as `listen_*` made it, or to the first of several, joined by
-    ALTERNATIVE, that answers. Raises ChannelError."""
+    """Connect to the first of several addresses that answers. Raises ChannelError."""
     end_s = monotonic_s() + timeout_s
     *others, last = address.split(ADDRESS_SEPARATOR)
     for other in others:
@@ -94,7 +91,6 @@ def _dial(address: str, timeout_s: float) -> socket.socket:
 
 
 def _dial_unix(name: str, timeout_s: float) -> socket.socket:
-    """Raises OSError."""
     end_s = monotonic_s() + timeout_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
@@ -103,7 +99,7 @@ def _dial_unix(name: str, timeout_s: float) -> socket.socket:
             try:
                 sock.connect(name)
                 return sock
-            except BlockingIOError:  # the listener's backlog is full: the kernel does not wait
+            except BlockingIOError:  # the listener's backlog is full
                 if monotonic_s() >= end_s:
                     raise
                 time.sleep(_BACKLOG_RETRY_S)
@@ -113,8 +109,10 @@ def _dial_unix(name: str, timeout_s: float) -> socket.socket:
 
 
 class HandshakeListener:
-    """Owns `sock`. `accepted` is called on a handshake's thread and takes over the connection, also
-    when it raises."""
+    """Accepts on `sock`, which it owns.
+
+    accepted: called on a handshake thread, owns the connection even if it raises.
+    """
 
     def __init__(
         self, sock: socket.socket, me: Identity, *, answer: AcceptHandler, accepted: AcceptedHandler
@@ -126,15 +124,15 @@ class HandshakeListener:
         self._pending = PendingHandshakes(me.name)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        self._ended = threading.Condition(self._lock)  # a handshake has
+        self._ended = threading.Condition(self._lock)  # signals the end of a handshake
         self._stopping = threading.Event()
-        self._live: dict[threading.Thread, socket.socket | None] = {}  # None: proven, handed over
+        self._live: dict[threading.Thread, socket.socket | None] = {}  # None: handed over
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-accept", daemon=True)
         sock.setblocking(False)
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
-        """Stops accepting, cuts handshakes that are under way, ends all threads."""
+        """Stop accepting, end handshakes under way, end all threads."""
         end_s = monotonic_s() + deadline_s
         with self._lock:
             if self._stopping.is_set():
@@ -160,19 +158,19 @@ class HandshakeListener:
             self._accept_one()
 
     def _accept_one(self) -> None:
-        """Starts one handshake, if somebody is there."""
+        """Start one handshake, if a connection is waiting."""
         try:
             sock, _ = self._sock.accept()
-        except BlockingIOError:  # woken to stop, or whoever came is gone
+        except BlockingIOError:  # woken to stop, or the peer disconnected
             return
-        except OSError as error:  # no descriptors, no memory: do not spin on it
+        except OSError as error:  # out of descriptors or memory: do not spin
             self._pending.log_limited("accept_failed", str(error))
             self._stopping.wait(ACCEPT_RETRY_S)
             return
         try:
             address = address_of(sock)
             number = self._pending.enter(address, partial(shut_down, sock))
-        except OSError:  # gone again
+        except OSError:  # disconnected
             sock.close()
             return
         if not self._start(sock, number):
@@ -184,7 +182,7 @@ class HandshakeListener:
             target=self._handle, args=(sock, number), name=f"{self._me.name}-handshake", daemon=True
         )
         with self._lock:
-            # Those that were cut are about to end: they have been shut down.
+            # Evicted handshakes are about to end: their sockets have been shut down.
             self._ended.wait_for(
                 lambda: len(self._live) < 2 * MAX_UNPROVEN or self._stopping.is_set()
             )
@@ -193,7 +191,7 @@ class HandshakeListener:
             self._live[thread] = sock
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives us no more threads
+        except RuntimeError as error:  # out of threads
             self._pending.log_limited("accept_failed", str(error))
             with self._lock:
                 del self._live[thread]
@@ -212,7 +210,7 @@ class HandshakeListener:
                 self._on_accepted(sock, remote)
             else:
                 sock.close()
-        except BaseException as error:  # whatever it met, the next one is served
+        except BaseException as error:  # one connection must not end the listener
             sock.close()
             if not isinstance(error, ChannelError | OSError):
                 raise
@@ -241,7 +239,7 @@ class HandshakeListener:
 
 
 def _check_user(sock: socket.socket) -> None:
-    """Raises HandshakeError unless the process behind a Unix socket is ours or root's."""
+    """Raise HandshakeError unless the process behind a Unix socket is ours or root's."""
     if sock.family != socket.AF_UNIX:
         return
     _, uid = peer_credentials(sock)

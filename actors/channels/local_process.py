@@ -1,8 +1,7 @@
-"""Another process of this machine: whether it runs, told from one that has its number later.
+"""Processes of this machine: state, identity, and a safe kill.
 
-A peer that is silent may wait for a core. Where it is a process of this machine we can look: one
-that is neither stopped nor gone is given longer before it counts as hung, and one that is stopped,
-which no core would help, less.
+A silent peer may be waiting for a core. A local process that is neither stopped nor gone gets
+longer before it counts as hung; a stopped one, which no core would help, gets less.
 """
 
 from __future__ import annotations
@@ -18,55 +17,54 @@ import msgspec
 
 from contracts.frames import FRAME_ERRORS
 
-STARVED_FACTOR = 4  # times the limit of silence: what a process is given that may wait for a core
-STOPPED_FACTOR = 1 / 3  # of it: what one is given that has been stopped
+STARVED_FACTOR = 4  # times heartbeat_timeout_s, for a process that may wait for a core
+STOPPED_FACTOR = 1 / 3  # times heartbeat_timeout_s, for a stopped process
 _ENDED = b"ZXx"
 _HALTED = b"Tt" + _ENDED  # stopped, traced, ended
-_STOPPED = b"T"  # by a signal. A profiler or debugger traces, and lets go soon
+_STOPPED = b"T"  # by a signal; a profiler or debugger only traces
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """A process, as another one of the same machine can find it."""
+    """A process as another one of the same machine can find it."""
 
     machine: str
     pid: int
-    start_ticks: int  # in the kernel's ticks: a later process under this number has another
-    network: str  # who has another is reached over a link, which may be cut
+    start_ticks: int  # distinguishes processes that reuse a pid
+    network: str  # network namespace
 
 
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(ProcessIdentity).decode
 
 
 class LocalProcess:
-    """Owns a descriptor, made while there are some: looking takes none. Any thread."""
+    """A process whose state is read through a descriptor opened once. Thread-safe."""
 
     def __init__(self, pid: int) -> None:
-        """Raises OSError."""
         self._fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def is_running(self) -> bool:
-        """Neither stopped nor gone."""
+        """True if it is neither stopped nor gone."""
         fields = self._fields()
         return bool(fields) and fields[0] not in _HALTED
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP or its like."""
+        """True if a signal such as SIGSTOP stopped it."""
         fields = self._fields()
         return bool(fields) and fields[0] in _STOPPED
 
     @property
     def has_ended(self) -> bool:
-        """Gone, or not yet waited for."""
+        """True if it is gone or a zombie."""
         fields = self._fields()
         return not fields or fields[0] in _ENDED
 
     @property
     def start_ticks(self) -> int:
-        """-1: it is gone."""
+        """Start time in kernel ticks; -1 if it is gone."""
         fields = self._fields()
         return int(fields[19]) if fields else -1
 
@@ -76,7 +74,7 @@ class LocalProcess:
             os.close(fd)
 
     def _fields(self) -> list[bytes]:
-        """Of its stat, from its state on; none once it is gone."""
+        """Return the fields of its stat from the state on; empty once it is gone."""
         try:
             stat = os.pread(self._fd, 4096, 0)
         except OSError:
@@ -87,8 +85,10 @@ class LocalProcess:
 def is_hung(
     silent_s: float, heartbeat_timeout_s: float, local_process: LocalProcess | None
 ) -> bool:
-    """Whether a peer that has been silent for so long has no excuse. neighbour: the peer, where it
-    is a process of this machine."""
+    """Return whether a peer has been silent for too long.
+
+    local_process: the peer, if it runs on this machine.
+    """
     if silent_s < heartbeat_timeout_s:
         stopped_s = STOPPED_FACTOR * heartbeat_timeout_s
         return silent_s >= stopped_s and local_process is not None and local_process.is_stopped
@@ -100,25 +100,25 @@ def is_hung(
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """Process and user that made the other end of a Unix socket. Raises OSError."""
+    """Return pid and user of the process that opened the other end. Raises OSError."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
 
 
 def peer_process(sock: socket.socket) -> LocalProcess | None:
-    """Who made the other end of a Unix socket; None if that is not known."""
+    """Return the process at the other end of a Unix socket, or None if unknown."""
     if sock.family != socket.AF_UNIX:
         return None
     pid, _ = peer_credentials(sock)
     try:
-        return LocalProcess(pid) if pid > 0 else None  # 0: of another namespace
+        return LocalProcess(pid) if pid > 0 else None  # 0: another pid namespace
     except OSError:
         return None
 
 
 def own_identity() -> bytes:
-    """This process, for `find_process`."""
+    """Return this process's identity for `find_process`."""
     me = LocalProcess(os.getpid())
     try:
         identity = ProcessIdentity(_machine(), os.getpid(), me.start_ticks, _network())
@@ -128,9 +128,10 @@ def own_identity() -> bytes:
 
 
 def find_process(process_identity: bytes) -> LocalProcess | None:
-    """The process that said it is `own_identity()`, if it is one of this machine and nothing is
-    between it
-    and us: behind another network, silence may be a link's, which looking at it would not show."""
+    """Return the process of that `own_identity()` if it is local and in our network namespace.
+
+    In another namespace silence may be a link's fault, which the process state does not show.
+    """
     identity = _decode_local(process_identity)
     return (
         _open_process(identity) if identity is not None and identity.network == _network() else None
@@ -138,8 +139,7 @@ def find_process(process_identity: bytes) -> LocalProcess | None:
 
 
 def is_alive(process_identity: bytes) -> bool:
-    """Whether the process that said it is `own_identity()` has not ended, stopped or not. False,
-    too, for one of another machine: it cannot be seen."""
+    """Return whether the process of that `own_identity()` runs or is stopped on this machine."""
     identity = _decode_local(process_identity)
     process = None if identity is None else _open_process(identity)
     if process is None:
@@ -171,7 +171,7 @@ def _open_process(identity: ProcessIdentity) -> LocalProcess | None:
 
 @functools.cache
 def _machine() -> str:
-    """Equal in processes that know each other by the same numbers."""
+    """Return a text that is equal in processes that share process ids."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -182,13 +182,15 @@ def _network() -> str:
 
 @functools.cache
 def boot_id() -> str:
-    """Equal in processes that share a monotonic clock."""
+    """Return a text that is equal in processes that share a monotonic clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def kill_process(process_identity: bytes) -> bool:
-    """Kills the process that said it is `own_identity()`, and no other that has its number now.
-    False: it is gone, or on another machine. Raises OSError."""
+    """Kill the process of that `own_identity()`, never a later one with the same pid.
+
+    Returns False if it is gone or on another machine. Raises OSError.
+    """
     identity = _decode_local(process_identity)
     if identity is None:
         return False
@@ -197,7 +199,7 @@ def kill_process(process_identity: bytes) -> bool:
     except ProcessLookupError:
         return False
     try:
-        process = _open_process(identity)  # looked at once the handle is: it is the same process
+        process = _open_process(identity)  # after opening the handle, so both are one process
         if process is None:
             return False
         process.close()

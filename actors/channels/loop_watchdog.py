@@ -1,5 +1,8 @@
-"""Whether a loop still turns. Heartbeats have threads of their own, so that a rank in a long GEMM
-is not silent: without this one whose loop hangs would seem well for ever."""
+"""Watchdogs for loops.
+
+Heartbeats have their own thread so that a rank in a long GEMM is not silent. Without a watchdog a
+rank whose loop hangs would look healthy forever.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,18 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.worker")
 
-MAX_CHECK_S = 1.0  # of a look, in case the whole process stood still (SIGSTOP, no CPU time)
-CHECK_PERIOD_S = 0.5  # between two looks at an event loop
+MAX_CHECK_S = 1.0  # counted per check, in case the whole process stood still (SIGSTOP)
+CHECK_PERIOD_S = 0.5  # between two checks of an event loop
 
 
 class LoopWatchdog:
-    """The loop calls `record_progress` after each piece of work, one thread that beats calls
-    `check` now and
-    then. Time counts from the first `record_progress` on, and only while `check` is called.
+    """Detects a loop that makes no progress.
 
-    problem: what the last look found; empty: the loop turns. stacks_after_s: in one step for so
-    long, and the log has the stacks of all threads, once until it moves again.
+    The loop calls `record_progress` after each piece of work; a heartbeat thread calls `check`.
+    Time counts from the first `record_progress`, and only while `check` is called.
+
+    problem: result of the last check, "" while the loop makes progress. stall_threshold_s: time in
+    one step after which all stacks are logged, once until the next progress.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class LoopWatchdog:
         self._moves += 1
 
     def check(self) -> str:
-        """Returns `problem`."""
+        """Update and return `problem`."""
         now_s = self._clock()
         passed_s, self._checked_s = now_s - self._checked_s, now_s
         if self._moves != self._seen:
@@ -74,7 +78,7 @@ class LoopWatchdog:
 
 
 class EventLoopWatchdog:
-    """The same for an asyncio loop, with a thread of its own. name: of the process."""
+    """Watches an asyncio loop from its own thread. name: the process's."""
 
     def __init__(self, name: str, stall_threshold_s: float) -> None:
         self._watch = LoopWatchdog(name, math.inf, monotonic_s, stall_threshold_s)
@@ -82,12 +86,12 @@ class EventLoopWatchdog:
         self._thread = threading.Thread(target=self._run, name=f"{name}-watch", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In its thread, or before it runs."""
+        """Start watching. Call it on the loop's thread, or before the loop runs."""
         self._beat(loop)
         self._thread.start()
 
     def close(self) -> None:
-        """From any thread, as often as one likes."""
+        """Stop watching. Thread-safe; may be called twice."""
         self._ended.set()
 
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:

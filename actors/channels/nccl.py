@@ -2,19 +2,17 @@
 
     sender                                        receiver
     header ── TCP ──────────────────────────────> poll: allocate the exact sizes
-    send on the lane's stream, behind the         receive on the lane's stream; a packet is there
-    work that fills the tensors    ── NCCL ──>    when all of it has come
+    send on the lane's stream, behind the         receive on the lane's stream; the packet is
+    work that fills the tensors    ── NCCL ──>    delivered when all of it has arrived
 
-Each (pair, direction, class) is a lane: a two-rank communicator and a stream, so that no pair
-blocks another, LS overtakes a BE packet that is under way, and nothing waits for BE before it is
-wanted. A receive is launched only when its send is under way. One that will never end (the peer
-died) is ended by `abort`, and is no packet: what a lost rank has half sent is sent again by whoever
-stands in for it, and its header alone would count as an answer.
+Each (pair, direction, class) is a lane: a two-rank communicator and a stream. No pair blocks
+another, and LS overtakes a BE packet under way. A receive is launched only when its send is under
+way. `abort` ends one whose peer died; it yields no packet, because the header alone would count as
+an answer to a half-sent payload.
 
 Creating a communicator and its first transfer block until the peer does the same. Both happen while
-the link is joined, on both sides at once: afterwards no call of ours waits for the peer. Whoever
-takes a lost rank's place has communicators of its own with each other rank; theirs with each other
-stay.
+the link is joined, on both sides at once; later calls never wait for the peer. A replacement rank
+gets new communicators; those between other ranks stay.
 """
 
 from __future__ import annotations
@@ -52,13 +50,13 @@ UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """Unique ids of the communicators by class, as this version of cupy gives and takes them."""
+    """Unique ids of the communicators by class, in the format of this cupy version."""
 
     from_initiator: tuple[UniqueId, UniqueId]
     to_initiator: tuple[UniqueId, UniqueId]
 
 
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode_offer = msgspec.msgpack.Decoder(_Offer).decode
 _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer's rank, stream
 
@@ -66,8 +64,11 @@ _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer
 def transfer(
     nccl: Any, stream: torch.cuda.Stream, calls: Sequence[tuple[_Call, int, torch.Tensor]]
 ) -> torch.cuda.Event:
-    """Enqueues (send or recv, the peer's rank, tensor) as one group on `stream`, behind the current
-    stream. The event is reached when all are done; the tensors must live until then."""
+    """Enqueue (send or recv, peer's rank, tensor) as one group on `stream`.
+
+    The group runs after the current stream's work. The returned event marks its end; the tensors
+    must live until then.
+    """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     nccl.groupStart()
     for call, rank, tensor in calls:
@@ -83,7 +84,7 @@ class _Lane:
     """One direction of one class."""
 
     def __init__(self, nccl: Any, id_: UniqueId, rank: int, stream: torch.cuda.Stream) -> None:
-        """rank: ours, 0 or 1. Blocks until the peer does the same."""
+        """Connect as `rank`, 0 or 1. Blocks until the peer does the same."""
         self.communicator = nccl.NcclCommunicator(2, id_, rank)
         self.stream = stream
         self._nccl = nccl
@@ -99,12 +100,12 @@ class _Lane:
 
 
 class Lanes:
-    """Of one link: by class, one for each direction."""
+    """Lanes of one link, by class, in both directions."""
 
     def __init__(self, nccl: Any, offer: _Offer, *, initiator: bool, device: torch.device) -> None:
-        """Blocks until the peer does the same: see `open_lanes`."""
+        """Connect all lanes. Blocks until the peer does the same: see `open_lanes`."""
         rank = 0 if initiator else 1
-        nothing = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer connects
+        probe = torch.zeros(1, dtype=torch.uint8, device=device)  # the first transfer connects
         outgoing: list[_Lane] = []
         incoming: list[_Lane] = []
         for priority in Priority:  # in the same order on both sides
@@ -116,11 +117,11 @@ class Lanes:
                 stream = torch.cuda.Stream(device, priority=first)  # type: ignore[no-untyped-call]
                 lane = _Lane(nccl, ids[priority], rank, stream)
                 (outgoing if goes_out else incoming).append(lane)
-                (lane.send if goes_out else lane.receive)([nothing]).synchronize()
+                (lane.send if goes_out else lane.receive)([probe]).synchronize()
         self.outgoing, self.incoming = tuple(outgoing), tuple(incoming)
 
     def check(self) -> None:
-        """Raises NcclError if a transfer failed on the device."""
+        """Raise NcclError if a transfer failed on the device."""
         for lane in (*self.outgoing, *self.incoming):
             lane.communicator.check_async_error()
 
@@ -130,8 +131,10 @@ class Lanes:
 
 
 def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes:
-    """What `make` returns. Raises PeerHungError after deadline_s: NCCL's own set-up cannot be cut
-    short, so its thread is then left behind (a daemon: it does not keep the process alive)."""
+    """Return what `make` returns. Raises PeerHungError after deadline_s.
+
+    NCCL's set-up cannot be interrupted: its daemon thread is then left behind.
+    """
     results: list[Lanes | RuntimeError] = []
 
     def run() -> None:
@@ -151,6 +154,8 @@ def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes
 
 
 class NcclLink(FrameLink):
+    """Link whose payloads travel over NCCL, in tensors on the device."""
+
     def __init__(
         self, link_sockets: LinkSockets, clock: Clock, lanes: Lanes, device: torch.device
     ) -> None:
@@ -176,7 +181,7 @@ class NcclLink(FrameLink):
         )
 
     def receive(self) -> list[Packet]:
-        """Those of which all has come, each class in its order."""
+        """Return the packets that have arrived completely, in order within each class."""
         packets = super().receive()
         for under_way in self._receiving:
             while under_way and under_way[0][0].query():  # type: ignore[no-untyped-call]
@@ -225,7 +230,7 @@ class NcclLink(FrameLink):
         except RuntimeError as error:
             raise PeerError(f"{self.peer}: NCCL receive failed: {error}", self.peer) from None
         for tensor in tensors:
-            tensor.record_stream(lane.stream)  # it may be let go of before anybody waits for it
+            tensor.record_stream(lane.stream)  # it may be freed before the transfer ends
         self.received_bytes += sum(tensor.nbytes for tensor in tensors)
         packet = Packet(self.peer, message.header, tensors, self._clock(), None)
         self._receiving[message.header.priority].append((done, packet))
@@ -237,7 +242,7 @@ class NcclLink(FrameLink):
 
 
 class NcclEndpoint(BaseEndpoint):
-    """Payload lies in memory of this rank's GPU. All calls on the owner's current stream."""
+    """Payloads lie in this rank's GPU memory. All calls use the owner's current stream."""
 
     backend = "nccl"
 

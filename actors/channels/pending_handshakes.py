@@ -1,9 +1,9 @@
-"""Who has connected to a socket of ours and has not proven yet who he is.
+"""Limits on connections that have not authenticated yet.
 
-Anybody who reaches a port may connect, as often as he likes. What he can take is bounded here, for
-every socket that we open: so many connections, so much time. Where there is no room a newcomer
-takes the place of the oldest, first of his own address, then of the address that has the most.
-Whoever holds the token proves it in two round trips: he is among the newest until he has.
+Any host that reaches a port may connect as often as it likes. Each listening socket bounds the
+number and duration of such connections. When full, a newcomer evicts the oldest connection of its
+own address, or of the address that has the most. A peer with the token needs two round trips, so it
+is among the newest until it has authenticated.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 MAX_UNPROVEN: Final = 64  # per socket that we listen on
 MAX_PER_ADDRESS: Final = 32
-FIRST_BYTE_S: Final = 2.0  # a peer speaks as soon as it is asked
-HANDSHAKE_S: Final = 5.0  # all of it
-ACCEPT_RETRY_S: Final = 0.2  # after an accept that failed: no descriptors, no memory
+FIRST_BYTE_S: Final = 2.0  # limit for a peer's first byte
+HANDSHAKE_S: Final = 5.0  # limit for the whole handshake
+ACCEPT_RETRY_S: Final = 0.2  # after a failed accept: out of descriptors or memory
 _LOG_PERIOD_S: Final = 10.0
 
 CloseConnection = Callable[[], None]
@@ -38,7 +38,7 @@ class _Pending(NamedTuple):
 
 
 class PendingHandshakes:
-    """Of one listening socket. Used from any thread. name: the rank's."""
+    """Pending connections of one listening socket. Thread-safe. name: the rank's."""
 
     def __init__(self, name: str, clock: Clock = monotonic_s) -> None:
         self._name = name
@@ -51,8 +51,10 @@ class PendingHandshakes:
         self._evicted = 0
 
     def enter(self, address: str, close_connection: CloseConnection) -> int:
-        """Lets a newcomer in; its number, for `leave`. `close_connection` ends its connection:
-        called, on any thread, when another one needs its place."""
+        """Add a connection and return its number for `leave`.
+
+        close_connection: called on any thread if the connection is evicted.
+        """
         with self._lock:
             number, self._next = self._next, self._next + 1
             victim = self._evict(address)
@@ -64,13 +66,13 @@ class PendingHandshakes:
         if victim is not None:
             victim.close_connection()
             self.log_limited(
-                "strangers_cut",
+                "handshakes_evicted",
                 f"{self._evicted} so far; the last came from {victim.address or 'a Unix socket'}",
             )
         return number
 
     def leave(self, number: int) -> bool:
-        """It has proven itself, or is gone. False: it had been cut."""
+        """Remove a connection. Returns False if it had been evicted."""
         with self._lock:
             waiting = self._waiting.pop(number, None)
             if waiting is None:
@@ -80,11 +82,11 @@ class PendingHandshakes:
 
     @property
     def count(self) -> int:
-        """How many are in it now."""
+        """Number of pending connections."""
         return len(self._waiting)
 
     def log_limited(self, name: str, reason: str) -> None:
-        """Logs what strangers bring about, at most every ten seconds."""
+        """Log an event that strangers cause, at most every ten seconds."""
         now_s = self._clock()
         if now_s - self._logged_s.get(name, -_LOG_PERIOD_S) >= _LOG_PERIOD_S:
             self._logged_s[name] = now_s
@@ -96,7 +98,7 @@ class PendingHandshakes:
             del self._per_address[address]
 
     def _evict(self, address: str) -> _Pending | None:
-        """Takes out who must make room, if anybody must."""
+        """Remove and return the connection that must make room, if any."""
         if self._per_address[address] >= MAX_PER_ADDRESS:
             fullest = address
         elif len(self._waiting) >= MAX_UNPROVEN:
@@ -108,14 +110,13 @@ class PendingHandshakes:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Whom to count a connection for: the host, or the process behind a Unix socket. Raises
-    OSError."""
+    """Return the host, or the process behind a Unix socket. Raises OSError."""
     if sock.family == socket.AF_UNIX:
         return f"pid {peer_credentials(sock)[0]}"
     return str(sock.getpeername()[0])
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Ends what its owner waits for on it, who then closes it. Any thread."""
-    with contextlib.suppress(OSError):  # it was gone already
+    """End what the owner of `sock` waits for; the owner closes it. Thread-safe."""
+    with contextlib.suppress(OSError):  # already disconnected
         sock.shutdown(socket.SHUT_RDWR)

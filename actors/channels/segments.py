@@ -1,16 +1,16 @@
-"""Payload memory that two processes share: segments, who uses which bytes, and how they are freed.
+"""Payload memory shared by two processes: segments, allocation, release.
 
     sender                                             receiver
-    Arena: segments, each with an allocator            Mappings: the same segments, by number
-      place(num_bytes) -> Place(segment, slot, offset) ── frame ──> views at the offset
-      reclaim()        <── flags[slot] = 1, a store in shared memory ── release()
+    SegmentAllocator: segments with an allocator each  PeerSegments: the same segments, by number
+      allocate(num_bytes) -> location ── frame ──────> views at the offset
+      reclaim()      <── flags[slot] = 1, a store in shared memory ── release()
 
 Every allocation has a slot: one byte in the segment's flag page. The receiver sets it, in any
-order, from any thread; the sender looks for set bytes before it allocates. A full segment is no
-reason to wait: another one is added. Segments other than the first are given back when idle.
+order, from any thread; the sender looks for set bytes before it allocates. When a segment is full,
+another one is added. Segments other than the first are freed when idle.
 
-(The flag is an ordinary store. x86 keeps earlier loads before it; on weaker memory models the
-thousands of instructions of an interpreter step between a tensor's last use and the flag do.)
+The flag is an ordinary store. x86 keeps earlier loads before it; on weaker memory models the
+thousands of instructions of an interpreter step between a tensor's last use and the flag do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SET: Final = b"\x01"
 
 
 class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload lies."""
+    """Place of a payload in a peer's segments."""
 
     segment: int
     slot: int
@@ -43,24 +43,24 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SegmentMemory(Protocol):
-    """One segment's memory, of either side. `flags` is host memory, FLAG_BYTES long."""
+    """Memory of one segment on either side. `flags` is host memory of FLAG_BYTES."""
 
     views: Views
     flags: mmap.mmap
 
     def close(self) -> None:
-        """Lets go of the memory. Tensors that are still held keep their bytes."""
+        """Release the memory. Tensors still held keep their bytes."""
 
 
 class HostMemory:
     """Pages of a memfd: the flag page, then `num_bytes` of payload.
 
-    A memfd has no name, so nothing is left behind however both processes end. It is sealed against
+    A memfd has no name, so nothing remains however both processes end. It is sealed against
     shrinking: a mapped page that vanishes would kill the other process (SIGBUS).
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Maps `fd`; the caller keeps it. Mapping everything at once spares later page faults."""
+        """Map `fd`, which the caller keeps. Populating at once avoids later page faults."""
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self.flags = mmap.mmap(fd, FLAG_BYTES + num_bytes, flags=flags)
         payload = torch.frombuffer(
@@ -69,18 +69,20 @@ class HostMemory:
         self.views = Views(payload)
 
     def close(self) -> None:
-        """Nothing: the last tensor or release that refers to the pages unmaps them."""
+        """Do nothing: the last tensor or release unmaps the pages."""
 
 
 def create_memfd(
     num_bytes: int, *, advice: str = "lower channel.segment_bytes or the batch size"
 ) -> int:
-    """A sealed memfd of FLAG_BYTES + num_bytes, its pages allocated. Raises ChannelError, with
-    `advice` where memory is short."""
+    """Create a sealed memfd of FLAG_BYTES + num_bytes with its pages allocated.
+
+    Raises ChannelError, with `advice` if memory is short.
+    """
     total = FLAG_BYTES + num_bytes
-    try:  # each takes a descriptor
+    try:  # both need a descriptor
         available = available_bytes()
-        if total > available:  # the kernel would hand out pages until it has to kill someone
+        if total > available:  # the kernel would overcommit and kill a process later
             raise ChannelError(
                 f"a segment of {total} bytes exceeds the {available} bytes of free memory: {advice}"
             )
@@ -97,7 +99,7 @@ def create_memfd(
 
 
 def check_memfd(fd: int, num_bytes: int) -> bool:
-    """Whether a received fd is sealed and as large as announced."""
+    """Return whether a received fd is sealed and has the announced size."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
@@ -106,16 +108,16 @@ def check_memfd(fd: int, num_bytes: int) -> bool:
 
 
 class _Segment:
-    """A segment as its sender sees it."""
+    """A segment on its sender's side."""
 
     def __init__(self, number: int, memory: SegmentMemory, num_bytes: int) -> None:
         self.number = number
         self.memory = memory
         self.idle_since_s: float | None = None
         self.allocator = FirstFit(num_bytes)
-        self._slots = list(range(FLAG_BYTES - 1, -1, -1))  # free ones; the lowest is taken first
+        self._slots = list(range(FLAG_BYTES - 1, -1, -1))  # free; the lowest is used first
         self._offsets: dict[int, int] = {}  # slot -> offset
-        self._end = 0  # no slot at or above has ever been taken
+        self._end = 0  # no slot at or above it was ever used
 
     def allocate(self, num_bytes: int) -> PayloadLocation | None:
         if not self._slots:
@@ -133,7 +135,7 @@ class _Segment:
         self._slots.append(slot)
 
     def reclaim(self) -> None:
-        """Takes back what the receiver has released."""
+        """Free the slots that the receiver has released."""
         flags = self.memory.flags
         while (slot := flags.find(_SET, 0, self._end)) >= 0:
             flags[slot] = 0
@@ -141,7 +143,7 @@ class _Segment:
 
 
 class MemoryFactory(Protocol):
-    """Makes a segment's memory and tells the peer of it, before any packet in it is sent."""
+    """Makes a segment's memory and announces it to the peer before any packet uses it."""
 
     def __call__(self, number: int, num_bytes: int) -> SegmentMemory: ...
 
@@ -156,7 +158,7 @@ class SegmentAllocator:
         self._next = 0
 
     def allocate(self, num_bytes: int) -> PayloadLocation:
-        """Space for a payload (num_bytes > 0). Raises ChannelError if the machine has none."""
+        """Return space for a payload of num_bytes > 0. Raises ChannelError if there is none."""
         for segment in self._segments.values():
             segment.reclaim()
             place = segment.allocate(num_bytes)
@@ -170,7 +172,7 @@ class SegmentAllocator:
         return self._segments[number].memory
 
     def idle(self, now_s: float) -> list[int]:
-        """Drops, and names, the segments that have been empty for IDLE_S; never the first."""
+        """Free and return the segments that were empty for IDLE_S; never the first."""
         dropped = []
         for segment in list(self._segments.values())[1:]:
             segment.reclaim()
@@ -214,7 +216,7 @@ class PeerSegments:
             memory.close()
 
     def memory(self, place: PayloadLocation, num_bytes: int) -> SegmentMemory:
-        """The memory behind `place`. Raises PeerError for a place that does not exist."""
+        """Return the memory of a location. Raises PeerError for an invalid one."""
         memory = self._memories.get(place.segment)
         if (
             memory is None
@@ -230,12 +232,12 @@ class PeerSegments:
 
 
 def releaser(memory: SegmentMemory, slot: int) -> partial[None]:
-    """What marks a slot as released; it may be called from any thread."""
+    """Return a thread-safe function that marks a slot as released."""
     return partial(memory.flags.__setitem__, slot, 1)
 
 
 class FirstFit:
-    """Offsets in [0, size). Sizes are taken as they come: the caller rounds them to alignment."""
+    """First-fit allocator of offsets in [0, size). Callers round sizes to the alignment."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -245,7 +247,7 @@ class FirstFit:
         self._sizes: dict[int, int] = {}  # offset -> size, of what is allocated
 
     def allocate(self, size: int) -> int | None:
-        """The lowest offset with `size` (> 0) free bytes; None: no gap is large enough."""
+        """Return the lowest offset with `size` > 0 free bytes, or None."""
         for index, start in enumerate(self._starts):
             end = self._ends[index]
             if end - start >= size:
@@ -259,7 +261,7 @@ class FirstFit:
         return None
 
     def free(self, offset: int) -> None:
-        """Gives back what `allocate` returned. Raises KeyError if it is not allocated."""
+        """Free an allocated offset. Raises KeyError."""
         size = self._sizes.pop(offset)
         self.used -= size
         end = offset + size

@@ -1,4 +1,4 @@
-"""Shared memory between CPU processes of one node. Linux only (memfd, abstract Unix sockets)."""
+"""Shared memory between CPU processes of one node (Linux: memfd, abstract Unix sockets)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from contracts.errors import PeerDeadError, PeerError
 
 
 class ShmEndpoint(BaseEndpoint):
-    """`host` of `listen` is not used: the address is a Unix socket's."""
+    """Payloads lie in shared memory. `listen` ignores its host: the address is a Unix socket's."""
 
     backend = "shm"
 
@@ -63,7 +63,7 @@ _decode = msgspec.msgpack.Decoder(Announce | Payload | Withdraw).decode
 
 
 class SharedMemoryLink(FrameLink):
-    """Host shared memory. `ipc.IpcLink` replaces the methods at the end."""
+    """Link over host shared memory. `ipc.IpcLink` replaces the methods at the end."""
 
     def __init__(
         self, link_sockets: LinkSockets, config: ChannelConfig, clock: Clock, device: torch.device
@@ -123,10 +123,10 @@ class SharedMemoryLink(FrameLink):
         self.received_bytes += layout.num_bytes
         return Packet(self.peer, message.header, tensors, now_s, release)
 
-    # --- what device memory does differently
+    # --- replaced for device memory
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
-        """Makes a segment for sending, and announces it."""
+        """Create and announce a segment for sending."""
         fd = create_memfd(num_bytes)
         try:
             memory = HostMemory(fd, num_bytes)
@@ -136,11 +136,11 @@ class SharedMemoryLink(FrameLink):
         return memory
 
     def _map(self, message: Announce) -> SegmentMemory:
-        """Maps a segment that the peer announced. Raises PeerError."""
+        """Map a segment that the peer announced. Raises PeerError."""
         fd = self._frames.take_fd()
         try:
             if not check_memfd(fd, message.num_bytes):
-                raise PeerError(f"{self.peer} sent a segment that is not one", self.peer)
+                raise PeerError(f"{self.peer} sent an invalid segment", self.peer)
             return HostMemory(fd, message.num_bytes)
         except OSError as error:
             raise PeerError(f"cannot map a segment of {self.peer}: {error}", self.peer) from None
@@ -148,11 +148,11 @@ class SharedMemoryLink(FrameLink):
             os.close(fd)
 
     def _mark_ready(self, place: PayloadLocation) -> bytes:
-        """Called before a payload is announced: from when on may the peer read it?"""
+        """Return an event handle to announce with a payload."""
         return b""
 
     def _wait_ready(
         self, place: PayloadLocation, ready: bytes, memory: SegmentMemory
     ) -> Callable[[], None]:
-        """Called before a payload is read; returns what releases it."""
+        """Wait until a payload may be read; return the function that releases it."""
         return releaser(memory, place.slot)

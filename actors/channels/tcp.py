@@ -1,16 +1,16 @@
-"""TCP between CPU nodes: one socket, and a lane per class on it.
+"""TCP between CPU nodes: one socket with a lane per class.
 
     packet = msgpack (header, parts) | payload, each part at 64 bytes
     wire   = pieces of packets: lane and size, size of the msgpack body or 0 | body | payload bytes
 
-A packet is cut into pieces, and each piece is of the first lane that has something to send: an LS
-packet waits for one piece of a BE packet, not for its megabytes (2 MB are 16 ms at 1 Gbit/s). While
-both lanes wait, one piece in BEST_EFFORT_TURN is BE's: LS that fills a line starves nobody. The
-kernel holds no more than the line needs: `actors/channels/tcp.py` says how much either is.
+Packets are sent in pieces, each from the first lane with data: an LS packet waits for one piece of
+a BE packet, not for its megabytes (2 MB take 16 ms at 1 Gbit/s). While both lanes wait, one piece
+in BEST_EFFORT_INTERVAL is BE's, so LS cannot starve it. `SendBufferTuner` keeps the kernel's buffer
+as small as the line allows.
 
-Each link has a sender thread and a receiver thread, so that transfers go on while the owner
-computes. Small packets that find the line free are sent by `commit` itself: a thread's wake-up
-costs more than they do. The kernel copies straight from and to the tensors' memory.
+Each link has a sender and a receiver thread, so that transfers continue while the owner computes.
+`commit` itself sends small packets when the line is free: waking a thread costs more. The kernel
+copies straight from and to the tensors' memory.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from contracts.frames import FRAME_ERRORS
 from contracts.logs import event
 from contracts.requests import Priority
 
-DIRECT_BYTES: Final = 64 << 10  # payloads up to this size are tried at once, by the owner
+DIRECT_BYTES: Final = 64 << 10  # the owner sends payloads up to this size itself
 BEST_EFFORT_INTERVAL: Final = 8
-CHUNK_BYTES: Final = 256 << 10  # progress is noted at least this often
+CHUNK_BYTES: Final = 256 << 10  # progress is recorded at least this often
 _JOIN_S: Final = 5.0
 PIECE = struct.Struct("<II")  # lane and bytes of the payload; bytes of the msgpack body
 _LANE_SHIFT: Final = 31  # the lane is the highest bit of the size
@@ -67,8 +67,7 @@ Report = Callable[[Packet | PeerError], None]
 
 
 class _OutgoingPacket:
-    """A packet to send. `partial_piece`: the rest of a piece of it that must go before any
-    other."""
+    """A packet to send. `partial_piece`: the rest of a piece that must go before any other."""
 
     __slots__ = ("_body", "_unsent", "buffer", "lane", "partial_piece")
 
@@ -91,7 +90,7 @@ class _OutgoingPacket:
 
 
 class _IncomingPacket:
-    """A packet of which the first piece is here."""
+    """A packet whose first piece has arrived."""
 
     __slots__ = ("buffer", "frame", "layout", "received")
 
@@ -111,7 +110,7 @@ class _IncomingPacket:
 
 
 class TcpLink(Link):
-    """`report` is called on the receiver's thread with every packet, and once with the loss."""
+    """Link over TCP. `report` receives every packet, and the loss once, on the receiver thread."""
 
     def __init__(self, link_sockets: LinkSockets, clock: Clock, report: Report) -> None:
         super().__init__(link_sockets, clock)
@@ -168,7 +167,7 @@ class TcpLink(Link):
 
     def close(self) -> None:
         self._closed = True
-        with contextlib.suppress(OSError):  # the peer was faster
+        with contextlib.suppress(OSError):  # the peer closed first
             self._sock.shutdown(socket.SHUT_RDWR)  # ends both threads' calls
         self._queue.put(None)
         for thread in self._threads:
@@ -207,17 +206,17 @@ class TcpLink(Link):
                     self._sent += 1
         except PeerDeadError:
             self._sent = self._queued  # the receiver finds the end of the stream, after what came
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the peer's loss
+        except Exception as error:  # noqa: BLE001 - any failure ends this link only
             self._report(self._loss_error("send to", error))
 
     def _send_whole(self, piece: list[memoryview]) -> None:
-        """Sends all of `piece`, and empties it. Raises PeerDeadError."""
+        """Send all of `piece` and empty it. Raises PeerDeadError."""
         while piece:
             piece[:] = self._send_some(piece, 0)
             self._progress_s = self._clock()
 
     def _send_some(self, piece: list[memoryview], flags: int) -> list[memoryview]:
-        """Sends at most about CHUNK_BYTES; returns what is left. Raises PeerDeadError."""
+        """Send at most about CHUNK_BYTES; return the rest. Raises PeerDeadError."""
         try:
             sent = self._sock.sendmsg([part[:CHUNK_BYTES] for part in piece], (), flags)
         except BlockingIOError:
@@ -252,19 +251,19 @@ class TcpLink(Link):
             self._report(error)
         except (ChannelError, *FRAME_ERRORS) as error:
             self._report(PeerError(f"{self.peer} sent a bad header: {error}", self.peer))
-        except Exception as error:  # noqa: BLE001 - nobody would hear of the peer again
+        except Exception as error:  # noqa: BLE001 - an unreported peer would never be lost
             self._report(self._loss_error("receive from", error))
 
     def _start_packet(
         self, before: _IncomingPacket | None, body: memoryview, size: int
     ) -> _IncomingPacket:
-        """The packet that this piece is the first of. Raises PeerError and what decoding raises."""
+        """Return the packet that this piece begins. Raises PeerError or a decoding error."""
         if size > MAX_FRAME_BYTES:
             raise PeerError(f"{self.peer} sent a header of {size} bytes", self.peer)
         if before is not None:
             raise PeerError(
-                f"{self.peer} began a packet of which {before.missing} bytes are missing, and then "
-                "another one in its lane",
+                f"{self.peer} started a packet before the last {before.missing} bytes of the "
+                "previous one in its lane",
                 self.peer,
             )
         self._fill(body[:size])
@@ -273,15 +272,15 @@ class TcpLink(Link):
     def _continue_packet(
         self, packet: _IncomingPacket | None, size: int, *, first: bool
     ) -> _IncomingPacket:
-        """Whom the next `size` bytes of payload are for. Raises PeerError."""
+        """Return the packet that the next `size` payload bytes belong to. Raises PeerError."""
         if packet is None:
-            raise PeerError(f"{self.peer} goes on with a packet that it never began", self.peer)
+            raise PeerError(f"{self.peer} continued a packet that it never started", self.peer)
         if size > packet.missing:
             raise PeerError(
-                f"{self.peer} sent {size} bytes of a packet that lacks {packet.missing}", self.peer
+                f"{self.peer} sent {size} bytes of a packet with {packet.missing} left", self.peer
             )
         if not size and not first:
-            raise PeerError(f"{self.peer} goes on with a packet by no byte", self.peer)
+            raise PeerError(f"{self.peer} continued a packet with no byte", self.peer)
         return packet
 
     def _finish_packet(self, packet: _IncomingPacket) -> Packet:
@@ -291,7 +290,7 @@ class TcpLink(Link):
         return Packet(self.peer, packet.frame.header, tensors, self._clock(), release)
 
     def _fill(self, target: memoryview) -> None:
-        """Receives len(target) bytes. Raises PeerDeadError."""
+        """Receive len(target) bytes. Raises PeerDeadError."""
         start, end = 0, len(target)
         while start < end:
             stop = min(start + CHUNK_BYTES, end)
@@ -306,7 +305,7 @@ class TcpLink(Link):
 
 
 class TcpEndpoint(BaseEndpoint):
-    """Payload lies in ordinary CPU memory on both sides."""
+    """Payloads lie in ordinary CPU memory on both sides."""
 
     backend = "tcp"
 
@@ -328,14 +327,17 @@ class TcpEndpoint(BaseEndpoint):
 
 BUFFERED_S: Final = 0.001
 MIN_PIECE_BYTES: Final = 64 << 10
-INITIAL_PIECE_BYTES: Final = 256 << 10  # of a piece, while nothing is known
-TUNE_EVERY_BYTES: Final = 2 << 20  # of what is sent, between two looks
+INITIAL_PIECE_BYTES: Final = 256 << 10  # before the first measurement
+TUNE_EVERY_BYTES: Final = 2 << 20  # sent between two measurements
 _FIELDS: Final = struct.Struct("<148x I 8x Q")  # tcpi_min_rtt in us, tcpi_delivery_rate in bytes/s
 _SO_BUF_LOCK: Final = 72  # Linux 5.14: 0 lets the kernel choose again
 
 
 class SendBufferTuner:
-    """Of one connection; one thread's. piece_bytes: what takes HELD_S to send."""
+    """Sizes the send buffer of one connection. Used by one thread.
+
+    piece_bytes: what the line sends in BUFFERED_S.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -344,7 +346,7 @@ class SendBufferTuner:
         self.piece_bytes = INITIAL_PIECE_BYTES
 
     def record_sent(self, num_bytes: int) -> None:
-        """`num_bytes` were handed to the kernel, by somebody who had more to send."""
+        """Count bytes handed to the kernel while more were waiting."""
         self._sent_bytes += num_bytes
         if self._sent_bytes >= TUNE_EVERY_BYTES:
             self._sent_bytes = 0
@@ -358,14 +360,14 @@ class SendBufferTuner:
         min_rtt_us, bytes_per_s = _FIELDS.unpack(info)
         self.piece_bytes = max(MIN_PIECE_BYTES, int(bytes_per_s * BUFFERED_S))
         num_bytes = max(MIN_PIECE_BYTES, int(bytes_per_s * (1e-6 * min_rtt_us + BUFFERED_S)))
-        if num_bytes > self._max_bytes:  # more than we may ask for, but not than it may take
+        if num_bytes > self._max_bytes:  # more than SO_SNDBUF allows: the kernel chooses
             self._sock.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, 0)
         else:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)  # it doubles it
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)  # doubled
 
 
 def _max_bytes() -> int:
-    """What SO_SNDBUF is cut to."""
+    """Return the kernel's limit for SO_SNDBUF."""
     try:
         return int(Path("/proc/sys/net/core/wmem_max").read_text())
     except OSError:

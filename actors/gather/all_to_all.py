@@ -1,12 +1,11 @@
-"""Data-parallel attention with expert parallelism, in lockstep: the baseline of MoE-Prefill
-(Section 2: DP+EP), built as serving systems build it.
+"""Data-parallel attention with expert parallelism in lockstep (MoE-Prefill, Section 2: DP+EP).
 
-    worker 0   attend | ── rows ──> | experts 0..3 on rows of all | ── sums ──> | combine | attend
-    worker 1   attend | <─ rows ─── | experts 4..7 on rows of all | <─ sums ─── | combine | attend
-                        all wait                                    all wait
+    worker 0   attend | ── rows ──> | experts 0..3 on all rows | ── sums ──> | combine | attend
+    worker 1   attend | <─ rows ─── | experts 4..7 on all rows | <─ sums ─── | combine | attend
+                        all wait                                 all wait
 
-Each worker has 1/N of the experts; at every layer with experts activations go to where those are
-and come back. A worker without a batch takes part all the same, with no rows of its own.
+The paper's baseline, built as serving systems build it. Each worker has 1/N of the experts; at
+every MoE layer activations travel there and back. A worker without a batch takes part with no rows.
 """
 
 from __future__ import annotations
@@ -53,13 +52,12 @@ from models.experts.expert_half import ExpertHalf
 from models.experts.router import RoutedTokens
 from planner.placement.slots import ExpertPlacement
 
-PEER_TIMEOUT_S = 60.0  # for a peer that lives: it may attend to a long batch
+PEER_TIMEOUT_S = 60.0  # for a live peer, which may attend to a long batch
 _POLL_S = 0.2
 
 
 class AllToAll:
-    """One worker's side. `workers`: names of all, by rank. Owned by one thread, but for `connect`
-    before it starts."""
+    """One worker's side. Owned by one thread, except `connect` before it starts."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class AllToAll:
         timeline: Timeline,
         clock: Clock,
     ) -> None:
-        """half: this worker's experts, of those that `placement` divides among the workers."""
+        """half: this worker's experts under `placement`. workers: all names, by rank."""
         self._rank = workers.index(endpoint.name)
         self.counts = DispatchCounts(len(workers), own_rank=self._rank)
         self._endpoint, self._half = endpoint, half
@@ -84,15 +82,17 @@ class AllToAll:
         self._lost: PeerError | None = None
 
     def connect(self, addresses: dict[str, str]) -> None:
-        """Joins the workers of lower rank; those of higher rank join us. Raises ChannelError."""
+        """Join the workers of lower rank; those of higher rank join us. Raises ChannelError."""
         local = self._workers.index(self._endpoint.name)
         for peer in self._workers[:local]:
             if peer in addresses and peer not in self._endpoint.peers():
                 self._endpoint.connect(peer, addresses[peer])
 
     def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
-        """[T, D] float32: each token's weighted sum over its experts, wherever they are. Waits for
-        all workers. Raises PeerError if one is lost."""
+        """Return each token's weighted sum over its experts, [T, D] float32.
+
+        Waits for all workers. Raises PeerError if one is lost.
+        """
         self._wait_for_links()
         tokens, placed = routed.x_TD.shape[0], self._placement.layer(layer)
         slices = plan_dispatch(
@@ -106,22 +106,22 @@ class AllToAll:
         return self._exchange(layer, routed.x_TD, {piece.rank: piece for piece in slices})
 
     def participate(self, layer: int, like: Tensor) -> None:
-        """Takes part in a layer without rows of our own: `like` is [0, D]. Raises PeerError."""
+        """Take part in a layer without own rows; `like` is [0, D]. Raises PeerError."""
         self._wait_for_links()
         self._exchange(layer, like, {})
 
     def wait_for_pass(self, timeout_s: float) -> bool:
-        """Whether others have begun the next pass; waits for that. Raises PeerError."""
+        """Wait for the next pass of the others; return whether it has begun. Raises PeerError."""
         if not self._pass_started():
             self._poll(timeout_s)
         return self._pass_started()
 
     def wake(self) -> None:
-        """Ends a wait of `wait_for_pass`. Called from any thread."""
+        """End a wait of `wait_for_pass`. Thread-safe."""
         self._endpoint.wake()
 
     def end_pass(self) -> None:
-        """All layers of a pass are through."""
+        """Mark all layers of a pass as done."""
         self._pass += 1
 
     def _pass_started(self) -> bool:
@@ -150,7 +150,7 @@ class AllToAll:
         return out_TD
 
     def _run_experts(self, layer: int, packets: dict[str, Packet]) -> Tensor:
-        """Our experts on the rows of all, in one call; answers the others, returns our own sums."""
+        """Run our experts on all rows in one call; answer the others, return our own sums."""
         ordered = [packets[worker] for worker in self._workers]
         groups = merge(ordered)
         y_UD = self._half.run(layer, *groups.pairs)
@@ -186,20 +186,20 @@ class AllToAll:
             self._poll(_POLL_S)
 
     def _receive(self, kind: PacketKind, layer: int) -> dict[str, Packet]:
-        """The packet of every peer."""
+        """Return the packet of every peer."""
         keys = {peer: (kind, self._pass, layer, peer) for peer in self._peers}
         end_s = self._clock() + PEER_TIMEOUT_S
         while missing := [peer for peer, key in keys.items() if key not in self._arrived]:
             if self._clock() > end_s:
                 peer = missing[0]
                 raise PeerHungError(
-                    f"{peer} has not come to layer {layer} in {PEER_TIMEOUT_S:g} s", peer
+                    f"{peer} has not reached layer {layer} in {PEER_TIMEOUT_S:g} s", peer
                 )
             self._poll(_POLL_S)
         return {peer: self._arrived.pop(key) for peer, key in keys.items()}
 
     def _poll(self, timeout_s: float) -> None:
-        """Takes what has arrived. Raises the loss of a peer, now and ever after."""
+        """Receive packets. Raises the loss of a peer, now and on every later call."""
         start_s = self._clock()
         channel_events: list[ChannelEvent] = self._endpoint.poll(timeout_s)
         self._timeline.record_wait(start_s, self._clock(), transfers(channel_events))
@@ -228,7 +228,7 @@ def _packed(piece: RankSlice, x_TD: Tensor) -> list[Tensor]:
 
 
 class LockstepPending(NamedTuple):
-    """Rows that go out when all have come to their layer."""
+    """Rows that are sent when all workers reach their layer."""
 
     layer: int
     routed: RoutedTokens
@@ -236,11 +236,11 @@ class LockstepPending(NamedTuple):
 
 
 class LockstepBackend:
-    """The loss of a worker ends it."""
+    """Expert backend of all-to-all mode. The loss of a worker ends it."""
 
     fatal = ChannelError
     stage = Stage.EXPERT
-    yields = interleaves = False  # all come to a layer together
+    yields = interleaves = False  # all workers reach a layer together
     copy_s = 0.0
 
     def __init__(self, half: AttentionHalf, all_to_all: AllToAll) -> None:
@@ -248,7 +248,7 @@ class LockstepBackend:
         self._layers = half.spec.moe_layers
         size = (0, half.spec.hidden_size)
         self._empty = torch.empty(size, dtype=half.dtype, device=half.device)
-        self._layer_index: int | None = None  # at which of `_layers`
+        self._layer_index: int | None = None  # into `_layers`
         self._failed = False
         self._woken = threading.Event()
 
@@ -261,7 +261,7 @@ class LockstepBackend:
         self._all_to_all.wake()
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """Nothing depends on which tokens they are."""
+        """Do nothing."""
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
@@ -269,7 +269,7 @@ class LockstepBackend:
         return LockstepPending(key.layer, routed)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        """Without a batch: sits in at one layer, if others have one."""
+        """Without a batch, take part in one layer if others have a batch."""
         if self._failed:
             self._woken.wait(timeout_s)
             self._woken.clear()
@@ -296,7 +296,7 @@ class LockstepBackend:
             self._all_to_all.end_pass()
 
     def drop(self, pending: LockstepPending) -> None:
-        """It holds nothing."""
+        """Do nothing."""
 
     def _participate(self, timeout_s: float) -> None:
         if self._layer_index is None:

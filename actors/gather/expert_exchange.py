@@ -1,11 +1,14 @@
-"""Expert ranks give each other experts, one at a time, beside the token path.
+"""Transfer of single experts between expert ranks, beside the token path.
 
     peer     WANT layer, expert
-    giver    HERE, bytes | as they stand in memory          or   FAILED, bytes | why not
+    server   DATA, bytes | as they stand in memory       or   FAILED, bytes | reason
 
-A connection per peer that asks, each with a thread that sends; the receiver sets the pace. Both
-must lay experts out alike (models/experts/expert_layout.py); where they do not, they say so in the
-handshake, and the checkpoint is read instead.
+Each requesting peer has a connection and a thread that sends; the receiver sets the rate. Both
+sides must use the same expert layout (models/experts/expert_layout.py). Where they do not, the
+handshake fails and the checkpoint is read instead.
+
+Unlike the weight server (weight_server.py), which sends whole layers from one memfd, this server
+sends experts from ordinary memory that changes with each placement.
 """
 
 from __future__ import annotations
@@ -51,18 +54,17 @@ NICE: Final = 10
 _CHUNK_BYTES: Final = 1 << 20
 _MOST_TEXT_BYTES: Final = 4096
 
+# (layer, expert) -> the expert's memory, or None if it is not here. Thread-safe.
 FindExpert = Callable[[int, int], Sequence[Tensor] | None]
-"""An expert's memory, by layer and number; None: it is not here. From any thread."""
 
 
 class Limiter(Protocol):
     def acquire(self, num_bytes: int) -> None:
-        """Returns once more may be taken."""
+        """Return once more bytes are allowed."""
 
 
 class ExpertExchange:
-    """Both directions, of one expert rank: it takes experts of peers and gives them its own.
-    `fetch` is for the thread that brings experts in."""
+    """Both directions of one expert rank. The loading thread calls `fetch`."""
 
     def __init__(self, spec: RankSpec, layout: ExpertLayout, find: FindExpert) -> None:
         me = Identity(name=spec.name, token=spec.token, epoch=None)
@@ -73,17 +75,17 @@ class ExpertExchange:
         self.introduce, self.fetch = self.receiver.introduce, self.receiver.fetch
 
     def listen(self, host: str) -> str:
-        """Returns the address for the others' `introduce`."""
+        """Return the address for the others' `introduce`."""
         return self.sender.listen(host, shared_memory=self._on_one_machine)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close both directions. May be called twice."""
         self.receiver.close()
         self.sender.close()
 
 
 class ExpertSender:
-    """`listen`, then any number of peers; `close`."""
+    """Serves any number of peers after `listen`."""
 
     def __init__(self, me: Identity, terms: Terms, find: FindExpert, config: ChannelConfig) -> None:
         self._me, self._terms, self._find, self._config = me, terms, find, config
@@ -94,7 +96,7 @@ class ExpertSender:
         self.sent_bytes = 0
 
     def listen(self, host: str, *, shared_memory: bool) -> str:
-        """Returns the address for the peers. A Unix socket too, where they are on one machine."""
+        """Return the address for the peers: TCP, and a Unix socket if they share the machine."""
         opened = [*([listen_unix()] if shared_memory else []), listen_tcp(host)]
         for sock, _ in opened:
             listener = HandshakeListener(
@@ -104,25 +106,25 @@ class ExpertSender:
         return ADDRESS_SEPARATOR.join(address for _, address in opened)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close all connections. May be called twice."""
         with self._lock:
             self._closed = True
             serving, self._serving = list(self._serving.values()), {}
         for listener in self._listeners:
             listener.close(self._config.connect_timeout_s)
         for sock, thread in serving:
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer closed first
                 sock.shutdown(socket.SHUT_RDWR)
             thread.join(self._config.connect_timeout_s)
 
     def _check_peer(self, remote: Remote) -> bytes:
         if remote.purpose != PURPOSE:
-            raise HandshakeError(f"{self._me.name} gives experts, not {remote.purpose}")
+            raise HandshakeError(f"{self._me.name} serves experts, not {remote.purpose}")
         check_terms(read_terms(remote.extra, remote.name), self._terms, remote.name, 0)
         return msgspec.msgpack.encode(self._terms)
 
     def _accept(self, sock: socket.socket, remote: Remote) -> None:
-        """A peer that comes again replaces itself."""
+        """Serve a connection; it replaces an earlier one of the same peer."""
         name = f"{self._me.name}-gives-{remote.name}"
         thread = threading.Thread(
             target=self._serve, args=(sock, remote.name), name=name, daemon=True
@@ -142,7 +144,7 @@ class ExpertSender:
         try:
             with sock:
                 lower_thread_priority()
-                _set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)  # between moves it asks for nothing
+                _set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)  # idle between moves
                 _set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_SNDTIMEO)
                 while True:
                     request = bytearray(REQUEST.size)
@@ -167,7 +169,7 @@ class ExpertSender:
 
 
 class ExpertReceiver:
-    """Used by the thread that brings experts in; `introduce` and `close` from any."""
+    """Fetches experts on the loading thread. `introduce` and `close` are thread-safe."""
 
     def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
         self._me, self._terms, self._config = me, terms, config
@@ -176,14 +178,13 @@ class ExpertReceiver:
         self.received_bytes = 0
 
     def introduce(self, addresses: Mapping[str, str]) -> None:
-        """Where they give. They are dialled when something is wanted of them."""
+        """Record the addresses of peers. They are dialed on the first fetch."""
         self._addresses.update(addresses)
 
     def fetch(
         self, rank: int, key: tuple[int, int], into: Sequence[Tensor], limiter: Limiter
     ) -> None:
-        """Fills `into`. Raises ChannelError where that rank does not give it: its link is closed
-        then."""
+        """Fill `into`. Raises ChannelError, and closes the link, if the rank does not send it."""
         peer = rank_name(Group.EXPERT, rank)
         try:
             self._fetch(peer, key, into, limiter)
@@ -191,12 +192,12 @@ class ExpertReceiver:
             self._close(peer)
             heartbeat_timeout_s = self._config.heartbeat_timeout_s
             raise PeerHungError(
-                f"{peer} gave nothing for {heartbeat_timeout_s:g} s", peer
+                f"{peer} sent nothing for {heartbeat_timeout_s:g} s", peer
             ) from None
         except OSError as error:
             self._close(peer)
             raise connection_lost(peer, error) from None
-        except BaseException:  # it was given up in the middle: what is under way is of no use
+        except BaseException:  # interrupted: the rest of the reply is still in the socket
             self._close(peer)
             raise
 
@@ -220,7 +221,7 @@ class ExpertReceiver:
         if kind != DATA or num_bytes != sum(map(len, pieces)):
             expected_bytes = sum(map(len, pieces))
             raise PeerError(
-                f"{peer} sends {num_bytes} bytes of an expert of {expected_bytes}", peer
+                f"{peer} sent {num_bytes} bytes for an expert of {expected_bytes}", peer
             )
         for piece in pieces:
             for first in range(0, len(piece), _CHUNK_BYTES):
@@ -232,7 +233,7 @@ class ExpertReceiver:
     def _dial(self, peer: str) -> socket.socket:
         address = self._addresses.get(peer)
         if address is None:
-            raise ChannelError(f"{peer} gives no experts")
+            raise ChannelError(f"{peer} does not serve experts")
         end_s = monotonic_s() + self._config.heartbeat_timeout_s
         sock = dial(address, self._config.heartbeat_timeout_s)
         try:
@@ -261,8 +262,10 @@ class ExpertReceiver:
 
 
 def _set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
-    """Waits in the kernel, a whole chunk at a time: a wake-up for each part of one would take the
-    interpreter from the loop. options: SO_RCVTIMEO, SO_SNDTIMEO."""
+    """Wait in the kernel for whole chunks: partial wake-ups would take the GIL from the loop.
+
+    options: SO_RCVTIMEO, SO_SNDTIMEO.
+    """
     sock.setblocking(True)
     whole, part = divmod(seconds, 1.0)
     for option in options:
@@ -270,14 +273,13 @@ def _set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
 
 
 def lower_thread_priority() -> None:
-    """This thread, to those of the loop, where cores are few."""
+    """Lower the priority of the calling thread below the loop's."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _receive(sock: socket.socket, into: memoryview, peer: str) -> None:
-    """Raises PeerDeadError; BlockingIOError where nothing came for as long as `_set_timeouts`
-    says."""
+    """Fill `into`. Raises PeerDeadError; BlockingIOError on the timeout of `_set_timeouts`."""
     while len(into):
         count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
         if not count:

@@ -1,4 +1,4 @@
-"""Experts that are divided among the prefill workers: their weights travel, or activations do."""
+"""Where the experts of a prefill worker come from, by `prefill.experts`."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _lockstep(
 
 
 def host_source(spec: RankSpec, layout: ExpertLayout) -> HostSource:
-    """The complete expert set of the node. Raises CheckpointError, ResourceError."""
+    """Open the complete expert set of the node. Raises CheckpointError, ResourceError."""
     where = spec.config.prefill.host_store
     return open_host_source(
         Path(spec.model_folder),
@@ -199,7 +199,7 @@ def host_source(spec: RankSpec, layout: ExpertLayout) -> HostSource:
 def copying_store(
     spec: RankSpec, layout: ExpertLayout, source: ExpertSource, stage: Stage, timeline: Timeline
 ) -> CopyingStore:
-    """The first `prefill.resident_layers` layers in memory, the others from `source`."""
+    """Keep the first `prefill.resident_layers` layers; copy the others from `source`."""
     resident, _ = split_layers(layout.spec, spec.config.prefill.resident_layers)
     half = _load(spec, layout.spec, layout.dtype, resident)
     resource = f"experts>{spec.name}"

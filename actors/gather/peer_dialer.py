@@ -1,12 +1,11 @@
-"""Joins a worker to the peers that it gathers weights from, on threads of its own.
+"""Joins a worker to the peers that it gathers weights from, on its own threads.
 
-    introduce(addresses) ──> a thread per peer:  dial ──> handshake ──> take() has the link
-    lost(peer) ───────────>                      ^ REDIAL_S, or a new address │ fails
+    introduce(addresses) ──> a thread per peer:  dial ──> handshake ──> take() returns the link
+    reconnect(peer) ──────>                      ^ REDIAL_S, or a new address │ on failure
                                                  └────────────────────────────┘
 
-One that cannot be reached holds up nobody: the others are joined meanwhile, and it is dialled until
-it can be. At most one thread dials a peer: the server keeps the last connection of a name, and it
-must be the one that is kept here too.
+An unreachable peer delays no other one and is dialed until it answers. At most one thread dials a
+peer: the server keeps the last connection of a name, which must be the one kept here.
 """
 
 from __future__ import annotations
@@ -29,30 +28,31 @@ REDIAL_S = 5.0
 
 
 class _Attempt(NamedTuple):
-    """How the last dial to a peer ended. error None: with a link."""
+    """Result of the last dial to a peer. error None: it succeeded."""
 
     address: str
     error: ChannelError | None
 
 
 class PeerDialer:
-    """Any thread may call. `close` before what `take` gave is closed."""
+    """Dials peers. Thread-safe. Call `close` before closing the links that `take` returned."""
 
     def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
         self._me, self._terms, self._config = me, terms, config
         self._changed = threading.Condition()  # guards all below
         self._addresses: dict[str, str] = {}
-        self._epochs: dict[str, int] = {}  # the newest that was heard of each name
-        self._scheduled: set[str] = set()  # to be dialled, or dialled again
+        self._epochs: dict[str, int] = {}  # the newest seen of each name
+        self._scheduled: set[str] = set()  # peers to dial
         self._attempts: dict[str, _Attempt] = {}
         self._arrived: dict[str, WeightLink] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._closing = False
 
     def introduce(self, addresses: Mapping[str, str], timeout_s: float) -> None:
-        """Dials the peers that are new, or elsewhere than before, and waits until each has been
-        tried, timeout_s at most. Raises the HandshakeError of one that refuses us or does not fit;
-        the others have been tried all the same."""
+        """Dial peers with new addresses and wait until each was tried, timeout_s at most.
+
+        Raises the HandshakeError of a peer that refuses us or does not match, after all were tried.
+        """
         with self._changed:
             new = {p: at for p, at in addresses.items() if self._addresses.get(p) != at}
             self._addresses.update(new)
@@ -63,28 +63,28 @@ class PeerDialer:
             tried = [self._attempts[peer] for peer in new if peer in self._attempts]
         for _, error in tried:
             if isinstance(error, HandshakeError) and not isinstance(error, HandshakeBrokenError):
-                raise type(error)(*error.args)  # its own keeps no frame alive
+                raise type(error)(*error.args)  # a copy, to keep no frame alive
 
     def reconnect(self, peer: str) -> None:
-        """Its link is gone: it is dialled again, unless it has arrived anew."""
+        """Dial a peer whose link was lost, unless a new link has arrived."""
         with self._changed:
             if peer in self._addresses and peer not in self._arrived:
                 self._schedule(peer, at_once=False)
 
     def take(self) -> dict[str, WeightLink]:
-        """The links that have come up since the last call."""
+        """Return the links that came up since the last call."""
         with self._changed:
             arrived, self._arrived = self._arrived, {}
             return arrived
 
     def problem(self, peer: str) -> str:
-        """Why it could not be joined when last tried; empty: it could, or was not tried yet."""
+        """Return why the last dial failed, or ""."""
         with self._changed:
             tried = self._attempts.get(peer)
             return "" if tried is None or tried.error is None else tried.error.message
 
     def close(self) -> None:
-        """Ends all threads, and links that nobody has taken."""
+        """End all threads and close links that were not taken."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -106,7 +106,7 @@ class PeerDialer:
             thread.start()
 
     def _tried(self, addresses: Mapping[str, str]) -> bool:
-        """Whether each has been, at this address or at one that is newer still."""
+        """Return whether each peer was tried at this or a newer address."""
         return all(
             peer in self._attempts and self._attempts[peer].address == self._addresses[peer]
             for peer in addresses
@@ -115,7 +115,7 @@ class PeerDialer:
     # --- a peer's thread
 
     def _dial(self, peer: str, last: str) -> None:
-        """last: the address at which it was tried last."""
+        """Dial a peer until it need not be. last: the address tried last."""
         while (address := self._due(peer, last)) is not None:
             config = self._config
             self._try(
@@ -126,7 +126,7 @@ class PeerDialer:
             last = address
 
     def _due(self, peer: str, last: str) -> str | None:
-        """Where to try next, once that is due; None: it need not be tried any more."""
+        """Return the next address to try once it is due; None: stop."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ended(peer) or self._addresses[peer] != last, REDIAL_S

@@ -1,15 +1,13 @@
-"""AsyncEP's gather (MoE-Prefill, Section 6): each of N workers keeps 1/N of every layer's experts,
-gives them to its peers, and fetches theirs.
+"""AsyncEP's gather (MoE-Prefill, Section 6): each of N workers shares 1/N of every layer.
 
     copy(layer, into)     into:  | peer 0's part | own part | peer 2's part |
                                    socket or       memory     socket or
                                    its segment                its segment      all at once
 
 A peer that dies or falls silent costs one wait of `channel.heartbeat_timeout_s` (four times as long
-where it
-is a process of this machine that may wait for a core). From then on its part comes from the
-fallback (the checkpoint, or a host store): slower, and right. It is dialled again now and then, and
-taken back when `connect` names its new address (actors/gather/peer_dialer.py).
+for a local process that may wait for a core). Its part then comes from the fallback (checkpoint or
+host store): slower, but correct. It is dialed again periodically, and rejoined when `connect` names
+its new address (actors/gather/peer_dialer.py).
 """
 
 from __future__ import annotations
@@ -38,12 +36,12 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 
 def own_part(spec: RankSpec, layout: ExpertLayout) -> ExpertRange:
-    """The experts that the worker keeps."""
+    """Return the experts that this worker keeps."""
     return ExpertRange(layout, *expert_ranges(spec.placement)[spec.rank])
 
 
 def check_placement(spec: RankSpec) -> None:
-    """Raises ResourceError where weights cannot be gathered as asked for."""
+    """Raise ResourceError where weights cannot be gathered."""
     if spec.device != "cpu" or spec.backend not in ("shm", "tcp"):
         raise ResourceError(
             f"prefill.experts={spec.config.prefill.experts} moves weights between CPU workers over "
@@ -53,18 +51,20 @@ def check_placement(spec: RankSpec) -> None:
 
 
 def _is_far(host: str) -> bool:
-    """Whether peers of other machines may come: one that was replaced may be on another node."""
+    """Return whether peers may be on other machines, as a replaced one may."""
     return host not in ("localhost", "::1") and not host.startswith("127.")
 
 
 class PeerSource:
-    """An ExpertSource. `connect` at any time, from any thread; `copy` and `close` by the store.
-    `fallbacks`: how many parts did not come from their peer, so far."""
+    """An ExpertSource over peers. `connect` is thread-safe; the store calls `copy` and `close`.
+
+    fallbacks: parts that did not come from their peer so far.
+    """
 
     def __init__(
         self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource
     ) -> None:
-        """`part`: what `own_part` says; `shard` holds it. Raises ResourceError."""
+        """part: as `own_part` returns, held by `shard`. Raises ResourceError."""
         check_placement(spec)
         self.name = spec.name
         self._spec, self._config = spec, spec.config.channel
@@ -88,24 +88,26 @@ class PeerSource:
         self._server = WeightServer(self._me, self._terms, shard, part.num_bytes, self._config)
         self._dialer = PeerDialer(self._me, self._terms, self._config)
         self._links: dict[str, WeightLink] = {}
-        self._lost: dict[str, str] = {}  # peer -> why its link ended
+        self._lost: dict[str, str] = {}  # peer -> reason
         self._copying = threading.Lock()
         self._introduced = threading.Event()
         self._closing = threading.Event()
-        self._before_bytes = 0  # of links that are gone
+        self._before_bytes = 0  # received on closed links
         self.fallbacks = 0
 
     def listen(self, host: str) -> str:
-        """Starts to serve the peers. Returns the address for their `connect`."""
+        """Start serving the peers. Returns the address for their `connect`."""
         shared = self._spec.backend == "shm"
         tcp = not shared or _is_far(host)
         self.address = self._server.listen(host, shared_memory=shared, tcp=tcp)
         return self.address
 
     def connect(self, addresses: Mapping[str, str]) -> None:
-        """Joins the peers named, again where one has a new address. One that cannot be reached, or
-        that is slow to answer, holds up nobody: it is dialled until it is there. Of one that
-        refuses us, or does not fit, the HandshakeError is raised, once all have been tried."""
+        """Join the named peers, again where an address is new.
+
+        An unreachable or slow peer delays no other and is dialed until it answers. Raises the
+        HandshakeError of a peer that refuses us or does not match, after all were tried.
+        """
         peers = {p: at for p, at in addresses.items() if p in self._bounds and p != self.name}
         try:
             self._dialer.introduce(peers, self._config.heartbeat_timeout_s)
@@ -114,7 +116,7 @@ class PeerSource:
 
     @property
     def lost(self) -> dict[str, str]:
-        """Why each of the peers whose part now comes from the fallback does not give it."""
+        """Peers whose part comes from the fallback, each with the reason."""
         return {
             peer: self._lost.get(peer)
             or self._dialer.problem(peer)
@@ -124,13 +126,13 @@ class PeerSource:
         }
 
     def bytes_moved(self) -> tuple[int, int]:
-        """Sent and received so far."""
+        """Return bytes sent and received so far."""
         links = list(self._links.values())
         received = self._before_bytes + sum(link.received_bytes for link in links)
         return self._server.sent_bytes, received
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
-        """Before the first `connect` it waits for that: the peers may still be loading."""
+        """Copy a layer. Waits for the first `connect`: the peers may still be loading."""
         if len(self._bounds) > 1:
             self._introduced.wait(self._spec.config.groups.ready_timeout_s)
         with self._copying:
@@ -141,7 +143,7 @@ class PeerSource:
         requested = [
             link for link in list(self._links.values()) if self._request(link, layer, into)
         ]
-        # Ours is waited for last: while it has no room, the others' memory is not held up by us.
+        # Wait for our own part last, so that we do not hold the others' slots meanwhile.
         slot = self.shard.take(layer)
         if slot is not None:
             self._copy_own(layer, slot, into)
@@ -188,14 +190,14 @@ class PeerSource:
         self.shard.release(layer)
 
     def _gather(self, under_way: dict[int, WeightLink]) -> None:
-        """Takes what the links bring, until each is through or lost."""
+        """Receive from the links until each is done or lost."""
         poll = select.poll()
         for fd in under_way:
             poll.register(fd, select.POLLIN)
         while under_way:
             oldest_s = min(link.progress_s for link in under_way.values())
             left_s = oldest_s + self._config.heartbeat_timeout_s - monotonic_s()
-            # Silent for longer, one may be excused: it is looked at again and again.
+            # A silent local peer may only be waiting for a core: check it repeatedly.
             ready = {
                 fd for fd, _ in poll.poll(1e3 * max(left_s, self._config.heartbeat_interval_s))
             }
@@ -205,14 +207,14 @@ class PeerSource:
                     poll.unregister(fd)
 
     def _advance(self, link: WeightLink, *, overdue: bool) -> bool:
-        """Whether nothing more is to come from the link."""
+        """Return whether the link has nothing more to deliver."""
         try:
             if not overdue:
                 return link.advance()
             heartbeat_timeout_s = self._config.heartbeat_timeout_s
             if monotonic_s() - link.progress_s < heartbeat_timeout_s:
                 return False
-            if link.advance():  # bytes too few to wake for are a sign of life too
+            if link.advance():  # fewer bytes than SO_RCVLOWAT are a sign of life too
                 return True
             silent_s = monotonic_s() - link.progress_s
             if is_hung(silent_s, heartbeat_timeout_s, link.local_process):
@@ -235,7 +237,7 @@ class PeerSource:
         self._dialer.reconnect(link.peer)
 
     def _adopt(self) -> None:
-        """Takes over links that the dialler has made."""
+        """Use the links that the dialer has made."""
         for peer, link in self._dialer.take().items():
             old = self._links.pop(peer, None)
             if old is not None:

@@ -1,14 +1,14 @@
-"""What a worker and a peer that gathers from it say to each other.
+"""Protocol between a worker and a peer that gathers weights from it.
 
 After the handshake (purpose "weights", `Terms` on both sides; over shared memory the server's first
-byte brings the segment's descriptor), on one connection per direction:
+byte carries the segment's descriptor), on one connection per direction:
 
-    peer    WANT layer                                   DONE layer
-    server              (WAIT ...)  HERE layer | bytes
-                                                         over shared memory: no bytes, an offset
+    peer    FETCH layer                                  DONE layer
+    server              (KEEPALIVE ...)  DATA layer | bytes
+                                                          over shared memory: an offset, no bytes
 
-One layer at a time. WAIT is a sign of life while a layer comes from the host store. What stands in
-the segment may be overwritten after DONE, or once the connection is closed.
+One layer at a time. KEEPALIVE is a sign of life while a layer comes from the host store. The slot
+may be overwritten after DONE, or once the connection is closed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ REPLY = struct.Struct("<BIQ")  # kind, layer; bytes that follow, or the offset i
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What both sides must agree on before weights move.
+    """Properties that both sides must agree on before weights move.
 
-    epoch: the worker's incarnation: an older one than was heard of under a name is refused.
-    same: a digest of the model's shape and its dtype, equal on all. layout: of how experts stand in
-    memory (models/experts/expert_layout.py). placement: of which worker has which.
-    segment_bytes: payload of the server's segment, over shared memory.
+    epoch: the worker's incarnation; older ones of a name are refused. model_digest: of the model's
+    shape and dtype. layout: of experts in memory (models/experts/expert_layout.py). placement:
+    digest of the placement. segment_bytes: payload of the server's segment, over shared memory.
     """
 
     epoch: int
@@ -46,7 +45,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
     segment_bytes: int = 0
 
 
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(Terms).decode
 
 
@@ -55,15 +54,14 @@ def digest(model: ModelSpec, dtype: str) -> bytes:
 
 
 def read_terms(extra: bytes, name: str) -> Terms:
-    """Raises HandshakeError."""
     try:
         return _decode(extra)
     except FRAME_ERRORS:
-        raise HandshakeError(f"{name} did not come for weights") from None
+        raise HandshakeError(f"{name} did not request weights") from None
 
 
 def check_terms(remote: Terms, local: Terms, name: str, newest_epoch: int) -> None:
-    """Raises HandshakeError."""
+    """Raise HandshakeError unless the terms match."""
     if remote.model_digest != local.model_digest:
         raise HandshakeError(
             f"{name} holds experts of another model or dtype: start all prefill workers with the "

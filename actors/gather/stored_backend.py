@@ -1,8 +1,8 @@
-"""Experts here, with the weights of a store: resident, or a layer ahead of the compute.
+"""Experts computed on this worker, with weights from a store: resident or one layer ahead.
 
-Where a layer's copy is slower than the compute, the micro-batches in flight that have come to it
-wait for one copy, and others attend meanwhile. On a GPU a layer is only queued: the host is a
-layer ahead, and spans are the host's.
+Where copying a layer is slower than computing it, the micro-batches that reached it wait for one
+copy while others attend. On a GPU a layer is only queued: the host is one layer ahead, and spans
+are the host's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from models.experts.expert_half import expert_sum_steps
 from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
 
-_LAYERS_AHEAD = 1  # on a GPU; what is queued there nobody overtakes
+_LAYERS_AHEAD = 1  # on a GPU: queued work cannot be overtaken
 
 
 class StoredPending:
-    """Rows whose experts are computed once the store has them."""
+    """Rows whose experts are computed once the store has their layer."""
 
     __slots__ = ("_store", "key", "routed")
 
@@ -44,7 +44,7 @@ class StoredPending:
 
 
 class StoredBackend:
-    """name: of the worker, for its spans. What the store cannot bring ends the worker."""
+    """Expert backend over a store. A failing store ends the worker. name: for spans."""
 
     fatal = ChannelError
     stage = Stage.EXPERT
@@ -61,7 +61,7 @@ class StoredBackend:
         experts = half.spec.num_experts
         self._local_of_E = local_index(list(range(experts)), experts).to(half.device)
         self._pending: list[StoredPending] = []
-        self._waited_s = 0.0  # by the store's account, as far as it was noted
+        self._waited_s = 0.0  # the store's waiting time recorded so far
         self._pace = LaunchLimiter(half.device, _LAYERS_AHEAD)
         self._woken = threading.Event()
 
@@ -70,7 +70,7 @@ class StoredBackend:
         self._store.wake()
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """Nothing depends on which tokens they are."""
+        """Do nothing."""
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
@@ -81,7 +81,7 @@ class StoredBackend:
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
-            return False  # what has come is complete without
+            return False  # `is_complete` reports finished copies
         if not self._pending:
             self._woken.wait(timeout_s)
             self._woken.clear()
@@ -94,7 +94,7 @@ class StoredBackend:
 
     @property
     def yields(self) -> bool:
-        """A layer's experts stay where they are while others run, if they stay there for good."""
+        """True if the layers stay resident, so that others may run between steps."""
         return not self._store.is_streamed
 
     @property
@@ -120,7 +120,7 @@ class StoredBackend:
         self._pending.remove(pending)
 
     def _note_exposed(self, pending: StoredPending, start_s: float) -> None:
-        """What has been waited for copies since the last time. A GPU tells some layers later."""
+        """Record the time spent waiting for copies since the last call; a GPU reports it later."""
         waited_s = self._store.waited_s
         if waited_s <= self._waited_s:
             return

@@ -1,6 +1,6 @@
-"""One peer that weights are gathered from: asked for a layer, its bytes go where they are used.
+"""Client side of one peer that weights are gathered from.
 
-Used by the thread that copies. Nothing waits here: `advance` takes what has come.
+Used by the copying thread. Nothing here waits: `advance` receives what has arrived.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from actors.gather.protocol import (
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerError, PeerHungError
 
-_WAKE_BYTES = 2 << 20  # do not wake for less than this, unless it is the rest: it costs the compute
+_WAKE_BYTES = 2 << 20  # smallest wake-up except for the rest: each one costs compute time
 _MOST_TEXT_BYTES = 4096
 _MOST_PIECES = 512  # received at once; the kernel takes 1024
 
@@ -45,8 +45,11 @@ _MOST_PIECES = 512  # received at once; the kernel takes 1024
 def join(
     peer: str, address: str, me: Identity, local: Terms, newest_epoch: int, deadline_s: float
 ) -> WeightLink:
-    """A link to the server at `address`. Raises HandshakeError where that refuses us or does not
-    fit, another ChannelError where it cannot be reached."""
+    """Connect to the server at `address`.
+
+    Raises HandshakeError if it refuses us or does not match, another ChannelError if it is
+    unreachable.
+    """
     end_s = monotonic_s() + deadline_s
     sock = dial(address, deadline_s)
     try:
@@ -65,34 +68,33 @@ def join(
     except (ChannelError, OSError) as error:
         sock.close()
         if monotonic_s() >= end_s:
-            raise PeerHungError(f"{peer} said nothing for {deadline_s:g} s", peer) from None
+            raise PeerHungError(f"{peer} sent nothing for {deadline_s:g} s", peer) from None
         if isinstance(error, ChannelError):
             raise
         raise connection_lost(peer, error) from None
 
 
 def _map(sock: socket.socket, peer: str, num_bytes: int) -> memoryview:
-    """The peer's segment, for reading only. Raises PeerError."""
+    """Map the peer's segment for reading. Raises PeerError."""
     _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     if len(fds) != 1:
         raise connection_closed(peer)
     try:
         if not check_memfd(fds[0], num_bytes):
-            raise PeerError(f"{peer} sent a segment that is not one", peer)
+            raise PeerError(f"{peer} sent an invalid segment", peer)
         return memoryview(mmap.mmap(fds[0], FLAG_BYTES + num_bytes, prot=mmap.PROT_READ))
     finally:
         os.close(fds[0])
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The memory of contiguous CPU tensors, writable, without those that are empty."""
+    """Return the writable memory of contiguous CPU tensors, without empty ones."""
     flat = (tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
     return [piece.numpy().data for piece in flat]
 
 
 class WeightLink:
-    """`received_bytes`: so far. `progress_s`: when the peer last gave a sign of life.
-    `local_process`: its process, where that is known."""
+    """Link to one peer. `progress_s`: last sign of life. `local_process`: its process, if known."""
 
     def __init__(
         self, peer: str, sock: socket.socket, epoch: int, segment: memoryview | None
@@ -114,7 +116,7 @@ class WeightLink:
         return self._sock.fileno()
 
     def request(self, layer: int, into: list[memoryview]) -> None:
-        """Begins to fill `into`. Raises PeerError."""
+        """Start filling `into`. Raises PeerError."""
         self._layer, self._into = layer, into
         self._num_bytes = sum(map(len, into))
         self._head, self._left = b"", 0
@@ -123,7 +125,7 @@ class WeightLink:
         self._send(FETCH)
 
     def advance(self) -> bool:
-        """Takes what has arrived. True once `into` is full. Raises PeerError."""
+        """Receive what has arrived. Returns True once `into` is full. Raises PeerError."""
         try:
             return self._advance()
         except BlockingIOError:
@@ -132,8 +134,8 @@ class WeightLink:
             raise connection_lost(self.peer, error) from None
 
     def abort(self) -> None:
-        """Ends what the copying thread waits for. Called from any thread."""
-        with contextlib.suppress(OSError):  # the peer was faster
+        """End what the copying thread waits for. Thread-safe."""
+        with contextlib.suppress(OSError):  # the peer closed first
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -155,7 +157,7 @@ class WeightLink:
                 continue
             if kind != DATA or layer != self._layer:
                 raise PeerError(
-                    f"{self.peer} sent something else than layer {self._layer}", self.peer
+                    f"{self.peer} sent a reply that is not layer {self._layer}", self.peer
                 )
             if self._segment is not None:
                 self._copy(self._segment, value)
@@ -171,7 +173,7 @@ class WeightLink:
         return self._done()
 
     def _fill(self) -> None:
-        """Receives straight into the tensors. Raises BlockingIOError, PeerDeadError."""
+        """Receive straight into the tensors. Raises BlockingIOError, PeerDeadError."""
         count = self._sock.recvmsg_into(self._into[:_MOST_PIECES])[0]
         if not count:
             raise connection_closed(self.peer)
@@ -187,15 +189,17 @@ class WeightLink:
 
     def _copy(self, segment: memoryview, offset: int) -> None:
         if not FLAG_BYTES <= offset <= len(segment) - self._num_bytes:
-            raise PeerError(f"{self.peer} names a place outside its segment", self.peer)
+            raise PeerError(f"{self.peer} sent an offset outside its segment", self.peer)
         for view in self._into:
             stop = offset + len(view)
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(segment[offset:stop], np.uint8))
             offset = stop
 
     def _done(self) -> bool:
-        """Over shared memory a connection that is still open proves that what was copied stood
-        there until now."""
+        """Release the slot.
+
+        Over shared memory an open connection proves that the copied bytes were valid until now.
+        """
         self._into = []
         self.received_bytes += self._num_bytes
         if self._segment is not None and self._is_closed():
@@ -213,7 +217,7 @@ class WeightLink:
             text = self._receive(text_bytes).decode(errors="replace")
         except BlockingIOError:
             text = "unknown"
-        raise PeerError(f"{self.peer} cannot give layer {self._layer}: {text}", self.peer)
+        raise PeerError(f"{self.peer} cannot send layer {self._layer}: {text}", self.peer)
 
     def _receive(self, count: int) -> bytes:
         data = self._sock.recv(count)
@@ -229,6 +233,6 @@ class WeightLink:
             raise connection_lost(self.peer, error) from None
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Lets `poll` sleep until so much is there. (Unix sockets would not: they carry little.)"""
+        """Let `poll` sleep until num_bytes have arrived (TCP only)."""
         if self._segment is None and num_bytes:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)

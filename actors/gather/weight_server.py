@@ -1,8 +1,8 @@
 """Serves a worker's part of the experts to its peers, beside the compute.
 
 One thread that copies nothing: over TCP the kernel sends from the segment's pages (sendfile), over
-shared memory the peer reads them itself. Where others may come from another node, it serves either
-way at once: a worker that was moved there has no shared memory with us.
+shared memory the peer reads them. Where peers may be on other nodes it serves both ways at once,
+because a replaced worker may no longer share memory.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-_SEND_BYTES = 1 << 20  # at a time, so that peers take turns
+_SEND_BYTES = 1 << 20  # per turn of a peer
 
 
 class _Peer:
-    """One connection. A layer is wanted, then taken (`left` bytes of it are to be sent), then given
-    back at DONE."""
+    """One connection. A layer is requested, then held while it is sent, then released at DONE."""
 
     def __init__(self, sock: socket.socket, name: str, now_s: float) -> None:
         sock.setblocking(False)
@@ -58,7 +57,7 @@ class _Peer:
         self.unparsed = b""  # part of a request
         self.requested: int | None = None
         self.held: int | None = None
-        self.head = b""  # of a reply, not sent yet
+        self.head = b""  # unsent head of a reply
         self.offset, self.left = 0, 0
         self.progress_s = now_s
 
@@ -73,14 +72,14 @@ class _Peer:
 
 
 class WeightServer:
-    """`listen`, then any number of peers; `close`."""
+    """Serves any number of peers after `listen`."""
 
     def __init__(
         self, me: Identity, terms: Terms, shard: Shard, part_bytes: int, config: ChannelConfig
     ) -> None:
         self._me, self._terms, self._shard, self._config = me, terms, shard, config
         self._part_bytes = part_bytes
-        self.sent_bytes = 0  # so far, those that peers read themselves included
+        self.sent_bytes = 0  # including those that peers read from shared memory
         self._epochs: dict[str, int] = {}  # the newest of each name
         self._arrived: deque[tuple[socket.socket, str]] = deque()
         self._peers: dict[int, _Peer] = {}
@@ -95,7 +94,7 @@ class WeightServer:
         self._thread = threading.Thread(target=self._run, name=f"{me.name}-weights", daemon=True)
 
     def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> str:
-        """Starts to serve, in one way or both. Returns the address for the peers' `connect`."""
+        """Start serving, in one way or both. Returns the address for the peers' `connect`."""
         opened = [*([listen_unix()] if shared_memory else []), *([listen_tcp(host)] if tcp else [])]
         self._thread.start()
         for sock, _ in opened:
@@ -126,7 +125,7 @@ class WeightServer:
 
     def _check_peer(self, remote: Remote) -> bytes:
         if remote.purpose != PURPOSE:
-            raise HandshakeError(f"{self._me.name} gives weights, not {remote.purpose}")
+            raise HandshakeError(f"{self._me.name} serves weights, not {remote.purpose}")
         remote_terms = read_terms(remote.extra, remote.name)
         check_terms(remote_terms, self._terms, remote.name, self._epochs.get(remote.name, 0))
         self._epochs[remote.name] = remote_terms.epoch
@@ -166,13 +165,13 @@ class WeightServer:
 
     def _add(self, sock: socket.socket, name: str) -> None:
         for peer in list(self._peers.values()):
-            if peer.name == name:  # it has come back
+            if peer.name == name:  # it reconnected
                 self._drop(peer)
         self._peers[sock.fileno()] = _Peer(sock, name, monotonic_s())
         self._poll.register(sock, select.POLLIN)
 
     def _drop(self, peer: _Peer) -> None:
-        """What the peer had taken is free again: it must not use it once it finds us closed."""
+        """Close a connection and free its slot; the peer must not use the slot afterwards."""
         del self._peers[peer.sock.fileno()]
         self._poll.unregister(peer.sock)
         peer.close()
@@ -191,7 +190,7 @@ class WeightServer:
             self._drop(peer)
 
     def _maintain(self, peer: _Peer, now_s: float) -> None:
-        """Gives what has come in, tells who waits that we live, drops who takes nothing."""
+        """Send finished layers and keepalives; drop a peer that stopped receiving."""
         try:
             if peer.requested is not None:
                 self._reply(peer, peer.requested, now_s)
@@ -200,7 +199,7 @@ class WeightServer:
             ):
                 heartbeat_timeout_s = self._config.heartbeat_timeout_s
                 raise PeerHungError(
-                    f"{peer.name} took nothing for {heartbeat_timeout_s:g} s", peer.name
+                    f"{peer.name} received nothing for {heartbeat_timeout_s:g} s", peer.name
                 )
         except (PeerError, OSError) as error:
             event(log, "weights_peer_lost", logging.WARNING, peer=peer.name, reason=error)
@@ -228,7 +227,7 @@ class WeightServer:
                 peer.requested = layer
                 self._reply(peer, layer, monotonic_s())
             else:
-                raise PeerError(f"{peer.name} asks out of turn", peer.name)
+                raise PeerError(f"{peer.name} sent a request out of turn", peer.name)
 
     def _reply(self, peer: _Peer, layer: int, now_s: float) -> None:
         try:
@@ -261,7 +260,7 @@ class WeightServer:
                 peer.offset += sent
                 peer.left -= sent
                 peer.progress_s = monotonic_s()
-                if not peer.left:  # sendfile may have left the last segment corked, for 200 ms
+                if not peer.left:  # sendfile may leave the last segment corked for 200 ms
                     peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pending = peer.head or peer.left
         self._poll.modify(peer.sock, select.POLLIN | (select.POLLOUT if pending else 0))

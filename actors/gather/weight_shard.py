@@ -1,10 +1,10 @@
-"""A worker's part of the experts, in a segment of memory that its peers read.
+"""A worker's part of the experts, in a memory segment that its peers read.
 
     segment  | page | slot 0: gate_up, down (, their biases) | slot 1 ... |
                       of experts [first, last) of one layer
 
-Gathered mode has a slot for every layer; hybrid mode has a window of a few, which a thread fills
-from the host store: those asked for, then those that come next in a pass.
+Gathered mode has a slot for every layer. Hybrid mode has a window of a few, which a thread fills
+from the host store: requested layers first, then those that come next in a pass.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _TOO_LARGE = "use more prefill workers, a larger prefill.resident_layers, or exp
 
 
 class PartSource(Protocol):
-    """Where experts [first, last) of a layer come from: the checkpoint, or a host store."""
+    """Source of experts [first, last) of a layer: the checkpoint, or a host store."""
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, the pieces of these experts in the source's layout."""
+        """Fill `into`, the pieces of these experts in the source's layout."""
 
 
 class ExpertRange:
-    """Experts [first, last) of a layer, in one run of bytes."""
+    """Experts [first, last) of a layer in one run of bytes."""
 
     def __init__(self, layout: ExpertLayout, first: int, last: int) -> None:
         self.layout, self.first, self.last = layout, first, last
         self.num_bytes = layout.num_bytes(last - first)
 
     def pieces(self, memory: Tensor) -> list[Tensor]:
-        """One after the other in `memory`, uint8 [num_bytes]."""
+        """Return the pieces in `memory`, uint8 [num_bytes], one after the other."""
         count = self.last - self.first
         return self.layout.pieces(self.layout.views(memory, count), 0, count)
 
@@ -50,7 +50,7 @@ class ShardSlots:
     """The segment. `fd` may be passed to a peer; `offset_bytes` counts from its start."""
 
     def __init__(self, part: ExpertRange, count: int) -> None:
-        """Raises ChannelError where the memory does not suffice."""
+        """Allocate the segment. Raises ChannelError if memory is short."""
         self._stride = -(-part.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.payload_bytes = max(count * self._stride, ALIGNMENT_BYTES)
         self.fd = create_memfd(self.payload_bytes, advice=_TOO_LARGE)
@@ -64,34 +64,36 @@ class ShardSlots:
         return FLAG_BYTES + slot * self._stride
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the descriptor. May be called twice."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class Shard(Protocol):
-    """Which slot holds a layer. Used by the server's thread and by the worker's own copying.
+    """Slots by layer, used by the server's thread and by the worker's own copies.
 
-    `request` a layer once, `take` it until it is there, `release` it back when it has been copied;
-    or `cancel` it instead, if nobody will take it any more.
+    Call `request` once per use, `take` until the layer is loaded, `release` after copying; or
+    `cancel` instead if the layer is no longer needed.
     """
 
     slots: ShardSlots
 
     def request(self, layer: int) -> None:
-        """Raises ChannelError for a layer that is not part of it."""
+        """Raise ChannelError for a layer that is not in the shard."""
 
     def take(self, layer: int) -> int | None:
-        """The layer's slot, which stays as it is until `release`; None: not there yet. Raises
-        ChannelError if it could not be read."""
+        """Return the slot of a loaded layer, unchanged until `release`; None: not loaded yet.
+
+        Raises ChannelError if it could not be read.
+        """
 
     def cancel(self, layer: int) -> None: ...
 
     def release(self, layer: int) -> None: ...
 
     def wait(self, layer: int, deadline_s: float) -> int:
-        """`request`, and `take` once it is there. Raises ChannelError at the deadline."""
+        """Request a layer and return its slot once loaded. Raises ChannelError at the deadline."""
 
     def close(self) -> None: ...
 
@@ -113,10 +115,10 @@ class ResidentShard:
         return self._slot_of[layer]
 
     def cancel(self, layer: int) -> None:
-        """Nothing: every layer stays."""
+        """Do nothing: every layer stays."""
 
     def release(self, layer: int) -> None:
-        """Nothing: every layer stays."""
+        """Do nothing: every layer stays."""
 
     def wait(self, layer: int, deadline_s: float) -> int:
         self.request(layer)
@@ -127,11 +129,11 @@ class ResidentShard:
 
 
 class WindowedShard:
-    """`window` layers, filled by a thread. `ready` is called on it when a layer has come in.
+    """`window` layers, filled by a thread that calls `ready` after each.
 
-    Wanted layers are read first. Otherwise the thread reads ahead of the layer that was taken last,
-    in the order of a pass. A slot is filled anew when nobody has taken or wants what stands there;
-    of several, the one that was not touched for longest.
+    Requested layers are read first, then those after the layer taken last, in the order of a pass.
+    A slot is refilled when its layer is neither requested nor in use, the least recently used
+    first.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class WindowedShard:
                 return
 
     def _next(self) -> tuple[int, int] | None:
-        """The next layer to read and where to; waits for both. None: closed."""
+        """Wait for a layer to read and a slot for it. Returns None when closed."""
         with self._changed:
             while not self._closed:
                 layer = self._missing()

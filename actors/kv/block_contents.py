@@ -1,10 +1,10 @@
-"""Which tokens the KV blocks hold: to find the one that begins as a prompt goes on.
+"""Index of the tokens in KV blocks, to find the one that continues a prompt best.
 
-Blocks that follow the same blocks are kept sorted by their tokens. Whichever has the longest common
-head with a given list of tokens is then a neighbour of the place where that list would stand.
+Blocks with the same parent are sorted by their tokens. The one with the longest common prefix with
+a given list of tokens is then a neighbor of that list's insertion point.
 
     parent h1:   [ 5 8 8 1 ]  [ 5 8 9 ]  [ 7 2 4 4 ]
-                              ^ 5 8 8 3 would stand here: three tokens in common on its left
+                              ^ insertion point of 5 8 8 3: three common tokens on its left
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 
 class BlockPrefix(NamedTuple):
-    """The first `tokens` tokens of `block`, one or more of them, are the ones looked for."""
+    """The first `tokens` tokens, one or more, of `block` match."""
 
     block: int
     tokens: int
 
 
 class BlockContents:
-    """Blocks, full or not, by what is before them and by their tokens."""
+    """Blocks, full or not, by parent and tokens."""
 
     def __init__(self) -> None:
         self._children: dict[bytes, list[tuple[bytes, int]]] = {}  # parent -> (tokens, block)
@@ -33,8 +33,11 @@ class BlockContents:
         return block in self._of
 
     def put(self, block: int, parent: bytes, tokens: Sequence[int]) -> bool:
-        """Notes what `block` holds, in place of what was noted of it. parent: hash of the block
-        before it, or the salt. False, and nothing is noted, if another block begins with that."""
+        """Record the contents of `block`, replacing earlier ones.
+
+        parent: hash of the block before it, or the salt. Returns False, recording nothing, if
+        another block starts with these tokens.
+        """
         packed = array.array("I", tokens).tobytes()
         children = self._children.get(parent, [])
         place = bisect_left(children, (packed,))
@@ -50,7 +53,7 @@ class BlockContents:
         return True
 
     def drop(self, block: int) -> None:
-        """Forgets `block`, if anything is noted of it."""
+        """Forget `block`, if it is recorded."""
         noted = self._of.pop(block, None)
         if noted is None:
             return
@@ -61,7 +64,7 @@ class BlockContents:
             del self._children[parent]
 
     def longest_head(self, parent: bytes, tokens: Sequence[int]) -> BlockPrefix | None:
-        """The block after `parent` with the longest common head with `tokens`."""
+        """Return the block after `parent` with the longest common prefix with `tokens`."""
         children = self._children.get(parent)
         if not children or not tokens:
             return None
@@ -75,7 +78,7 @@ class BlockContents:
         return best
 
     def check(self) -> None:
-        """Raises RuntimeError unless both directions say the same."""
+        """Raise RuntimeError unless both indexes agree."""
         listed = {
             block: (parent, packed)
             for parent, children in self._children.items()
@@ -87,7 +90,7 @@ class BlockContents:
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    if left[:4] != right[:4]:  # mostly
+    if left[:4] != right[:4]:  # the common case
         return 0
     count = 0
     for one, other in zip(memoryview(left).cast("I"), memoryview(right).cast("I"), strict=False):

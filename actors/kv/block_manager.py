@@ -1,20 +1,21 @@
-"""Who owns which KV block of an attention rank: free list, prefix cache, reference counts.
+"""Ownership of an attention rank's KV blocks: free list, prefix cache, reference counts.
 
 Every block is in exactly one state:
 
     free ──allocate──> used (ref > 0) ──release──> cached (contents known, ref 0) ──LRU──> free
                           │    ▲                       │
                           │    └──────── match ────────┘
-                          └──release──> free (nobody would find it)
+                          └──release──> free (contents unknown)
 
-Full blocks have a hash and are shared as they are. Of the block after those, full or not, as many
-tokens are shared as are equal, by copying them (`head`).
+Full blocks have a hash and are shared as they are. Of the following block, full or not, the equal
+tokens are shared by copying them (`head`).
 
-A block that the batch being formed will fill is *pending*: later sequences of the same batch may
-share it, because within a layer K and V of all new tokens are written before attention runs
-(in-batch prefix sharing); sequences of other batches may not, until the batch is complete.
+A block that the current batch will fill is *pending*: later sequences of the same batch may share
+it, because within a layer K and V of all new tokens are written before attention runs (in-batch
+prefix sharing). Sequences of other batches must wait until the batch completes.
 
-What best-effort sequences leave behind is evicted first, so that a bulk job takes nobody's prefix.
+Blocks that best-effort sequences leave behind are evicted first, so a bulk job evicts no one else's
+prefix.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from actors.kv.block_contents import BlockContents, BlockPrefix
 
 
 class BlockManager:
-    """Block numbers 0 .. num_blocks-1; the tensors live in `models.decoder.kv_pool`."""
+    """Manages block numbers 0 .. num_blocks-1; `models.decoder.kv_pool` has the tensors."""
 
     def __init__(
         self,
@@ -37,18 +38,21 @@ class BlockManager:
         keeps: bool = True,
         journal: bool = False,
     ) -> None:
-        """prefix_cache False: no block is found again. share_partial False: only full ones are.
-        keeps: blocks stay cached after the batch that fills them; else only sequences of one
-        batch share. journal: `take_changes` is called now and then."""
+        """Create the pool.
+
+        prefix_cache False: no block is reused. share_partial False: only full blocks are shared.
+        keeps: blocks stay cached after the batch that fills them; else only sequences of one batch
+        share. journal: record changes for `take_changes`.
+        """
         self.num_blocks = num_blocks
         self.evicted_total = 0
         self._prefix_cache = prefix_cache
         self._share_partial = share_partial
         self._keeps = keeps
-        self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is it held
+        self._changes: dict[bytes, bool] | None = {} if journal else None  # hash -> is cached
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first; what LS used last
-        self._cached_best_effort: OrderedDict[int, None] = OrderedDict()  # the same of BE
+        self._cached: OrderedDict[int, None] = OrderedDict()  # last used by LS, oldest first
+        self._cached_best_effort: OrderedDict[int, None] = OrderedDict()  # last used by BE
         self._references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -57,7 +61,7 @@ class BlockManager:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` could hand out now."""
+        """Blocks that `allocate` could return now."""
         return len(self._free) + len(self._cached) + len(self._cached_best_effort)
 
     @property
@@ -68,7 +72,7 @@ class BlockManager:
         return {"free": free, "cached": cached, "used": self.num_blocks - free - cached}
 
     def match(self, hashes: Sequence[bytes], *, batch: int) -> list[int]:
-        """Blocks that hold the longest contiguous prefix of `hashes`; takes no reference yet."""
+        """Return the blocks of the longest contiguous prefix of `hashes`, without references."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -78,14 +82,14 @@ class BlockManager:
         return blocks
 
     def head(self, parent: bytes, tokens: Sequence[int], *, batch: int) -> BlockPrefix | None:
-        """The block after `parent` that has the most of `tokens` in common; takes no reference."""
+        """Return the block after `parent` with most tokens in common, without a reference."""
         head = self._contents.longest_head(parent, tokens)
         if head is None or self._pending.get(head.block, batch) != batch:
             return None
         return head
 
     def take(self, matched: Sequence[int], fresh: int) -> list[int] | None:
-        """References to `matched` blocks and to `fresh` new ones; None if there are too few.
+        """Take references to `matched` blocks and to `fresh` new ones; None if too few are left.
 
         Nothing changes when it returns None.
         """
@@ -101,8 +105,10 @@ class BlockManager:
     def register(
         self, block: int, digest: bytes | None, parent: bytes, tokens: Sequence[int], *, batch: int
     ) -> None:
-        """`block` will hold, after `batch`, `tokens` after the block that `parent` names (at the
-        start: the salt). digest: the hash of a full block, else None."""
+        """Record that `block` will hold `tokens` after `batch`, following the block `parent`.
+
+        parent: a hash, or the salt at the start. digest: the hash of a full block, else None.
+        """
         if not self._prefix_cache or digest in self._block_of or block in self._hash_of:
             return
         found = False
@@ -116,7 +122,7 @@ class BlockManager:
             self._pending[block] = batch
 
     def commit(self, batch: int) -> None:
-        """`batch` has run: its pending blocks are filled."""
+        """Mark the pending blocks of a completed batch as filled."""
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             if not self._keeps:
                 self._forget(block)
@@ -126,19 +132,17 @@ class BlockManager:
                 self._changes[self._hash_of[block]] = True
 
     def abandon(self, batch: int) -> None:
-        """`batch` failed: what it would have filled is forgotten."""
+        """Forget the pending blocks of a failed batch."""
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             self._forget(block)
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """What stands there may be wrong: nobody finds these blocks any more. Whoever has them
-        keeps them."""
+        """Make blocks with suspect contents unfindable. Their holders keep them."""
         for block in blocks:
             self._forget(block)
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, evicted): hashes whose blocks the cache now holds, or no longer, that changed
-        since the last call."""
+        """Return (stored, evicted): hashes whose cached state changed since the last call."""
         if not self._changes:
             return [], []
         changes, self._changes = self._changes, {}
@@ -146,8 +150,7 @@ class BlockManager:
         return stored, [digest for digest, held in changes.items() if not held]
 
     def release(self, blocks: Sequence[int], *, best_effort: bool = False) -> None:
-        """Gives references back. The last blocks of a chain are evicted first, but after all that
-        best_effort work was the last to use."""
+        """Drop references. The end of a chain is evicted first, after all best-effort blocks."""
         cached = self._cached_best_effort if best_effort else self._cached
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -183,10 +186,10 @@ class BlockManager:
                 self._changes[digest] = False
 
     def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Raises RuntimeError unless the books balance. `tables`: those of all live sequences, and
-        the sources of copies under way.
+        """Raise RuntimeError unless the books balance.
 
-        free + cached + used = all blocks; references equal the tables' entries; hashes are 1:1.
+        tables: those of all live sequences, and the sources of copies under way. free + cached +
+        used = all blocks; references equal the tables' entries; hashes are 1:1.
         """
         expected = [0] * self.num_blocks
         for table in tables:
@@ -202,13 +205,13 @@ class BlockManager:
                 {b for b in range(self.num_blocks) if self._references[b] == 0} != free | cached,
                 "unreferenced blocks are not exactly the free and cached ones",
             ),
-            (not all(map(self._is_known, cached)), "nobody would find a cached block"),
-            (any(map(self._is_known, free)), "a free block would be found"),
+            (not all(map(self._is_known, cached)), "a cached block is not findable"),
+            (any(map(self._is_known, free)), "a free block is findable"),
             (
                 {block: digest for digest, block in self._block_of.items()} != self._hash_of,
                 "hash maps are not inverse to each other",
             ),
-            (not all(map(self._is_known, self._pending)), "nobody would find a pending block"),
+            (not all(map(self._is_known, self._pending)), "a pending block is not findable"),
         ]
         for broken, what in problems:
             if broken:

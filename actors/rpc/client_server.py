@@ -1,7 +1,7 @@
-"""The socket on which an attention rank takes requests from ingresses and answers them.
+"""The socket on which an attention rank receives requests and sends answers.
 
-An asyncio loop in a thread of its own does the I/O; the rank's loop thread exchanges whole messages
-with it through two queues, so that a slow client never holds up a layer.
+An asyncio loop on its own thread does the I/O. The rank's loop exchanges whole messages with it
+through two queues, so that a slow client never delays a layer.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ log = logging.getLogger("tandem.client_server")
 
 STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 
 
 class ClientJoined(NamedTuple):
-    """A client has come: the first message of each."""
+    """First message of every client."""
 
 
 class ClientMessage(NamedTuple):
-    """`message` None: the client is gone."""
+    """A message from a client; None: the client disconnected."""
 
     client: int
     message: ToRank | ClientJoined | None
 
 
 class ClientServer:
-    """Accepts clients that prove the cluster's token. `wake` is called after each new message.
-    watch: of the rank's loop; looked at with each heartbeat."""
+    """Serves clients that prove the cluster's token.
+
+    wake: called after each new message. watch: the rank loop's, checked with each heartbeat.
+    """
 
     def __init__(
         self, name: str, *, token: bytes, wake: Callable[[], None], watch: LoopWatchdog
     ) -> None:
-        # Clients are not bound to an epoch: they stay while the group is rebuilt.
+        # Clients are not bound to an epoch: they stay while the group restarts.
         self._identity = Identity(name=name, token=token, epoch=None)
         self._wake = wake
         self._watch = watch
@@ -60,9 +62,7 @@ class ClientServer:
         self._next_client = 0
         self._state: RankState | None = None
         self._loop = asyncio.new_event_loop()
-        process_identity = (
-            own_identity()
-        )  # by which a client of this machine sees that we only wait for a core
+        process_identity = own_identity()  # lets a local client see that we only wait for a core
         self._server = AuthenticatedServer(
             self._identity, serve=self._serve, answer=lambda _: process_identity
         )
@@ -71,20 +71,20 @@ class ClientServer:
         )
 
     def listen(self, host: str, *, deadline_s: float) -> str:
-        """Starts to accept. Returns "tcp:host:port"."""
+        """Start accepting. Returns "tcp:host:port"."""
         self._thread.start()
         started = asyncio.run_coroutine_threadsafe(self._listen(host), self._loop)
         return started.result(deadline_s)
 
     def receive(self) -> list[ClientMessage]:
-        """Messages since the last call, in order per client."""
+        """Return the messages since the last call, in order per client."""
         messages = []
         while self._inbox:
             messages.append(self._inbox.popleft())
         return messages
 
     def send(self, client: int, events: Events) -> None:
-        """Queues them, in order, as one frame or as several; dropped if the client is gone."""
+        """Queue events, in order, as one or more frames; dropped if the client is gone."""
         try:
             frames = event_frames(events.items, MAX_FRAME_BYTES)
         except ChannelError as error:
@@ -95,11 +95,10 @@ class ClientServer:
             self._call(self._write, client, frame)
 
     def publish(self, state: RankState) -> None:
-        """What every client is told, now if it is healthy or leaves where it was not or did not,
-        else with the next heartbeat.
+        """Set the state that clients receive: now if health or draining changed, else later.
 
-        Heartbeats come from the I/O thread: a rank in a long attention task is not silent. Once
-        its loop counts as stuck, they say so.
+        The I/O thread sends heartbeats, so a rank in a long attention task is not silent. Once its
+        loop counts as stalled, they report that.
         """
         before, self._state = self._state, state
         if before is None or _urgent_state(before) != _urgent_state(state):
@@ -144,12 +143,12 @@ class ClientServer:
 
     async def _stop(self) -> None:
         self._heartbeat_task.cancel()
-        await self._server.close(STOP_DEADLINE_S)  # what has been answered goes out first
+        await self._server.close(STOP_DEADLINE_S)  # after queued answers
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: Remote
     ) -> None:
-        """Passes a client's messages on until its connection ends."""
+        """Forward a client's messages until its connection ends."""
         client, self._next_client = self._next_client, self._next_client + 1
         self._writers[client] = writer
         self._put(client, ClientJoined())
@@ -160,7 +159,7 @@ class ClientServer:
                 body = await read_frame(reader, MAX_FRAME_BYTES)
                 self._put(client, _decode(body))
         except (OSError, EOFError, *FRAME_ERRORS):
-            pass  # a broken connection, or not our language: gone either way
+            pass  # a broken connection or a malformed frame
         finally:
             self._writers.pop(client, None)
             self._put(client, None)
@@ -179,11 +178,11 @@ class ClientServer:
         if writer is None or writer.is_closing():
             return
         if writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
-            writer.transport.abort()  # however large this frame is, the earlier ones lie unread
+            writer.transport.abort()
             return
         writer.write(frame)
 
 
 def _urgent_state(state: RankState) -> tuple[bool, bool]:
-    """What clients must know at once."""
+    """Return the fields whose changes are sent at once."""
     return state.healthy, state.leaving

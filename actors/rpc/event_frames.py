@@ -1,4 +1,4 @@
-"""Events as frames that their receiver accepts: none above MAX_FRAME_BYTES."""
+"""Encodes events as frames of at most MAX_FRAME_BYTES."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def event_frames(events: Sequence[Event], max_bytes: int = MAX_FRAME_BYTES) -> list[bytes]:
-    """`events` in order, as one frame where that is small enough, else as several. An answer that
-    fits none by itself becomes a `Failed` of its own request. Raises ChannelError for an entry of a
-    worker's log that fits none: without it the log makes no sense.
+    """Encode `events` in order, as one frame if it is small enough, else as several.
+
+    An answer that is too large by itself becomes a `Failed` of its request. Raises ChannelError for
+    a worker's log entry that is too large: the log is useless without it.
     """
     body = _encoder.encode(Events(list(events)))
     if len(body) <= max_bytes:
         return [encode_frame(body)]
     if len(events) == 1:
         return event_frames([_failed(events[0], len(body), max_bytes)], max_bytes)
-    half = len(events) // 2  # halved at most log2 times: each event is encoded as often
+    half = len(events) // 2  # each event is encoded at most log2(len(events)) times
     return [*event_frames(events[:half], max_bytes), *event_frames(events[half:], max_bytes)]
 
 

@@ -73,7 +73,7 @@ def test_a_frame_whose_segment_cannot_be_mapped_is_a_lost_peer_by_name(
         monkeypatch.setattr(link, "_map", fail)
         send(left, "right", [torch.ones(3)], header())
         (lost,) = wait_for(right, PeerLost)
-        assert "cannot take what left sent: MemoryError" in str(lost.error)
+        assert "cannot receive from left: MemoryError" in str(lost.error)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

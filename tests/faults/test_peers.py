@@ -155,7 +155,7 @@ def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
             send(main, "peer", [torch.ones(8 << 20)], header())
         lost = wait_for(main, PeerLost, deadline_s=10.0)[0]
         assert isinstance(lost.error, PeerHungError)
-        assert "has taken nothing for 2 s" in str(lost.error)
+        assert "has received nothing for 2 s" in str(lost.error)
 
 
 def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:

@@ -109,7 +109,7 @@ def test_connections_without_an_epoch_join_each_other() -> None:
 
 def test_reaching_someone_else_than_expected_is_refused() -> None:
     initiator_result, acceptor_result = greet(to="attention-7")
-    assert "looks for attention-7, this is right" in str(initiator_result)
+    assert "expects attention-7, this is right" in str(initiator_result)
     assert isinstance(acceptor_result, HandshakeError)
 
 

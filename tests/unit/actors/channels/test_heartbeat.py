@@ -195,7 +195,7 @@ def test_a_send_that_makes_no_progress_is_a_hung_peer(ward: Ward) -> None:
     for _ in range(6):
         ward.other.send(b"\x01")
         ward.tick(0.9)
-    assert "has taken nothing for 5 s" in str(ward.lost[0])
+    assert "has received nothing for 5 s" in str(ward.lost[0])
 
 
 def test_the_next_round_comes_when_the_limit_is_reached_not_a_heartbeat_later(ward: Ward) -> None:

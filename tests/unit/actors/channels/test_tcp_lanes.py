@@ -208,13 +208,13 @@ def first_body(num_bytes: int, lane: Priority = LS) -> bytes:
 
 BODY = first_body(640)
 HOSTILE = {
-    "goes on with a packet that it never began": PIECE.pack(64, 0) + bytes(64),
-    "never began": PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(1 << 31 | 64, 0),
-    "of which 576 bytes are missing, and then another one in its lane": (
+    "continued a packet that it never started": PIECE.pack(64, 0) + bytes(64),
+    "that it never started": PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(1 << 31 | 64, 0),
+    "before the last 576 bytes of the previous one in its lane": (
         PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(64, len(BODY))
     ),
-    "sent 641 bytes of a packet that lacks 640": PIECE.pack(641, len(BODY)) + BODY,
-    "goes on with a packet by no byte": PIECE.pack(0, len(BODY)) + BODY + PIECE.pack(0, 0),
+    "sent 641 bytes of a packet with 640 left": PIECE.pack(641, len(BODY)) + BODY,
+    "continued a packet with no byte": PIECE.pack(0, len(BODY)) + BODY + PIECE.pack(0, 0),
     "sent a header of 4294967295 bytes": PIECE.pack(0, 0xFFFFFFFF),
 }
 

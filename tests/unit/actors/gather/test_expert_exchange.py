@@ -100,7 +100,7 @@ def test_an_expert_that_is_not_there_is_refused_by_name_and_the_next_is_given(pa
 
 def test_a_rank_that_was_not_introduced_or_is_gone_gives_nothing(pair: Pair) -> None:
     into = PackedExpert(pair.layout)
-    with pytest.raises(ChannelError, match="expert-7 gives no experts"):
+    with pytest.raises(ChannelError, match="expert-7 does not serve experts"):
         pair.receiver.fetch(7, (0, 0), into.memory, Free())
     layer = pair.model.moe_layers[-1]
     pair.receiver.fetch(1, (layer, pair.half.expert_ids[layer][0]), into.memory, Free())
