@@ -209,7 +209,10 @@ def first_body(num_bytes: int, lane: Priority = LS) -> bytes:
 BODY = first_body(640)
 HOSTILE = {
     "continued a packet that it never started": PIECE.pack(64, 0) + bytes(64),
-    "that it never started": PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(1 << 31 | 64, 0),
+    "that it never started": PIECE.pack(64, len(BODY))
+    + BODY
+    + bytes(64)
+    + PIECE.pack(1 << 31 | 64, 0),
     "before the last 576 bytes of the previous one in its lane": (
         PIECE.pack(64, len(BODY)) + BODY + bytes(64) + PIECE.pack(64, len(BODY))
     ),
