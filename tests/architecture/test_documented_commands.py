@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import CASES
 from cluster.cli.main import main
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
@@ -151,8 +152,11 @@ def test_the_documented_file_is_a_configuration(folder: Path) -> None:
 @pytest.mark.long
 def test_documented_benchmarks_are_there() -> None:
     for text in texts("python -m benchmarks"):
-        path = ROOT / text.split(" ")[2].replace(".", "/")
+        module, *rest = text.split(" ")[2:]
+        path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), text
+        if module == "benchmarks" and not rest[0].startswith("--"):
+            assert rest[0] in CASES, text
 
 
 def test_commands_are_found_in_blocks() -> None:
