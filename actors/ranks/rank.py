@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.exporter import Exporter
 from actors.telemetry.rank_metrics import RankMetrics, channel_bytes
 from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
@@ -139,7 +139,7 @@ class Rank:
         self._recording = recording
         self._timeline = timeline if recording is None else recording.timeline
         self._telemetry = telemetry
-        self._exporter: ExporterThread | None = None
+        self._exporter: Exporter | None = None
         self._failure = ""
         self._started_s = 0.0
         self._stopping = threading.Event()
@@ -200,7 +200,7 @@ class Rank:
         if not config.metrics.exporters:
             return ""
         key = ScrapeKey(config.http)
-        self._exporter = ExporterThread(self._telemetry, key=key, name=self.spec.name)
+        self._exporter = Exporter(self._telemetry, key=key, name=self.spec.name)
         return self._exporter.open(config.metrics.host or self.spec.host)
 
     def spans(self) -> list[TaskSpan]:

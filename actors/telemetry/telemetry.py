@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from prometheus_client import (
@@ -15,7 +16,6 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.openmetrics.exposition import generate_latest as generate_open_metrics
 
 from contracts.metrics import Metric, MetricKind
 
@@ -24,7 +24,6 @@ _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # name and value together, as OpenM
 MAX_BUFFERED = 1024  # before they are added up: a twentieth of a millisecond
 Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
 class _ObservationBuffer:
@@ -62,7 +61,7 @@ class Telemetry:
         self._readings: list[tuple[Counter | Gauge, Callable[[], float]]] = []
         self._totals: list[tuple[Metric, Callable[[], Totals]]] = []
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}  # of these totals
-        self._exposition_lock = threading.Lock()
+        self._collect_lock = threading.Lock()
         self._buffers: dict[tuple[str, tuple[str, ...]], _ObservationBuffer] = {}
 
     def count(self, metric: Metric, *labels: str, by: float = 1.0) -> None:
@@ -103,14 +102,16 @@ class Telemetry:
         which more may appear. A gauge has no others than these."""
         self._totals.append((metric, of))
 
-    def exposition(self, *, open_metrics: bool = False) -> str:
-        """All metrics in Prometheus text format, or in OpenMetrics', which has request ids too.
-        From any thread."""
-        with self._exposition_lock:
-            self._read_all()
-            make = generate_open_metrics if open_metrics else generate_latest
-            text: bytes = make(self._registry)
+    def exposition(self) -> str:
+        """Return all metrics in Prometheus text format. Thread-safe."""
+        text: bytes = generate_latest(self)
         return text.decode()
+
+    def collect(self) -> list[Any]:
+        """Return all metric families, as a collector of `prometheus_client`. Thread-safe."""
+        with self._collect_lock:
+            self._read_all()
+            return list(self._registry.collect())
 
     def _read_all(self) -> None:
         for buffer in list(self._buffers.values()):

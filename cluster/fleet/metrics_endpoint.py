@@ -37,7 +37,8 @@ class MetricsEndpoint:
         """tell: the launcher of the ranks."""
         self._config, self._group, self._name = config, group, name
         self._register = register
-        self._exporter = Exporter(telemetry, key=ScrapeKey(config.http))
+        self._telemetry = telemetry
+        self._exporter: Exporter | None = None
         self._renewal: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -46,9 +47,14 @@ class MetricsEndpoint:
             return
         try:
             node = await asyncio.to_thread(this_node)
-            address = await self._exporter.open(self._config.metrics.host or node.listen_host)
         except (OSError, RayError) as error:
             event(log, "exporter_failed", logging.WARNING, name=self._name, reason=error)
+            return
+        key, loop = ScrapeKey(self._config.http), asyncio.get_running_loop()
+        self._exporter = Exporter(self._telemetry, key=key, name=self._name, loop=loop)
+        host = self._config.metrics.host or node.listen_host
+        address = await asyncio.to_thread(self._exporter.open, host)
+        if not address:
             return
         own_target = ScrapeTarget(
             address=address, group=self._group, rank=self._name, node=node.host
@@ -59,7 +65,8 @@ class MetricsEndpoint:
         if self._renewal is not None:
             self._renewal.cancel()
             await asyncio.gather(self._renewal, return_exceptions=True)
-        await self._exporter.close()
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
 
     async def _renew_lease(self, target: bytes) -> None:
         while True:

@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 import msgspec
 from ray.exceptions import RayError
 
-from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.exporter import Exporter
 from actors.telemetry.scrape_key import ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import ScrapeTarget
@@ -157,7 +157,7 @@ class ScrapeTargets:
     def __init__(self, config: TandemConfig, file: TargetsFile, clock: Clock = monotonic_s) -> None:
         self._config, self._file, self._clock = config, file, clock
         self._own: list[ScrapeTarget] = []
-        self._exporter: ExporterThread | None = None
+        self._exporter: Exporter | None = None
         self._ranks: dict[str, ScrapeTarget] = {}  # by address
         self._leased: dict[str, tuple[ScrapeTarget, float]] = {}  # by address; until when
         self._guard = threading.Lock()  # of what is leased
@@ -165,7 +165,7 @@ class ScrapeTargets:
     def open(self, telemetry: Telemetry) -> None:
         """Exports the launcher's own."""
         key, node = ScrapeKey(self._config.http), this_node()
-        self._exporter = ExporterThread(telemetry, key=key, name="launcher")
+        self._exporter = Exporter(telemetry, key=key, name="launcher")
         address = self._exporter.open(self._config.metrics.host or node.listen_host)
         if address:
             name = "launcher"

@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from actors.telemetry.chrome_trace import request_events
-from actors.telemetry.scrape_coalescer import ScrapeCoalescer
 from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
 from cluster.http import response_types
 from cluster.http.body import read_body
 from cluster.http.errors import BodyTimeoutError, MediaTypeError
 from cluster.http.request_context import AppState
 from cluster.http.responses import json_response
+from cluster.http.scrape_coalescer import ScrapeCoalescer
 from cluster.http.version import version
 from contracts import metrics
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError

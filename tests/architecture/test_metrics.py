@@ -69,6 +69,8 @@ def test_prometheus_objects_are_made_from_the_table_only() -> None:
             name = node.module if isinstance(node, ast.ImportFrom) else None
             if name in ("prometheus_client", "prometheus_client.openmetrics.exposition"):
                 assert path == "actors/telemetry/telemetry.py"
+            if name == "prometheus_client.exposition":
+                assert path == "actors/telemetry/exporter.py"
 
 
 def test_no_metric_has_a_label_that_only_a_scraper_gives() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.exporter import Exporter
 from actors.telemetry.scrape_key import SETTLE_S, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from contracts.config import HttpConfig
@@ -78,11 +78,11 @@ def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, damage: str)
 def test_an_exporter_wants_the_files_key(tmp_path: Path) -> None:
     path = written(tmp_path / "keys", "metrics_key: watcher")
     key = ScrapeKey(HttpConfig(keys_file=str(path)))
-    thread = ExporterThread(Telemetry(), key=key, name="attention-0")
-    address = f"http://{thread.open('127.0.0.1')}"
+    exporter = Exporter(Telemetry(), key=key, name="attention-0")
+    address = f"http://{exporter.open('127.0.0.1')}"
     try:
         for given, status in ((None, 401), ("sk-secret", 401), ("watcher", 200)):
             headers = {} if given is None else {"Authorization": f"Bearer {given}"}
             assert httpx.get(address, headers=headers, timeout=20.0).status_code == status
     finally:
-        thread.close()
+        exporter.close()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actors.telemetry.exporter import ExporterThread
+from actors.telemetry.exporter import Exporter
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet import targets_file
 from cluster.fleet.targets_file import targets_path
@@ -29,7 +29,7 @@ def address() -> Iterator[str]:
     """Of a rank's exporter, with a key."""
     telemetry = Telemetry()
     telemetry.set(metrics.RANK_BUSY, "attention", "attention-0", to=0.5)
-    exporter = ExporterThread(telemetry, key=KEY, name="attention-0")
+    exporter = Exporter(telemetry, key=KEY, name="attention-0")
     yield exporter.open("127.0.0.1")
     exporter.close()
 

@@ -1,4 +1,4 @@
-"""Metrics for any number of askers at the price of one: a scrape at a time, and not too often."""
+"""Coalescing of concurrent scrapes, and a bound on the time they take."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Awaitable, Callable
 
 from contracts.clock import Clock
 
-SHARE = 0.05  # of the loop's time at most
+SHARE = 0.05  # maximum fraction of the loop's time
 MAX_PAUSE_S = 1.0
-ANSWER_S = 0.0003  # of the loop's time, for each asker
+ANSWER_S = 0.0003  # time of the loop per response
 
 
 class ScrapeCoalescer:
-    """`text()` is made by one call of `make`, begun after it was asked for, and shared by all who
-    asked before it began. After a scrape the next one waits until it and its answers were
-    at most SHARE of the time: who asks without end slows down himself, and not the requests.
+    """Shares one call of `make` among concurrent callers of `text`.
+
+    A caller gets a text whose collection started after its call. The next collection is delayed
+    until the previous one and its responses are at most SHARE of the time, so a client that scrapes
+    in a loop slows down itself and not the requests.
     """
 
     def __init__(
@@ -33,10 +35,10 @@ class ScrapeCoalescer:
         self._task: asyncio.Task[None] | None = None
 
     async def text(self) -> str:
-        """Raises what the scrape raises. An asker who leaves takes nothing from the others."""
+        """Return the text; raises what `make` raises. Other callers survive cancellation."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
-            # Nobody may be left to hear of an error.
+            # Mark an exception as retrieved if every caller was cancelled.
             self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiters += 1
         if self._task is None:
@@ -54,7 +56,7 @@ class ScrapeCoalescer:
                 start_s = self._clock()
                 try:
                     answer.set_result(await self._make())
-                except Exception as error:  # noqa: BLE001 - all who asked raise it
+                except Exception as error:  # noqa: BLE001 - raised by every caller
                     answer.set_exception(error)
                 end_s = self._clock()
                 cost_s = end_s - start_s + ANSWER_S * waiters
