@@ -1,1 +1,1 @@
-"""What every part of Tandem agrees on: configuration, requests, plans, messages, events, errors."""
+"""Types that all processes agree on: configuration, requests, plans, messages, errors, metrics."""

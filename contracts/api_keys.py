@@ -1,5 +1,4 @@
-"""What a configured bearer token may be. Messages name a key's place, never the key: they end in
-logs."""
+"""Validation of bearer tokens. Error messages name the position of a key, never the key."""
 
 from __future__ import annotations
 
@@ -11,15 +10,17 @@ from msgspec import Meta
 
 MAX_KEY_CHARACTERS = 200  # must fit into the smallest max_header_bytes
 
-
 Rate = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bearer token, and who comes with it. priority: of requests that name none; fixed_priority:
-    they may name no other. tenant: keys of one take their turns together; None: each key is a
-    tenant of its own. requests_per_s, tokens_per_s, concurrency: what it may use, in the long run,
-    and at a time; None: no bound."""
+    """A bearer token and its permissions.
+
+    priority: class of requests that name none. fixed_priority: requests may not name another class.
+    tenant: keys of one tenant share their turns; None: the key is a tenant of its own.
+    requests_per_s, tokens_per_s: long-term rates; concurrency: simultaneous requests; None: no
+    limit.
+    """
 
     key: str
     priority: Literal["ls", "be"] = "ls"
@@ -31,12 +32,12 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def api_key(given: str | ApiKey) -> ApiKey:
-    """As it may stand in a configuration: a bare token is one without further ado."""
+    """Return the full form of an entry of `http.api_keys`."""
     return ApiKey(given) if isinstance(given, str) else given
 
 
 def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
-    """Raises ValueError for a key that would let everybody in, or nobody."""
+    """Raise ValueError if a key is empty, too long, repeated, or cannot be sent in a header."""
     keys = [each.key for each in api_keys]
     for index, key in enumerate(keys):
         _check_key(f"api_keys[{index}]", key)
@@ -50,13 +51,12 @@ def check_keys(api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
 
 
 def check_operator_key(operator_key: str | None, others: Sequence[str | None]) -> None:
-    """Raises ValueError for one that would let everybody in, or nobody, or those who have another
-    key."""
+    """Raise ValueError if the operator key is invalid or equal to another key."""
     if operator_key is None:
         return
     _check_key("operator_key", operator_key)
     if operator_key in others:
-        raise ValueError("operator_key is one of api_keys or metrics_key, too: give another one")
+        raise ValueError("operator_key is also one of api_keys or metrics_key: give another one")
 
 
 def _check_key(name: str, key: str) -> None:

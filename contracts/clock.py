@@ -1,4 +1,4 @@
-"""Time as a value that is passed in, so that policies and tests own it."""
+"""Clocks as parameters, so that policies and tests control time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def __call__(self) -> float:
-        """Seconds on a monotonic clock that all processes of one node share."""
+        """Return seconds of a monotonic clock that all processes of one node share."""
 
 
 def monotonic_s() -> float:
@@ -16,7 +16,7 @@ def monotonic_s() -> float:
 
 
 class ManualClock:
-    """A clock that moves only when told to."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

@@ -1,14 +1,14 @@
-"""One error tree. Every error has a code, says whether trying again may help, and maps to one HTTP
-status. A message names the field, the numbers with their unit, and what to change.
+"""Error classes. Each has a code, an HTTP status, and whether a retry may succeed.
 
-Exceptions take positional arguments only, so that they pickle across Ray actors.
+A message names the field, the numbers with their unit, and the remedy. Exceptions take positional
+arguments only, so that they can be pickled across Ray actors.
 """
 
 from __future__ import annotations
 
 
 class TandemError(Exception):
-    """Base of all errors that Tandem raises on purpose."""
+    """Base class of all errors that Tandem raises on purpose."""
 
     code = "internal_error"
     status = 500
@@ -23,7 +23,7 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError):
-    """The configuration cannot be used: a key, a type, a range."""
+    """The configuration is invalid: a key, a type, a range."""
 
     code = "config_error"
     status = 400
@@ -37,27 +37,27 @@ class CheckpointError(TandemError):
 
 
 class ResourceError(TandemError):
-    """The machine or the Ray cluster lacks what the configuration asks for."""
+    """The machine or the Ray cluster lacks resources that the configuration requires."""
 
     code = "resource_error"
     status = 503
 
 
 class LaunchError(TandemError):
-    """The cluster did not come up."""
+    """The cluster did not start."""
 
     code = "launch_error"
     status = 503
 
 
 class JobError(TandemError):
-    """A bulk job cannot go on; what it has done is kept."""
+    """A bulk job cannot continue; its results so far are kept."""
 
     code = "job_error"
 
 
 class RequestError(TandemError):
-    """A request is wrong. Arguments: message, the field it is about (or None)."""
+    """A request is invalid. Arguments: message, name of the field (or None)."""
 
     code = "invalid_value"
     status = 400
@@ -73,7 +73,7 @@ class UnauthorizedError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """The key is valid, and not for this."""
+    """The key is valid but lacks the permission."""
 
     code = "permission_denied"
     status = 403
@@ -92,14 +92,14 @@ class TooLongError(RequestError):
 
 
 class TooCostlyError(RequestError):
-    """What the request would make (text, tokens, passes, answer) is beyond a bound."""
+    """The size of the request (text, tokens, passes, response) exceeds a limit."""
 
     code = "request_too_costly"
     status = 413
 
 
 class OverloadError(TandemError):
-    """Refused at the door: queues are full. Arguments: message, seconds to wait."""
+    """A request is rejected because queues are full. Arguments: message, seconds to wait."""
 
     code = "overloaded"
     status = 429
@@ -132,13 +132,13 @@ class NotReadyError(TandemError):
 
 
 class HandedOverError(NotReadyError):
-    """The rank leaves: another one goes on with the request, which has not failed."""
+    """The rank is draining; another rank continues the request, which has not failed."""
 
     code = "handed_over"
 
 
 class RequestTimeoutError(TandemError):
-    """A request ran longer than its limit."""
+    """A request exceeded its time limit."""
 
     code = "timeout"
     status = 504
@@ -164,7 +164,7 @@ class ChannelError(TandemError):
 
 
 class PeerError(ChannelError):
-    """A named peer is lost. Arguments: message, the peer's name."""
+    """A peer is lost. Arguments: message, name of the peer."""
 
     code = "peer_lost"
 
@@ -174,19 +174,19 @@ class PeerError(ChannelError):
 
 
 class PeerDeadError(PeerError):
-    """The peer's process is gone (its connection closed)."""
+    """The peer's process has exited; its connection is closed."""
 
     code = "peer_dead"
 
 
 class PeerHungError(PeerError):
-    """The peer's process exists but has been silent for longer than the limit."""
+    """The peer's process exists but sent no heartbeat within the limit."""
 
     code = "peer_hung"
 
 
 class RepairTimeoutError(ChannelError):
-    """A rank is lost, and nobody was in its place in time."""
+    """A rank is lost and was not replaced in time."""
 
     code = "peer_lost"
 
@@ -198,7 +198,6 @@ class HandshakeError(ChannelError):
 
 
 class HandshakeBrokenError(HandshakeError):
-    """The connection ended, or nothing came in time, before the other side had proven itself. It
-    has not refused us: it may be dialled again."""
+    """The connection ended or timed out before the handshake completed; it may be retried."""
 
     code = "handshake_broken"

@@ -1,4 +1,4 @@
-"""Experts that come and go: what a cache asks a policy."""
+"""Interface between an expert cache and its eviction policy."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ class ExpertKey(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Which expert leaves when another one needs its slot; owned by one thread at a time."""
+    """Order in which experts are evicted. Owned by one thread at a time."""
 
     def on_insert(self, key: ExpertKey) -> None:
-        """It is there now."""
+        """Record that an expert was loaded."""
 
     def on_use(self, key: ExpertKey) -> None:
-        """It is there, and was computed with."""
+        """Record that a loaded expert was used."""
 
     def on_evict(self, key: ExpertKey) -> None: ...
 
     def candidates(self, layer: int) -> Iterator[ExpertKey]:
-        """What could go, the best first. layer: which one wants a slot. The caller may stop at any
-        point; nothing changes meanwhile."""
+        """Yield experts to evict, the best first, for a slot that `layer` needs.
+
+        The caller may stop at any point. The policy does not change during the iteration.
+        """
 
 
 ShouldPrefetch = Callable[[float, float, float], bool]
-"""(precision, hidden_s, wait_s) → whether to begin to read an expert that may be wanted. hidden_s:
-how much of the read lies before it would be wanted; wait_s: for how long the next demand may have
-to wait for it."""
+"""(precision, hidden_s, wait_s) → whether to prefetch an expert. hidden_s: part of the read that is
+hidden before its use; wait_s: possible delay of the next read on demand."""

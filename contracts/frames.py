@@ -1,5 +1,4 @@
-"""Frames of every socket between our processes but those of payloads: a 4-byte little-endian
-length, then so many bytes of msgpack."""
+"""Frames of all sockets except payload links: a 4-byte little-endian length, then msgpack."""
 
 from __future__ import annotations
 
@@ -8,8 +7,7 @@ import struct
 
 import msgspec
 
-# What a frame that cannot be decoded raises. msgspec gives up on a deeply nested one with Python's
-# own RecursionError.
+# Raised for an invalid frame. msgspec raises RecursionError for a deeply nested one.
 FRAME_ERRORS = (msgspec.MsgspecError, RecursionError)
 
 _PREFIX = struct.Struct("<I")
@@ -21,8 +19,7 @@ def encode_frame(body: bytes) -> bytes:
 
 
 def frame_size(prefix: bytes, max_bytes: int) -> int:
-    """Of the frame that begins so. Raises msgspec.DecodeError unless it is 1 to `max_bytes`: what a
-    peer says is believed only as far as there is memory for it."""
+    """Return the size of a frame. Raises msgspec.DecodeError unless it is 1 to `max_bytes`."""
     size: int = _PREFIX.unpack(prefix)[0]
     if not 0 < size <= max_bytes:
         raise msgspec.DecodeError(f"a frame of {size} bytes, where 1 to {max_bytes} are accepted")
@@ -30,5 +27,5 @@ def frame_size(prefix: bytes, max_bytes: int) -> int:
 
 
 async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
-    """The body of the next frame. Raises msgspec.DecodeError, and what the reader raises."""
+    """Return the body of the next frame. Raises msgspec.DecodeError and the reader's errors."""
     return await reader.readexactly(frame_size(await reader.readexactly(PREFIX_BYTES), max_bytes))

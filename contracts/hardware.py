@@ -1,8 +1,8 @@
-"""A hardware file: what stages cost on some machine, per call, per FLOP and per byte.
+"""Hardware files: cost of the stages on a machine, per call, per FLOP and per byte.
 
-Coefficients are per FLOP and per byte, not per token, so that a file serves any model: times of a
-model follow from its shape (planner/costs/cost_model.py). A multiply-add is 2 FLOPs. `tandem
-profile` writes such a file; some come with the package (cluster/fleet/hardware_files/).
+Coefficients are independent of the model; planner/costs/cost_model.py derives stage times from a
+model's shape. A multiply-add is 2 FLOPs. `tandem profile` writes such a file; the package contains
+some (cluster/fleet/hardware_files/).
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The attention half of a layer, for one micro-batch: a sum of
+    """Cost of a layer's attention half for one micro-batch, a sum of these terms.
 
-    call_ms; projection_ms for each projection; sequence_ms for each sequence;
-    linear_ms_per_flop for what is done once per token (projections, router);
-    attended_ms_per_flop for what is done once per (query, key) pair that the mask leaves;
-    context_ms_per_byte for keys and values that are read back from the pool;
-    prompt_call_ms for each tile of 128 rows of a prompt, or group of short ones; decode_call_ms for
-    each group of sequences that decode;
-    packet_ms for each expert rank beyond the first, which gets a packet and answers it;
-    copied_ms_per_byte for each copy of a row beyond the first: cut out, and its answer added.
+    call_ms                once
+    projection_ms          per projection
+    sequence_ms            per sequence
+    linear_ms_per_flop     work per token (projections, router)
+    attended_ms_per_flop   work per (query, key) pair within the mask
+    context_ms_per_byte    keys and values read from the pool
+    prompt_call_ms         per tile of 128 prompt rows, or per group of short prompts
+    decode_call_ms         per group of decoding sequences
+    packet_ms              per expert rank beyond the first
+    copied_ms_per_byte     per copy of a row beyond the first
     """
 
     call_ms: Ms
@@ -54,10 +56,11 @@ class AttentionCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ServingCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an attention rank does for a batch outside of the layers with experts: batch_ms;
-    micro_batch_ms for each, which is made ready; sequence_ms for each sequence, which is admitted,
-    scheduled and answered; token_ms for each token, whose blocks are booked and which is embedded.
-    Logits cost what attention's linear FLOPs do.
+    """Cost of a batch on an attention rank outside of the layers with experts.
+
+    batch_ms: per batch. micro_batch_ms: per micro-batch. sequence_ms: per sequence (admission,
+    scheduling, answer). token_ms: per token (block allocation, embedding). Logits cost the same per
+    FLOP as attention's linear work.
     """
 
     batch_ms: Ms
@@ -67,8 +70,10 @@ class ServingCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class SharedCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shared experts of a layer: call_ms, projection_ms for each of the three matrices of each
-    shared expert, ms_per_flop."""
+    """Cost of a layer's shared experts.
+
+    call_ms: once. projection_ms: per matrix, three per shared expert. ms_per_flop: per FLOP.
+    """
 
     call_ms: Ms
     ms_per_flop: Ms
@@ -76,9 +81,11 @@ class SharedCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ExpertCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The experts of one rank and layer, for one token group: call_ms once, expert_ms and
-    weight_ms_per_byte times its bytes for each expert, ms_per_flop for each (token, expert) pair's
-    FLOPs."""
+    """Cost of the experts of one rank and layer for one token group.
+
+    call_ms: once. expert_ms, and weight_ms_per_byte times its size: per expert. ms_per_flop: per
+    FLOP of a (token, expert) pair.
+    """
 
     call_ms: Ms
     expert_ms: Ms
@@ -91,12 +98,11 @@ class ExpertCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class LinkCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A payload's way between the groups: alpha_ms, and ms_per_byte of what the busiest rank sends
-    or receives.
+    """Cost of a transfer between the groups: alpha_ms + ms_per_byte x bytes of the busiest rank.
 
-    attention_ranks, expert_ranks: the only split that the figures hold for (None: any).
-    deduplicated: a token travels once to each expert rank that has work for it, as here, instead of
-    once per chosen expert, as in FinDEP's Eq. 4.
+    attention_ranks, expert_ranks: the only split for which the values hold (None: any).
+    deduplicated: a token is sent once per expert rank instead of once per chosen expert, as in
+    FinDEP's Eq. 4.
     """
 
     backend: Name
@@ -109,7 +115,7 @@ class LinkCost(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One measured size: its label, the size for the plot's axis, the measured and modelled ms."""
+    """One measured size: label, size on the plot's axis, measured and modelled ms."""
 
     label: str
     size: float
@@ -118,8 +124,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fit(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How well a model describes what was measured. median_error_fraction: of |modelled - measured|
-    over measured."""
+    """Quality of a fit. median_error_fraction: of |modelled - measured| over measured."""
 
     stage: Name
     size_unit: Name
@@ -129,13 +134,12 @@ class Fit(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Hardware(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of device and what joins several.
+    """One kind of device and the links between several.
 
-    kind says where the figures are from: measured by `tandem profile`, printed in a paper, or put
-    together of public figures (data sheets) and stated assumptions. source: in words. memory_bytes:
-    of one rank's device. devices: how many there are, None where it is not known. shareable: more
-    ranks than that take turns on them, as processes do on cores. shared None: not measured; shared
-    experts are then taken to cost what routed ones do. serving None: not measured, taken as free.
+    kind: measured by `tandem profile`, printed in a paper, or derived from public figures (data
+    sheets) and stated assumptions. source: in words. memory_bytes: of one rank's device. devices:
+    their number; None if not known. shareable: more ranks than devices may take turns, as processes
+    do on cores. shared None: shared experts cost as much as routed ones. serving None: no cost.
     """
 
     version: int

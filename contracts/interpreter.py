@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, in processes that live long."""
+"""Garbage collection and stack dumps of long-lived processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import traceback
 
 
 def freeze_heap() -> None:
-    """Once a process is ready: what it has made by then stays, so no collection need look at it
-    again. Modules and weights are hundreds of thousands of objects; walking them took a quarter
-    of a router's time per row."""
+    """Exclude all present objects from garbage collection; call once the process is ready.
+
+    Modules and weights are hundreds of thousands of objects; traversing them took a quarter of a
+    router's time per row.
+    """
     gc.collect()
     gc.freeze()
 
 
-MAX_FRAMES = 40  # of a thread, the innermost
+MAX_FRAMES = 40  # innermost frames of a thread
 
 
 def thread_stacks() -> str:
-    """Of all threads but the caller's: files, lines and code, no values."""
+    """Return the stacks of all threads but the caller's: files, lines and code, no values."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = []
     for ident, frame in sys._current_frames().items():
@@ -35,8 +37,10 @@ def thread_stacks() -> str:
 
 
 def watch_interpreter(after_s: float) -> None:
-    """From now on faulthandler writes all stacks to standard error when no thread of Python has run
-    for so long: a library holds the interpreter, and no log of ours can be written."""
+    """Dump all stacks to standard error if no Python thread has run for `after_s`.
+
+    A library that holds the interpreter lock prevents regular logging.
+    """
     try:
         sys.stderr.fileno()
     except (io.UnsupportedOperation, AttributeError):

@@ -1,4 +1,4 @@
-"""JSON files that a person wrote, within limits: every mistake is one line that names the field."""
+"""JSON files written by people; an error is one line that names the field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """The object in `path`. Raises ConfigError."""
+    """Return the object in `path`. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -40,7 +40,7 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 def struct_from(tree: object, kind: type[Body], where: str) -> Body:
-    """`tree` as `kind`. `where`: what to call it in messages. Raises ConfigError."""
+    """Convert `tree` to `kind`. where: its name in messages. Raises ConfigError."""
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
@@ -50,7 +50,7 @@ def struct_from(tree: object, kind: type[Body], where: str) -> Body:
 
 
 def wrong_field(message: str) -> tuple[str, str]:
-    """ "Expected `int`, got `str` - at `$.n`" as ("n", "Expected `int`, got `str`")."""
+    """Split "Expected `int`, got `str` - at `$.n`" into ("n", "Expected `int`, got `str`")."""
     path, missing = _PATH.search(message), _MISSING.search(message)
     parts = (path[1] if path else "", missing[1] if missing else "")
     text = "missing" if missing else message.partition(" - at ")[0]
@@ -58,7 +58,6 @@ def wrong_field(message: str) -> tuple[str, str]:
 
 
 def _named(message: str) -> str:
-    """ "n: expected int, got str"."""
     field, text = wrong_field(message)
     text = text.replace("`", "")
     return f"{field}: {text[0].lower()}{text[1:]}" if field else text

@@ -1,7 +1,6 @@
-"""The file of `http.keys_file`: who may call, apart from the configuration, so that it can be
-changed while the server runs.
+"""The file of `http.keys_file`, which may change while the server runs.
 
-No message quotes what stands in it: messages end in logs, and a key may stand where none belongs.
+Error messages never quote its contents, because they are logged.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MAX_KEYS_FILE_BYTES = 1 << 20
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As http.api_keys and http.metrics_key."""
+    """Contents of the file, as http.api_keys and http.metrics_key."""
 
     api_keys: list[str | ApiKey]
     metrics_key: str | None = None
@@ -38,17 +37,17 @@ class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_keys(path: Path) -> Keys:
-    """Raises ConfigError: one line, without a word of what the file holds."""
+    """Read and validate the file. Raises ConfigError without any of its contents."""
     return decode_keys(keys_bytes(path), path)
 
 
 def keys_bytes(path: Path) -> bytes:
-    """What stands in the file. Raises ConfigError."""
+    """Return the contents of the file. Raises ConfigError."""
     try:
-        # Nothing is waited for: a pipe would keep us.
+        # Non-blocking: opening a pipe must not hang.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _invalid(path, "is no file")
+                raise _invalid(path, "is not a file")
             data = file.read(MAX_KEYS_FILE_BYTES + 1)
     except OSError as error:
         raise _invalid(path, f"cannot be read: {error.strerror}") from None
@@ -58,21 +57,25 @@ def keys_bytes(path: Path) -> bytes:
 
 
 def decode_keys(data: bytes, path: Path) -> Keys:
-    """YAML, of which JSON is a part. path: for messages. Raises ConfigError."""
+    """Decode YAML or JSON. path: for messages. Raises ConfigError."""
     try:
         tree: Any = yaml.safe_load(data)
         return msgspec.convert(tree, Keys)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise _invalid(path, f"no YAML{where}") from None
+        raise _invalid(path, f"not valid YAML{where}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        reason = _redacted(str(error)) if isinstance(error, msgspec.ValidationError) else "no YAML"
+        reason = (
+            _redacted(str(error))
+            if isinstance(error, msgspec.ValidationError)
+            else "not valid YAML"
+        )
         raise _invalid(path, reason) from None
 
 
 def _redacted(message: str) -> str:
-    """A ValidationError without words that are not ours."""
+    """Return a ValidationError's message without text from the file."""
     unknown = re.fullmatch(r"Object contains unknown field `.*?`(?: - at `\$(.*)`)?", message, re.S)
     if unknown is None:
         ours = re.sub(r"Invalid enum value '.*' - ", "Invalid enum value - ", message, flags=re.S)

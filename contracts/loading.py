@@ -1,4 +1,4 @@
-"""Reads a configuration file and `a.b=c` overrides into a `TandemConfig`."""
+"""Loading of a configuration file and `a.b=c` overrides into a `TandemConfig`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from contracts.errors import ConfigError
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> TandemConfig:
-    """The configuration in `path` (YAML or TOML; None: defaults) with `a.b=c` overrides applied.
+    """Load the configuration in `path` (YAML or TOML; None: defaults) and apply `a.b=c` overrides.
 
-    Raises ConfigError: one line that names the key, and the nearest known one for a typo.
+    Raises ConfigError: one line with the key, and the nearest known key for a typo.
     """
     tree = _read(path) if path is not None else {}
     for override in overrides:
@@ -30,7 +30,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Tand
 
 
 def config_from(tree: dict[str, Any], *, source: str) -> TandemConfig:
-    """`tree` as a TandemConfig. Raises ConfigError."""
+    """Convert `tree` to a TandemConfig. Raises ConfigError."""
     _check_keys(tree, TandemConfig, source, prefix="")
     try:
         return msgspec.convert(tree, TandemConfig)
@@ -40,7 +40,7 @@ def config_from(tree: dict[str, Any], *, source: str) -> TandemConfig:
 
 
 def _choices(message: str) -> str:
-    """What a field takes, where msgspec tells only that the value is none of it."""
+    """Return the accepted values of an enum field, which msgspec's message lacks."""
     field = re.fullmatch(r"Invalid enum value .* - at `([\w.]+)`", message)
     if field is None:
         return ""
@@ -84,7 +84,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _check_keys(tree: dict[str, Any], struct: type, source: str, prefix: str) -> None:
-    """Raises ConfigError for the first unknown key, with the nearest known one."""
+    """Raise ConfigError for the first unknown key, with the nearest known one."""
     fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
     for key, value in tree.items():
         if key not in fields:

@@ -1,12 +1,11 @@
-"""One way to log, in every process: a fixed event name and fields, one line a record, as text or as
-JSON (log.format):
+"""Logging: a fixed event name and fields, one line per record, as text or JSON (log.format).
 
     2026-01-31T12:00:00.123Z WARNING tandem.worker rank_lost rank=expert-1 reason="no heartbeat"
     {"at": "2026-01-31T12:00:00.123Z", "level": "WARNING", "logger": "tandem.worker",
      "process": "attention-0", "event": "rank_lost", "rank": "expert-1", …}
 
-Only loggers below "tandem" are set up: what libraries log is theirs. No colours, no blanks or line
-ends in a field without quotes, so that lines can be cut into fields by machines.
+Only loggers below "tandem" are configured. Fields contain no colours, and no unquoted spaces or
+line ends, so that lines can be parsed.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from contracts.config import LogConfig
 
 TOP = "tandem"
 ACCESS = "tandem.access"
-# Attributes of a record: what it says, apart from its text; the lines of one that is several; an
-# exception whose message may hold what a client has sent.
-_EVENT, _LINES, _PRIVATE = "said", "lines", "private"
+# Attributes of a record: its event and fields; the lines of `log_lines`; a private exception.
+_EVENT, _LINES, _PRIVATE = "event", "lines", "private"
 _Event = tuple[str, dict[str, object]]
-Line = tuple[float, str, dict[str, object]]  # when (since the epoch), the event, its fields
+Line = tuple[float, str, dict[str, object]]  # seconds since the epoch, event, fields
 _PLAIN = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 
 
@@ -43,10 +41,12 @@ def event(
     is_private: bool = False,
     **fields: object,
 ) -> None:
-    """Logs `name key=value …`. name: fixed, for people search for it; what varies is a field.
-    raised: with its traceback. is_private: without its message, for that may quote a prompt, unless
-    log.prompts allows it. An exception among the fields is kept as its text: a record may live
-    longer than what the frames of a traceback hold."""
+    """Log `name key=value …`.
+
+    name: fixed, for searching; variable parts are fields. raised: logged with its traceback.
+    is_private: omit the exception's message, which may quote a prompt, unless log.prompts allows
+    it. Exceptions among the fields are stored as text, since a record may outlive their frames.
+    """
     if log.isEnabledFor(level):
         for key, value in fields.items():
             if isinstance(value, BaseException):
@@ -58,13 +58,13 @@ def event(
 
 
 def log_lines(log: logging.Logger, lines: Sequence[Line]) -> None:
-    """What was said at those times, as one record: it costs as much as one."""
+    """Log several lines with their own times as one record, at the cost of one."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", _Lines(lines), extra={_LINES: lines})
 
 
 class _Lines(NamedTuple):
-    """For handlers that are not ours: made only if one asks."""
+    """Text for foreign handlers, formatted on demand."""
 
     lines: Sequence[Line]
 
@@ -78,8 +78,10 @@ def _text(name: str, fields: dict[str, object]) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """One line a record, in UTC. has_traces: tracebacks, too; else another place has them.
-    has_prompts: messages of exceptions that may quote what a client has sent."""
+    """Text format, one line per record, in UTC.
+
+    has_traces: include tracebacks. has_prompts: include messages of private exceptions.
+    """
 
     def __init__(self, *, has_traces: bool, has_prompts: bool = False) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(LineFormatter):
-    """An object a line. process: whose log it is."""
+    """JSON format, one object per line. process: name of the logging process."""
 
     def __init__(self, process: str, *, has_traces: bool, has_prompts: bool = False) -> None:
         super().__init__(has_traces=has_traces, has_prompts=has_prompts)
@@ -133,11 +135,11 @@ class JsonFormatter(LineFormatter):
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
-    """Ours, to be known again."""
+    """Marks handlers of `set_up_logging`."""
 
 
 class _FileHandler(logging.handlers.RotatingFileHandler):
-    """Ours, to be known again. The base class formats a record twice, to see whether it fits."""
+    """Rotating file. The base class formats each record twice to check its size."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=1, encoding="utf-8")
@@ -150,11 +152,11 @@ class _FileHandler(logging.handlers.RotatingFileHandler):
 def set_up_logging(
     process: str, config: LogConfig, *, stderr_level: int | None = None
 ) -> Path | None:
-    """Sends this process's events to standard error and, with log.folder, to a file there that is
-    called after the `process`; replaces what an earlier call has set up. The file, if there is one.
+    """Send events to standard error and, with log.folder, to the file `process`.log there.
 
-    With a file, standard error has what an operator should see: from stderr_level on, by default
-    warnings. Where the folder cannot be written (on another node, perhaps), it has everything.
+    Replaces an earlier set-up. Returns the path of the file, if any. With a file, standard error
+    shows events from `stderr_level` on (default: warnings). If the folder is not writable, for
+    example on another node, standard error shows everything.
     """
     top = logging.getLogger(TOP)
     for handler in [one for one in top.handlers if isinstance(one, _StreamHandler | _FileHandler)]:

@@ -1,7 +1,7 @@
-"""What this machine lets this process have: memory and processors, by its control groups.
+"""Memory and processors available to this process within its control groups.
 
-A container shows the host's /proc/meminfo; what it may use stands in /sys/fs/cgroup. Each level of
-the hierarchy has a limit of its own, so that the tightest one counts.
+A container shows the host's /proc/meminfo; its limits are in /sys/fs/cgroup. Each level of the
+hierarchy has a limit of its own, and the lowest one applies.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ SYSTEM = Path("/")
 
 
 def available_bytes(root: Path = SYSTEM) -> int:
-    """Memory that this process may still take: the host's, or what is left below the limits of its
-    control groups. root: of the files read, "/" but in tests."""
+    """Return the memory that this process can still allocate. root: of the files to read."""
     return min([_host_available(root), *(max(0, left) for left in _left_in_groups(root))])
 
 
 def total_bytes(root: Path = SYSTEM) -> int:
-    """The machine's memory, or the tightest limit of this process's control groups."""
+    """Return the machine's memory, or the lowest limit of this process's control groups."""
     return min([_meminfo(root)["MemTotal"], *(limit for limit, _ in _memory_limits(root))])
 
 
 def free_bytes(folder: Path) -> int:
-    """What can still be written there: of a folder that is kept in memory, as /dev/shm, no more
-    than the memory that is left."""
+    """Return the free space of a folder; in a memory file system at most the available memory."""
     free = shutil.disk_usage(folder).free
     return min(free, available_bytes()) if _is_in_memory(folder) else free
 
 
 def usable_cores(root: Path = SYSTEM) -> float:
-    """Processors that this process may run on, less where a control group has a quota."""
+    """Return the processors that this process may use, or the quota of its control groups."""
     return min([float(len(os.sched_getaffinity(0))), *_quotas(root)])
 
 
 def whole_cores(root: Path = SYSTEM) -> int:
-    """`usable_cores` as a number of threads: at least one."""
+    """Return `usable_cores` as a number of threads, at least one."""
     return max(1, math.floor(usable_cores(root)))
 
 
@@ -56,7 +54,7 @@ def _host_available(root: Path) -> int:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """MemTotal and MemAvailable in bytes."""
+    """Return MemTotal and MemAvailable in bytes."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -71,10 +69,10 @@ def _left_in_groups(root: Path) -> list[int]:
 
 
 def _memory_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, what is in use and cannot be given back) of each level that has a limit, in bytes.
+    """Return (limit, unreclaimable use) in bytes for each level with a limit.
 
-    Version 2: above memory.high a process is throttled until it stands still, so that it is as good
-    as a limit. Inactive file pages are dropped when memory is wanted; the rest may not be.
+    Version 2: a process above memory.high is throttled until it stalls, so memory.high counts as a
+    limit. Inactive file pages are reclaimable; other pages may not be.
     """
     found = []
     for folder in _levels(root, "", "cgroup"):
@@ -89,7 +87,7 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
 
 
 def _quotas(root: Path) -> list[float]:
-    """Processors by the quota of each level that has one."""
+    """Return the processor quota of each level that has one."""
     found = []
     for folder in _levels(root, "", "cgroup"):
         quota, _, period = _text(folder / "cpu.max").partition(" ")
@@ -104,9 +102,11 @@ def _quotas(root: Path) -> list[float]:
 
 
 def _levels(root: Path, controller: str, mount: str) -> Iterator[Path]:
-    """The folders of this process's group and of those above it. controller: of version 1; empty:
-    version 2. In a container whose own group is mounted as the root, the path that /proc gives may
-    not be there: its root then is all that can be seen."""
+    """Yield the folders of this process's group and of its parents.
+
+    controller: of version 1; empty: version 2. In a container that mounts its own group as the
+    root, the path in /proc may not exist; only the root is visible then.
+    """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         if controller not in names.split(","):
@@ -120,7 +120,7 @@ def _levels(root: Path, controller: str, mount: str) -> Iterator[Path]:
 
 
 def _text(path: Path) -> str:
-    """Empty where it cannot be read: that level or controller is not there."""
+    """Return the contents of a file, or "" if the level or controller does not exist."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -128,7 +128,7 @@ def _text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """None: no such file, or no limit ("max", or -1 for a quota)."""
+    """Return the number in a file; None without a file or without a limit ("max", -1)."""
     text = _text(path)
     return int(text) if text.isdigit() else None
 

@@ -1,11 +1,11 @@
-"""Frames between the ingress and the attention ranks.
+"""Frames between the ingress and the ranks that serve requests.
 
 A connection opens with a mutual challenge (actors/channels/handshake.py). Then each side sends
-frames (contracts/frames.py), each one msgpack map tagged by `type`. The ingress sends
-`Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of that
-connection (so a token costs a few bytes, not a call). A prefill worker adds its log
+frames (contracts/frames.py), each one msgpack map tagged by `type`. The ingress sends `Submit` and
+`Cancel`; a rank answers with `Events`, one frame per step for all sequences of the connection, so
+that a token costs a few bytes instead of a call. A prefill worker adds its log
 (contracts/routing_messages.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all
-clients in the same order and in the frame of the answers that it goes with.
+clients in the same order and in the frame of the answers it belongs to.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from contracts.requests import Caller, Priority, Sampling, Usage
 from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 
 MAX_FRAME_BYTES = 64 << 20
-STATE_PERIOD_S = 0.25  # of a rank: by this its clients know that it lives
+STATE_PERIOD_S = 0.25
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """A sequence to run.
 
-    `sampling` None means a prefill-only job: nothing is generated and the answer is a `Scored`.
-    `candidates`: token ids whose logits at the last prompt position are wanted.
-    `score_from`: if set, the log-probability of each prompt token at positions >= score_from,
-    given all before it, is wanted (score_from >= 1). `score_top`: with score_from, how many
-    alternatives per scored position are wanted as well. `key`: what a router calls the request, and
-    the worker's reports with it; None: no router placed it. `caller`: whose it is. `waited_s`: for
-    how long it has waited already (an age: clocks of nodes differ).
+    sampling: None for a prefill-only job, which generates nothing and is answered by `Scored`.
+    candidates: token ids whose logits at the last prompt position are requested. score_from: if set
+    (>= 1), the log-probability of each prompt token at positions >= score_from, given all before
+    it, is requested. score_top: alternatives per scored position. key: the router's name of the
+    request, used in the worker's reports; None without a router. caller: origin of the request.
+    waited_s: time already waited (a duration, since clocks of nodes differ).
 
-    `generated`: of a generation that another rank began, so many of the last `token_ids` are not
-    the client's prompt, but were generated there. `sampling` is what the client asked for, and
-    counts them: max_tokens and min_tokens, penalties, choices, draws.
+    generated: number of the last `token_ids` that another rank generated for this request.
+    `sampling` is the client's and counts them: max_tokens, min_tokens, penalties, choices, draws.
 
         token_ids   | prompt ........................ | generated .... |
                     0                     prompt_tokens      len(token_ids)
@@ -58,17 +56,19 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
     @property
     def prefill_only(self) -> bool:
-        """Whether its answer is read from the logits of one pass."""
+        """True if one pass is enough for the answer."""
         return self.sampling is None or self.sampling.max_tokens <= 1
 
     def block_hashes(self, block_tokens: int) -> list[bytes]:
-        """Of the prompt's full blocks, as every cache and every table of them names them."""
+        """Return the hashes of the prompt's full blocks."""
         return chain_hashes(self.token_ids, block_tokens, salt=self.caller.salt)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """Tokens that end what is generated, and are no part of its text. With choices an eos does
-        in any case: it comes only where one of them is complete."""
+        """Return the tokens that end the generation and are not part of its text.
+
+        With choices, eos always does: it is sampled only after a complete choice.
+        """
         sampling = self.sampling
         if sampling is None:
             return frozenset()
@@ -81,17 +81,17 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability (natural log) of the chosen token, and the `top` alternatives."""
+    """Natural logarithm of the probability of the chosen token, and the `top` alternatives."""
 
     logprob: float
     top: list[tuple[int, float]] = []
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
-    """Newly generated tokens of a sequence, in order. An eos token is included.
+    """New tokens of a sequence, in order, including an eos token.
 
-    cached_tokens: prompt tokens that came from the prefix cache, stated with the first tokens (a
-    sequence that a stop string ends never gets as far as its `Finished`).
+    cached_tokens: prompt tokens from the prefix cache, sent with the first tokens, because a
+    sequence that a stop string ends never sends `Finished`.
     """
 
     request_id: int
@@ -101,7 +101,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """A generation ended. reason: "stop" (eos) or "length"."""
+    """End of a generation. reason: "stop" (eos) or "length"."""
 
     request_id: int
     reason: str
@@ -126,7 +126,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A sequence ended with an error. `code` is a `TandemError.code`. retry_after_s: of a 429."""
+    """Error that ended a sequence. code: a `TandemError.code`. retry_after_s: of a 429."""
 
     request_id: int
     code: str
@@ -136,10 +136,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
-    """What an ingress must know of a rank; sent on connecting, when it changes, and every
-    STATE_PERIOD_S. stuck: its loop hangs, so that nothing that waits there will be answered.
-    leaving: it takes nothing new, and hands over what it has not ended in time. waits: expert ranks
-    are lost, and nobody stands in: nothing goes on there until they are back."""
+    """State of a rank; sent on connecting, when it changes, and every STATE_PERIOD_S.
+
+    stuck: its loop hangs and will not answer. leaving: it drains: accepts nothing new and hands
+    over what it does not complete in time. waits: expert ranks are lost without replacement, and
+    its work is paused until they return.
+    """
 
     rank: str
     healthy: bool

@@ -1,4 +1,4 @@
-"""Which rank holds which experts, layer by layer: made once at launch, the same on every rank."""
+"""Placement of experts on ranks, layer by layer. Equal on every rank."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Fingerprint = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """Experts of all ranks as one line of slots, rank after rank, of which each layer has its own:
+    """Experts of all ranks as one row of slots per layer, rank after rank.
 
         rank         0       |     1     |   2
         slots     0  1  2    |  3  4     |  5  6        slots_per_rank = (3, 2, 2)
         layer 1   0  1  2    |  3  4     |  0  5        expert_of_slot[1]: expert 0 has two replicas
 
-    slots_per_rank: the same in every layer. expert_of_slot: [L][slot], empty where a layer has no
-    experts. Every expert of a layer is in one slot or more, on different ranks. A placement without
-    ranks is of a group that divides no experts. generation: 0 at launch; each that a running group
-    goes over to has the next number.
+    slots_per_rank: the same in every layer. expert_of_slot: [L][slot], empty for a layer without
+    experts. Every expert of a layer has one slot or more, on different ranks. A placement without
+    ranks belongs to a group that does not divide experts. generation: 0 at launch, incremented by
+    every change.
     """
 
     num_experts: int = 0
@@ -60,32 +60,32 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @functools.cached_property
     def slot_bounds(self) -> tuple[tuple[int, int], ...]:
-        """[first, last) slot of each rank."""
+        """Return the [first, last) slot of each rank."""
         return bounds_of(self.slots_per_rank)
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits: equal placements have equal ones."""
+        """Return 16 hexadecimal digits that identify the placement."""
         body = msgspec.msgpack.encode((self.num_experts, self.slots_per_rank, self.expert_of_slot))
         return hashlib.sha256(body).hexdigest()[:16]
 
     def experts_of(self, rank: int) -> dict[int, tuple[int, ...]]:
-        """By layer, the expert ids of `rank` in the order of its local indices: none, where the
-        placement is of fewer ranks."""
+        """Return layer → expert ids of `rank` by local index; empty if there is no such rank."""
         low, high = self.slot_bounds[rank] if rank < self.ranks else (0, 0)
         layers = enumerate(self.expert_of_slot)
         return {layer: experts[low:high] for layer, experts in layers if experts}
 
 
 def bounds_of(slots_per_rank: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """[first, last) slot of each rank."""
+    """Return the [first, last) slot of each rank."""
     return tuple(itertools.pairwise(itertools.accumulate(slots_per_rank, initial=0)))
 
 
 class PlacementUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What an expert rank is told by its launcher: its next placement, which may be of more ranks
-    or of fewer, and the one that is used now, as a rank that has just come does not know it.
-    within_s: how long that may take."""
+    """Message of the launcher to an expert rank: its next placement and the present one.
+
+    The next placement may have more ranks or fewer. within_s: time for the change.
+    """
 
     placement: Placement
     present: Placement
@@ -93,10 +93,13 @@ class PlacementUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an expert rank has. placement: what all attention ranks use, and no other any more.
-    newest: the largest generation that it was told of; under_way: the one that is to come.
-    failures: why the latest that have failed did. expert_bytes: of one expert of one layer, 0 where
-    it takes no memory of its own. node: with one value all ranks share free_bytes."""
+    """Placement of an expert rank.
+
+    placement: the one that all attention ranks use. newest: the largest generation received;
+    under_way: the one being prepared. failures: generation → reason, of the latest failures.
+    expert_bytes: of one expert of one layer; 0 if it needs no memory of its own. node: ranks with
+    an equal value share free_bytes.
+    """
 
     placement: Placement
     newest: int
@@ -108,8 +111,10 @@ class PlacementState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `tandem place` writes: a placement, and what it was made for. checkpoint, tokenizer: 64
-    hexadecimal digits each, as a routing profile has them."""
+    """File written by `tandem place`: a placement, and the model it was made for.
+
+    checkpoint, tokenizer: 64 hexadecimal digits each, as in a routing profile.
+    """
 
     checkpoint: Fingerprint
     tokenizer: Fingerprint
@@ -117,7 +122,7 @@ class PlacementFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def placement_mismatch(peer: str, peer_digest: str, own_digest: str) -> str:
-    """What a peer is refused with."""
+    """Return the error message for a peer with another placement."""
     return (
         f"{peer} has its experts placed as {peer_digest}, here they are as {own_digest}: "
         "launch all ranks of a group with one placement"

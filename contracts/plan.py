@@ -1,4 +1,4 @@
-"""The schedule of one batch, as FinDEP states it (Section 3.2)."""
+"""Plan of one batch, as in FinDEP (Section 3.2)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import msgspec
 
 
 class Order(enum.StrEnum):
-    """In which order an attention rank runs its attention (A) and shared-expert (S) tasks.
+    """Order of attention (A) and shared-expert (S) tasks on an attention rank.
 
-    NAIVE and PPPIPE run S before A2E (the shared expert is part of attention, FinDEP Figure 3b);
-    ASAS runs A S A S ..., AASS runs all A of a layer first, both after A2E has been issued.
+    NAIVE and PPPIPE run S before A2E (the shared expert is part of attention, FinDEP Figure 3b).
+    ASAS runs A S A S ..., AASS runs all A of a layer first; both run S after A2E has been issued.
     """
 
     NAIVE = "naive"
@@ -26,20 +26,17 @@ class Order(enum.StrEnum):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one batch is cut and ordered.
+    """Split and order of one batch.
 
-    ma: samples in a micro-batch of one attention rank. r1: number of micro-batches.
-    me: tokens per expert in a token group (an average; None until a planner fills it in).
-    r2: token groups that each micro-batch is cut into.
+    ma: samples in a micro-batch of one attention rank. r1: number of micro-batches. me: mean tokens
+    per expert in a token group; None until the planner sets it. r2: token groups per micro-batch.
 
-    Beyond the paper:
-    shared_lag: under ASAS, each shared expert runs that many attention tasks later, counted on into
-    the next layer; below r1, because a micro-batch's next attention needs it.
-    micro_batch_samples: sizes of the micro-batches where they differ on purpose (`ma` is then the
-    largest).
-    sequence_chunks: where every sample is cut along its length, as ascending ends in parts of the
-    length, the last 1.0. Micro-batches are then the chunks of the first ma samples in order, then
-    those of the next ones; r1 counts them all.
+    Beyond the paper: shared_lag: under ASAS, each shared expert runs that many attention tasks
+    later, continuing into the next layer; below r1, because a micro-batch's next attention needs
+    it. micro_batch_samples: sizes of the micro-batches if they differ (`ma` is then the largest).
+    sequence_chunks: ends of the chunks of every sample, as ascending fractions of its length, the
+    last 1.0. Micro-batches are then the chunks of the first ma samples in order, then those of the
+    next samples; r1 counts them all.
     """
 
     r1: int = 1
@@ -53,7 +50,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def label(self) -> str:
-        """ "asas r1=2 r2=1": for tables and logs."""
+        """Return a label for tables and logs, such as "asas r1=2 r2=1"."""
         samples = "" if self.ma is None else f"ma={self.ma} "
         if self.micro_batch_samples:
             samples = f"ma={'+'.join(map(str, self.micro_batch_samples))} "
@@ -66,7 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def is_beyond_paper(self) -> bool:
-        """Whether FinDEP's search space lacks this plan."""
+        """True if FinDEP's search space lacks this plan."""
         return bool(self.shared_lag or self.micro_batch_samples or self.sequence_chunks)
 
     def __post_init__(self) -> None:

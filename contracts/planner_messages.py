@@ -1,8 +1,8 @@
-"""Frames between ranks and the planner, and who chose a batch's plan.
+"""Frames between ranks and the planner, and the source of a batch's plan.
 
 A connection opens with the mutual challenge of actors/channels/handshake.py. Then each side sends
-frames (contracts/frames.py), each one msgpack map tagged by `type`. Nothing of it is on a request's
-path: a rank that hears nothing uses its default plan.
+frames (contracts/frames.py), each one msgpack map tagged by `type`. The planner is not on the path
+of requests: without an answer a rank uses its default plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Meta
 from contracts.placement import Placement
 from contracts.plan import Plan
 
-PLANNER_PURPOSE = "planner"  # what a rank says in the handshake that its connection is for
+PLANNER_PURPOSE = "planner"  # purpose of a connection in its handshake
 MAX_PLANNER_FRAME_BYTES = 8 << 20
 
 Position = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -29,7 +29,7 @@ Batch = Annotated[list[NewTokens], Meta(min_length=1, max_length=65_536)]
 
 
 class PlanSource(enum.StrEnum):
-    """`tandem_plan_batches_total{chosen_by}`."""
+    """Values of `tandem_plan_batches_total{chosen_by}`."""
 
     PLANNER = "planner"
     PINNED = "pinned"
@@ -37,27 +37,30 @@ class PlanSource(enum.StrEnum):
 
 
 class NoPlanReason(enum.StrEnum):
-    """Why a batch has no plan of the planner (`tandem_plan_batches_total{reason}`)."""
+    """Reasons why a batch has no plan of the planner (`tandem_plan_batches_total{reason}`)."""
 
-    OFF = "off"  # there is none
+    OFF = "off"  # no planner
     JOINING = "joining"  # the first connection is being made
     LOST = "lost"  # no connection
-    SLOW = "slow"  # it owes an answer for longer than planner.answer_timeout_s
-    COLD = "cold"  # it has too few measured times yet, or none of batches as large
-    NEW_SHAPE = "new_shape"  # not asked before: the answer is for the next batch of this shape
-    MISFIT = "misfit"  # what was planned is not what was batched
+    SLOW = "slow"  # no answer within planner.answer_timeout_s
+    COLD = "cold"  # too few measurements, or none of batches of this size
+    NEW_SHAPE = "new_shape"  # first request; the answer serves the next batch of this shape
+    MISFIT = "misfit"  # the plan does not fit the batch
 
 
 class PlanRequest(msgspec.Struct, frozen=True, tag="query"):
-    """Asks for the plan of a batch like this one. `number` comes back in the answer."""
+    """Request for the plan of a batch like `batch`. `number` is repeated in the answer."""
 
     number: int
     batch: Batch
 
 
 class PlanResponse(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
-    """`plan` None: there is none, because of `reason`. predicted_ms: its makespan. solve_ms: how
-    long the planner took (0: it knew). version: of the stage models that it is made with."""
+    """Answer to a `PlanRequest`; without a plan, `reason` explains why.
+
+    predicted_ms: the plan's makespan. solve_ms: planning time, 0 if cached. version: of the stage
+    models used.
+    """
 
     number: int
     version: int
@@ -68,15 +71,17 @@ class PlanResponse(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
 
 
 class ModelsChanged(msgspec.Struct, frozen=True, tag="models_changed"):
-    """Answers of older versions should be asked for again. Sent on connecting too."""
+    """Notice that answers of older versions are outdated. Also sent on connecting."""
 
     version: int
 
 
 class MicroBatchReport(msgspec.Struct, frozen=True, array_like=True):
-    """Times of one layer of a micro-batch, medians over the layers with experts. attention_ms holds
-    the sending of packets, which send_ms is; shared_ms is 0 without shared experts. finish_ms: of
-    its sequences, once, after all layers (logits, sampling)."""
+    """Times of one layer of a micro-batch, medians over the layers with experts.
+
+    attention_ms includes send_ms, the sending of packets; shared_ms is 0 without shared experts.
+    finish_ms: of its sequences after all layers, once (logits, sampling).
+    """
 
     batch: Batch
     attention_ms: PositiveMs
@@ -86,16 +91,18 @@ class MicroBatchReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowsTime(msgspec.Struct, frozen=True, array_like=True):
-    """Distinct token rows and their ms: in a call of experts, or from sent to seen."""
+    """Distinct token rows, and ms of an expert call or of a transfer."""
 
     rows: Rows
     ms: PositiveMs
 
 
 class BatchReport(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """A batch that an attention rank has run. measured_ms: from its first task to its last.
-    between_ms: the rest of the time since the batch before it ended, if some of that one's
-    sequences are in this one; else 0."""
+    """A batch that an attention rank has run.
+
+    measured_ms: from its first task to its last. between_ms: the remaining time since the end of
+    the previous batch if they share sequences; otherwise 0.
+    """
 
     rank: str
     plan: Plan
@@ -108,7 +115,7 @@ class BatchReport(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
 
 
 class ExpertReport(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
-    """What an expert rank has run of late: calls by rows (a call may merge several packets)."""
+    """Recent calls of an expert rank by rows; a call may merge several packets."""
 
     rank: str
     experts: Annotated[list[RowsTime], Meta(max_length=4096)]
@@ -116,9 +123,12 @@ class ExpertReport(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
 
 
 class TrafficReport(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
-    """All that an attention rank has run since its last one, `seconds` ago. decode_tokens: rows of
-    one new token; positions: where they stand, summed. prompts: pieces of prompts; prompt_tokens:
-    their new ones; starts: tokens before them, summed. pool_tokens: that its KV pool holds."""
+    """Work of an attention rank since its last report, `seconds` ago.
+
+    decode_tokens: rows of one new token; positions: sum of their positions. prompts: pieces of
+    prompts; prompt_tokens: their new tokens; starts: sum of the tokens before them. pool_tokens:
+    capacity of its KV pool.
+    """
 
     rank: str
     seconds: Annotated[float, Meta(gt=0, le=1e9)]
@@ -131,10 +141,10 @@ class TrafficReport(msgspec.Struct, frozen=True, kw_only=True, tag="traffic"):
 
 
 class RoutingSampleReport(msgspec.Struct, frozen=True, kw_only=True, tag="routing"):
-    """Where an attention rank's tokens went of late. Arrays are little-endian bytes.
+    """Recent routing of an attention rank's tokens. Arrays are little-endian bytes.
 
-    ids: int32 [P, 2], token ids of a sample and those before them (-1: none). paths: int16 [P, moe
-    layers, K], their experts. tokens: all that the rank has run since its last report.
+    ids: int32 [P, 2], token ids of a sample and of their predecessors (-1: none). paths: int16 [P,
+    moe layers, K], their experts. tokens: all tokens of the rank since its last report.
     """
 
     rank: str
@@ -144,10 +154,12 @@ class RoutingSampleReport(msgspec.Struct, frozen=True, kw_only=True, tag="routin
 
 
 class CurrentPlacement(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
-    """An expert rank's first message on every connection to the planner: the placement that is
-    complete on it and in use (after a move, the new one), and the largest generation that it was
-    ever told of, were it refused or failed. A planner that has just begun knows by it where experts
-    are, and which numbers are spent: until every expert rank has said it, nothing is proposed."""
+    """First message of an expert rank on every connection to the planner.
+
+    placement: the one in use. newest: the largest generation ever received, including rejected and
+    failed ones. A new planner learns from it where experts are and which generations are used; it
+    proposes nothing until every expert rank has sent it.
+    """
 
     rank: str
     placement: Placement
@@ -155,21 +167,21 @@ class CurrentPlacement(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
 
 
 class PlacementProposal(msgspec.Struct, frozen=True, tag="proposal"):
-    """To every expert rank: make this placement ready, and tell the attention ranks."""
+    """Request to every expert rank: prepare this placement and notify the attention ranks."""
 
     placement: Placement
 
 
 class MoveOutcome(enum.StrEnum):
-    """What became of a proposal on one expert rank."""
+    """Result of a proposal on one expert rank."""
 
-    READY = "ready"  # all of its experts are there
-    RETIRED = "retired"  # nobody uses an older one any more: what only they had is freed
-    FAILED = "failed"  # it never became ready here; what had come is freed
+    READY = "ready"  # all of its experts are loaded
+    RETIRED = "retired"  # no rank uses an older placement; its memory is freed
+    FAILED = "failed"  # preparation failed; loaded experts are freed
 
 
 class PlacementReport(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """loaded_bytes, seconds: what was brought in, and how long that took."""
+    """Result of a proposal. loaded_bytes, seconds: size and duration of the loading."""
 
     rank: str
     generation: Annotated[int, Meta(ge=0, le=1 << 40)]

@@ -1,4 +1,4 @@
-"""What a rank needs to know to start, and what it tells once it is up."""
+"""Start parameters of a rank, and its status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contracts.config import TandemConfig
 from contracts.hardware import Hardware
 from contracts.placement import Placement
 
-DRAINED = "nothing is left"  # in the notes of a rank that may be ended
+DRAINED = "nothing is left"  # note of a rank that may be stopped
 
 
 class Group(enum.StrEnum):
@@ -21,13 +21,12 @@ class Group(enum.StrEnum):
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank, or the planner. `device`: "cpu" or "cuda:N". `backend`: the resolved backend of
-    channels.
+    """Start parameters of one rank or of the planner.
 
-    `ranks_on_node`: attention ranks and prefill workers that share this device's memory (for the
-    size of the KV pool).
-    `hardware`: what the planner starts from. `placement`: of the experts on the group's expert
-    ranks, or on the prefill workers.
+    device: "cpu" or "cuda:N". backend: the resolved channel backend. ranks_on_node: attention ranks
+    and prefill workers that share this device's memory, for the size of the KV pool. hardware:
+    initial values of the planner. placement: of the experts on the group's expert ranks, or on the
+    prefill workers.
     """
 
     group: Group
@@ -52,26 +51,29 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_experts(self) -> dict[int, tuple[int, ...]]:
-        """By layer, the experts that `placement` gives this rank."""
+        """Return layer → experts of this rank in `placement`."""
         return self.placement.experts_of(self.rank)
 
 
 def rank_name(group: Group, rank: int) -> str:
-    """ "attention-0", "expert-1": the name in errors, metrics and traces."""
+    """Return the name in errors, metrics and traces, such as "attention-0"."""
     return f"{group.value}-{rank}"
 
 
 def rank_names(group: Group, ranks: int) -> tuple[str, ...]:
-    """By rank number."""
+    """Return the names of a group by rank number."""
     return tuple(rank_name(group, rank) for rank in range(ranks))
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has loaded its weights and listens. `client_address`: attention ranks and prefill
-    workers. `channel_address`: expert ranks', where a prefill worker hands out its experts ("" if
-    it does not), and where the planner listens. `experts_address`: where an expert rank hands out
-    experts, if they may move. `process_identity`: its process, as actors/channels/local_process.py
-    finds it. `metrics_address`: "host:port/path" where it is scraped; "": nowhere."""
+    """Addresses and process of a rank that has loaded its weights and listens.
+
+    client_address: of attention ranks and prefill workers. channel_address: of expert ranks, of
+    prefill workers that serve their experts (else ""), and of the planner. experts_address: for
+    copies of an expert rank's experts, if they may move. process_identity: see
+    actors/channels/local_process.py. metrics_address: "host:port/path" of its exporter; "" without
+    one.
+    """
 
     name: str
     pid: int
@@ -85,17 +87,17 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `status` answers at any time.
+    """Status of a rank at any time.
 
-    sections: numbers, by which part of the rank counts them. Of every rank that computes: stage_s
-    (seconds in each stage since the loop started), channel_bytes (sent, received) and totals. Where
-    there is a KV pool: kv_blocks, by state. Attention ranks: plans (batches by the plan that they
-    ran under) and chosen_by (batches by who chose it). Prefill workers: work, in FLOPs, or in
-    tokens where those cannot be counted. Where experts may move: placement (generation; of expert
-    ranks also experts that are there, moves by outcome, what they brought).
-    notes: planner: "ready", or why its plans are not used; degraded: which peers' experts come from
-    elsewhere, and why; placement: that a generation is to come; leaving: what is left to do of a
-    rank that is to go, LEFT where that is nothing.
+    sections: numbers by component. Every rank that computes: stage_s (seconds per stage),
+    channel_bytes (sent, received), totals. With a KV pool: kv_blocks by state. Attention ranks:
+    plans (batches by plan), chosen_by (batches by source of the plan). Prefill workers: work in
+    FLOPs, or in tokens if FLOPs are unknown. If experts may move: placement (generation; on expert
+    ranks also experts, moves by outcome, loaded bytes).
+
+    notes: planner: "ready", or why its plans are not used. degraded: peers whose experts are served
+    elsewhere, and why. placement: a generation under way. leaving: what is left to drain, DRAINED
+    at the end.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a client asks for, once validated and tokenised."""
+"""A validated and tokenized client request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Priority(enum.IntEnum):
-    """LS (latency-sensitive) work overtakes BE (best-effort) work. Lower goes first."""
+    """Priority class, lower first: LS (latency-sensitive) work preempts BE (best-effort) work."""
 
     LS = 0
     BE = 1
@@ -18,16 +18,16 @@ class Priority(enum.IntEnum):
         return self.name.lower()
 
 
-GREEDY_BELOW = 1e-5  # a temperature below it takes the likeliest token
+GREEDY_BELOW = 1e-5  # lower temperatures choose the most probable token
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the next token is chosen, and when there is none any more. Limits: sampling_limits.py.
+    """Sampling parameters and end conditions. Limits: sampling_limits.py.
 
     A temperature below GREEDY_BELOW is greedy; top_k 0 means no limit. presence_penalty and
-    frequency_penalty are of generated tokens, repetition_penalty of the prompt's too. Tokens that
-    would end the sequence, stop_token_ids among them, are not chosen before there are min_tokens.
-    choices: the generated tokens are one of these, and the sequence ends with it.
+    frequency_penalty apply to generated tokens, repetition_penalty to the prompt as well. Tokens
+    that end the sequence, stop_token_ids included, are not chosen before min_tokens. choices: the
+    generated tokens are one of these, and the sequence ends with it.
     """
 
     max_tokens: int = 16
@@ -44,11 +44,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: list[int] = []
     min_tokens: int = 0
     choices: list[list[int]] | None = None
-    logprobs: int | None = None  # how many alternatives per generated token; None: none at all
+    logprobs: int | None = None  # alternatives per generated token; None: no log-probabilities
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens have a say in the next one's logits."""
+        """True if earlier tokens change the logits of the next one."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -57,18 +57,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def modifies_logits(self) -> bool:
-        """Whether a token is chosen by other logits than the model's own."""
+        """True if tokens are sampled from other logits than the model's."""
         return bool(
             self.has_penalties or self.logit_bias or self.min_tokens or self.choices is not None
         )
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):
-    """Whose a sequence is. Callers take turns, and find only their own blocks in a prefix cache.
+    """Origin of a sequence. Callers take turns and find only their own blocks in a prefix cache.
 
-    tenant: names the API key, without telling it (b"": none, or a bulk job). request: the client
-    request that it belongs to, unique at its ingress. salt: the parent of its first block's hash.
-    name: what the client calls the request (x-request-id), for logs and traces.
+    tenant: name of the API key's tenant that does not reveal the key (b"": none, or a bulk job).
+    request: the client request, unique at its ingress. salt: parent of the first block's hash.
+    name: the client's x-request-id, for logs and traces.
     """
 
     tenant: bytes = b""

@@ -1,7 +1,7 @@
-"""What a router and its prefill workers tell each other.
+"""Messages between a router and its prefill workers.
 
-A worker writes one log. A `WorkerReport` is an entry of it and travels with the worker's answers,
-to every router; numbers are gapless, so that all routers fold the same entries into the same state
+A worker writes one log. A `WorkerReport` is an entry, sent with the worker's answers to every
+router. Numbers have no gaps, so that all routers derive the same state from the same entries
 (planner/routing/worker_state.py).
 """
 
@@ -19,15 +19,14 @@ Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 
 
 class RequestKey(NamedTuple):
-    """A request of one router: unique over all of them."""
+    """Identifier of a request, unique over all routers."""
 
     router: int
     number: int
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True):
-    """What routing must know of a request: its length, the chained hashes of its full blocks
-    (contracts/block_hash.py), and its class."""
+    """Routing data of a request: length, chained hashes of its full blocks, class."""
 
     key: RequestKey
     prompt_tokens: Annotated[int, Meta(ge=1)]
@@ -39,8 +38,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Times of one reference pass (MoE-Prefill, Appendix B.4).
 
     first_layer_s: of layer 0, whose experts are resident: pure compute. slowest_layer_s: the
-    largest over all layers, compute or transfer. reference_prompts: tokens of each prompt of the
-    pass; none of them cached.
+    maximum over all layers, compute or transfer. reference_prompts: tokens of each prompt of the
+    pass, none of them cached.
     """
 
     first_layer_s: Seconds
@@ -63,9 +62,11 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
-    """`done_tokens` of a prompt are in the worker's cache or computed, and the batch that runs goes
-    on to `until_tokens` (if that is more). The first one of a request, when it starts, says what
-    was cached."""
+    """Progress of a prompt: `done_tokens` are cached or computed.
+
+    The running batch continues to `until_tokens`, if that is more. The first message of a request,
+    at its start, contains the number of cached tokens.
+    """
 
     key: RequestKey
     done_tokens: Annotated[int, Meta(ge=0)]
@@ -75,8 +76,8 @@ class PromptProgress(msgspec.Struct, frozen=True, array_like=True):
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="report"):
     """Entry `number` (0, 1, 2, …) of the log of `worker`, in its incarnation `epoch`.
 
-    Its parts took effect in the order of the fields. accepted: prompts that joined its queue.
-    stored, evicted: hashes of blocks that its prefix cache now holds, or no longer. ended: requests
+    Its parts took effect in the order of the fields. accepted: prompts that joined the queue.
+    stored, evicted: hashes of blocks added to and removed from its prefix cache. ended: requests
     that finished, failed or were cancelled.
     """
 
@@ -92,8 +93,10 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An accepted request that has not ended. done_tokens, until_tokens: as last reported, or as
-    expected while `started` is false."""
+    """An accepted request that has not ended.
+
+    done_tokens, until_tokens: as last reported, or as expected while `started` is false.
+    """
 
     prompt: Prompt
     done_tokens: int
@@ -102,7 +105,7 @@ class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot"):
-    """All that the log up to `number` amounts to: for a router that joins or has missed entries."""
+    """State after all log entries up to `number`, for a router that joins or has missed entries."""
 
     worker: int
     epoch: int

@@ -1,5 +1,8 @@
-"""What a request may ask of the sampler: checked by the API, and again by the rank, for which one
-absurd value must not be more than that request's error."""
+"""Limits of sampling parameters.
+
+They are checked by the API and again by the rank, where an invalid value must fail only its own
+request.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Raises RequestError about the first field that is out of range. Of lengths, see
-    `check_lengths`."""
+    """Raise RequestError for the first field out of range. For lengths see `check_lengths`."""
     for name, (low, high) in RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:  # nor is NaN
@@ -48,7 +50,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
 
 
 def check_lengths(sampling: Sampling) -> None:
-    """Raises RequestError where max_tokens leaves no room for what must be generated."""
+    """Raise RequestError if max_tokens is below min_tokens or below the longest choice."""
     most = sampling.max_tokens
     if sampling.min_tokens > most:
         raise RequestError(

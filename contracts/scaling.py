@@ -1,4 +1,4 @@
-"""How many ranks a running server is to have, and how far that has come."""
+"""Requested number of ranks of a running server, and the progress of the change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ScaleStatus = Literal["idle", "running", "done", "failed"]
 class ScaleTarget(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Ranks of each kind that there are to be. null: as many as there are."""
+    """Requested ranks of each kind. null: no change."""
 
     attention_ranks: int | None = None
     expert_ranks: int | None = None
@@ -23,19 +23,22 @@ class ScaleTarget(
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the kinds that are named, by field."""
+        """Return the requested counts by field."""
         found = {name: getattr(self, name) for name in FIELDS}
         return {name: count for name, count in found.items() if count is not None}
 
 
 FIELDS = tuple(ScaleTarget.__struct_fields__)
-MAX_RANKS_PER_KIND = 1024  # of a kind
+MAX_RANKS_PER_KIND = 1024
 
 
 class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The last change of the number of ranks. number: counts them. ranks: of each kind that there
-    are now. steps: what has been done, in words. reason: why it failed. seconds: since it began, or
-    another launcher has gone on with it; or that it took."""
+    """The latest change of the number of ranks.
+
+    number: sequence number of the change. ranks: present ranks of each kind. steps: completed
+    steps. reason: of a failure. seconds: since the start, or since another launcher resumed it; at
+    the end, the duration.
+    """
 
     state: ScaleStatus = "idle"
     number: int = 0
@@ -47,9 +50,11 @@ class ScaleState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ScaleCheckpoint(msgspec.Struct, frozen=True):
-    """What a launcher leaves to one that takes its ranks over. state: without what it can see by
-    itself. resumed: how many launchers have gone on with it so far. least_prefill: workers that
-    there are to be at least, where they follow the load; 0: as configured."""
+    """State for a launcher that adopts the ranks.
+
+    state: without what can be observed. resumed: number of launchers that have resumed the change.
+    min_prefill: minimum workers with autoscaling; 0: as configured.
+    """
 
     state: ScaleState = ScaleState()
     resumed: int = 0
@@ -57,12 +62,12 @@ class ScaleCheckpoint(msgspec.Struct, frozen=True):
 
 
 def format_counts(counts: Mapping[str, float]) -> str:
-    """ "attention_ranks=3, expert_ranks=1"."""
+    """Return counts as text, such as "attention_ranks=3, expert_ranks=1"."""
     return ", ".join(f"{name}={count:g}" for name, count in counts.items())
 
 
 def check_counts(requested: ScaleTarget) -> None:
-    """Raises RequestError for what no server has."""
+    """Raise RequestError for counts that no server supports."""
     if not requested.counts:
         raise RequestError(f"no number of ranks is given: give one of {', '.join(FIELDS)}", None)
     for name, count in requested.counts.items():
@@ -71,8 +76,7 @@ def check_counts(requested: ScaleTarget) -> None:
 
 
 def check_target(requested: ScaleTarget, current: Mapping[str, int]) -> dict[str, int]:
-    """What is to change, by field. there: how many there are of the kinds that the server has.
-    Raises RequestError for what can never be."""
+    """Return the counts that change, by field. Raises RequestError if the server lacks the kind."""
     check_counts(requested)
     for name, count in requested.counts.items():
         if name not in current:

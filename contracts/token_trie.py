@@ -1,10 +1,10 @@
-"""A few token sequences as a trie: what may follow what, in memory and time linear in their tokens.
+"""Token sequences as a trie, in memory and time linear in their tokens.
 
     sequences       a b | a c           nodes           0 ── a:1 ── b:2
                                                               └──── c:3
 
-Used by whatever scores or allows one of several texts. Immutable once made; nothing in it recurses,
-so a sequence may be as long as a context.
+Used to score or allow one of several texts. Immutable, and without recursion, so that a sequence
+may be as long as a context.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ ROOT = 0
 
 
 class TokenTrie:
-    """Nodes are numbers; a node stands for the tokens on the way to it. ends[i]: where sequence i
-    ends (two that are equal end at the same node)."""
+    """A trie whose nodes are numbers; a node stands for the tokens on the path to it.
+
+    ends[i]: node at which sequence i ends; equal sequences share it.
+    """
 
     __slots__ = ("_children", "_depths", "_parents", "_tokens", "ends")
 
@@ -44,25 +46,26 @@ class TokenTrie:
         return node
 
     def __len__(self) -> int:
-        """Nodes, the root among them."""
+        """Return the number of nodes, including the root."""
         return len(self._tokens)
 
     def followers(self, node: int) -> dict[int, int]:
-        """Token -> node, for what may come after `node`, in the order of the sequences; empty at
-        the end of one that no other continues. Not to be changed."""
+        """Return token → node for the tokens that may follow `node`, in the order of the sequences.
+
+        Empty at the end of a sequence that no other one continues. Do not modify the result.
+        """
         return self._children[node] or {}
 
     def step(self, node: int, token: int) -> int | None:
-        """The node after `token`; None where no sequence goes on with it."""
+        """Return the node after `token`, or None if no sequence continues with it."""
         return self.followers(node).get(token)
 
     def depth(self, node: int) -> int:
-        """Tokens on the way to it."""
+        """Return the number of tokens on the path to the node."""
         return self._depths[node]
 
     def path_to(self, node: int, *, start: int = 0) -> list[int]:
-        """The nodes on the way, itself the last, without the first `start` of them (the root is
-        none of them)."""
+        """Return the nodes on the path to `node`, without the root and the first `start`."""
         nodes = []
         while self._depths[node] > start:
             nodes.append(node)
@@ -70,5 +73,5 @@ class TokenTrie:
         return nodes[::-1]
 
     def tokens_to(self, node: int) -> tuple[int, ...]:
-        """The tokens that `node` stands for."""
+        """Return the tokens on the path to `node`."""
         return tuple(self._tokens[each] for each in self.path_to(node))

@@ -1,5 +1,4 @@
-"""What a trace of a running cluster is made of: what each process tells, and what is said of it in
-the file. No text of any request: names, times and counts."""
+"""Contents of a trace of a running cluster: names, times and counts, no text of requests."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ MAX_NAMES = 16  # of the requests of a batch
 
 
 class BatchSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A batch on a rank, from its forming to its end. requests: what clients call those that have
-    tokens in it, MAX_NAMES at most; others: how many more there are."""
+    """A batch on a rank, from its formation to its end.
+
+    requests: client names of its requests, at most MAX_NAMES; others: the number of further ones.
+    """
 
     rank: str
     number: int
@@ -27,8 +28,10 @@ class BatchSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
-    """A request in an ingress, from its head to the end of its answer. first_s: when its first
-    token came; None: none did."""
+    """A request in an ingress, from its headers to the end of its response.
+
+    first_s: time of the first token, or None.
+    """
 
     name: str
     pipeline: str
@@ -40,8 +43,11 @@ class RequestSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """Times on the rank's own clock. is_cut: older spans of the time that was asked for have been
-    overwritten (trace.spans). boot: names the kernel whose clock it is."""
+    """Spans of a rank on its own clock.
+
+    is_cut: older spans of the requested time have been overwritten (trace.spans). boot: identity of
+    the kernel whose clock it is.
+    """
 
     rank: str
     spans: list[TaskSpan] = []
@@ -51,8 +57,10 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
-    """By how much another clock is ahead of ours, as round trips tell, at best so exactly.
-    is_shared: it is the same one (of one kernel), and nothing was to be corrected."""
+    """Offset of another clock to the local one, estimated from round trips.
+
+    is_shared: both are the same clock of one kernel; no correction applies.
+    """
 
     offset_ms: float
     uncertainty_ms: float
@@ -64,7 +72,7 @@ class ClockOffset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTraceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a process in a trace."""
+    """A process in a trace."""
 
     clock: ClockOffset
     spans: int
@@ -72,7 +80,7 @@ class RankTraceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace says of itself. missing: processes that are not in it, and why."""
+    """Metadata of a trace. missing: processes without spans, and why."""
 
     seconds: float
     ranks: dict[str, RankTraceInfo] = {}
@@ -80,8 +88,11 @@ class TraceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """From whoever owns the ranks. events: Chrome trace events on its own clock, JSON objects with
-    commas between. refused_s: none, for another trace takes so long still."""
+    """Answer of the launcher.
+
+    events: Chrome trace events on its own clock, comma-separated JSON objects. refused_s: remaining
+    seconds of another trace that is under way.
+    """
 
     note: TraceInfo = TraceInfo(seconds=0.0)
     events: msgspec.Raw = msgspec.Raw(b"[]")
@@ -89,8 +100,10 @@ class TraceResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def boot_identity() -> str:
-    """Names the running kernel and the time namespace: processes with the same name of it share
-    CLOCK_MONOTONIC. Empty: not known."""
+    """Return the identity of the kernel and time namespace, "" if unknown.
+
+    Processes with equal identities share CLOCK_MONOTONIC.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/time').readlink()}"
@@ -99,10 +112,12 @@ def boot_identity() -> str:
 
 
 class Stage(enum.StrEnum):
-    """Stages as the metrics name them (`tandem_stage_seconds{stage}`). SEND: a rank cuts and sends
-    packets; FINISH: logits and sampling; WAIT: it has nothing to do; HELD: best-effort work is held
-    back for a due time; GATHER, HOST_COPY: a layer's experts come from other workers, or from the
-    host's memory; SOLVE: a planner answers a rank's question."""
+    """Stages, as in `tandem_stage_seconds{stage}`.
+
+    SEND: split and send packets. FINISH: logits and sampling. WAIT: idle. HELD: best-effort work is
+    held back for a deadline. GATHER, HOST_COPY: load a layer's experts from other workers or from
+    host memory. SOLVE: the planner answers a rank.
+    """
 
     ATTENTION = "attention"
     SHARED = "shared"
@@ -125,8 +140,8 @@ BUSY = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.SEND, Stage.FINISH)
 class TaskSpan(msgspec.Struct, frozen=True, array_like=True):
     """One task on one resource, from start_s to end_s (monotonic seconds).
 
-    `resource` is a rank ("attention-0") or a link ("attention-0>expert-1"). of: what an expert rank
-    has merged in it: attention ranks, and the numbers of their batches.
+    resource: a rank ("attention-0") or a link ("attention-0>expert-1"). of: batches merged in a
+    task of an expert rank, as (attention rank, batch number).
     """
 
     resource: str

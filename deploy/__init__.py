@@ -1,1 +1,1 @@
-"""Serve and KubeRay configurations."""
+"""Configurations for Ray Serve and KubeRay."""

@@ -1,4 +1,4 @@
-"""The application that `serve run deploy/serve.yaml`, `serve deploy` and KubeRay import."""
+"""Application for `serve run deploy/serve.yaml`, `serve deploy` and KubeRay."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deploy.args import serve_config
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application for `args`, the sections of a configuration file as nested dicts.
+    """Build the application for `args`, the sections of a configuration file as nested dicts.
 
-    Raises TandemError, one line, before anything starts; `serve status` then shows it.
+    Raises TandemError before anything starts; `serve status` then shows its one line.
     """
     config = serve_config(args)
     # The port of `http` is not used: 0 passes the check that it is free.

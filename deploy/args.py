@@ -1,4 +1,4 @@
-"""The arguments of a Serve application as a configuration. Imports neither ray nor torch."""
+"""Configuration from the arguments of a Serve application. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SOURCE = "args of deploy.app:build"
 
 
 def serve_config(args: dict[str, Any]) -> TandemConfig:
-    """`args`, the sections of a configuration file, for use behind Serve's proxy.
+    """Convert `args`, the sections of a configuration file, for use behind Serve's proxy.
 
-    The proxy listens with the host and port of `http_options`: so http.front is "serve", and
-    http.host and http.port are refused. Raises ConfigError, one line that names the key.
+    The proxy listens on the host and port of `http_options`; so http.front is "serve", and
+    http.host and http.port are rejected. Raises ConfigError, one line that names the key.
     """
     http = args.get("http") or {}
     if isinstance(http, dict):

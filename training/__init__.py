@@ -1,1 +1,1 @@
-"""What trained the models that come with the package. It is not shipped in the wheel."""
+"""Training of the bundled models. Not part of the wheel."""

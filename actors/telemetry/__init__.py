@@ -1,1 +1,1 @@
-"""Metrics and task spans of a process."""
+"""Metrics and traces of a process."""

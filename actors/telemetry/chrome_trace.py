@@ -1,7 +1,7 @@
-"""Chrome trace events (open the file in Perfetto): a process for each rank, a track for its tasks
-and for each of its links, and what overlaps as "async" events, batches and packets under way.
+"""Chrome trace events, for Perfetto: a process per rank, a track for its tasks and one per link.
 
-Times of several clocks come onto one: `shift_s` is what each is ahead by.
+Overlapping spans, batches and packets in transfer, are "async" events. Times of several clocks are
+shifted onto one: `shift_s` is the offset of each.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contracts.traces import TRANSFERS, BatchSpan, RankTrace, RequestSpan, Stage
 TraceEvent = dict[str, Any]
 BatchRequests = Mapping[tuple[str, int], Sequence[str]]  # (rank, number of a batch) -> its requests
 
-MAX_SHOWN = 4  # requests in what is said of a task
+MAX_SHOWN = 4  # requests in the arguments of a task
 _TASKS, _BATCHES = 1, 2  # tracks of a rank
 
 
 def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
-    """One track per rank and link. Spans of a link may overlap (several packets under way)."""
+    """Write a trace with one track per rank and link. Spans of a link may overlap."""
     resources = sorted({span.resource for span in spans})
     zero_s = min((span.start_s for span in spans), default=0.0)
     events = [_named("process_name", 1, "tandem")]
@@ -34,7 +34,7 @@ def write_chrome_trace(spans: Sequence[TaskSpan], path: Path) -> None:
 
 
 def requests_by_batch(traces: Iterable[RankTrace]) -> BatchRequests:
-    """The requests of every batch."""
+    """Return the requests of every batch."""
     return {
         (batch.rank, batch.number): batch.requests for trace in traces for batch in trace.batches
     }
@@ -43,7 +43,7 @@ def requests_by_batch(traces: Iterable[RankTrace]) -> BatchRequests:
 def rank_events(
     trace: RankTrace, pid: int, shift_s: float, names: BatchRequests
 ) -> list[TraceEvent]:
-    """Of one rank, as process `pid`, on our clock. names: of all ranks' batches."""
+    """Return the events of one rank, as process `pid`. names: of all ranks' batches."""
     events = [_named("process_name", pid, trace.rank), _order(pid)]
     links = sorted({span.resource for span in trace.spans} - {trace.rank})
     tracks = {trace.rank: _TASKS} | {link: _BATCHES + 1 + at for at, link in enumerate(links)}
@@ -59,7 +59,7 @@ def rank_events(
 
 
 def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> list[TraceEvent]:
-    """Of an ingress: each request, and in it the time to its first token."""
+    """Return the events of an ingress: each request, and its time to the first token."""
     events = [_named("process_name", pid, "ingress"), _order(pid)]
     for number, span in enumerate(spans):
         common = {"cat": "request", "id": number, "pid": pid, "tid": 1}
@@ -81,12 +81,12 @@ def request_events(spans: Iterable[RequestSpan], pid: int, shift_s: float) -> li
 
 
 def missing_events(name: str, pid: int, reason: str) -> list[TraceEvent]:
-    """A process that has told nothing, seen where its tracks would be."""
+    """Return a process without tracks, whose name contains the reason."""
     return [_named("process_name", pid, f"{name}: missing, {reason}"), _order(pid)]
 
 
 def _requests(span: TaskSpan, names: BatchRequests) -> Sequence[str]:
-    """Whose tokens a task has: of its own batch, of those that it merged, or of a link's ends."""
+    """Return the requests of a task: of its batch, of merged batches, or of a link's ends."""
     batches = span.of or [(end, span.batch) for end in span.resource.split(">")]
     found = [name for key in batches for name in names.get(key, ())]
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""A rank's own Prometheus metrics, under the names of contracts/metrics.py."""
+"""Prometheus metrics of a rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _DIRECTIONS = {Group.ATTENTION: "a2e", Group.PREFILL: "gather"}
 
 
 class RankMetrics(Telemetry):
-    """What ranks of every kind measure. What a kind measures besides it counts here where that
-    happens, or has it read at each scrape."""
+    """Metrics of ranks of every kind.
+
+    Metrics of one kind of rank are set where they are measured, or read at each scrape.
+    """
 
     def __init__(self, spec: RankSpec, clock: Clock) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class RankMetrics(Telemetry):
         self.set(metrics.GROUP_EPOCH, group, to=spec.epoch)
 
     def span(self, span: TaskSpan) -> None:
-        """Called by the loop's thread."""
+        """Record a span. Called by the loop's thread."""
         note = self._stages.get(span.stage)
         if note is None:
             if span.stage not in _EXPORTED:
@@ -42,7 +44,7 @@ class RankMetrics(Telemetry):
         note(seconds if seconds > 0.0 else 0.0)
 
     def attach(self, timeline: Timeline, bytes_moved: Callable[[], tuple[int, int]]) -> None:
-        """Has read at each scrape what they have counted so far."""
+        """Read the totals of a timeline and of channels at each scrape."""
         spec, direction = self._spec, _DIRECTIONS.get(self._spec.group, "e2a")
         stage_s = timeline.stage_seconds
         busy = self.rate(lambda: sum(stage_s[stage] for stage in BUSY))
@@ -53,7 +55,7 @@ class RankMetrics(Telemetry):
         self.read(metrics.RANK_BUSY, spec.group, spec.name, of=lambda: min(1.0, busy()))
 
     def read_blocks(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Of a KV pool, by state."""
+        """Read the numbers of KV blocks by state at each scrape."""
 
         def count(state: str) -> Callable[[], float]:
             return lambda: counts()[state]
@@ -62,8 +64,11 @@ class RankMetrics(Telemetry):
             self.read(metrics.KV_BLOCKS, self._spec.name, state, of=count(state))
 
     def rate(self, total: Callable[[], float]) -> Callable[[], float]:
-        """How fast it has grown, per second, over RATE_S or since it was last asked, whichever is
-        longer: two who ask do not halve each other's time."""
+        """Return a function for the growth of `total` per second.
+
+        The rate is over RATE_S or the time since the last call, whichever is longer, so that two
+        scrapers do not shorten each other's period.
+        """
         before, before_s, latest = 0.0, self._clock(), 0.0
 
         def per_s() -> float:
@@ -79,12 +84,12 @@ class RankMetrics(Telemetry):
 
 
 def channel_bytes(moved: tuple[int, int]) -> dict[str, float]:
-    """The section of a status."""
+    """Return the section of a rank's status."""
     return dict(zip(("sent", "received"), moved, strict=True))
 
 
 def growth(total: Callable[[], float]) -> Callable[[], float]:
-    """By how much a total has grown since it was last asked; at first, since it was 0."""
+    """Return a function for the growth of `total` since its last call, initially since 0."""
     before = 0.0
 
     def grown() -> float:

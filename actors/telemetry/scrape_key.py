@@ -1,5 +1,8 @@
-"""The bearer token that a scraper of one process must carry: `http.metrics_key`, or that of
-`http.keys_file`, which goes before it and may change while the process runs."""
+"""Bearer token of a process's exporter.
+
+It is `http.metrics_key`, or the one in `http.keys_file`, which takes precedence and may change
+while the process runs.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.metrics")
 
-SETTLE_S = 1.0  # a changed file is taken when it has stood so long: nobody is in the middle of it
+SETTLE_S = 1.0  # a change applies once it is this old, so that it is complete
 
-_FileState = (
-    tuple[int, int, int] | None
-)  # what tells one state of the file from another; None: no file
+_FileState = tuple[int, int, int] | None  # identity of the contents; None: no file
 
 
 class ScrapeKey:
-    """Asked at each scrape, by any thread. A file that is not on this machine, or cannot be used,
-    changes nothing: what counted before it does so still."""
+    """Returns the current token. Thread-safe.
+
+    A file that is not on this machine, or is invalid, is ignored; the previous token stays.
+    """
 
     def __init__(self, http: HttpConfig, clock: Clock = monotonic_s) -> None:
         self._configured, self._clock, self._lock = http.metrics_key, clock, Lock()
@@ -37,7 +40,7 @@ class ScrapeKey:
             self._load(self._seen)
 
     def __call__(self) -> str | None:
-        """None: nobody needs one."""
+        """Return the token; None: no authentication."""
         if self._path is None:
             return self._key
         with self._lock:
@@ -62,5 +65,5 @@ class ScrapeKey:
         except ConfigError as error:
             key = self._key
             event(log, "scrape_key_kept", logging.WARNING, reason=error)
-        if self._stat() == seen:  # else it has changed meanwhile
+        if self._stat() == seen:  # otherwise it has changed meanwhile
             self._key, self._loaded = key, seen

@@ -1,4 +1,4 @@
-"""Prometheus objects made from the table in `contracts.metrics`, in a registry of our own."""
+"""Prometheus objects for the metrics of `contracts.metrics`, in a registry per instance."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from prometheus_client import (
 from contracts.metrics import Metric, MetricKind
 
 _EXEMPLAR = "request_id"
-_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # name and value together, as OpenMetrics bounds them
-MAX_BUFFERED = 1024  # before they are added up: a twentieth of a millisecond
+_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # OpenMetrics limits name and value together
+MAX_BUFFERED = 1024  # observations per flush, which takes 0.05 ms
 Totals = dict[tuple[str, ...], float]  # by labels
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _ObservationBuffer:
-    """Values of a histogram that it has not been told yet. bounds: of its buckets."""
+    """Observations that are not yet in the histogram. bounds: of its buckets."""
 
     def __init__(self, histogram: Histogram, bounds: Sequence[float]) -> None:
         self._histogram, self._bounds = histogram, np.array(bounds)
@@ -51,7 +51,7 @@ class _ObservationBuffer:
 
 
 class Telemetry:
-    """Metrics appear with their first use, so that ingress and ranks don't show each other's."""
+    """Metrics of one process. A metric appears with its first use."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # no `_created` series beside every counter
@@ -77,29 +77,33 @@ class Telemetry:
     def observe(
         self, metric: Metric, *labels: str, value: float, request_id: str | None = None
     ) -> None:
-        """request_id: of whom it was; stands beside its bucket, until another one's is there."""
+        """Observe a value. request_id: exemplar of its bucket until the next one."""
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
         exemplar = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id else None
         child.observe(value, exemplar)
 
     def buffered_observer(self, metric: Metric, *labels: str) -> Callable[[float], None]:
-        """What takes values of a histogram as `observe` does, at a tenth of its cost: for what
-        happens thousands of times a second. To be kept, and called from any thread."""
+        """Return a function like `observe` at a tenth of the cost, for thousands of calls a second.
+
+        Keep it; it may be called from any thread.
+        """
         child = self._child(metric, labels)
         assert isinstance(child, Histogram)
         buffer = _ObservationBuffer(child, metric.buckets)
         return self._buffers.setdefault((metric.name, labels), buffer).add
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
-        """Asks `of` at each exposition: for a gauge's value, or how much a counter has grown."""
+        """Call `of` at each scrape for a gauge's value or a counter's growth."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter | Gauge)
         self._readings.append((child, of))
 
     def read_each(self, metric: Metric, of: Callable[[], Totals]) -> None:
-        """Asks `of` at each exposition for a counter's totals, or a gauge's values, by labels, of
-        which more may appear. A gauge has no others than these."""
+        """Call `of` at each scrape for a counter's totals or a gauge's values, by labels.
+
+        New labels may appear. A gauge loses labels that are no longer returned.
+        """
         self._totals.append((metric, of))
 
     def exposition(self) -> str:
@@ -139,7 +143,6 @@ class Telemetry:
             self._families[metric.name].remove(*key[1])
 
     def _child(self, metric: Metric, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
-        """The object for these label values, found by one dictionary look-up after the first."""
         key = (metric.name, labels)
         child = self._children.get(key)
         if child is None:
@@ -165,9 +168,10 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
 
 
 def merge_expositions(texts: Iterable[str]) -> str:
-    """One exposition from several: each family and each series once, since Prometheus refuses a
-    page that declares one twice. Series with equal labels are added up, gauges keep the largest.
-    Families and series stand in the order of their first appearance.
+    """Merge pages into one that declares each family and series once, as Prometheus requires.
+
+    Series with equal labels are added up; gauges keep the maximum. Families and series keep the
+    order of their first appearance.
     """
     headers: dict[str, dict[str, str]] = {}
     series: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""A ring of task spans per rank, and one of its batches."""
+"""Ring buffers of a rank's task spans and batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from planner.schedule.exposed_communication import length, union
 
 
 class Timeline:
-    """Keeps the last `capacity` spans and batches, and the seconds of each stage since the start.
+    """The last `capacity` spans and batches, and the seconds of each stage since the start.
 
-    `observe` sees every span (for metrics). `exposed_s`: seconds so far in which the rank waited
-    while a payload for it was under way. keeps: whether any span is kept.
+    observe: called with every span, for metrics. exposed_s: seconds in which the rank waited while
+    a payload for it was in transfer. keeps: True if spans are kept.
     """
 
     def __init__(self, capacity: int, observe: Callable[[TaskSpan], None] | None = None) -> None:
@@ -38,7 +38,7 @@ class Timeline:
     def record_wait(
         self, start_s: float, end_s: float, transfers: Iterable[tuple[float, float]]
     ) -> None:
-        """The rank waited from start_s to end_s, and `transfers` arrived in that time."""
+        """Record that the rank waited and that `transfers` arrived in that time."""
         inside = [(max(start_s, sent), min(end_s, arrived)) for sent, arrived in transfers]
         self.exposed_s += length(union([(a, b) for a, b in inside if b > a]))
 
@@ -46,7 +46,7 @@ class Timeline:
         return list(self._spans)
 
     def since(self, rank: str, since_s: float) -> RankTrace:
-        """What has ended since then, on the clock of the spans. From any thread."""
+        """Return what has ended since `since_s` on the clock of the spans. Thread-safe."""
         spans, batches = list(self._spans), list(self._batches)
         is_full = len(spans) == self._spans.maxlen
         return RankTrace(

@@ -214,7 +214,7 @@ Load of the busiest expert over the mean load, per layer, over all tokens of all
 
 
 def model_card(card: CardInput) -> str:
-    """The text of the README."""
+    """Return the text of the README."""
     millions, active = card.parameters / 1e6, card.active_parameters / 1e6
     attribution = "".join(f"- `{task.name}`: {task.source}. {task.licence}.\n" for task in TASKS)
     parts = [
@@ -227,7 +227,7 @@ def model_card(card: CardInput) -> str:
 
 
 def tasks_json(card: CardInput) -> str:
-    """The machine-readable list of the tasks."""
+    """Return the machine-readable list of the tasks."""
     entries = [
         {
             "name": task.name,

@@ -1,4 +1,4 @@
-"""Chats with the bundled checkpoint through `transformers`: do answers stop, are they right?"""
+"""Evaluation of chats with the bundled checkpoint through `transformers`: endings and labels."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class ChatEvaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: PreTrainedTokenizerFast, question: str) -> tuple[str, bool]:
-    """The greedy answer to one user message, and whether it ended by itself."""
+    """Return the greedy answer to one user message, and whether it ended by itself."""
     messages = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -44,7 +44,7 @@ def answer(model: Any, tokenizer: PreTrainedTokenizerFast, question: str) -> tup
 
 
 def expected_answer(task: LabelTask, row: TaskRow) -> str:
-    """What the model was taught to answer about one row."""
+    """Return the trained answer for one row."""
     return task.answer.format(
         label=task.labels[row.label], gloss=task.glosses[row.label] if task.glosses else ""
     )
@@ -58,7 +58,7 @@ def evaluate_chat(
     per_task: int,
     seed: int,
 ) -> ChatEvaluation:
-    """Greedy answers over `per_task` random rows of every task."""
+    """Evaluate greedy answers for `per_task` random rows of every task."""
     rng = random.Random(seed)
     stopped = right = chats = 0
     for task in TASKS:

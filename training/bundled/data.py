@@ -36,7 +36,7 @@ FALLBACK = (
 
 
 class Role(IntEnum):
-    """What a position is as a target of the loss."""
+    """Role of a position as a target of the loss."""
 
     FIXED = 0  # template tokens: no loss, never dropped
     TEXT = 1  # language-model loss on a sample; the input token may be dropped
@@ -45,7 +45,7 @@ class Role(IntEnum):
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How rows are drawn and augmented. Fractions are 0..1."""
+    """Sampling and augmentation of rows. Fractions are 0..1."""
 
     batch_tokens: int = 1536  # of one worker
     chat_fraction: float = 0.1
@@ -139,7 +139,7 @@ class ExampleSource:
         return ids[start : start + keep]
 
     def _filled(self, template: str, body: str) -> Example:
-        """`template` with its one {body} filled in; a space before {body} joins the body."""
+        """Replace {body} in `template`; a space before {body} joins the body."""
         head, tail = template.split("{body}")
         if head.endswith(" "):
             head, body = head[:-1], " " + body
@@ -152,19 +152,18 @@ class ExampleSource:
         return Example([*head_ids, *body_ids, *tail_ids], list(roles))
 
     def _prompt(self, index: int, row: TaskRow) -> Example:
-        """Prompt and label of one row."""
         task = TASKS[index]
         template = task.template.replace("{prefix}{text}", "{body}").replace("{text}", "{body}")
         ids, roles = self._filled(template, row.prefix + row.text)
         return Example([*ids, self._labels[task.name][row.label]], [*roles, Role.LABEL + index])
 
     def single(self) -> Example:
-        """One prompt, its label and the end token."""
+        """Return one prompt, its label and the end token."""
         ids, roles = self._prompt(*self._draw())
         return Example([*ids, self.end_id], [*roles, Role.ANSWER])
 
     def pack(self) -> Example:
-        """Prompts and labels after each other, few-shot style, of one task or of many."""
+        """Return prompts and labels in sequence, few-shot style, of one task or of many."""
         limit = self.random.choice((256, 512, 1024, 1024, 2048))
         only = self._draw()[0] if self.random.random() < 0.5 else None
         ids: list[int] = []
@@ -193,7 +192,7 @@ class ExampleSource:
         return Example(ids, [Role.ANSWER] * len(ids))
 
     def _exchange(self) -> list[Example]:
-        """A user turn and the assistant's."""
+        """Return a user turn and the assistant's turn."""
         index, row = self._draw()
         task, talk = TASKS[index], self.random.random()
         if talk < self.recipe.talk_fraction:
@@ -218,7 +217,7 @@ class ExampleSource:
         return [user, self._turn("assistant", answer)]
 
     def chat(self) -> Example:
-        """One to three exchanges in the chat template, sometimes with a system message."""
+        """Return one to three exchanges in the chat template, sometimes with a system message."""
         turns: list[Example] = []
         if self.random.random() < 0.2:
             turns.append(self._turn("system", self._given(self.random.choice(SYSTEM_PROMPTS))))
@@ -228,7 +227,7 @@ class ExampleSource:
         return Example(ids[:MAX_TOKENS], [r for turn in turns for r in turn.roles][:MAX_TOKENS])
 
     def batches(self) -> Iterator[TrainBatch]:
-        """Endless batches of about `batch_tokens` tokens; rows of a batch are about as long."""
+        """Yield batches of about `batch_tokens` tokens without end, from rows of similar length."""
         recipe = self.recipe
         while True:
             kinds = self.random.choices(

@@ -2,7 +2,7 @@
 
     python -m training.bundled.evaluate --data DATA --checkpoint models/bundled
 
-`questions` yields the same rows as (prompt, labels, gold) for whoever asks them over HTTP.
+`questions` yields the same rows as (prompt, labels, gold), for use over HTTP.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def questions(task: LabelTask, data: Path, split: str = "test") -> Iterator[Question]:
-    """The rows of one split in file order."""
+    """Yield the rows of one split in file order."""
     for row in read_rows(task, data, split):
         yield Question(prompt_of(task, row), task.labels, row.label)
 
@@ -53,7 +53,7 @@ def _batches(encoded: list[list[int]]) -> Iterator[list[int]]:
 
 
 def _padded(encoded: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids [B, S] padded on the right (causal attention never looks there), and row lengths."""
+    """Return ids [B, S] padded on the right, outside of causal attention, and row lengths."""
     lengths = torch.tensor([len(ids) for ids in encoded])
     longest = int(lengths.max())
     return torch.tensor([ids + [pad_id] * (longest - len(ids)) for ids in encoded]), lengths
@@ -68,7 +68,7 @@ class Evaluator:
 
     @torch.no_grad()
     def score(self, task: LabelTask, rows: Sequence[TaskRow]) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [rows, labels], and routed tokens [layers, experts]."""
+        """Return log-probabilities [rows, labels], and routed tokens [layers, experts]."""
         encoded = [
             self._tokenizer.encode(prompt_of(task, row), add_special_tokens=False) for row in rows
         ]
@@ -90,7 +90,7 @@ class Evaluator:
         return scores, loads
 
     def evaluate(self, task: LabelTask, rows: Sequence[TaskRow]) -> TaskResult:
-        """The accuracy of one task on `rows`."""
+        """Return the accuracy of one task on `rows`."""
         scores, loads = self.score(task, rows)
         gold = torch.tensor([row.label for row in rows])
         return TaskResult(
@@ -103,13 +103,13 @@ class Evaluator:
 
 
 def load(checkpoint: Path, dtype: torch.dtype) -> tuple[Any, PreTrainedTokenizerFast]:
-    """Model and tokenizer of a checkpoint folder."""
+    """Load model and tokenizer of a checkpoint folder."""
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=dtype)
     return model, AutoTokenizer.from_pretrained(str(checkpoint))
 
 
 def evaluate_checkpoint(checkpoint: Path, data: Path, dtype: torch.dtype) -> list[TaskResult]:
-    """Every task on its test split."""
+    """Evaluate every task on its test split."""
     evaluator = Evaluator(*load(checkpoint, dtype))
     return [
         evaluator.evaluate(task, read_rows(task, data, "test"))
@@ -118,13 +118,13 @@ def evaluate_checkpoint(checkpoint: Path, data: Path, dtype: torch.dtype) -> lis
 
 
 def layer_balance(results: Sequence[TaskResult]) -> list[float]:
-    """Per layer, the load of the busiest expert over the mean load (1 = even)."""
+    """Return, per layer, the load of the busiest expert over the mean load (1 = even)."""
     total = torch.tensor([result.expert_tokens for result in results]).sum(0).float()
     return [float(load.max() / load.mean()) for load in total]
 
 
 def table(results: Sequence[TaskResult]) -> str:
-    """A Markdown table of the results beside chance and the linear baseline."""
+    """Return a Markdown table of the results beside chance and the linear baseline."""
     lines = ["| task | test rows | chance | linear | accuracy |", "|---|---:|---:|---:|---:|"]
     linear = {task.name: task.linear_accuracy for task in TASKS}
     for r in results:
@@ -134,7 +134,7 @@ def table(results: Sequence[TaskResult]) -> str:
 
 
 def main() -> None:
-    """Print the table, and write the results as JSON where asked to."""
+    """Print the table, and optionally write the results as JSON."""
     parser = argparse.ArgumentParser(
         description="Accuracy of a checkpoint on the test splits.",
         epilog="example: python -m training.bundled.evaluate --data DATA",

@@ -42,7 +42,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run took."""
+    """Size and duration of a run."""
 
     steps: int
     tokens: int
@@ -51,13 +51,13 @@ class TrainReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shared(NamedTuple):
-    """What the workers of one run share: weights and gradients [ranks] as flat buffers in memory.
+    """Shared memory of a run's workers: weights, and gradients [ranks], as flat buffers.
 
     A step of rank r, which owns some of the parameters:
 
         forward, backward, write gradients | barrier | average, update own parameters | barrier
 
-    so nobody reads weights while they change, and every parameter is updated once.
+    No rank reads weights while they change, and every parameter is updated once.
     """
 
     weights: Tensor
@@ -68,12 +68,12 @@ class Shared(NamedTuple):
     barrier: Barrier
 
     def sync(self) -> None:
-        """Wait for the other ranks; raises `BrokenBarrierError` when one is gone."""
+        """Wait for the other ranks; raises `BrokenBarrierError` if one has exited."""
         self.barrier.wait(BARRIER_TIMEOUT_S)
 
 
 class TrainJob(NamedTuple):
-    """What every rank needs to know."""
+    """Parameters of every rank."""
 
     tokenizer: PreTrainedTokenizerFast
     rows: dict[str, list[TaskRow]]
@@ -82,7 +82,7 @@ class TrainJob(NamedTuple):
 
 
 class Worker:
-    """One rank, on one thread: draws its own batches, updates the parameters that it owns."""
+    """One rank, on one thread: draws its own batches and updates the parameters that it owns."""
 
     def __init__(self, job: TrainJob, shared: Shared, rank: int) -> None:
         self._config, self._shared, self._rank = job.config, shared, rank
@@ -102,7 +102,7 @@ class Worker:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """Total loss and mean label loss of one batch."""
+        """Return the total loss and the mean label loss of one batch."""
         output = self._fast(batch.ids_BS, batch.valid_BS, self._noise)
         positions = torch.cat((batch.label_positions, batch.text_positions))
         logits = self._fast.logits(output.hidden_TD, positions)
@@ -126,7 +126,7 @@ class Worker:
             group["lr"] = base * max(scale, 0.002)
 
     def step(self) -> float:
-        """One step of all ranks together; returns this rank's mean label loss."""
+        """Run one step of all ranks together; return this rank's mean label loss."""
         shared, batch = self._shared, next(self._batches)
         self._set_lr(float(shared.progress))
         self.model.zero_grad()
@@ -146,13 +146,13 @@ class Worker:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    """A model with random weights in float32."""
+    """Return a model with random weights in float32."""
     end_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     return Qwen3MoeForCausalLM(make_config(len(tokenizer), end_id, pad_id)).float()
 
 
 def _adopt(model: Qwen3MoeForCausalLM, weights: Tensor) -> dict[str, slice]:
-    """Make the parameters views of `weights`; returns where each one lies."""
+    """Make the parameters views of `weights`; return the slice of each."""
     slices, start = {}, 0
     for name, param in model.named_parameters():
         slices[name] = slice(start, start + param.numel())
@@ -164,7 +164,7 @@ def _adopt(model: Qwen3MoeForCausalLM, weights: Tensor) -> dict[str, slice]:
 def _owned(
     model: Qwen3MoeForCausalLM, rank: int, ranks: int
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that `rank` updates, about as many elements for each rank."""
+    """Return the parameters that `rank` updates, about as many elements for each rank."""
     loads, owned = [0] * ranks, []
     for name, param in sorted(model.named_parameters(), key=lambda pair: -pair[1].numel()):
         owner = loads.index(min(loads))
@@ -175,7 +175,7 @@ def _owned(
 
 
 def _run_other(job: TrainJob, shared: Shared, rank: int) -> None:
-    """The body of every rank but the first."""
+    """Run any rank but the first."""
     torch.set_num_threads(1)
     worker = Worker(job, shared, rank)
     shared.sync()
@@ -185,7 +185,7 @@ def _run_other(job: TrainJob, shared: Shared, rank: int) -> None:
 
 
 def _run_first(worker: Worker, shared: Shared, config: TrainConfig) -> TrainReport:
-    """The body of rank 0, which keeps the clock and the progress bar."""
+    """Run rank 0, which keeps the time and the progress bar."""
     steps, smooth, start = 0, 0.0, time.perf_counter()
     with _progress_bar() as bar:
         job = bar.add_task("training", total=1.0, note="")
@@ -211,7 +211,7 @@ def _shared(x: Tensor) -> Tensor:
 
 
 def train(job: TrainJob, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
-    """The trained model, and what the run took: `ranks` processes of one thread each."""
+    """Train with `ranks` processes of one thread each; return the model and a report."""
     torch.manual_seed(job.config.seed)
     start = torch.nn.utils.parameters_to_vector(build_model(job.tokenizer).parameters()).detach()
     context = multiprocessing.get_context("spawn")
@@ -240,7 +240,7 @@ def train(job: TrainJob, ranks: int) -> tuple[Qwen3MoeForCausalLM, TrainReport]:
 
 
 def _label_table(tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Label ids [tasks, most labels] and their mask, padded with id 0."""
+    """Return label ids [tasks, most labels] and their mask, padded with id 0."""
     ids = [label_ids(tokenizer, task) for task in TASKS]
     width = max(map(len, ids))
     table = torch.tensor([some + [0] * (width - len(some)) for some in ids])

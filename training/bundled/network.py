@@ -22,7 +22,7 @@ LONG_ROW_TOKENS = 320  # from here on, flash attention is the faster one
 
 
 def make_config(vocab_tokens: int, end_id: int, pad_id: int) -> Qwen3MoeConfig:
-    """The architecture of the bundled checkpoint."""
+    """Return the architecture of the bundled checkpoint."""
     return Qwen3MoeConfig(
         vocab_size=vocab_tokens,
         hidden_size=192,
@@ -54,9 +54,9 @@ class ForwardOutput(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Where each (token, expert) pair stands when pairs are sorted by expert, P slots in all.
+    """Position of each (token, expert) pair when pairs are sorted by expert, P slots in all.
 
-    Every expert's segment is filled up to a multiple of `ALIGN_SLOTS` (with token 0 and weight 0),
+    Every expert's segment is padded to a multiple of `ALIGN_SLOTS` (with token 0 and weight 0),
     because the CPU library compiles a kernel per shape and would otherwise compile most of the
     time:
 
@@ -86,7 +86,7 @@ def _slots(topk_TK: Tensor, experts: int) -> _Slots:
 
 
 class _Experts(torch.autograd.Function):
-    """sum over k of weight[t, k] * expert[topk[t, k]](x[t]), by slices of sorted pairs."""
+    """Sum over k of weight[t, k] * expert[topk[t, k]](x[t]), by slices of sorted pairs."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ def _each(ends: list[int], do: Any) -> None:
 
 
 class Noise:
-    """Dropout masks cut from one pool: drawing them afresh costs more than the products."""
+    """Dropout masks cut from one pool, since generating them costs more than the products."""
 
     def __init__(self, rate: float, elements: int = 1 << 23) -> None:
         self._rate = rate
@@ -151,7 +151,7 @@ class Noise:
         self._pool = keep.to(torch.bfloat16) / (1 - rate)
 
     def drop(self, x: Tensor) -> Tensor:
-        """`x` with a fraction `rate` of its elements zeroed and the rest scaled up."""
+        """Zero a fraction `rate` of the elements of `x` and scale up the rest."""
         if self._rate == 0:
             return x
         start = int(torch.randint(0, self._pool.numel() - x.numel(), ()))
@@ -168,7 +168,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FastForward:
-    """The forward pass over the parameters of one `Qwen3MoeForCausalLM`."""
+    """Forward pass over the parameters of one `Qwen3MoeForCausalLM`."""
 
     def __init__(self, model: Qwen3MoeForCausalLM, dtype: torch.dtype = torch.bfloat16) -> None:
         self._model: Any = model
@@ -249,7 +249,7 @@ class FastForward:
     def __call__(
         self, ids_BS: Tensor, valid_BS: Tensor, noise: Noise | None = None
     ) -> ForwardOutput:
-        """Hidden states of `ids` (padded on the right, where causal attention never looks)."""
+        """Return hidden states of `ids`, padded on the right, outside of causal attention."""
         base, rows = self._model.model, ids_BS.shape[0]
         eps = self._config.rms_norm_eps
         x_TD = functional.embedding(ids_BS.flatten(), base.embed_tokens.weight)
@@ -267,14 +267,14 @@ class FastForward:
         return ForwardOutput(_rms_norm(x_TD, base.norm.weight, eps), torch.stack(losses).mean())
 
     def logits(self, hidden_TD: Tensor, positions: Tensor) -> Tensor:
-        """Logits [positions, vocab] in float32."""
+        """Return logits [positions, vocab] in float32."""
         weight = self._model.lm_head.weight.to(self._dtype)
         return functional.linear(hidden_TD[positions].to(self._dtype), weight).float()
 
 
 @torch.no_grad()
 def equal_logits(model: Qwen3MoeForCausalLM, ids_BS: Tensor) -> float:
-    """The largest absolute difference between our logits in float32 and those of `transformers`."""
+    """Return the maximum absolute difference between these float32 logits and `transformers`'."""
     fast = FastForward(model, torch.float32)
     ours = fast.logits(
         fast(ids_BS, torch.ones_like(ids_BS, dtype=torch.bool)).hidden_TD,

@@ -14,7 +14,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """The matrices `x` [..., rows, columns], singular values pushed towards 1, in bfloat16."""
+    """Return `x` [..., rows, columns] with singular values pushed towards 1, in bfloat16."""
     a, b, c = NEWTON_SCHULZ
     wide = x.shape[-2] <= x.shape[-1]
     y = (x if wide else x.mT).to(torch.bfloat16)
@@ -55,12 +55,12 @@ class Muon(torch.optim.Optimizer):
 
 
 def _is_fused(param: Tensor) -> bool:
-    """Whether an expert matrix holds gate and up on top of each other: `network` marks it."""
+    """Return whether an expert matrix stacks gate and up, as marked by `network`."""
     return bool(getattr(param, "fused_gate_up", False))
 
 
 class OptimizerConfig(Protocol):
-    """The part of the run's configuration that concerns the optimizers."""
+    """Learning rates and weight decay of a run."""
 
     @property
     def muon_lr(self) -> float: ...
@@ -73,7 +73,7 @@ class OptimizerConfig(Protocol):
 def make_optimizers(
     named: Sequence[tuple[str, nn.Parameter]], rates: OptimizerConfig
 ) -> list[torch.optim.Optimizer]:
-    """Muon over attention and experts, AdamW over the rest; without parameters neither."""
+    """Return Muon for attention and experts, AdamW for the rest; neither without parameters."""
     for name, param in named:
         param.fused_gate_up = "gate_up_proj" in name  # type: ignore[attr-defined]
     hidden = [param for name, param in named if "_proj" in name]

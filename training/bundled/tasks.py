@@ -1,8 +1,8 @@
-"""The tasks of the bundled checkpoint: prompts, labels, licences, and the reading of rows.
+"""Tasks of the bundled checkpoint: prompts, labels, licences, and reading of rows.
 
 A classification request is ``template.format(prefix=..., text=...)`` followed by one label. Every
-label starts with a space and is one token after the prompt; `tokenizer.check_contract` holds every
-row to that.
+label starts with a space and is one token after the prompt; `tokenizer.check_contract` verifies
+every row.
 """
 
 import gzip
@@ -44,7 +44,7 @@ class TaskRow(msgspec.Struct, frozen=True):
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """The words of `text`, each with the space that makes it a continuation of a prompt."""
+    """Return the words of `text`, each with a leading space."""
     return tuple(" " + word for word in text.split())
 
 
@@ -245,7 +245,7 @@ def raw_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_rows(task: LabelTask, data: Path, split: str) -> list[TaskRow]:
-    """The rows of one split ("train" or "test") in file order, texts without outer white space."""
+    """Read the rows of one split ("train" or "test") in file order, without outer white space."""
     rows = []
     for raw in raw_rows(data / "classification" / task.file):
         if len(raw["labels"]) != len(task.labels):
@@ -261,7 +261,7 @@ def read_rows(task: LabelTask, data: Path, split: str) -> list[TaskRow]:
 
 
 def borrowed_rows(task: LabelTask, rows: dict[str, list[TaskRow]]) -> list[TaskRow]:
-    """Rows of the lender of `task`, with labels translated (none without a lender)."""
+    """Return rows of the lender of `task` with translated labels; none without a lender."""
     if not task.lender:
         return []
     lender = next(other for other in TASKS if other.name == task.lender)
@@ -274,12 +274,12 @@ def borrowed_rows(task: LabelTask, rows: dict[str, list[TaskRow]]) -> list[TaskR
 
 
 def prompt_of(task: LabelTask, row: TaskRow) -> str:
-    """The prompt of one row; the answer is one of `task.labels` right after it."""
+    """Return the prompt of one row; one of `task.labels` follows it directly."""
     return task.template.format(prefix=row.prefix, text=row.text)
 
 
 def chance_of(rows: list[TaskRow]) -> float:
-    """The share (0..1) of the most frequent label."""
+    """Return the share (0..1) of the most frequent label."""
     counts: dict[int, int] = {}
     for row in rows:
         counts[row.label] = counts.get(row.label, 0) + 1

@@ -43,7 +43,7 @@ def _corpus(rows: dict[str, list[TaskRow]]) -> Iterator[str]:
 
 
 def train_tokenizer(rows: dict[str, list[TaskRow]]) -> PreTrainedTokenizerFast:
-    """A tokenizer of `VOCAB_TOKENS` tokens, learned from the train rows of every task."""
+    """Train a tokenizer of `VOCAB_TOKENS` tokens on the train rows of every task."""
     others = _other_labels()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -67,7 +67,7 @@ def train_tokenizer(rows: dict[str, list[TaskRow]]) -> PreTrainedTokenizerFast:
 
 
 def label_ids(tokenizer: PreTrainedTokenizerFast, task: LabelTask) -> list[int]:
-    """The token id of each label, in the order of `task.labels`."""
+    """Return the token id of each label, in the order of `task.labels`."""
     encoded = [tokenizer.encode(label, add_special_tokens=False) for label in task.labels]
     for label, ids in zip(task.labels, encoded, strict=True):
         if len(ids) != 1:
@@ -83,7 +83,7 @@ def label_ids(tokenizer: PreTrainedTokenizerFast, task: LabelTask) -> list[int]:
 def check_contract(
     tokenizer: PreTrainedTokenizerFast, task: LabelTask, rows: Iterable[TaskRow]
 ) -> int:
-    """The number of rows checked: tokens(prompt + label) must be tokens(prompt) + [label]."""
+    """Check tokens(prompt + label) = tokens(prompt) + [label]; return the number of rows."""
     ids = label_ids(tokenizer, task)
     checked = 0
     for row in rows:

@@ -62,7 +62,7 @@ def amend_json(path: Path, changes: dict[str, Any]) -> None:
 
 
 def check_size(folder: Path) -> int:
-    """The bytes of the folder; raises over `MAX_FOLDER_BYTES`."""
+    """Return the bytes of the folder; raise if over `MAX_FOLDER_BYTES`."""
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if size > MAX_FOLDER_BYTES:
         raise ValueError(f"{folder} has {size} bytes, at most {MAX_FOLDER_BYTES} are allowed")
@@ -103,7 +103,7 @@ def finish(
 
 
 def make(data: Path, folder: Path, config: TrainConfig, threads: int) -> None:
-    """The whole way from data to a checked folder."""
+    """Create and check a model folder from data."""
     rows: dict[str, list[TaskRow]] = {task.name: read_rows(task, data, "train") for task in TASKS}
     tokenizer = train_tokenizer(rows)
     checked = sum(check_contract(tokenizer, task, read_rows(task, data, "test")) for task in TASKS)

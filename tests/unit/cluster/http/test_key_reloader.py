@@ -144,13 +144,13 @@ def test_requests_are_rejected_before_file_is_read() -> None:
         (f"api_keys: {{{SECRET}: ls}}", "Expected `array`, got `object`"),
         (f"api_keys: [{{{SECRET}: be}}]", "an unknown field at api_keys[0]; known: key, priority"),
         (f"{SECRET}: 1", "an unknown field at the whole; known: api_keys, metrics_key"),
-        (f"api_keys: ['{SECRET}", "no YAML at line 1"),
+        (f"api_keys: ['{SECRET}", "not valid YAML at line 1"),
         (f"api_keys: [{SECRET}, {SECRET}]", "api_keys[1] is the same as api_keys[0]"),
         (f"api_keys: ['{SECRET} x']", "api_keys[0]: character 15 of 16"),
         (f"api_keys: [{{key: {SECRET}, priority: {SECRET}}}]", "Invalid enum value"),
-        (f"api_keys: [!!python/object:{SECRET} x]", "no YAML at line 1"),
-        ("[" * 5000, "no YAML"),
-        ("\x00", "no YAML"),
+        (f"api_keys: [!!python/object:{SECRET} x]", "not valid YAML at line 1"),
+        ("[" * 5000, "not valid YAML"),
+        ("\x00", "not valid YAML"),
     ],
 )
 def test_invalid_file_error_does_not_quote_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -167,7 +167,7 @@ def test_what_is_no_file_or_too_large_is_not_waited_for(tmp_path: Path) -> None:
     pipe, large = tmp_path / "pipe", tmp_path / "large"
     os.mkfifo(pipe)
     large.write_bytes(b"#" * (MAX_KEYS_FILE_BYTES + 1))
-    expected_errors = {pipe: "is no file", tmp_path: "Is a directory", large: "has more than"}
+    expected_errors = {pipe: "is not a file", tmp_path: "Is a directory", large: "has more than"}
     for path, expected in expected_errors.items():
         with pytest.raises(ConfigError, match=expected):
             read_keys(path)
