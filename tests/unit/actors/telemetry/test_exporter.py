@@ -149,7 +149,12 @@ def test_scraper_that_does_not_read_does_not_block_others(exporting: Exporting) 
 def test_metrics_of_a_loop_are_collected_in_that_loop() -> None:
     async def scrape() -> tuple[str, list[int]]:
         telemetry, threads = Telemetry(), list[int]()
-        telemetry.read(metrics.PLAN_SOLVE, of=lambda: threads.append(threading.get_ident()) or 7.0)
+
+        def solve_s() -> float:
+            threads.append(threading.get_ident())
+            return 7.0
+
+        telemetry.read(metrics.PLAN_SOLVE, of=solve_s)
         loop = asyncio.get_running_loop()
         exporter = Exporter(telemetry, key=None, name="ingress-1", loop=loop)
         address = exporter.open("127.0.0.1")
