@@ -81,8 +81,8 @@ def start_server(
     server.stdout.readline()  # where its logs are
     line = server.stdout.readline()
     if not line.startswith("ready"):
-        said = (folder / "server.log").read_text(encoding="utf-8")
-        raise RuntimeError(f"tandem serve ended with {server.wait()}: {said[-2000:]}")
+        log = (folder / "server.log").read_text(encoding="utf-8")
+        raise RuntimeError(f"tandem serve ended with {server.wait()}: {log[-2000:]}")
     print(line.rstrip(), flush=True)
     return server
 
@@ -160,7 +160,7 @@ def watch(
 ) -> Watched:
     """Follows a submission to its end; strikes whoever the plan names at that many rows."""
     client = JobSubmissionClient(head.dashboard)
-    begun_s = said_s = time.monotonic()
+    started_s = printed_s = time.monotonic()
     samples: list[Sample] = []
     killed: list[tuple[float, str]] = []
     while True:
@@ -169,7 +169,7 @@ def watch(
             if status is not JobStatus.SUCCEEDED and not any(v == "driver" for _, v in killed):
                 raise RuntimeError(f"{name}: {status}: {client.get_job_logs(name)[-2000:]}")
             return Watched(status.value, samples, killed)
-        now_s = time.monotonic() - begun_s
+        now_s = time.monotonic() - started_s
         if now_s > options.timeout_s:
             raise RuntimeError(f"{name}: not done in {options.timeout_s:g} s")
         done, driver = rows.count(), driver_of(head)
@@ -182,8 +182,8 @@ def watch(
             killed.append((now_s, plan[0][1]))
             print(f"  {now_s:6.1f} s: {done:,} rows, {plan[0][1]} killed", flush=True)
             plan.pop(0)
-        if time.monotonic() - said_s > 10:
-            said_s = time.monotonic()
+        if time.monotonic() - printed_s > 10:
+            printed_s = time.monotonic()
             left = f", about {(options.rows - done) * now_s / done:.0f} s left" if done else ""
             print(f"  {now_s:6.1f} s: {done:,} rows{left}", flush=True)
         time.sleep(POLL_S)

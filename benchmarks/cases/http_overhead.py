@@ -72,12 +72,12 @@ def requests_of(tokenizer: Tokenizer) -> list[Request]:
     one = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
     many = msgspec.structs.replace(one, max_tokens=CHAT_TOKENS)
     candidates = [ids[0] for ids in label_ids]
-    asked = {"model": BUNDLED, "input": PROMPT, "labels": list(LABELS)}
+    classify = {"model": BUNDLED, "input": PROMPT, "labels": list(LABELS)}
     return [
         Request(
             "classify",
             "/v1/classify",
-            asked,
+            classify,
             Submit(request_id=0, token_ids=prompt_ids, sampling=None, candidates=candidates),
         ),
         Request(

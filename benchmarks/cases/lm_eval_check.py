@@ -157,8 +157,8 @@ def compare(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     item, and no log-likelihood apart by more than TOLERANCE."""
     pairs = [
         (a, b)
-        for mine, other in zip(ours.items, theirs.items, strict=True)
-        for a, b in zip(mine, other, strict=True)
+        for our_item, other in zip(ours.items, theirs.items, strict=True)
+        for a, b in zip(our_item, other, strict=True)
     ]
     difference = max(abs(a.log_likelihood - b.log_likelihood) for a, b in pairs)
     picks = [_pick(a) == _pick(b) for a, b in zip(ours.items, theirs.items, strict=True)]

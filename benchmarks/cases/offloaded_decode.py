@@ -103,7 +103,7 @@ class Oracle(ExpertPredictor):
         self.step = 0
 
     def predict_first(self, token_ids_T: Tensor) -> PredictedRouting:
-        return self._foretold(self._half.spec.moe_layers[0])
+        return self._predicted(self._half.spec.moe_layers[0])
 
     def predict(
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
@@ -113,13 +113,13 @@ class Oracle(ExpertPredictor):
             return None
         behind = self._next_of.get(following)
         if self.deeper is not None and behind is not None:
-            predicted_experts = self._foretold(behind).predicted_experts
+            predicted_experts = self._predicted(behind).predicted_experts
             self.deeper(
                 behind, [PredictedExpert(e, _NEARLY * sure) for e, sure in predicted_experts]
             )
-        return self._foretold(following)
+        return self._predicted(following)
 
-    def _foretold(self, layer: int) -> PredictedRouting:
+    def _predicted(self, layer: int) -> PredictedRouting:
         ids = self.requested[self.step, layer]
         if self._wrong:
             experts = self._half.spec.num_experts

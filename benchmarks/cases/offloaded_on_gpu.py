@@ -32,7 +32,7 @@ from actors.offload.device_backend import DeviceBackend, DeviceCache
 from actors.telemetry.timeline import Timeline
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
-from benchmarks.support.imposed_routing import ImposedForesight, ImposedRouting
+from benchmarks.support.imposed_routing import ImposedPredictor, ImposedRouting
 from benchmarks.support.offloaded_report import shortened, summarise
 from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL, random_offloaded
 from contracts.clock import monotonic_s
@@ -82,7 +82,7 @@ class Kept(DeviceFormat):
 class Variant:
     def __init__(self, bench: Bench, held: DeviceCache, precision: float | None) -> None:
         self.held, half = held, bench.model.attention
-        self.predictor = None if precision is None else ImposedForesight(half, precision)
+        self.predictor = None if precision is None else ImposedPredictor(half, precision)
         self.backend = DeviceBackend(
             "bench", half, held, Timeline(0), monotonic_s, self.predictor, deadline_s=DEADLINE_S
         )

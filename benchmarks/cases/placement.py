@@ -98,13 +98,13 @@ def other_texts(
     slots = even(experts, ranks)
     for kind in OTHERS:
         half = len(traces[kind].ids_P2) // 2
-        mine = layers_of(traces[kind], experts, half)
+        own = layers_of(traces[kind], experts, half)
         rest = Traces(traces[kind].ids_P2[half:], traces[kind].paths_PLK[half:])
         test = layers_of(rest, experts)
         for name, made_of, method in (
             ("in order", train, in_order),
             ("the profile's", train, ours),
-            ("its own", mine, ours),
+            ("its own", own, ours),
         ):
             pairs = zip(made_of, test, strict=True)
             rows[f"{ranks} | {kind} | {name}"] = [
@@ -118,8 +118,8 @@ def optimal(layer: LayerRouting) -> dict[str, float]:
     fitted, _ = split(layer)
     costs, slots = usual_costs(layer.sets_PK.shape[1], 2), even(layer.num_experts, 2)
     best = enumerated(fitted, slots, costs)
-    mine = solve_layer(layer, slots, costs=costs).expert_of_slot
-    return {"best": round(best, 6), "ours": round(priced(fitted, mine, slots, costs), 6)}
+    own = solve_layer(layer, slots, costs=costs).expert_of_slot
+    return {"best": round(best, 6), "ours": round(priced(fitted, own, slots, costs), 6)}
 
 
 def made_up() -> Rows:

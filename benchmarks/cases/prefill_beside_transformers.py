@@ -125,10 +125,10 @@ class Bench:
         """Rows may differ by more than `tolerance` only where routing is a tie but for rounding."""
         for row in (~(differences <= tolerance)).nonzero().flatten().tolist():
             gap = routing_gap(self._folder, rows.token_ids[row])
-            said = f"row {row}: logits differ by {differences[row]:.3g}, routing gap {gap:.3g}"
-            print(said, flush=True)
+            message = f"row {row}: logits differ by {differences[row]:.3g}, routing gap {gap:.3g}"
+            print(message, flush=True)
             if not gap <= TIE:
-                raise RuntimeError(f"{said}; at most {tolerance:g}, or a gap below {TIE:g}")
+                raise RuntimeError(f"{message}; at most {tolerance:g}, or a gap below {TIE:g}")
 
 
 async def timed(side: RoutedPrefill | TheirPrefill, rows: Rows) -> tuple[float, Answer]:

@@ -13,14 +13,14 @@ def figures(
     outcomes: Iterable[RequestResult], priority: Priority, seconds: float
 ) -> dict[str, Any]:
     """Of one class, over `seconds`: times in ms, tokens and jobs per second."""
-    mine = [each for each in outcomes if each.arrival.priority is priority]
-    good = [each for each in mine if not each.error]
+    of_class = [each for each in outcomes if each.arrival.priority is priority]
+    good = [each for each in of_class if not each.error]
     ttfts = [1e3 * each.ttft_s for each in good]
     gaps = [1e3 * gap for each in good for gap in each.gaps_s]
     turnarounds = [each.turnaround_s for each in good]
     return {
-        "requests": len(mine),
-        "failed": len(mine) - len(good),
+        "requests": len(of_class),
+        "failed": len(of_class) - len(good),
         "ttft_ms": mean(ttfts),
         "ttft_p50_ms": percentile(ttfts, 0.5),
         "ttft_p99_ms": percentile(ttfts, 0.99),
@@ -28,5 +28,6 @@ def figures(
         "tbt_p99_ms": percentile(gaps, 0.99),
         "turnaround_s": mean(turnarounds),
         "jobs_per_s": len(good) / seconds,
-        "late_sent_ms": 1e3 * max((each.sent_s - each.arrival.at_s for each in mine), default=0),
+        "late_sent_ms": 1e3
+        * max((each.sent_s - each.arrival.at_s for each in of_class), default=0),
     }

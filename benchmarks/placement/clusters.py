@@ -88,9 +88,11 @@ def _clustered(
             break
         label_N = found_N
         for rank in range(R):
-            mine = label_N == rank
-            if mine.any():
-                centres_RD[rank] = np.average(points_ND[mine], axis=0, weights=weights_N[mine])
+            members = label_N == rank
+            if members.any():
+                centres_RD[rank] = np.average(
+                    points_ND[members], axis=0, weights=weights_N[members]
+                )
     return label_N, spread
 
 

@@ -22,7 +22,7 @@ from planner.placement.slots import Line, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer
 from planner.placement.token_ranks import token_ranks
 
-PATIENCE = 4  # times our time, beside our time, for methods that can use it
+TIME_FACTOR = 4  # times our time, beside our time, for methods that can use it
 Method = Callable[[LayerRouting, Sequence[int]], tuple[Line, Ints | None]]
 
 
@@ -101,9 +101,9 @@ def without_replicas(our_seconds: float) -> dict[str, Method]:
         "METIS, token ids and experts": lambda routing, slots: (metis_ids(routing, slots, 0), None),
         "METIS, experts together": lambda routing, slots: (metis_together(routing, slots, 0), None),
         "balanced k-means": clustered(our_seconds),
-        f"balanced k-means, {PATIENCE}x the time": clustered(PATIENCE * our_seconds),
+        f"balanced k-means, {TIME_FACTOR}x the time": clustered(TIME_FACTOR * our_seconds),
         "cross-entropy": drawn(our_seconds),
-        f"cross-entropy, {PATIENCE}x the time": drawn(PATIENCE * our_seconds),
+        f"cross-entropy, {TIME_FACTOR}x the time": drawn(TIME_FACTOR * our_seconds),
     }
 
 
@@ -115,13 +115,13 @@ def compared(
     for layer, (one, other) in enumerate(zip(train, test, strict=True)):
         slots = even(one.num_experts, ranks)
         found.setdefault("in order", []).append(judged(in_order, one, other, slots)[0])
-        mine = judged(ours, one, other, slots)[0]
-        found.setdefault("ours", []).append(mine)
-        for name, method in without_replicas(mine.seconds).items():
+        our_result = judged(ours, one, other, slots)[0]
+        found.setdefault("ours", []).append(our_result)
+        for name, method in without_replicas(our_result.seconds).items():
             if brief and name != "METIS, experts together":
                 continue
             found.setdefault(name, []).append(judged(method, one, other, slots)[0])
-        print(f"{ranks} ranks, layer {layer}: copies {mine.copies:.3f}", flush=True)
+        print(f"{ranks} ranks, layer {layer}: copies {our_result.copies:.3f}", flush=True)
     return found
 
 

@@ -59,8 +59,8 @@ def planted(
     members = np.stack([np.flatnonzero(group_E == g) for g in range(groups)])
     ids_P = rng.integers(0, 40 * groups, tokens)
     score_PE = rng.random((tokens, num_experts))
-    mine_PE = group_E[None, :] == (ids_P % groups)[:, None]
+    in_group_PE = group_E[None, :] == (ids_P % groups)[:, None]
     strays_PE = rng.random((tokens, num_experts)) < stray * members.shape[1] / num_experts
-    score_PE += np.where(mine_PE, 2.0, 0.0) + np.where(strays_PE, 3.0, 0.0)
+    score_PE += np.where(in_group_PE, 2.0, 0.0) + np.where(strays_PE, 3.0, 0.0)
     sets_PK = np.argpartition(-score_PE, top_k, axis=1)[:, :top_k]
     return routing_of(num_experts, sets_PK, ids_P), group_E

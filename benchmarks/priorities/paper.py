@@ -48,16 +48,16 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         print("capacities, jobs/s:", capacities, flush=True)
         samples: dict[str, Any] = {"capacities_jobs_per_s": capacities}
         for number in range(options.rounds):
-            for part, whose in RATES:
-                if options.load not in f"{part} of {whose}":
+            for part, reference in RATES:
+                if options.load not in f"{part} of {reference}":
                     continue
                 rng = random.Random(17 * number + round(100 * part))
-                rate = part * capacities[whose]
+                rate = part * capacities[reference]
                 arrivals = poisson(rate, options.seconds, chat_lengths(MOST), LS_PART, rng)
                 for variant in _turns(number):
                     if not _wanted(options.only, variant.name):
                         continue
-                    if variant.batching and whose != variant.name:
+                    if variant.batching and reference != variant.name:
                         continue  # beyond its capacity only its queue grows
                     group = groups["ours" if variant.name == ALONE else variant.name]
                     group.variant = variant
@@ -68,7 +68,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
                     measured["blocking"] = blocking(before, group.metrics())
                     last_s = max(each.end_s for each in outcomes)
                     measured |= {"rate": rate, "jobs_per_s": len(outcomes) / last_s}
-                    samples.setdefault(f"{part} of {whose} | {variant.name}", []).append(measured)
+                    samples.setdefault(f"{part} of {reference} | {variant.name}", []).append(
+                        measured
+                    )
                     print(number, part, variant.name, _short(measured), flush=True)
         for group in groups.values():
             await group.close()

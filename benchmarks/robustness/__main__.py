@@ -89,11 +89,11 @@ def main() -> int:
         print(error.message, file=console)
         return 2
     print(verdict.table(run))
-    told = report.write(run, left)
-    for line in told["failures"]:
+    summary = report.write(run, left)
+    for line in summary["failures"]:
         print(line, file=console)
-    print({key: value for key, value in told.items() if key != "failures"})
-    return 1 if told["failures"] else 0
+    print({key: value for key, value in summary.items() if key != "failures"})
+    return 1 if summary["failures"] else 0
 
 
 def _ran(options: argparse.Namespace, console: TextIO) -> tuple[Report, Run, tuple[str, ...]]:

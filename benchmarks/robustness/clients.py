@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
     how: str
     detail: str
     began_s: float
-    took_s: float
+    duration_s: float
 
 
 class Stream:
@@ -44,14 +44,14 @@ class Stream:
 
     def has_come_on(self, since_s: float, pieces: int) -> bool:
         """Whether it has ended, or so many pieces of it have come since."""
-        came = self.arrived_s[-pieces:]
-        return self.ended_s < float("inf") or (len(came) == pieces and came[0] > since_s)
+        arrived = self.arrived_s[-pieces:]
+        return self.ended_s < float("inf") or (len(arrived) == pieces and arrived[0] > since_s)
 
     def after(self, at_s: float) -> float | None:
         """How long after that its next piece came; None: none did, or it was not open."""
         if not self.began_s <= at_s < self.ended_s:
             return None
-        return next((came - at_s for came in self.arrived_s if came > at_s), None)
+        return next((arrived - at_s for arrived in self.arrived_s if arrived > at_s), None)
 
 
 class Clients:
@@ -82,7 +82,7 @@ class Clients:
             for question in itertools.chain(*load.by_kind.values()):
                 url = self._urls()[0]
                 for _ in range(load.learned):
-                    answer = await self._asked(http, url, question, Stream(question.kind))
+                    answer = await self._send(http, url, question, Stream(question.kind))
                     if _error(answer):
                         raise ValueError(f"{question} was answered {answer}")
                     first = self._expected.setdefault(id(question), answer)
@@ -94,7 +94,7 @@ class Clients:
         async with httpx.AsyncClient(timeout=LIMIT_S) as http:
             await asyncio.gather(
                 *(
-                    self._ask_on(http, itertools.islice(itertools.cycle(some), place, None), load)
+                    self._send_all(http, itertools.islice(itertools.cycle(some), place, None), load)
                     for kind, some in load.by_kind.items()
                     for place in range(load.at_once[kind])
                 )
@@ -109,7 +109,7 @@ class Clients:
         """What is under way is answered still."""
         self._stopping = True
 
-    async def _ask_on(self, http: httpx.AsyncClient, line: Any, load: Load) -> None:
+    async def _send_all(self, http: httpx.AsyncClient, line: Any, load: Load) -> None:
         for question in line:
             if self._stopping:
                 return
@@ -120,20 +120,22 @@ class Clients:
     async def _outcome(self, http: httpx.AsyncClient, question: Question) -> Outcome:
         began_s = time.monotonic()
         while True:
-            url, asked_s = await self._url(), time.monotonic()
+            url, sent_s = await self._url(), time.monotonic()
             stream = Stream(question.kind)
             try:
-                answer = await self._asked(http, url, question, stream)
+                answer = await self._send(http, url, question, stream)
             except httpx.TransportError as error:
-                if not self._ended(url, asked_s):
-                    return self._told(question, "lost", repr(error), began_s)
+                if not self._ended(url, sent_s):
+                    return self._make_outcome(question, "lost", repr(error), began_s)
                 self.cut_with_ingress += 1
                 await asyncio.sleep(RETRY_S)
                 continue
             expected = self._expected[id(question)]
-            return self._told(question, *compared(answer, expected, exact=self._exact), began_s)
+            return self._make_outcome(
+                question, *compared(answer, expected, exact=self._exact), began_s
+            )
 
-    def _told(self, question: Question, how: str, detail: str, began_s: float) -> Outcome:
+    def _make_outcome(self, question: Question, how: str, detail: str, began_s: float) -> Outcome:
         return Outcome(question.kind, how, detail, began_s, time.monotonic() - began_s)
 
     async def _url(self) -> str:
@@ -142,7 +144,7 @@ class Clients:
             await asyncio.sleep(RETRY_S)
         return urls[next(self._turns) % len(urls)]
 
-    async def _asked(
+    async def _send(
         self, http: httpx.AsyncClient, url: str, question: Question, stream: Stream
     ) -> Answer:
         self._open.append(stream)
@@ -177,12 +179,12 @@ def _add(choices: dict[int, dict[str, Any]], piece: dict[str, Any]) -> None:
     if piece.get("usage"):
         usage = piece["usage"]
         choices[-2] = {"usage": [usage["prompt_tokens"], usage["completion_tokens"]]}
-    for told in piece["choices"]:
-        choice = choices.setdefault(told["index"], {"text": "", "tokens": [], "finish": None})
-        choice["text"] += told["text"]
-        choice["finish"] = choice["finish"] or told["finish_reason"]
-        if told.get("logprobs"):
-            choice["tokens"] += told["logprobs"]["tokens"]
+    for part in piece["choices"]:
+        choice = choices.setdefault(part["index"], {"text": "", "tokens": [], "finish": None})
+        choice["text"] += part["text"]
+        choice["finish"] = choice["finish"] or part["finish_reason"]
+        if part.get("logprobs"):
+            choice["tokens"] += part["logprobs"]["tokens"]
 
 
 def classified(answer: httpx.Response) -> Answer:

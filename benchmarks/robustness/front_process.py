@@ -39,7 +39,7 @@ class FrontProcess:
         self.port = int(self._process.stdout.readline() or 0)
         return self.port
 
-    def tell(self, directory: Directory) -> None:
+    def publish(self, directory: Directory) -> None:
         self._write(msgspec.json.encode(directory))
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -246,11 +246,11 @@ class HostileTraffic:
 
     async def _status_of(self, made: Made) -> str:
         try:
-            return _outcome((await self._ask(made, LIMIT_S)).status)
+            return _outcome((await self._send(made, LIMIT_S)).status)
         except TimeoutError:
             return f"!no answer of {made.path} within {LIMIT_S:g} s"
 
-    async def _ask(self, made: Made, limit_s: float) -> Any:
+    async def _send(self, made: Made, limit_s: float) -> Any:
         async with self._line() as (reader, writer), asyncio.timeout(limit_s):
             writer.write(plain(made))
             return await read_answer(reader, made.method)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-EVERYBODY = "all"  # in the place of a process's role
+ALL_PROCESSES = "all"  # in the place of a process's role
 GROWS = 3
 
 Counts = Mapping[str, int]
@@ -45,8 +45,8 @@ class Leaks:
             for what in more if label in self._lived_through.get(key, ()) else ():
                 self._grew[key, what] += last
                 if not last or self._grew[key, what] >= GROWS:
-                    told = f"{counts[what]} {what} after {label}, and {allowed[what]} before"
-                    found.append(f"{key[0]} holds {told}")
+                    growth = f"{counts[what]} {what} after {label}, and {allowed[what]} before"
+                    found.append(f"{key[0]} holds {growth}")
             if last:
                 self._allowed[key] = allowed | Counter(counts)
                 self._lived_through.setdefault(key, set()).add(label)
@@ -68,7 +68,7 @@ def shared(others: int, shm: bool) -> dict[tuple[str, int], Counts]:
     counts = {"processes": others}
     if shm:
         counts["segments"] = sum(1 for _ in Path("/dev/shm").iterdir())
-    return {(EVERYBODY, 0): counts}
+    return {(ALL_PROCESSES, 0): counts}
 
 
 def _of_process(pid: int, http_ports: set[int]) -> Counts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from benchmarks.robustness.schedule import Kind
 from benchmarks.support.two_nodes import HEAD, OTHER, TwoNodes, run
 
-NOBODY = "02:00:00:00:00:99"
+UNUSED_MAC = "02:00:00:00:00:99"
 USUAL_MBIT, SLOW_MBIT = 50.0, 5.0
 _CUT_AT = {Kind.CUT: (0, 1), Kind.CUT_ONE_WAY: (0,)}  # the nodes whose frames are lost
 
@@ -27,15 +27,15 @@ class Links:
             self.nodes.limit_rate(SLOW_MBIT)
         self._cut = tuple({*self._cut, *_CUT_AT.get(kind, ())})
         for node in self._cut:
-            self._neighbour(node, "replace", "lladdr", NOBODY, "nud", "permanent")
+            self._set_neighbor(node, "replace", "lladdr", UNUSED_MAC, "nud", "permanent")
 
     def mend(self) -> None:
         cut, self._cut = self._cut, ()
         for node in cut:
-            self._neighbour(node, "del")
+            self._set_neighbor(node, "del")
         self.nodes.limit_rate(USUAL_MBIT)
 
-    def _neighbour(self, node: int, verb: str, *how: str) -> None:
+    def _set_neighbor(self, node: int, verb: str, *how: str) -> None:
         other = (OTHER, HEAD)[node]
         card = self.nodes.cards[node]
         run(*self.nodes.inside(node), "ip", "neigh", verb, other, *how, "dev", card)

@@ -24,14 +24,14 @@ def not_adopted(before: Places, now: Places) -> list[str]:
     """What another launcher has not taken over, though it lives."""
     nobodys = ("ingress", "launcher", "raylet")
     ranks = [role for role in before.pids if not role.startswith(nobodys)]
-    told = "after its launcher was killed"
+    suffix = "after its launcher was killed"
     found = [
-        f"{role} was another process {told}"
+        f"{role} was another process {suffix}"
         for role in ranks
         if now.pids.get(role) != before.pids[role]
     ]
     more = now.others - before.others
-    return [*found, f"{more} more ranks of one name {told}"] if more > 0 else found
+    return [*found, f"{more} more ranks of one name {suffix}"] if more > 0 else found
 
 
 def not_newer(before: Places, now: Places) -> list[str]:

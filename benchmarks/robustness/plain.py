@@ -62,7 +62,7 @@ class PlainTarget:
         self._fronts: list[FrontProcess] = []
         self._ended_s: dict[str, float] = {}  # ingress replicas that have been killed, by URL
         self._stopped_since_s: dict[str, float] = {}
-        self._asked: dict[str, Future[RankStatus]] = {}
+        self._status_calls: dict[str, Future[RankStatus]] = {}
         self._misses: dict[str, dict[str, float]] = {}  # epochs of expert ranks, by who lost them
         self._missed_since_s: dict[str, float] = {}
         self._introduced_s = -math.inf
@@ -177,11 +177,11 @@ class PlainTarget:
                 self._stopped_since_s.pop(name, None)
             elif now_s - self._stopped_since_s.setdefault(name, now_s) > HUNG_AFTER_S:
                 lost[name] = f"stopped for {HUNG_AFTER_S:g} s"
-        for name, reason in self._said(lost).items():
+        for name, reason in self._reported_losses(lost).items():
             lost.setdefault(name, reason)
         return lost
 
-    def _said(self, lost: Mapping[str, str]) -> dict[str, str]:
+    def _reported_losses(self, lost: Mapping[str, str]) -> dict[str, str]:
         """What attention ranks say of themselves and of the expert ranks, if they have answered."""
         found: dict[str, str] = {}
         for name, process in list(self._group.processes.items()):
@@ -190,14 +190,14 @@ class PlainTarget:
             if name in lost or name in self._replacing:
                 self._misses.pop(name, None)
                 continue
-            asked = self._asked.get(name)
-            if asked is None:
-                self._asked[name] = process.call("status")
-            elif asked.done():
-                del self._asked[name]
-                if asked.exception() is not None:
+            call = self._status_calls.get(name)
+            if call is None:
+                self._status_calls[name] = process.call("status")
+            elif call.done():
+                del self._status_calls[name]
+                if call.exception() is not None:
                     continue
-                status = asked.result()
+                status = call.result()
                 if not status.healthy:
                     found[name] = status.reason
                 self._misses[name] = status.sections.get("lost", {})
@@ -206,12 +206,12 @@ class PlainTarget:
     def _missed(self, now_s: float) -> dict[str, str]:
         """Expert ranks that all have lost, or half of them for long. The others are introduced
         again: as cluster/fleet/rank_group.py."""
-        told = Counter(self._are_missed())
-        if told and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
+        missed = Counter(self._are_missed())
+        if missed and now_s - self._introduced_s >= INTRODUCE_PERIOD_S:
             self._introduced_s = now_s
             self._group.introduce(list(self._replacing))
-        asked, since_s = len(self._misses), self._missed_since_s
-        most, self._missed_since_s = most_missed(told, asked, since_s, now_s)
+        call, since_s = len(self._misses), self._missed_since_s
+        most, self._missed_since_s = most_missed(missed, call, since_s, now_s)
         return dict.fromkeys(most, "attention ranks have lost it")
 
     def _are_missed(self) -> list[str]:
@@ -240,14 +240,14 @@ class PlainTarget:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is tried again
                 event(log, "worker_replacement_failed", logging.ERROR, name=name, error=error)
                 self._closing.wait(0.5)
-        for known in (self._asked, self._stopped_since_s, self._misses):
+        for known in (self._status_calls, self._stopped_since_s, self._misses):
             known.pop(name, None)
         planner = {one.name: one.channel_address for one in self._group.ready}["planner-0"]
         for other, process in list(self._group.processes.items()):
             if other.startswith(("attention-", "expert-")):
                 process.call("join_planner", planner)
         for front in self._fronts:
-            front.tell(self._directory)
+            front.publish(self._directory)
         del self._replacing[name]
         self._group.introduce(list(self._replacing))  # to those that came meanwhile, too
 
@@ -265,7 +265,7 @@ class PlainTarget:
         another = self._start_front(number)
         with self._lock:
             self._fronts[number] = another
-        another.tell(self._directory)  # ranks that came meanwhile
+        another.publish(self._directory)  # ranks that came meanwhile
         another.wait()
         del self._replacing[another.name]
 

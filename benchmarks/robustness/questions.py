@@ -41,8 +41,8 @@ class Load(NamedTuple):
 
 def _stream(kind: str, number: int, tokens: int, **fields: Any) -> Question:
     prompt = f"Review number {number}: I have had this for {number} weeks. {SPAM * (number % 3)}"
-    told = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    body = {"model": BUNDLED, "prompt": prompt, "max_tokens": tokens, **told, **fields}
+    options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {"model": BUNDLED, "prompt": prompt, "max_tokens": tokens, **options, **fields}
     return Question(kind, "/v1/completions", body)
 
 
@@ -64,8 +64,8 @@ def full_load() -> Load:
 
 def light_load() -> Load:
     """One client of each kind, few questions, short streams: what a busy machine answers soon."""
-    asked = {kind: some[:3] for kind, some in _questions(FEW_TOKENS, SAMPLING[2:5], 2).items()}
-    return Load(asked, dict.fromkeys(asked, 1), learned=1, rest_s=0.1)
+    chosen = {kind: some[:3] for kind, some in _questions(FEW_TOKENS, SAMPLING[2:5], 2).items()}
+    return Load(chosen, dict.fromkeys(chosen, 1), learned=1, rest_s=0.1)
 
 
 def _questions(

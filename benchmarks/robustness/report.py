@@ -28,16 +28,16 @@ class Report:
     def write(self, run: Run, left: tuple[str, ...], *, is_whole: bool = True) -> dict[str, Any]:
         """The summary. left: what is there after the end, in words. is_whole: the run has
         ended."""
-        told = verdict.summary(run, left)
-        told["ended"] = is_whole
+        summary = verdict.summary(run, left)
+        summary["ended"] = is_whole
         samples = verdict.waits(run.done, run.clients.streams)
         result = Result(
-            name="chaos", kind="measured", settings=self._settings, samples=samples, summary=told
+            name="chaos", kind="measured", settings=self._settings, samples=samples, summary=summary
         )
         path = self._output or RESULTS / "chaos.json"
         write_result(result, path.with_suffix(".part")).replace(path)  # it may be cut off here
         path.with_suffix(".md").write_text(verdict.table(run) + "\n", encoding="utf-8")
-        return told
+        return summary
 
     def _bar(self, run: Run) -> None:
         done, all_of_them = len(run.done), len(run.faults)
@@ -46,7 +46,7 @@ class Report:
         left_s = passed_s / done * (all_of_them - done)
         wrong = sum(one.how in WRONG for one in run.clients.outcomes) + len(run.wrong)
         bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}] {done} of {all_of_them} faults"
-        told = f"{len(run.clients.outcomes)} answers, {wrong} wrong, {left_s / 60:.0f} min left"
-        line = f"{bar}, {told}, last: {run.done[-1].fault.label}"
+        summary = f"{len(run.clients.outcomes)} answers, {wrong} wrong, {left_s / 60:.0f} min left"
+        line = f"{bar}, {summary}, last: {run.done[-1].fault.label}"
         end = "\r" if self._console.isatty() and done < all_of_them else "\n"
         print(f"{line:<119}", end=end, file=self._console, flush=True)

@@ -152,7 +152,7 @@ class Run:
             longest_s = max(each.stopped_s for each, _ in pending)
             await asyncio.sleep(max(0.3, longest_s))
             whole_at_s = await self._whole()
-            self.done += [self._told(each, at_s, whole_at_s) for each, at_s in pending]
+            self.done += [self._done(each, at_s, whole_at_s) for each, at_s in pending]
             if self._is_over:
                 return
             await self._answers_come_on(time.monotonic())
@@ -183,18 +183,20 @@ class Run:
         """Pieces of streams that came in each whole window since the first fault was due."""
         whole = int((time.monotonic() - self.began_s) / WINDOW_S)
         places = (
-            int((came_s - self.began_s) // WINDOW_S)
+            int((arrived_at_s - self.began_s) // WINDOW_S)
             for stream in self.clients.streams
-            for came_s in stream.arrived_s
+            for arrived_at_s in stream.arrived_s
         )
         counts = Counter(places)
         return [counts[place] for place in range(whole)]
 
     def longest_silence_s(self) -> float:
         """Without a piece of any stream, since the first fault was due."""
-        arrived = (came_s for stream in self.clients.streams for came_s in stream.arrived_s)
-        came = [self.began_s, *sorted(s for s in arrived if s > self.began_s)]
-        return max((after - before for before, after in itertools.pairwise(came)), default=0.0)
+        arrived = (
+            arrived_at_s for stream in self.clients.streams for arrived_at_s in stream.arrived_s
+        )
+        arrivals = [self.began_s, *sorted(s for s in arrived if s > self.began_s)]
+        return max((after - before for before, after in itertools.pairwise(arrivals)), default=0.0)
 
     async def _do(self, fault: Fault) -> None:
         loop = asyncio.get_running_loop()
@@ -205,8 +207,8 @@ class Run:
             if pid is not None and _signalled(pid, signal.SIGSTOP):
                 loop.call_later(fault.stopped_s, _signalled, pid, signal.SIGCONT)
         elif fault.kind is Kind.WAKE:
-            if told := await asyncio.to_thread(self._target.wake, fault.target):
-                self.wrong.append(told)
+            if problem := await asyncio.to_thread(self._target.wake, fault.target):
+                self.wrong.append(problem)
         elif fault.kind is Kind.FULL:
             with FILLER.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(FILLER.parent).free)
@@ -257,7 +259,7 @@ class Run:
         found = held(roles, ports) | shared(self._target.others, self._own_shm)
         return {key: dict(counts) for key, counts in found.items()}
 
-    def _told(self, fault: Fault, at_s: float, whole_at_s: float | None) -> Done:
+    def _done(self, fault: Fault, at_s: float, whole_at_s: float | None) -> Done:
         found = [s for name, s in self._target.replaced if name == fault.target and s >= at_s]
         whole_s = None if whole_at_s is None else whole_at_s - at_s
         return Done(fault, at_s, whole_s, found[0] - at_s if found else None)

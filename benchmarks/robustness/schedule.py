@@ -63,10 +63,10 @@ def read(schedule: str) -> list[Fault]:
     same moment. Raises ValueError for another kind."""
     found = []
     for moment in schedule.split(","):
-        for told in (together := moment.split("+")):
-            kind, *rest = told.split()
+        for text in (together := moment.split("+")):
+            kind, *rest = text.split()
             seconds = float(rest.pop()) if rest and rest[-1][0].isdigit() else 0.0
-            with_next = told is not together[-1]
+            with_next = text is not together[-1]
             found.append(Fault(Kind(kind), rest[0] if rest else "", seconds, 0.5, with_next))
     return found
 

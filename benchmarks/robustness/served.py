@@ -104,8 +104,8 @@ class ServedTarget:
             healthy = httpx.get(f"{self._server.url}/health", timeout=5.0).status_code == 200
         except (httpx.HTTPError, msgspec.DecodeError):
             return False
-        told = {rank.name for rank in ranks if rank.healthy and "lost" not in rank.sections}
-        return healthy and told == set(self._names)
+        serving = {rank.name for rank in ranks if rank.healthy and "lost" not in rank.sections}
+        return healthy and serving == set(self._names)
 
     @property
     def _names(self) -> list[str]:

@@ -33,11 +33,11 @@ def retries_refused(
             time.sleep(LOOK_S)  # it finds out that it has been left
         kill_its_successor()
         while True:
-            said = _asked(stray, experts)
+            error = _connect_error(stray, experts)
             if linked := _linked(stray, experts):
                 return f"{stray.name}, which had been replaced, was taken back by {linked}"
-            if REFUSED not in said:
-                return f"{stray.name}, which had been replaced, was told {said or 'nothing'}"
+            if REFUSED not in error:
+                return f"{stray.name}, which had been replaced, was told {error or 'nothing'}"
             if time.monotonic() > end_s or is_whole():
                 return ""
             time.sleep(LOOK_S)
@@ -46,7 +46,7 @@ def retries_refused(
         stray.close()
 
 
-def _asked(stray: RankProcess, experts: Mapping[str, str]) -> str:
+def _connect_error(stray: RankProcess, experts: Mapping[str, str]) -> str:
     """Why they do not take it back."""
     try:
         stray.call("connect", experts).result(STATUS_S)

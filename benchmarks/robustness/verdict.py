@@ -16,16 +16,16 @@ SHOWN = 5
 def failures(run: Run, left: Sequence[str]) -> list[str]:
     """Why the run has failed. left: what is there after its end, in words."""
     wrong = [one for one in run.clients.outcomes if one.how in WRONG]
-    told = [f"{one.kind} {one.how}: {one.detail}" for one in wrong[:SHOWN]]
+    found = [f"{one.kind} {one.how}: {one.detail}" for one in wrong[:SHOWN]]
     if len(wrong) > SHOWN:
-        told.append(f"and {len(wrong) - SHOWN} more answers")
-    told += run.wrong
+        found.append(f"and {len(wrong) - SHOWN} more answers")
+    found += run.wrong
     never = [one.fault.label for one in run.done if one.whole_s is None]
-    told += [f"not whole again after: {label}" for label in never]
-    told += [
+    found += [f"not whole again after: {label}" for label in never]
+    found += [
         f"{count:g} KV blocks in use at {rank}" for rank, count in run.used_blocks.items() if count
     ]
-    return told + [f"left: {what}" for what in left]
+    return found + [f"left: {what}" for what in left]
 
 
 def counted(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:
@@ -78,13 +78,13 @@ def table(run: Run) -> str:
     for label, each in waits(run.done, run.clients.streams).items():
         last = each.get("last_token", [])
         found = each.get("found", [])
-        cells = [_told(some, part) for some in (found, last) for part in (0.5, 0.99)]
-        cells.append(_told(each.get("whole", []), 0.5))
+        cells = [_seconds(some, part) for some in (found, last) for part in (0.5, 0.99)]
+        cells.append(_seconds(each.get("whole", []), 0.5))
         lines.append(f"| {label} | {counts[label]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _told(values: Sequence[float], part: float) -> str:
+def _seconds(values: Sequence[float], part: float) -> str:
     return f"{quantile(values, part):.2f} s" if values else ""
 
 

@@ -37,7 +37,7 @@ def write_rows(path: Path, rows: int, seed: int, data: Path | None) -> None:
             file.write(msgspec.json.encode({"id": number, "text": text}) + b"\n")
 
 
-def _came(journal: Path) -> int:
+def _rows_of(journal: Path) -> int:
     try:
         return journal.read_bytes().count(b'["came"')
     except FileNotFoundError:  # committed meanwhile
@@ -51,7 +51,7 @@ class RowsDone:
         self._output = output
 
     def count(self) -> int:
-        journals = {path.name: _came(path) for path in self._output.glob("journal-*.jsonl")}
+        journals = {path.name: _rows_of(path) for path in self._output.glob("journal-*.jsonl")}
         ledger = self._output / "ledger.jsonl"
         done = 0
         for line in ledger.read_bytes().splitlines() if ledger.exists() else ():

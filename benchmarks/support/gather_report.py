@@ -38,8 +38,8 @@ def _overlap(samples: dict[str, list[Round]], tokens: int) -> dict[str, Any]:
     for mode, rounds in samples.items():
         rates = [tokens / found.pass_s for found in rounds]
         beside = [(found, resident[found.number]) for found in rounds]
-        of_resident = [theirs.pass_s / mine.pass_s for mine, theirs in beside]
-        cpu = [_cpu_s(mine) / _cpu_s(theirs) for mine, theirs in beside]
+        of_resident = [theirs.pass_s / own.pass_s for own, theirs in beside]
+        cpu = [_cpu_s(own) / _cpu_s(theirs) for own, theirs in beside]
         gather_s = sum(p.gather_s for found in rounds for p in found.passes)
         wait_s = sum(p.wait_s for found in rounds for p in found.passes)
         summary[mode] = {
@@ -117,9 +117,9 @@ def _sweep(
     """table: seconds of a pass by rows and kind. measured: the batch whose resident pass takes as
     long as passes do that wait for transfers, whatever their size. eq1: without its margin."""
     passes_s = [(row["resident"], row["gathered"]) for row in table.values()]
-    exposed_s = [theirs for mine, theirs in passes_s if theirs > _EXPOSED * mine]
+    exposed_s = [theirs for own, theirs in passes_s if theirs > _EXPOSED * own]
     floor_s = statistics.median(exposed_s) if exposed_s else float("nan")
-    resident = statistics.linear_regression(list(table), [mine for mine, _ in passes_s])
+    resident = statistics.linear_regression(list(table), [own for own, _ in passes_s])
     largest = max(table)
     # Of the last layer only the rows whose logits are wanted are computed: one of each 512.
     computed = (spec.num_layers - 1) / spec.num_layers

@@ -50,7 +50,7 @@ class ImposedRouting:
         return torch.rand(shape, generator=self._generator).topk(top_k, dim=-1).indices
 
 
-class ImposedForesight(ExpertPredictor):
+class ImposedPredictor(ExpertPredictor):
     """Foretells what it was told, and is as sure of it as that is right. The next router runs all
     the same: a guess takes its time."""
 
@@ -77,5 +77,5 @@ class ImposedForesight(ExpertPredictor):
         if found is None:
             return None
         ids_TK = self.ids_SLK[self.step, self._at[found.layer]].unsqueeze(0)
-        told = RoutedTokens(routed.x_TD, ids_TK, found.routed.topk_weights_TK)
-        return DevicePrediction(found.layer, told, found.is_whole)
+        predicted = RoutedTokens(routed.x_TD, ids_TK, found.routed.topk_weights_TK)
+        return DevicePrediction(found.layer, predicted, found.is_whole)

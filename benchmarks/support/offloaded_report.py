@@ -57,8 +57,8 @@ def shortened(samples: Samples) -> Samples:
     """With what was missing by layer, in the place of by layer and step."""
 
     def short(turn: dict[str, Any]) -> dict[str, Any]:
-        told = {name: value for name, value in turn.items() if name != "missing_LS"}
-        return {**told, "missing_L": [sum(missing_S) for missing_S in turn["missing_LS"]]}
+        kept = {name: value for name, value in turn.items() if name != "missing_LS"}
+        return {**kept, "missing_L": [sum(missing_S) for missing_S in turn["missing_LS"]]}
 
     return {
         setting: {name: list(map(short, turns)) for name, turns in by_variant.items()}

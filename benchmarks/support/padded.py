@@ -39,23 +39,23 @@ class PaddedModel:
 
     @torch.inference_mode()
     def logits(
-        self, asked: Sequence[ScoredRow], batch_tokens: int = BATCH_TOKENS
+        self, rows: Sequence[ScoredRow], batch_tokens: int = BATCH_TOKENS
     ) -> Iterator[tuple[int, Tensor]]:
         """(index, logits [positions, V] in float32) of every row, in the order of their lengths.
 
         Rows are padded on the right. Attention is causal, so that no token sees its row's padding,
         and no mask is needed, with which attention would be slower.
         """
-        for batch in batches([len(row.token_ids) for row in asked], batch_tokens):
-            longest = max(len(asked[index].token_ids) for index in batch)
+        for batch in batches([len(row.token_ids) for row in rows], batch_tokens):
+            longest = max(len(rows[index].token_ids) for index in batch)
             ids = torch.zeros(len(batch), longest, dtype=torch.long)
             for place, index in enumerate(batch):
-                row = asked[index].token_ids
+                row = rows[index].token_ids
                 ids[place, : len(row)] = torch.tensor(row)
             hidden = self._model.model(input_ids=ids, use_cache=False).last_hidden_state
-            wanted = [hidden[n, list(asked[index].positions)] for n, index in enumerate(batch)]
+            wanted = [hidden[n, list(rows[index].positions)] for n, index in enumerate(batch)]
             head = self._model.lm_head(torch.cat(wanted)).float()
-            yield from zip(batch, head.split([len(rows) for rows in wanted]), strict=True)
+            yield from zip(batch, head.split([len(some) for some in wanted]), strict=True)
 
 
 @torch.inference_mode()

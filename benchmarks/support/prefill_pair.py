@@ -172,13 +172,13 @@ def passes_of(spans: Sequence[TaskSpan], last: int) -> list[Pass]:
 
 
 def _pass(spans: Sequence[TaskSpan], number: int) -> Pass:
-    mine = [s for s in spans if s.batch == number and s.stage not in _TRANSFERS]
-    start_s, end_s = min(s.start_s for s in mine), max(s.end_s for s in mine)
+    of_batch = [s for s in spans if s.batch == number and s.stage not in _TRANSFERS]
+    start_s, end_s = min(s.start_s for s in of_batch), max(s.end_s for s in of_batch)
     gathers = [s for s in spans if s.stage in _COPIES and start_s < s.end_s <= end_s]
     return Pass(
-        tokens=max(s.tokens for s in mine),
+        tokens=max(s.tokens for s in of_batch),
         pass_s=end_s - start_s,
-        wait_s=sum(s.end_s - s.start_s for s in mine if s.stage is Stage.WAIT),
+        wait_s=sum(s.end_s - s.start_s for s in of_batch if s.stage is Stage.WAIT),
         gather_s=sum(s.end_s - s.start_s for s in gathers),
         gathers=len(gathers),
     )

@@ -163,8 +163,8 @@ class TheirPrefill:
         if self.choice is None:
             raise RuntimeError("choose an implementation first")
         self._model.use(self.choice.implementation)
-        asked = [ScoredRow.last(ids) for ids in rows.token_ids]
-        out = torch.empty(len(asked), len(rows.candidates))
-        for index, logits in self._model.logits(asked, self.choice.batch_tokens):
+        scored = [ScoredRow.last(ids) for ids in rows.token_ids]
+        out = torch.empty(len(scored), len(rows.candidates))
+        for index, logits in self._model.logits(scored, self.choice.batch_tokens):
             out[index] = logits[0, rows.candidates]
-        return Answer(out, [0] * len(asked))
+        return Answer(out, [0] * len(scored))

@@ -24,7 +24,7 @@ from models.spec.model import spec_from
 from models.weights.layout import WeightSpec
 from models.weights.loading import Loader
 
-_TOLD_EVERY_S = 10.0
+_PRINT_EVERY_S = 10.0
 
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -136,7 +136,7 @@ def _experts(
     spec = layout.spec
     stored: list[tuple[Tensor, ...]] = []
     pinned: list[Tensor] = []
-    told_s = time.monotonic()
+    printed_s = time.monotonic()
     for layer in spec.moe_layers:
         memory = _host_memory(layout.num_bytes(spec.num_experts))
         if layout.device.type == "cuda":
@@ -147,8 +147,8 @@ def _experts(
         for view, tensor in zip(stored[-1], made, strict=True):
             view.copy_(tensor)
         keep(layer, made)
-        if time.monotonic() - told_s > _TOLD_EVERY_S:
-            told_s = time.monotonic()
+        if time.monotonic() - printed_s > _PRINT_EVERY_S:
+            printed_s = time.monotonic()
             print(f"made: {layer + 1} of {spec.num_layers} layers", flush=True)
     return ExpertMemory(stored, layout), pinned
 

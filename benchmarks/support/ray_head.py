@@ -131,11 +131,11 @@ def _start(
     """Once it runs. Tried again: on a busy machine Ray's own start-up deadlines pass."""
     for _ in range(_ATTEMPTS):
         started = _launch(options, *flags, environment=environment)
-        said = _said_until_started(started)
-        if not said:
+        output = _output_until_started(started)
+        if not output:
             return started
         _end(started)
-    raise RuntimeError(f"ray start failed, {_ATTEMPTS} times: {said[-2000:]}")
+    raise RuntimeError(f"ray start failed, {_ATTEMPTS} times: {output[-2000:]}")
 
 
 def _launch(
@@ -154,15 +154,15 @@ def _launch(
     )
 
 
-def _said_until_started(process: subprocess.Popen[str]) -> str:
+def _output_until_started(process: subprocess.Popen[str]) -> str:
     """Empty once it runs; all of its output if it ended."""
     assert process.stdout is not None
-    said = []
+    output = []
     for line in process.stdout:
-        said.append(line)
+        output.append(line)
         if "--block" in line:  # "... this command will now block forever"
             return ""
-    return "".join(said) or "it said nothing"
+    return "".join(output) or "it said nothing"
 
 
 def _end(started: subprocess.Popen[str]) -> None:

@@ -127,8 +127,8 @@ def _tasks_of_rank(
                 yield last
             needs = Stage.A2E if span.stage is Stage.EXPERT else Stage.E2A
             group = span.token_group if span.stage is Stage.EXPERT else 0
-            came_s = arrived_s.get((needs, span.layer, span.micro_batch, group), 0.0)
-            start_s = min(max(free_s, came_s), span.start_s) or span.start_s
+            arrival_s = arrived_s.get((needs, span.layer, span.micro_batch, group), 0.0)
+            start_s = min(max(free_s, arrival_s), span.start_s) or span.start_s
             last = _Task(span, start_s, span.end_s) if span.stage in COMPUTED else None
         free_s = span.end_s
     if last is not None:

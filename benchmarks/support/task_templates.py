@@ -32,7 +32,7 @@ class Posed(msgspec.Struct, frozen=True, kw_only=True):
     template: str = "{prefix}{text}"
     labels: tuple[str, ...] | None = None
     familiar: Familiar = "no"
-    asks_each: bool = False
+    is_multi_label: bool = False
     share: float = 1.0
 
 
@@ -82,7 +82,7 @@ TASKS: tuple[Posed, ...] = (
         name="goemotions, each",
         file="goemotions.jsonl.gz",
         template="Post: {text}\nDoes it show {label}?",
-        asks_each=True,
+        is_multi_label=True,
         share=0.1,
     ),
 )

@@ -89,14 +89,14 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
     numbers = range(options.first, options.first + options.requests)
     print(f"seed {options.seed}, requests {numbers.start} to {numbers.stop - 1}")
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[told]}")) as progress:
-        task = progress.add_task("requests", total=len(numbers), told="")
+    with Progress(*columns, TextColumn("{task.fields[failed]}")) as progress:
+        task = progress.add_task("requests", total=len(numbers), failed="")
 
         def step() -> None:
             count = run.report.sent
             if count % 100 == 0:
-                told = f"{len(run.report.failures)} failed"
-                progress.update(task, completed=count, told=told)
+                failed = f"{len(run.report.failures)} failed"
+                progress.update(task, completed=count, failed=failed)
 
         report = await run.all(numbers, step)
         progress.update(task, completed=report.sent)
@@ -107,7 +107,7 @@ async def _run(target: Target, memory: Memory, options: argparse.Namespace, url:
 async def _replay(target: Target, oracle: Oracle, failure: Failure) -> int:
     answer = await target.send(failure.request)
     reason = oracle.verdict(failure.request, answer)
-    print(f"status {answer.status} after {answer.took_s:.3f} s: {reason or 'as it should be'}")
+    print(f"status {answer.status} after {answer.duration_s:.3f} s: {reason or 'as it should be'}")
     print(answer.body[:2000].decode("utf-8", "replace"))
     return 1 if reason else 0
 

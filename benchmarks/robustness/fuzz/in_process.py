@@ -59,8 +59,8 @@ class InProcess:
             fault = f"no answer within {2 * LIMIT_S:g} s"
         except Exception:  # noqa: BLE001 - whatever it is, it is what is looked for
             fault = traceback.format_exc()
-        took_s = time.perf_counter() - started_s
-        return Answer(exchange.status, exchange.headers, bytes(exchange.body), took_s, fault)
+        duration_s = time.perf_counter() - started_s
+        return Answer(exchange.status, exchange.headers, bytes(exchange.body), duration_s, fault)
 
     async def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ class Answer(msgspec.Struct):
     status: int
     headers: dict[str, str]
     body: bytes
-    took_s: float
+    duration_s: float
     fault: str = ""
 
 
@@ -39,8 +39,8 @@ class Oracle:
         """None if the answer is as it should be."""
         if answer.fault:
             return answer.fault
-        if answer.took_s > LIMIT_S:
-            return f"took {answer.took_s:.1f} s, over {LIMIT_S:g} s"
+        if answer.duration_s > LIMIT_S:
+            return f"took {answer.duration_s:.1f} s, over {LIMIT_S:g} s"
         if answer.status >= 500 or not answer.status >= 200:
             return f"status {answer.status}"
         is_json = answer.headers.get("content-type", "").startswith("application/json")

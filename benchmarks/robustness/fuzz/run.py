@@ -106,13 +106,15 @@ class Run:
     def _count(self, request: Made, answer: Answer) -> None:
         self.report.sent += 1
         self.report.statuses[answer.status] += 1
-        self.report.slowest_s = max(self.report.slowest_s, answer.took_s)
+        self.report.slowest_s = max(self.report.slowest_s, answer.duration_s)
         if reason := self._oracle.verdict(request, answer):
             self._fail(request, reason, answer)
 
     def _fail(self, request: Made, reason: str, answer: Answer) -> None:
-        told = answer.body[:2000].decode("utf-8", "replace")
-        self.report.failures.append(Failure(self._maker.seed, request, reason, answer.status, told))
+        answer_text = answer.body[:2000].decode("utf-8", "replace")
+        self.report.failures.append(
+            Failure(self._maker.seed, request, reason, answer.status, answer_text)
+        )
 
     async def _learn(self) -> None:
         """What honest requests are answered at the start. All of them are 200."""

@@ -137,7 +137,7 @@ class OverHttp:
                 answer = await (self._odd(request) if request.wire else self._plain(request))
         except TimeoutError:
             answer = Answer(0, {}, b"", 0.0, f"no answer within {LATE_S:g} s")
-        answer.took_s = time.perf_counter() - started_s
+        answer.duration_s = time.perf_counter() - started_s
         return answer
 
     async def close(self) -> None:

@@ -17,13 +17,13 @@ from benchmarks.robustness.run import Done
 from benchmarks.robustness.schedule import Fault, Kind, Mix, drawn, read
 
 MIX = Mix(WEIGHTS | LINK_WEIGHTS)
-EVERYBODY = [*ROLES, "ingress-0", "ingress-1"]
+ALL_PROCESSES = [*ROLES, "ingress-0", "ingress-1"]
 STREAM = {0: {"text": "a b c", "tokens": [], "finish": "length"}, -2: {"usage": [4, 3]}}
 
 
 def test_a_seed_draws_the_same_faults_of_every_kind_alone_and_two_at_once() -> None:
-    faults = drawn(7, 200, EVERYBODY, MIX)
-    assert faults == drawn(7, 200, EVERYBODY, MIX) != drawn(8, 200, EVERYBODY, MIX)
+    faults = drawn(7, 200, ALL_PROCESSES, MIX)
+    assert faults == drawn(7, 200, ALL_PROCESSES, MIX) != drawn(8, 200, ALL_PROCESSES, MIX)
     assert {one.kind_and_role for one in faults} == set(MIX.weights)
     pairs = [(one, other) for one, other in itertools.pairwise(faults) if one.with_next]
     assert len(pairs) > 5
@@ -113,7 +113,7 @@ def test_where_it_need_not_be_exact_other_words_are_rounding_and_another_length_
 @pytest.mark.parametrize("only", ["full", "wake", "kill planner"])
 def test_one_kind_alone_is_drawn_too(only: str) -> None:
     weights = {name: 1.0 for name in {**WEIGHTS, "full_shm": 1.0} if only in name}
-    faults = drawn(3, 40, EVERYBODY, Mix(weights))
+    faults = drawn(3, 40, ALL_PROCESSES, Mix(weights))
     assert len(faults) == 40
     assert not any(one.with_next for one in faults)
 
