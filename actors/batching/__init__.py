@@ -1,1 +1,1 @@
-"""From waiting sequences to a batch, and from its logits to their next tokens."""
+"""Batches waiting sequences and turns logits into their next tokens."""

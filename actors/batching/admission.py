@@ -1,4 +1,4 @@
-"""What is wrong with a request that only the rank can know."""
+"""Admission checks of a rank, and Retry-After for the requests that it refuses."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from planner.scheduling.drain_rate import BACKLOG, SHORTEST_S, DrainRate, retry_
 
 
 class RankAdmission(NamedTuple):
-    """The limits of one rank. pool_tokens: that its KV pool holds. retry_after_s: when so many that
-    wait in a class will have begun."""
+    """Limits of one rank.
+
+    pool_tokens: capacity of its KV pool. retry_after_s: time until that many waiting sequences of a
+    class have started.
+    """
 
     rank: str
     vocabulary: int
@@ -37,7 +40,7 @@ class RankAdmission(NamedTuple):
     retry_after_s: Callable[[Priority, int], float] = lambda priority, excess: SHORTEST_S
 
     def check(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
-        """Raises RequestError, OverloadError or TooLongError."""
+        """Raise RequestError, OverloadError or TooLongError."""
         if scheduler.has((client, submit.request_id)):
             raise RequestError(f"request_id {submit.request_id} is in use", "request_id")
         self._check_fields(submit)
@@ -56,23 +59,24 @@ class RankAdmission(NamedTuple):
             )
 
     def _check_queue(self, client: int, submit: Submit, scheduler: Scheduler) -> None:
-        """One request cannot fill the queue for others of its class, nor one class for the other:
-        beyond max_waiting of a class the first sequence of each is still taken, up to twice as many
-        in all. What another rank has begun has been let in already."""
+        """Bound the queue of each class so that no request or class fills it for others.
+
+        Beyond max_waiting, the first sequence of each request is still accepted, up to twice as
+        many in all. Sequences that another rank started are always accepted.
+        """
         priority, limit = submit.priority, self.max_waiting
         waiting = scheduler.num_waiting(priority)
         if waiting < limit or submit.generated:
             return
         if scheduler.sequence_counts.count(owner_of(client, submit)) or waiting >= 2 * limit:
             raise OverloadError(
-                f"{self.rank}: {waiting} {priority.name} sequences wait, {limit} are enough "
+                f"{self.rank}: {waiting} {priority.name} sequences wait, the limit is {limit} "
                 "(schedule.max_waiting)",
                 self.retry_after_s(priority, waiting - limit + 1),
             )
 
     def _check_fields(self, submit: Submit) -> None:
-        """The HTTP side checks these too; but what one bad value makes of a batch is no request's
-        to decide."""
+        """Repeat the HTTP checks: one bad value must not break a whole batch."""
         for field, ids in (("token_ids", submit.token_ids), ("candidates", submit.candidates)):
             check_ids(field, ids or (), self.vocabulary)
         if submit.score_from is not None:
@@ -88,21 +92,23 @@ class RankAdmission(NamedTuple):
 
 
 class QueueDrain(Observer):
-    """Of one rank: sequences that begin per second, class by class, while enough of them wait to
-    tell."""
+    """Rate at which sequences start, by class, while enough of them wait to measure it.
+
+    The ingress has admission control of its own; this covers what several ingresses admit together.
+    """
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._rates = {priority: DrainRate() for priority in Priority}
-        self._started = dict.fromkeys(Priority, 0)  # so far
+        self._started = dict.fromkeys(Priority, 0)  # in all
         self._is_backlog = dict.fromkeys(Priority, False)
 
     def retry_after_s(self, priority: Priority, excess: int) -> float:
-        """When so many of that class will have begun."""
+        """Return the time until `excess` more sequences of that class have started."""
         return retry_after_s(excess, self._rates[priority].per_second(self._clock()))
 
     def accepted(self, sequence: Sequence) -> None:
-        """It is about to wait."""
+        """Note the start of a backlog. Called before the sequence is queued."""
         priority = sequence.priority
         enough = self._scheduler.num_waiting(priority) + 1 >= BACKLOG
         if enough and not self._is_backlog[priority]:

@@ -1,8 +1,8 @@
-"""What is left of a batch that is being formed: for all, and for each client request.
+"""Remaining tokens and places of a batch, in total and per client request.
 
-While requests of others are there too, one request's sequences have a share of a batch, and no more
-of its places than leaves room for all: so a batch never takes longer than that because of one
-request, and who comes next finds a place in it. A request that is alone may have everything.
+While other requests are present, one request gets a share of a batch, and no more places than leave
+room for all. So one request never lengthens batches by more than its share, and a newcomer finds a
+place. A request that is alone may use everything.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from contracts.messages import Submit
 from contracts.requests import Priority
 from planner.scheduling.fair_queue import TenantLimit, fair_limits
 
-SHARED_BATCHES = 32  # a batch is still shared so many batches after others were last there
+SHARED_BATCHES = 32  # batches that stay shared after other requests were last present
 
 
 class Owner(NamedTuple):
-    """Of a sequence. request: of a client, which is one connection to the rank. priority: as
-    a plain number, for an owner is hashed for every sequence of every batch."""
+    """Request that a sequence belongs to.
+
+    request: client (one connection to the rank) and request number. priority: a plain number,
+    because owners are hashed for every sequence of every batch.
+    """
 
     tenant: bytes
     request: tuple[int, int]
@@ -35,8 +38,10 @@ def owner_of(client: int, submit: Submit) -> Owner:
 
 
 class SequenceCounts:
-    """How many sequences each request has on the rank, waiting or running. LS work does not share
-    with BE work, but BE with LS."""
+    """Sequences of each request on the rank, waiting or running.
+
+    LS work does not share with BE work, but BE shares with LS.
+    """
 
     def __init__(self) -> None:
         self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
@@ -64,18 +69,20 @@ class SequenceCounts:
         return requests[owner.request] if requests else 0
 
     def total(self, priority: Priority) -> int:
-        """Sequences of that class."""
+        """Return the number of sequences of a class."""
         return self._totals[priority]
 
     def shared(self, priority: Priority, batch: int, classes: Sequence[Priority]) -> bool:
-        """Whether requests of this class have others beside them in that batch, of the classes
-        `classes`, or had lately."""
+        """Return whether requests of a class share this batch with others, or did recently.
+
+        classes: those of the batch.
+        """
         if self._has_several(priority, classes):
             self._shared_until[priority] = batch + SHARED_BATCHES
         return batch < self._shared_until[priority]
 
     def _has_several(self, lowest: Priority, classes: Sequence[Priority]) -> bool:
-        """Whether these classes, down to the lowest, have more than one request."""
+        """Return whether these classes, down to the lowest, have more than one request."""
         seen = None
         for priority in classes:
             for tenant, requests in self._counts[priority].items():
@@ -90,14 +97,14 @@ class SequenceCounts:
     def parts(
         self, priority: Priority, places: int, classes: Sequence[Priority]
     ) -> Mapping[bytes, TenantLimit]:
-        """Of the tenants of a class that want more than their part of a batch, that part."""
+        """Return the limits of those tenants of a class that exceed their part of a batch."""
         before = (self._counts[each] for each in classes if each < priority)
         taken = sum(sum(map(Counter.total, tenants.values())) for tenants in before)
         return fair_limits(self._counts[priority], max(1, places - taken))
 
 
 class _Remaining:
-    """Of one request, or of all of a tenant's."""
+    """Budget of one request, or of all requests of a tenant."""
 
     __slots__ = ("places", "tenant", "tokens")
 
@@ -108,8 +115,11 @@ class _Remaining:
 
 
 class BatchBudget:
-    """Tokens and places. `reserve_tokens` some for those who wait while those who run take
-    theirs."""
+    """Token and place budget of a batch.
+
+    Tokens reserved by `reserve_tokens` are left for waiting sequences while running ones take
+    theirs.
+    """
 
     def __init__(
         self,
@@ -118,7 +128,7 @@ class BatchBudget:
         batch: int,
         classes: Sequence[Priority] = tuple(Priority),
     ) -> None:
-        """among: the classes of the batch, in their order."""
+        """classes: those of the batch, in order."""
         self.tokens = config.max_batch_tokens
         self.places = config.max_batch_sequences
         self._reserved_tokens = 0
@@ -126,7 +136,7 @@ class BatchBudget:
         self._max_places_per_request = share_of(config.request_share, self.places)
         self._remaining: dict[Owner, _Remaining] = {}
         self._tenants: dict[tuple[int, bytes], _Remaining] = {}
-        self._parts: dict[int, Mapping[bytes, TenantLimit]] = {  # of the classes that are shared
+        self._parts: dict[int, Mapping[bytes, TenantLimit]] = {  # of the shared classes
             int(priority): sequence_counts.parts(priority, self.places, classes)
             for priority in classes
             if sequence_counts.shared(priority, batch, classes)
@@ -141,7 +151,7 @@ class BatchBudget:
         self._reserved_tokens = tokens
 
     def tokens_for(self, owner: Owner) -> int:
-        """How many tokens of one more sequence may come; 0: none."""
+        """Return how many tokens of one more sequence fit; 0: none."""
         tokens = self.tokens - self._reserved_tokens
         if tokens <= 0 or self.places == 0:
             return 0
@@ -153,7 +163,7 @@ class BatchBudget:
         return max(0, min(tokens, remaining.tokens))
 
     def take(self, owner: Owner, tokens: int) -> None:
-        """A whole prompt may be more than there was room for."""
+        """Subtract a chunk. A whole prompt may exceed the budget."""
         self.tokens = max(0, self.tokens - tokens)
         self.places -= 1
         remaining = self._remaining.get(owner)
@@ -180,5 +190,5 @@ class BatchBudget:
 
 
 def share_of(share: float, whole: int) -> int:
-    """At least 1."""
+    """Return a share of `whole`, at least 1."""
     return max(1, math.floor(share * whole))

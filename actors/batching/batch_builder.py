@@ -1,4 +1,4 @@
-"""Which chunk of a batch fills which block, while the batch is being formed."""
+"""A batch under construction and the blocks that its chunks fill."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from planner.scheduling.batching import Phase
 
 
 class BatchBlocks:
-    """`sources`: blocks that others copy from; the batch holds a reference to each."""
+    """Providers and copies of blocks within a batch.
+
+    sources: blocks that others copy from; the batch holds a reference to each.
+    """
 
     def __init__(self) -> None:
         self.sources: list[int] = []
-        self._provider: dict[int, int] = {}  # block -> chunk that computes something in it
-        self._copies: dict[int, tuple[BlockCopy, ...]] = {}  # by the block they go to
+        self._provider: dict[int, int] = {}  # block -> chunk that computes in it
+        self._copies: dict[int, tuple[BlockCopy, ...]] = {}  # by target block
 
     def fill(self, block: int, chunk: int) -> None:
         self._provider[block] = chunk
 
     def copy(self, source: int, block: int, tokens: int) -> tuple[BlockCopy, ...]:
-        """Copies that bring the first `tokens` slots of `source` into `block`.
+        """Return the copies that bring the first `tokens` slots of `source` into `block`.
 
-        All copies of a layer are one operation: what `source` itself is to receive by a copy of
-        this batch comes from where that takes it.
+        All copies of a layer are one operation, so slots that `source` itself receives by a copy of
+        this batch come from the original block.
 
-            source  | 0 1 2 3 (copied from block 7) | 4 5 6 (its own) |      tokens = 6
-            block   |      from block 7, 0..4       | source, 4..6    |
+                    source  | 0 1 2 3 (copied from block 7) | 4 5 6 (its own) |      tokens = 6
+                    block   |      from block 7, 0..4       | source, 4..6    |
         """
         copies = [
             BlockCopy(other.source, block, other.first, min(other.last, tokens))
@@ -47,12 +50,12 @@ class BatchBlocks:
         return self._copies[block]
 
     def providers(self, blocks: Iterable[int]) -> frozenset[int]:
-        """The chunks of this batch that compute in `blocks`."""
+        """Return the chunks of this batch that compute in `blocks`."""
         return frozenset(self._provider[block] for block in blocks if block in self._provider)
 
 
 class CachedPrefix(NamedTuple):
-    """What blocks hold of a sequence: whole blocks, then the first tokens of one more."""
+    """Cached prefix of a sequence: whole blocks, then the first tokens of one more."""
 
     blocks: list[int]
     head: BlockPrefix | None
@@ -62,9 +65,9 @@ class CachedPrefix(NamedTuple):
 def cached_prefix(
     sequence: Sequence, hashes: list[bytes], blocks: BlockManager, batch: int
 ) -> CachedPrefix:
-    """Return the longest prefix of `sequence` that is cached, up to `first_needed`.
+    """Return the longest cached prefix of `sequence`, up to its first needed position.
 
-    hashes: of its first blocks, the ones to match.
+    hashes: of the leading blocks to match.
     """
     block_tokens = sequence.block_tokens
     matched = blocks.match(hashes, batch=batch)
@@ -76,12 +79,12 @@ def cached_prefix(
 
 
 class BatchBuilder:
-    """A chunk that is in it has its blocks, and its sequence is in flight."""
+    """Collects chunks. An added chunk has its blocks, and its sequence is in flight."""
 
     def __init__(
         self, number: int, budget: BatchBudget, blocks: BlockManager, *, whole_prompts: bool
     ) -> None:
-        """whole_prompts: a prompt is never cut; one that is longer than a batch has it alone."""
+        """whole_prompts: never cut a prompt; one longer than a batch runs alone."""
         self.budget = budget
         self.chunks: list[Chunk] = []
         self._number = number
@@ -90,25 +93,23 @@ class BatchBuilder:
         self._batch_blocks = BatchBlocks()
 
     def build(self, phase: Phase | None) -> ScheduledBatch:
-        """phase: of all that is in it; None: of either."""
+        """Return the batch. phase: of all its chunks; None: mixed."""
         highest = min(chunk.sequence.priority for chunk in self.chunks)
         due_s = min(chunk.sequence.due_s for chunk in self.chunks)
         sources = tuple(self._batch_blocks.sources)
         return ScheduledBatch(self._number, highest, self.chunks, sources, due_s, phase)
 
     def prefix(self, sequence: Sequence) -> CachedPrefix:
-        """The longest prefix that blocks hold, or will when this batch has run, of what need not be
-        computed in any case."""
+        """Return the longest prefix that is cached, or will be after this batch."""
         hashes = sequence.hashes[: sequence.first_needed // sequence.block_tokens]
         return cached_prefix(sequence, hashes, self._blocks, self._number)
 
     def start(self, sequence: Sequence) -> bool:
-        """Whether its first chunk is in the batch now: there were blocks, and room for a prompt
-        that is not cut."""
+        """Add the first chunk of a sequence. Returns False if blocks or room are lacking."""
         token_budget = self.budget.tokens_for(sequence.owner)
         prefix = self.prefix(sequence)
         table = self._allocate(sequence, prefix, token_budget)
-        if table is None and prefix.head is not None:  # perhaps because of the block copied from
+        if table is None and prefix.head is not None:  # retry without the block to copy from
             whole = len(prefix.blocks) * sequence.block_tokens
             prefix = CachedPrefix(prefix.blocks, None, whole)
             table = self._allocate(sequence, prefix, token_budget)
@@ -130,8 +131,10 @@ class BatchBuilder:
         return True
 
     def can_fit(self, sequence: Sequence) -> bool:
-        """Whether a first chunk would be in it, if blocks were: else nobody need give way. No: a
-        whole prompt, longer than what is left, behind others."""
+        """Return whether a first chunk fits if there are blocks, so that preemption may help.
+
+        A whole prompt that exceeds the rest of the batch does not fit behind others.
+        """
         start, token_budget = self.prefix(sequence).tokens, self.budget.tokens_for(sequence.owner)
         return (
             not self.chunks
@@ -139,7 +142,7 @@ class BatchBuilder:
         )
 
     def extend(self, sequence: Sequence) -> bool:
-        """Whether the next chunk of a sequence that runs is in the batch now: there were blocks."""
+        """Add the next chunk of a running sequence. Returns False if blocks are lacking."""
         token_budget = self.budget.tokens_for(sequence.owner)
         stop = min(len(sequence.token_ids), sequence.num_computed + token_budget)
         table = self._blocks.take([], sequence.blocks_for(stop) - len(sequence.block_table))
@@ -150,15 +153,17 @@ class BatchBuilder:
         return True
 
     def _chunk_end(self, sequence: Sequence, start: int, token_budget: int) -> int:
-        """Where the first chunk of a sequence ends."""
+        """Return the end of a sequence's first chunk."""
         tokens = len(sequence.token_ids)
         return tokens if self._whole_prompts else min(tokens, start + token_budget)
 
     def _allocate(
         self, sequence: Sequence, prefix: CachedPrefix, token_budget: int
     ) -> list[int] | None:
-        """The block table; None if there are too few blocks, or if a whole prompt is too long for
-        what is left of the batch. The block to copy from is referred to as well, by the batch."""
+        """Return the block table; None if blocks or room for a whole prompt are lacking.
+
+        The batch also takes a reference to the block to copy from.
+        """
         stop = self._chunk_end(sequence, prefix.tokens, token_budget)
         if self.chunks and stop > prefix.tokens + token_budget:
             return None
@@ -170,14 +175,14 @@ class BatchBuilder:
         return None if table is None else table[: len(prefix.blocks)] + table[len(held) :]
 
     def _add(self, chunk: Chunk) -> None:
-        """Says what its blocks will hold."""
+        """Add a chunk and register the contents of its blocks."""
         sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
         hashes = sequence.hashes
         for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):
             first, last = place * block_tokens, (place + 1) * block_tokens
             digest = hashes[place] if last <= chunk.stop else None
             if digest is None and chunk.start >= sequence.prompt_tokens:
-                break  # a block that a generation is filling: found once it is full
+                break  # a block under generation: findable once it is full
             self._blocks.register(
                 sequence.block_table[place],
                 digest,

@@ -1,4 +1,4 @@
-"""A guess at the batch that comes next, made while one runs: for a plan to be there in time."""
+"""Forecast of the next batch, made while one runs, so that its plan is ready in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contracts.requests import Priority
 from planner.scheduling.batching import Form, Phase
 from planner.scheduling.fair_queue import FairQueue
 
-MAX_MATCHED_BLOCKS = 4096  # for one guess, of all prompts together
+MAX_MATCHED_BLOCKS = 4096  # per forecast, of all prompts together
 MAX_HASHED_BLOCKS = 512
 
 Span = tuple[int, int]
@@ -26,11 +26,10 @@ def upcoming(
     waiting: Mapping[Priority, FairQueue[Sequence]],
     held: PrefixEstimator,
 ) -> list[Span]:
-    """New tokens [start, stop) per sequence of a batch of that form, in its order. Changes `budget`
-    only.
+    """Return new tokens [start, stop) per sequence of the next batch of a form, in order.
 
-    What runs now is taken to end well, and to generate; blocks are taken to suffice, and what
-    sequences of that batch will share among each other is not known yet.
+    Changes `budget` only. Assumes that running sequences continue, that blocks suffice, and ignores
+    what sequences of that batch will share.
     """
     found: list[Span] = []
 
@@ -56,8 +55,10 @@ def upcoming(
 
 
 class PrefixEstimator:
-    """What blocks hold of prompts that wait, as far as is soon told: beyond so many blocks nothing
-    is looked at, and fewer are hashed. (A hash is kept: its sequence needs it to start.)"""
+    """Cached prefixes of waiting prompts, within a budget of blocks to match and to hash.
+
+    Hashes are kept: the sequence needs them to start.
+    """
 
     def __init__(self, blocks: BlockManager, batch: int) -> None:
         self._blocks = blocks
@@ -76,7 +77,7 @@ class PrefixEstimator:
 
 
 def _is_last_batch(sequence: Sequence) -> bool:
-    """Whether the batch that runs now is the sequence's last one, as far as that can be known."""
+    """Return whether the running batch is known to be the sequence's last."""
     sampling = sequence.submit.sampling
     if not sequence.in_flight or sequence.num_computed < len(sequence.token_ids):
         return False

@@ -1,5 +1,4 @@
-"""Whose tokens a rank's batches have, for traces, and a line in its log for each request's
-sequences that end: under the name that their client gave the request."""
+"""Trace spans of batches, and a log line per request for the sequences that end."""
 
 from __future__ import annotations
 
@@ -23,7 +22,10 @@ FLUSH_LINES = 1000
 
 
 class BatchTraces(Observer):
-    """rank: its name. Lines are written together: one by one they cost more than they say."""
+    """Records batches under the names that clients gave their requests.
+
+    rank: its name. Log lines are written in groups, which is cheaper.
+    """
 
     def __init__(self, rank: str, timeline: Timeline, clock: Clock) -> None:
         self._rank, self._timeline, self._clock = rank, timeline, clock
@@ -49,7 +51,7 @@ class BatchTraces(Observer):
             self.write()
 
     def write(self) -> None:
-        """What has been noted."""
+        """Write the collected lines."""
         lines, self._lines = self._lines, []
         log_lines(log, lines)
 
@@ -63,7 +65,7 @@ class BatchTraces(Observer):
         )
 
     def _log_ended(self, batch: ScheduledBatch, now_s: float) -> None:
-        """A line for each request of which sequences have ended with this batch."""
+        """Add a line for each request whose sequences ended with this batch."""
         ended: dict[str, list[Sequence]] = {}
         for chunk in batch.chunks:
             name = chunk.sequence.submit.caller.name

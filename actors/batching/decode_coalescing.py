@@ -1,9 +1,9 @@
-"""For how long LS decodes can wait for one another while BE work runs, and whether BE's ride along.
+"""Due times of LS tokens, and coalescing of LS decodes while BE work runs.
 
-What a pass over a few tokens takes from BE is much the same as one over many: it goes through every
-layer of both groups. So while BE runs, a decode of LS begins when its tokens' due time wants it
-(`priority.ls_tbt_s`), and not before: whoever else's is done meanwhile rides along, BE's too as
-long as passes with them are within that time.
+A pass over a few tokens delays BE about as much as one over many, because it goes through every
+layer of both groups. So while BE runs, a decode of LS starts when its token's due time
+(`priority.ls_tbt_s`) requires it. Decodes that are ready by then join it, BE's too as long as such
+passes fit into that time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from contracts.config import PriorityConfig
 from contracts.requests import Priority
 from planner.scheduling.batching import Phase
 
-MARGIN_PASSES: Final = 3.0  # so many times what a pass takes is left for it
-MAX_RIDE_PASSES: Final = 2.0  # BE rides along while that many fit into the time between two tokens
-_DECAY: Final = 0.9  # of a longest time, batch by batch: what was once slow is forgotten
+MARGIN_PASSES: Final = 3.0  # passes of time reserved before a token is due
+MAX_RIDE_PASSES: Final = 2.0  # BE joins while this many passes fit between two tokens
+_DECAY: Final = 0.9  # of the longest pass time, per batch
 
 
 class DueTimes(Observer):
-    """Of LS sequences; BE's are never due."""
+    """Sets arrival and due times of LS sequences (QLLM, Section 4); BE is never due."""
 
     def __init__(self, config: PriorityConfig, clock: Clock) -> None:
         self._config, self._clock = config, clock
@@ -46,21 +46,20 @@ class DueTimes(Observer):
 
 
 class DecodeCoalescer(Observer):
-    """An attention rank's."""
+    """Decode coalescing of an attention rank."""
 
     def __init__(
         self, scheduler: Scheduler, clock: Clock, *, tbt_s: float, max_sequences: int
     ) -> None:
-        """tbt_s: in which each next token of LS is due. most_sequences: of a batch."""
+        """tbt_s: time in which each next LS token is due. max_sequences: of a batch."""
         self._scheduler, self._clock = scheduler, clock
         self._tbt_s, self._max_sequences = tbt_s, max_sequences
         self._formed_s: dict[int, float] = {}
-        self._pass_s = math.inf  # of LS decodes, about the longest of late; inf: none has run
-        self._wake_s = math.inf  # when somebody who waits must be asked for again
+        self._pass_s = math.inf  # recent longest pass of LS decodes; inf: none has run
+        self._wake_s = math.inf  # when a waiting decode must be scheduled
 
     def slack_s(self) -> float:
-        """For how long all LS decodes that are in no batch can still wait; <= 0: not at all. inf:
-        there are none."""
+        """Return how long idle LS decodes can still wait; <= 0: not at all; inf: none idle."""
         due_s = min(map(_due_s, self._scheduler.started), default=math.inf)
         if due_s == math.inf:
             return math.inf
@@ -69,8 +68,11 @@ class DecodeCoalescer(Observer):
         return begin_s - now_s
 
     def free_places(self) -> int:
-        """How many more sequences may begin while BE's decodes ride along with LS's; negative: they
-        do not, for LS would be late, or leaves them too little of a batch."""
+        """Return how many sequences may start while BE's decodes join LS's.
+
+        Negative: they may not join, because LS would be late or would leave BE too little of a
+        batch.
+        """
         in_time = MAX_RIDE_PASSES * self._pass_s <= self._tbt_s
         of_ls = sum(sequence.priority is Priority.LS for sequence in self._scheduler.started)
         if not in_time or of_ls > self._max_sequences // 2:

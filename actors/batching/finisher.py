@@ -1,4 +1,4 @@
-"""From the hidden states after the last layer to answers: logits, sampling, scores, events."""
+"""Turns hidden states of the last layer into answers: logits, sampling, scores, events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 
-LOGIT_ROWS = 256  # logits are [rows, vocabulary] in fp32: bounded, however long an echoed prompt is
+LOGIT_ROWS = 256  # bounds the fp32 logits [rows, vocabulary] of a long echoed prompt
 
 
 class _OutputRow(NamedTuple):
@@ -31,7 +31,7 @@ class _OutputRow(NamedTuple):
 
 
 class _PieceLogits(NamedTuple):
-    """What is computed for the rows of a piece together, each by its place in the piece."""
+    """Results for all rows of a piece, indexed by the row in the piece."""
 
     logits_RV: torch.Tensor
     sampler: TokenSampler | None
@@ -40,11 +40,11 @@ class _PieceLogits(NamedTuple):
 
 
 class Finisher:
-    """The executor's sink. `answers` collects (sequence, event) pairs; the worker takes them.
+    """The executor's sink. `answers` collects (sequence, event) pairs for the worker.
 
-    Whatever is raised for a sequence ends that sequence (actors/batching/sequence.py). So
-    what is computed for several rows together comes before anything is noted of them: if it raises,
-    it is tried again for each sequence alone.
+    An exception for a sequence ends that sequence only (actors/batching/sequence.py). So everything
+    that several rows share is computed before any sequence changes, and is retried for each
+    sequence alone if it raises.
     """
 
     def __init__(self, half: AttentionHalf, *, max_context_tokens: int) -> None:
@@ -55,7 +55,7 @@ class Finisher:
     def __call__(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: torch.Tensor
     ) -> Steps[None]:
-        """A step is LOGIT_ROWS rows of logits."""
+        """Finish the chunks of a batch. A step is LOGIT_ROWS rows of logits."""
         requested: list[_OutputRow] = []
         for chunk, rows in zip(chunks, batch.sequences, strict=True):
             if not chunk.sequence.done:
@@ -65,13 +65,13 @@ class Finisher:
                 )
         for start in range(0, len(requested), LOGIT_ROWS):
             if start:
-                yield  # not after the last: its answers go with the batch's end
+                yield  # not after the last piece: its answers are sent with the batch's end
             self._finish(requested[start : start + LOGIT_ROWS], hidden_TD)
 
     def _finish(self, piece: list[_OutputRow], hidden_TD: torch.Tensor) -> None:
         try:
             computed = self._compute(piece, hidden_TD)
-        except Exception as error:  # noqa: BLE001 - of these rows: tried for each sequence
+        except Exception as error:  # noqa: BLE001 - retried for each sequence
             self._finish_each(piece, hidden_TD, error)
             return
         for row, item in enumerate(piece):
@@ -79,13 +79,13 @@ class Finisher:
                 continue
             try:
                 self._apply(item, row, computed)
-            except Exception as error:  # noqa: BLE001 - of this sequence alone
+            except Exception as error:  # noqa: BLE001 - ends this sequence only
                 self._fail(item.sequence, error)
 
     def _finish_each(
         self, piece: list[_OutputRow], hidden_TD: torch.Tensor, error: Exception
     ) -> None:
-        """The rows of each sequence alone, after `error` for all of them."""
+        """Finish the rows of each sequence alone, after `error` for all of them."""
         rows_of: defaultdict[SequenceKey, list[_OutputRow]] = defaultdict(list)
         for item in piece:
             rows_of[item.sequence.key].append(item)
@@ -101,7 +101,7 @@ class Finisher:
         self.answers.append((sequence, failure))
 
     def _compute(self, piece: list[_OutputRow], hidden_TD: torch.Tensor) -> _PieceLogits:
-        """Changes nothing of the sequences."""
+        """Compute what the rows share, without changing the sequences."""
         rows_R = torch.tensor([item.row for item in piece], device=hidden_TD.device)
         logits_RV = self._half.logits(hidden_TD[rows_R])
         generating: list[int] = []
@@ -114,7 +114,7 @@ class Finisher:
                 elif submit.candidates is not None:
                     rows_of[tuple(submit.candidates)].append(row)
         scores: dict[int, tuple[list[float], list[float]]] = {}
-        for candidates, rows in rows_of.items():  # those of a job are the same
+        for candidates, rows in rows_of.items():  # equal within a bulk job
             pairs = _candidate_scores(_rows(logits_RV, rows), candidates)
             scores.update(zip(rows, pairs, strict=True))
         sampler = TokenSampler(_rows(logits_RV, generating)) if generating else None
@@ -122,7 +122,7 @@ class Finisher:
         return _PieceLogits(logits_RV, sampler, places, scores)
 
     def _apply(self, item: _OutputRow, row: int, computed: _PieceLogits) -> None:
-        """What row `row` of the piece says of its sequence."""
+        """Apply row `row` of the piece to its sequence."""
         sequence, submit = item.sequence, item.sequence.submit
         if not item.last:
             token, requested = sequence.token_ids[item.position + 1], submit.score_top
@@ -182,7 +182,7 @@ def _rows(logits_RV: torch.Tensor, rows: list[int]) -> torch.Tensor:
 def _candidate_scores(
     logits_RV: torch.Tensor, candidates: tuple[int, ...]
 ) -> list[tuple[list[float], list[float]]]:
-    """Per row the candidates' logits and log-probabilities, each at least LEAST_LOGPROB."""
+    """Return logits and log-probabilities of the candidates per row, at least MIN_LOGPROB."""
     columns = torch.tensor(candidates, dtype=torch.int64, device=logits_RV.device)
     logits = logits_RV[:, columns].clamp_(min=MIN_LOGPROB).tolist()
     logprobs = logits_RV.log_softmax(-1)[:, columns].clamp_(min=MIN_LOGPROB).tolist()

@@ -1,8 +1,7 @@
-"""What a request's fields make of the model's logits before a token is chosen by them.
+"""Changes that a request's fields make to the model's logits before a token is chosen.
 
-In this order, which is vLLM's: choices, min_tokens, logit_bias, then repetition_penalty,
-frequency_penalty and presence_penalty. Temperature, min_p, top_k and top_p come after it, in
-actors/batching/sampler.py.
+The order is vLLM's: choices, min_tokens, logit_bias, then repetition_penalty, frequency_penalty and
+presence_penalty. Temperature, min_p, top_k and top_p follow in actors/batching/sampler.py.
 """
 
 from __future__ import annotations
@@ -21,26 +20,28 @@ _INITIAL_CAPACITY = 64
 
 
 class LogitsProcessor:
-    """Those of one sequence. Kept as long as the sequence: a requeue changes nothing of them, for
-    what has been generated stays."""
+    """State of one sequence, kept across requeues because generated tokens stay."""
 
     def __init__(self, submit: Submit, sampling: Sampling) -> None:
         self._sampling = sampling
         self._submit = submit
         self._matcher: ChoiceMatcher | None = None
         self._seen: TokenPenalties | None = None
-        self._num_seen = submit.prompt_tokens  # so many of the sequence's tokens are in this state
+        self._num_seen = submit.prompt_tokens  # tokens of the sequence in this state
         self._masked: torch.Tensor | None = None
         self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def process(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
-        """A new tensor: the logits to choose by after `token_ids`, which begin with those of every
-        earlier call. All are minus infinity if no token is left."""
+        """Return the changed logits for the token after `token_ids`, as a new tensor.
+
+        `token_ids` begin with those of every earlier call. All logits are minus infinity if no
+        token is allowed.
+        """
         sampling = self._sampling
         if sampling.has_penalties and self._seen is None:
             prompt = self._prompt if sampling.repetition_penalty != 1 else ()
             self._seen = TokenPenalties(prompt, logits_V.device)
-        if sampling.choices is not None and self._matcher is None:  # not while it waits
+        if sampling.choices is not None and self._matcher is None:  # built on first use
             self._matcher = ChoiceMatcher(sampling.choices)
         self._update(token_ids)
         shaped_V = logits_V.to(torch.float32, copy=True)
@@ -56,7 +57,7 @@ class LogitsProcessor:
         return shaped_V
 
     def has_chosen(self, token_ids: Sequence[int]) -> bool:
-        """Whether one of the choices is complete, and none longer can follow."""
+        """Return whether a choice is complete and no longer one can follow."""
         if self._matcher is None:
             return False
         self._update(token_ids)
@@ -91,8 +92,10 @@ class LogitsProcessor:
 
 
 class TokenPenalties:
-    """A sequence's tokens, each once, with how often it was generated: kept from token to token, so
-    that a step costs one operation over the distinct ones, and no loop."""
+    """Distinct tokens of a sequence with their generated counts.
+
+    Updated token by token, so that a step is one operation over the distinct tokens.
+    """
 
     def __init__(self, prompt: Iterable[int], device: torch.device) -> None:
         ids = list(dict.fromkeys(prompt))
@@ -103,7 +106,7 @@ class TokenPenalties:
         self._counts_N = torch.zeros(capacity, device=device)
 
     def count_generated(self, tokens: Sequence[int]) -> None:
-        """One, or all at once that another rank has generated."""
+        """Count new tokens: one, or all that another rank generated."""
         for token, count in Counter(tokens).items():
             place = self._place_of.setdefault(token, len(self._place_of))
             if place == len(self._ids_N):
@@ -113,7 +116,7 @@ class TokenPenalties:
             self._counts_N[place] += count
 
     def apply(self, logits_V: torch.Tensor, sampling: Sampling) -> None:
-        """In place."""
+        """Apply the penalties in place."""
         seen = len(self._place_of)
         ids_N, counts_N = self._ids_N[:seen], self._counts_N[:seen]
         values_N, by = logits_V[ids_N], sampling.repetition_penalty
@@ -125,13 +128,13 @@ class TokenPenalties:
 
 
 def logits_processor(submit: Submit) -> LogitsProcessor | None:
-    """None where the tokens are chosen by the model's own logits."""
+    """Return the processor of a request; None if it samples from the model's own logits."""
     sampling = submit.sampling
     return LogitsProcessor(submit, sampling) if sampling and sampling.modifies_logits else None
 
 
 def _valid_ids(token_ids: Iterable[int], logits_V: torch.Tensor) -> list[int]:
-    """Those that have a logit: a model's eos tokens need not."""
+    """Return the ids that have a logit: a model's eos tokens may lack one."""
     return [token for token in token_ids if 0 <= token < len(logits_V)]
 
 

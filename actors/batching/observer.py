@@ -1,4 +1,4 @@
-"""Who hears what happens in a serving loop: a planner's link, a worker's log, a warm-up."""
+"""Interface to observe and control a serving loop."""
 
 from __future__ import annotations
 
@@ -12,71 +12,73 @@ from contracts.messages import Event, Submit
 
 
 class LoopControl(Protocol):
-    """What an observer may ask of the loop, in the loop's thread."""
+    """Operations that an observer may call in the loop's thread."""
 
     def admit(self, client: int, submit: Submit) -> None:
-        """As if a client had sent it."""
+        """Admit a request as if a client had sent it."""
 
     def send_answers(self) -> None:
-        """Those that there are, now."""
+        """Send all pending answers now."""
 
     def send(self, client: int, events: list[Event]) -> None: ...
 
     def fail(self, error: ChannelError) -> None:
-        """The rank can serve no more: every request ends with this error."""
+        """Stop serving: every request ends with this error."""
 
     def announce_drain(self) -> None:
-        """Nothing new is to be sent here."""
+        """Announce that this rank accepts nothing new."""
 
     def report_waiting(self, waits: bool) -> None:
-        """Whether nothing goes on here for now."""
+        """Report whether the rank is waiting and makes no progress."""
 
     def hand_over(self) -> None:
-        """Every request goes on elsewhere."""
+        """Hand every request over to other ranks."""
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many sequences are running, and waiting."""
+        """Number of running and of waiting sequences."""
 
 
 class Observer:
-    """Hears everything in the loop's thread, but for `sections` and `notes`. It does nothing by
-    default."""
+    """Observer of a serving loop that does nothing by default.
+
+    Called in the loop's thread, except `sections` and `notes`.
+    """
 
     def begin(self, loop: LoopControl) -> None:
-        """First thing in the loop."""
+        """Run first in the loop."""
 
     def received(self, message: ClientMessage) -> None:
-        """Before anything is done about it."""
+        """Run before a message is processed."""
 
     def check(self, client: int, submit: Submit) -> None:
-        """Raises TandemError for a request that is refused."""
+        """Raise TandemError to refuse a request."""
 
     def accepted(self, sequence: Sequence) -> None:
-        """It joins the queue. What is raised here is its own failure."""
+        """Run before a sequence is queued. An exception ends that sequence."""
 
     def formed(self, batch: ScheduledBatch) -> None:
-        """It runs from now on."""
+        """Run when a batch starts."""
 
     def stepped(self) -> None:
-        """Once a turn."""
+        """Run once per iteration."""
 
     def completed(self, batch: ScheduledBatch) -> None:
-        """It has run, and the scheduler knows."""
+        """Run after a batch has completed in the scheduler."""
 
     def dropped(self, batch: ScheduledBatch) -> None:
-        """It was running, and will not end."""
+        """Run when a started batch is dropped."""
 
     def ended(self, sequence: Sequence) -> None:
-        """It has gone from the scheduler, for whatever reason."""
+        """Run after a sequence left the scheduler, for any reason."""
 
     def answers(self, by_client: dict[int, list[Event]]) -> None:
-        """What is about to be sent: may be added to."""
+        """Add to the events that are about to be sent."""
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """Of the rank's status. From any thread."""
+        """Return sections of the rank's status. Thread-safe."""
         return {}
 
     def notes(self) -> dict[str, str]:
-        """Of the rank's status. From any thread."""
+        """Return notes of the rank's status. Thread-safe."""
         return {}

@@ -1,4 +1,4 @@
-"""Logits to tokens, on an attention rank or a prefill worker."""
+"""Turns logits into tokens, on an attention rank or a prefill worker."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import TokenLogprob
 from contracts.requests import GREEDY_BELOW, Sampling
 
-MIN_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON lacks
 MAX_SAFE_LOGIT = 1e30
 ROUNDING = 2**-22  # in float32
-_DRAWN_BYTES = 6  # fewer bits than float64 has: what is drawn, times a sum, stays below that sum
+_DRAWN_BYTES = 6  # fewer bits than float64: a draw times a sum stays below the sum
 
 
 class TokenSampler:
-    """The next tokens of some rows of logits, to be asked for row by row: what is wrong with one
-    row raises for that one.
+    """Next tokens of some rows of logits, sampled row by row so that errors stay with a row.
 
-    One arg max serves all rows. Rows of a temperature below GREEDY_BELOW take it; the others draw
-    by the sequence's seed and the position, and from nothing else: so tokens depend neither on the
-    batch around them nor on the rank, nor on which one has drawn those before.
+    One arg max serves all rows. Rows with a temperature below GREEDY_BELOW use it. The others draw
+    from the sequence's seed and the position only, so tokens depend neither on the batch nor on the
+    rank, nor on which rank drew the earlier ones.
     """
 
     def __init__(self, logits_RV: torch.Tensor) -> None:
         self._logits_RV = logits_RV
-        best_R = logits_RV.argmax(-1)  # of a row with a NaN: the NaN's place
+        best_R = logits_RV.argmax(-1)  # in a row with a NaN: the NaN's index
         self._best: list[int] = best_R.tolist()
         self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
 
     def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
-        """The sequence's next token, and its log-probability where asked for, which is that of the
-        model's own distribution. Raises SamplingError, or what torch raises."""
+        """Return the sequence's next token, and its log-probability if requested.
+
+        The log-probability is that of the model's own distribution. Raises SamplingError, or what
+        torch raises.
+        """
         sampling = sequence.submit.sampling
         assert sampling is not None
         token, peak = self._best[row], self._peaks[row]
@@ -58,14 +60,13 @@ class TokenSampler:
 
 def not_finite() -> NotFiniteError:
     return NotFiniteError(
-        "the model's logits are not finite numbers: no token can be drawn. If this goes on, the "
+        "the model's logits are not finite numbers: no token can be drawn. If this persists, the "
         "checkpoint is damaged, or model.dtype is too narrow for it"
     )
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1): what decides the generated token `position` of a sequence. As if drawn anew for
-    each of either."""
+    """Return the random number in [0, 1) of generated token `position`, independent per pair."""
     packed = struct.pack("<qq", seed, position)
     digest = hashlib.blake2b(packed, digest_size=_DRAWN_BYTES).digest()
     return int.from_bytes(digest, "little") / (1 << 8 * _DRAWN_BYTES)
@@ -74,16 +75,18 @@ def uniform(seed: int, position: int) -> float:
 def distribution(
     logits_V: torch.Tensor, peak: float, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What is drawn from, by temperature, then min_p, top_k and top_p: probabilities, not
-    normalised, and whose they are (None: of all tokens, in order). The likeliest, whose logit is
-    `peak`, is always there."""
+    """Return probabilities to draw from, not normalized, and their ids (None: all, in order).
+
+    Applies temperature, then min_p, top_k and top_p. The likeliest token, whose logit is `peak`, is
+    always included.
+    """
     logits_V = logits_V.float()
     if abs(peak) > MAX_SAFE_LOGIT:  # divided by the temperature it would be infinite
         logits_V, peak = logits_V - peak, 0.0
     scaled_V = logits_V / sampling.temperature
     if sampling.min_p > 0:
         min_logit = peak / sampling.temperature + math.log(sampling.min_p)
-        min_logit -= ROUNDING * abs(min_logit)  # of the likeliest itself, with min_p 1
+        min_logit -= ROUNDING * abs(min_logit)  # keeps the likeliest with min_p 1
         scaled_V.masked_fill_(scaled_V < min_logit, -math.inf)
     limit = sampling.top_k if sampling.top_k > 0 else len(scaled_V)
     if sampling.top_p >= 1 and limit >= len(scaled_V):
@@ -92,13 +95,13 @@ def distribution(
     probs_K = sorted_K.softmax(-1)
     # keep the smallest set whose probability reaches top_p: drop a token if those before it do
     dropped_K = (probs_K.cumsum(-1) - probs_K) >= sampling.top_p
-    dropped_K[0] = False  # none is before it, but 0 >= top_p where that is 0 in float32
+    dropped_K[0] = False  # top_p may be 0 in float32
     probs_K[dropped_K] = 0.0
     return probs_K, ids_K
 
 
 def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float) -> int:
-    """The token at which the sum of the probabilities passes that part of the whole.
+    """Return the token at which the cumulative probability passes `drawn` of the whole.
 
     probs_K   | 0.5             | 0.25    | 0 | 0.25    |
     drawn     0 ..............................^ 0.8      1     the last one
@@ -110,11 +113,13 @@ def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float)
 
 
 def token_logprob(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """The token's log-probability and those of the `num_top` most probable ones, each at least
-    LEAST_LOGPROB. Raises SamplingError where logits are not finite."""
+    """Return the token's log-probability and those of the `num_top` most probable tokens.
+
+    Each is at least MIN_LOGPROB. Raises SamplingError where logits are not finite.
+    """
     logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
     logprob = float(logprobs_V[token])
-    if math.isnan(logprob):  # as all are, if one logit is NaN or +inf
+    if math.isnan(logprob):  # one NaN or +inf logit makes all of them NaN
         raise not_finite()
     if num_top == 0:
         return TokenLogprob(logprob)

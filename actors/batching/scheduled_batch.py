@@ -1,4 +1,4 @@
-"""A batch as the scheduler hands it out: which new tokens of which sequences run together."""
+"""A scheduled batch: which new tokens of which sequences run together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from planner.scheduling.batching import Phase
 
 
 class Chunk(NamedTuple):
-    """New tokens [start, stop) of one sequence. `after`: earlier chunks of this batch whose blocks
-    it shares. `copies`: what it takes over of the block that `start` lies in."""
+    """New tokens [start, stop) of one sequence.
+
+    after: earlier chunks of this batch whose blocks it shares. copies: what it copies into the
+    block that contains `start`.
+    """
 
     sequence: Sequence
     start: int
@@ -23,8 +26,11 @@ class Chunk(NamedTuple):
 
 
 class ScheduledBatch(NamedTuple):
-    """sources: blocks to which it holds a reference of its own, because chunks copy from them.
-    due_s: when the next token of any of its sequences is due. phase: of all; None: of either."""
+    """Chunks that run together.
+
+    sources: blocks with a reference of the batch's own, because chunks copy from them. due_s:
+    earliest due time of a next token. phase: of all chunks; None: mixed.
+    """
 
     number: int
     priority: Priority
@@ -39,7 +45,7 @@ class ScheduledBatch(NamedTuple):
 
 
 def slice_of(chunk: Chunk) -> SequenceSlice:
-    """A chunk as the model takes it."""
+    """Return a chunk in the model's form."""
     sequence = chunk.sequence
     new = sequence.token_ids[chunk.start : chunk.stop]
     return SequenceSlice(new, chunk.start, sequence.block_table, chunk.copies)

@@ -1,17 +1,15 @@
 """Continuous batching: which tokens of which sequences run next on an attention rank.
 
-A batch is of the classes and the phase that a policy says (planner/scheduling/batching.py). It
-takes,
-in this order: one token of each running sequence (decode), first of LS and then of BE; then, class
-by class too, the next chunk of those whose prompt is under way, and waiting ones; within a class by
-turns between API keys and requests (planner/scheduling/fair_queue.py). Beside others one request
-has a
-share of it (actors/batching/batch_budget.py). A prompt longer than what is left is cut (chunked
-prefill).
-Its blocks are `forming_batch.py`'s business.
-When blocks run out, the youngest running sequence of the lowest class, of a request that holds many
-first, gives its blocks back and waits again; what it has generated stays. BE gives way to LS that
-waits as well: the sequence of which least is computed, and in the end its batch (`preempt_batch`).
+A policy gives the classes and the phase of a batch (planner/scheduling/batching.py). The batch
+takes, in this order: one token of each running sequence (decode), LS before BE; then, class by
+class, the next chunk of started prompts, then waiting sequences, in turns between API keys and
+requests (planner/scheduling/fair_queue.py). A request beside others gets a share (batch_budget.py).
+A prompt longer than the rest of the batch is cut (chunked prefill). batch_builder.py assigns the
+blocks.
+
+When blocks run out, the youngest running sequence of the lowest class, preferably of a request
+above its share, releases its blocks and waits again; its generated tokens stay. BE also gives way
+to waiting LS: first the sequence with the least computed, finally its batch (`preempt_batch`).
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from planner.scheduling.fair_queue import FairQueue
 
 
 class Scheduler:
-    """Owned by the worker's loop thread. A sequence is waiting, running, or gone."""
+    """Scheduler of one rank, owned by its loop thread. A sequence waits, runs, or is gone."""
 
     def __init__(
         self,
@@ -45,8 +43,11 @@ class Scheduler:
         whole_prompts: bool = False,
         on_end: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """whole_prompts: a prompt is never cut; one that is longer than a batch runs as a batch of
-        its own. on_end: hears of every sequence that has gone, for whatever reason."""
+        """Create an empty scheduler.
+
+        whole_prompts: never cut a prompt; one longer than a batch runs alone. on_end: receives
+        every sequence that leaves.
+        """
         self._config = config
         self.blocks = blocks
         self._whole_prompts = whole_prompts
@@ -57,9 +58,9 @@ class Scheduler:
         self._by_key: dict[SequenceKey, Sequence] = {}
         self._batches = 0
         self.requeued_total = 0
-        self.started_total: Counter[Priority] = Counter()  # that have waited, and no longer do
+        self.started_total: Counter[Priority] = Counter()  # sequences that left the queue
         self.drop_best_effort: Callable[[], ScheduledBatch | None] = lambda: None
-        self.changes = 0  # grows when a sequence comes, goes, or is free to run again
+        self.changes = 0  # grows when a sequence arrives, ends, or may run again
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -78,18 +79,18 @@ class Scheduler:
 
     @property
     def started(self) -> Iterable[Sequence]:
-        """Those that no longer wait, in a batch or not."""
+        """Sequences that no longer wait, in a batch or not."""
         return iter(self._running)
 
     def count(self, priority: Priority) -> int:
-        """Sequences of one class."""
+        """Return the number of sequences of one class."""
         return self.sequence_counts.total(priority)
 
     def num_waiting(self, priority: Priority) -> int:
         return len(self._waiting[priority])
 
     def waiting_of(self, priority: Priority) -> WaitingWork:
-        """Those of one class; their tokens are counted anew."""
+        """Return the waiting work of one class. Counts the tokens of all of it."""
         queue = self._waiting[priority]
         return WaitingWork(len(queue), sum(sequence.num_uncomputed for sequence in queue))
 
@@ -103,7 +104,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def cancel(self, key: SequenceKey) -> None:
-        """Forgets a sequence and frees its blocks: now, or when the batch that uses them ends."""
+        """Forget a sequence and free its blocks, now or when the batch that uses them ends."""
         sequence = self._by_key.get(key)
         if sequence is None:
             return
@@ -112,7 +113,7 @@ class Scheduler:
             self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Ends a sequence (finished, failed or cancelled) that is in no batch."""
+        """End a sequence (finished, failed or cancelled) that is in no batch."""
         self.changes += 1
         del self._by_key[sequence.key]
         self.sequence_counts.remove(sequence.owner)
@@ -120,14 +121,14 @@ class Scheduler:
             self._running.remove(sequence)
         else:
             self._waiting[sequence.priority].remove(sequence)
-        if isinstance(sequence.failure, NotFiniteError):  # what gave it might be K and V kept here
+        if isinstance(sequence.failure, NotFiniteError):  # cached K and V may be the cause
             self.blocks.invalidate(sequence.block_table)
         self._drop_blocks(sequence)
         if self._on_end is not None:
             self._on_end(sequence)
 
     def next_batch(self, form: Form = ALL) -> ScheduledBatch | None:
-        """The next batch, its blocks allocated; None if nothing of that form can run."""
+        """Return the next batch with its blocks; None if nothing of that form can run."""
         number = self._batches
         budget = BatchBudget(self._config, self.sequence_counts, number, form.priorities)
         batch = BatchBuilder(number, budget, self.blocks, whole_prompts=self._whole_prompts)
@@ -146,11 +147,9 @@ class Scheduler:
         return batch.build(form.phase)
 
     def _fill(self, batch: BatchBuilder, form: Form, reserved_tokens: int) -> None:
-        """held_back: tokens that those who run leave to those who wait."""
+        """Fill a batch. reserved_tokens: what running sequences leave to waiting ones."""
         running = list(filter(form_filter(form), self._running))
-        if (
-            batch.budget.is_shared
-        ):  # where not all fit of a request, those first that waited longest
+        if batch.budget.is_shared:  # a request may not fit: longest idle first
             running = sorted(running, key=attrgetter("last_batch"))
         for priority in form.priorities:
             decoding = (s for s in running if not _is_prompt(s) and s.priority is priority)
@@ -167,7 +166,7 @@ class Scheduler:
             batch.budget.reserve_tokens(reserved_tokens)
 
     def _fill_by_keys(self, batch: BatchBuilder, keys: tuple[Hashable, ...]) -> None:
-        """By somebody who knows an order. What does not fit is left out."""
+        """Fill a batch in the given order. What does not fit is left out."""
         batch.budget.reserve_tokens(0)
         for sequence in [self._by_key[key] for key in keys if key in self._by_key]:  # type: ignore[index]
             if sequence in self._running:
@@ -176,9 +175,11 @@ class Scheduler:
                 self._start(batch, sequence)
 
     def upcoming(self, forms: Iterable[Form] = (ALL,)) -> list[list[tuple[int, int]]]:
-        """Of the batches of those forms that would come next, if there is anything of them, new
-        tokens [start, stop) per sequence, in their order: guesses, made while a batch runs
-        (actors/batching/batch_forecast.py). Changes nothing."""
+        """Return new tokens [start, stop) per sequence of the next batch of each form.
+
+        A forecast made while a batch runs (batch_forecast.py), without empty batches. Changes
+        nothing.
+        """
         held, found = PrefixEstimator(self.blocks, self._batches), []
         for form in forms:
             budget = BatchBudget(self._config, self.sequence_counts, self._batches, form.priorities)
@@ -187,7 +188,7 @@ class Scheduler:
         return list(filter(None, found))
 
     def complete(self, batch: ScheduledBatch) -> None:
-        """The batch has run: its tokens are in the pool. Sequences that are done end here."""
+        """Record that a batch has run; sequences that are done end here."""
         self.changes += 1
         self.blocks.commit(batch.number)
         self._release(batch.sources, batch.priority)
@@ -197,8 +198,7 @@ class Scheduler:
                 self.remove(chunk.sequence)
 
     def preempt_batch(self, batch: ScheduledBatch) -> None:
-        """The batch was dropped for others: its sequences wait again, with what they have
-        generated."""
+        """Requeue the sequences of a dropped batch, with their generated tokens."""
         self.abandon(batch)
         for chunk in batch.chunks:
             if chunk.sequence.done:
@@ -207,7 +207,7 @@ class Scheduler:
                 self._requeue(chunk.sequence)
 
     def abandon(self, batch: ScheduledBatch) -> None:
-        """The batch failed; none of its blocks can be trusted."""
+        """Record that a batch failed: none of its blocks can be trusted."""
         self.changes += 1
         self.blocks.abandon(batch.number)
         self._release(batch.sources, batch.priority)
@@ -218,18 +218,17 @@ class Scheduler:
         for sequence in running:
             if batch.budget.is_full:
                 return
-            if sequence.in_flight or not sequence.block_table:  # it has given its blocks back
+            if sequence.in_flight or not sequence.block_table:  # requeued meanwhile
                 continue
             if batch.budget.tokens_for(sequence.owner):
                 self._try_extend(batch, sequence)
 
     def _admit(self, batch: BatchBuilder, priority: Priority, limit: int | None) -> bool:
-        """Whether all of that class that wait have begun, so that a lower one may. most: of
-        them begin now."""
+        """Start waiting sequences, at most `limit`; return whether none of the class waits."""
         queue, started = self._waiting[priority], list[Sequence]()
         for sequence in queue.ahead(lambda s: not batch.budget.tokens_for(s.owner)):
             if len(started) == limit or not self._try_start(batch, sequence):
-                break  # nobody slips past a sequence whose turn it is
+                break  # keep the order
             started.append(sequence)
         for sequence in started:
             self._running.append(queue.take(sequence))
@@ -242,14 +241,14 @@ class Scheduler:
             self.started_total[sequence.priority] += 1
 
     def _try_start(self, batch: BatchBuilder, sequence: Sequence) -> bool:
-        """Whether there are blocks for its first chunk, which then is in the batch."""
+        """Add a first chunk, preempting a lower class if blocks are lacking."""
         while not batch.start(sequence):
             if not batch.can_fit(sequence) or not self._preempt_lower_class(sequence.priority):
                 return False
         return True
 
     def _try_extend(self, batch: BatchBuilder, sequence: Sequence) -> bool:
-        """Whether there are blocks for its next chunk, which then is in the batch."""
+        """Add a next chunk, preempting others if blocks are lacking."""
         while not batch.extend(sequence):
             if not self._preempt_lower_class(sequence.priority):
                 victim = self._victim(sequence.priority)
@@ -261,9 +260,10 @@ class Scheduler:
         return True
 
     def _preempt_lower_class(self, priority: Priority) -> bool:
-        """Has an idle BE sequence wait again, that of which least is computed (what it gives up is
-        found again as far as the cache keeps it); if there is none, a batch of them that runs.
-        False: there is nothing below that class."""
+        """Requeue the idle BE sequence with the least computed, or else preempt a running BE batch.
+
+        Returns False if nothing runs below that class. The prefix cache may recover the lost work.
+        """
         if priority is not Priority.LS:
             return False
         idle = [s for s in self._running if s.priority > priority and not s.in_flight]
@@ -278,8 +278,11 @@ class Scheduler:
     def _free_blocks_for_waiting(
         self, batch: BatchBuilder, priorities: tuple[Priority, ...]
     ) -> None:
-        """Whose turn it is finds blocks, if one request holds more than its share of them: then its
-        youngest sequences wait again. Not so many that the other would hold more."""
+        """Requeue sequences of requests that exceed their share of blocks, youngest first.
+
+        Frees blocks for the next waiting sequence, but leaves each request no fewer than it would
+        hold.
+        """
         first = next(filter(None, (self._waiting[each].peek() for each in priorities)), None)
         if first is None:
             return
@@ -299,15 +302,14 @@ class Scheduler:
                 self._requeue(sequence)
 
     def _blocks_held(self) -> Counter[Owner]:
-        """By each request; a block that several of its sequences share counts for each."""
+        """Return the blocks held by each request; shared blocks count for each sequence."""
         blocks_by_owner: Counter[Owner] = Counter()
         for sequence in self._running:
             blocks_by_owner[sequence.owner] += len(sequence.block_table)
         return blocks_by_owner
 
     def _victim(self, priority: Priority) -> Sequence | None:
-        """The youngest idle sequence of that class; of a request that holds more than its share of
-        the blocks, if there is one."""
+        """Return the youngest idle sequence of a class, preferably of a request above its share."""
         candidates = [s for s in self._running if not s.in_flight and s.priority is priority]
         if not candidates:
             return None
@@ -341,7 +343,7 @@ class Scheduler:
 
 
 def form_filter(form: Form) -> Callable[[Sequence], bool]:
-    """Whether a sequence belongs into a batch of that form."""
+    """Return a predicate that selects the sequences of a batch of that form."""
 
     def belongs(sequence: Sequence) -> bool:
         return sequence.priority in form.priorities and form.phase in (None, sequence.phase)

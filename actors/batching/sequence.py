@@ -1,4 +1,4 @@
-"""The state of one request on an attention rank."""
+"""State of one request on an attention rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SequenceKey = tuple[int, int]  # client, request id: unique on a rank
 
 
 class Sequence:
-    """Tokens so far, and how many of them have K and V in the pool. seed: its draws follow from it.
+    """Tokens so far, and how many of them have K and V in the pool. seed: of its draws.
 
     token_ids   | prompt ........................ | generated .... |
                 | cached | computed by batches .. | next to run    |
@@ -39,9 +39,9 @@ class Sequence:
         self.arrived_s = 0.0  # on the rank's clock, of which due_s is too
         self.due_s = math.inf  # when its next token is due
         self.in_flight = False
-        self.last_batch = -1  # the number of the last one that it was in
-        self.done = False  # finished or cancelled: ends when its batch does
-        self.failure: Exception | None = None  # what ended it, if the finisher raised
+        self.last_batch = -1  # number of the last batch that included it
+        self.done = False  # finished or cancelled: ends with its batch
+        self.failure: Exception | None = None  # raised by the finisher
         self.scored: list[TokenLogprob] = []
         self.seed = _seed_of(submit)
         self.logits_processor = logits_processor(submit)
@@ -71,11 +71,11 @@ class Sequence:
 
     @property
     def hashed_blocks(self) -> int:
-        """How many of them are known by now."""
+        """Number of hashes computed so far."""
         return len(self._hashes)
 
     def hash_blocks(self, count: int) -> list[bytes]:
-        """Of the first `count` full blocks at least."""
+        """Return the hashes of at least the first `count` full blocks."""
         if len(self._hashes) < count:
             tokens, length = self.token_ids, count * self.block_tokens
             if length <= len(tokens) - self.block_tokens:
@@ -85,18 +85,18 @@ class Sequence:
         return self._hashes
 
     def before_block(self, place: int) -> bytes:
-        """What names all that is before block `place`: the hash of the block there, or the salt."""
+        """Return the hash of the block before block `place`, or the salt."""
         return self.hashes[place - 1] if place else self.submit.caller.salt
 
     @property
     def first_needed(self) -> int:
-        """The first position whose hidden state is needed: it must be computed, cached or not."""
+        """First position whose hidden state is needed and must be computed, cached or not."""
         last = len(self.token_ids) - 1
         score_from = self.submit.score_from
         return last if score_from is None else min(last, score_from - 1)
 
     def output_positions(self, start: int, stop: int) -> range:
-        """Positions in [start, stop) whose logits are needed."""
+        """Return the positions in [start, stop) whose logits are needed."""
         return range(max(start, self.first_needed), stop)
 
     def blocks_for(self, tokens: int) -> int:
@@ -111,7 +111,7 @@ class Sequence:
 
 
 def _seed_of(submit: Submit) -> int:
-    """The client's; where it gave none, one that nobody foresees."""
+    """Return the client's seed, or a random one."""
     sampling = submit.sampling
     if sampling is None or sampling.seed is None:
         return secrets.randbits(63)
@@ -122,14 +122,16 @@ log = logging.getLogger("tandem.worker")
 
 
 def failure_reply(request_id: int, error: TandemError) -> Failed:
-    """The answer of a request that ends with `error`."""
+    """Return the answer of a request that ends with `error`."""
     retry_s = error.retry_after_s if isinstance(error, OverloadError) else None
     return Failed(request_id, error.code, error.message, error.status, retry_s)
 
 
 def logged_failure_reply(submit: Submit, error: Exception, kind: type[TandemError]) -> Failed:
-    """As `failure_reply`; what nobody foresaw goes to the log with its traceback, and its type
-    alone to the client, under the code of `kind`."""
+    """Return `failure_reply`, for an unexpected error with the code of `kind`.
+
+    An unexpected error is logged with its traceback; the client receives its type only.
+    """
     if isinstance(error, TandemError):
         return failure_reply(submit.request_id, error)
     fields = {"request_id": submit.caller.name, "error": type(error).__name__}

@@ -269,7 +269,7 @@ class LockstepBackend:
         return LockstepPending(key.layer, routed)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        """Without a batch, take part in one layer if others have a batch."""
+        """Take part in one layer if this worker has no batch and others have one."""
         if self._failed:
             self._woken.wait(timeout_s)
             self._woken.clear()

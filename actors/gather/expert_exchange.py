@@ -64,7 +64,7 @@ class Limiter(Protocol):
 
 
 class ExpertExchange:
-    """Both directions of one expert rank. The loading thread calls `fetch`."""
+    """Sender and receiver of one expert rank. The loading thread calls `fetch`."""
 
     def __init__(self, spec: RankSpec, layout: ExpertLayout, find: FindExpert) -> None:
         me = Identity(name=spec.name, token=spec.token, epoch=None)

@@ -1,4 +1,4 @@
-"""Where the experts of a prefill worker come from, by `prefill.experts`."""
+"""Expert backends of a prefill worker, selected by `prefill.experts`."""
 
 from __future__ import annotations
 
