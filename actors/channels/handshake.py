@@ -140,19 +140,6 @@ async def initiate_async(
     return await _run_async(reader, writer, steps, deadline_s)
 
 
-async def accept_async(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    me: Identity,
-    *,
-    answer: AcceptHandler | None = None,
-    deadline_s: float,
-    first_byte_s: float | None = None,
-) -> Remote:
-    """Run `accept` on asyncio streams."""
-    return await _run_async(reader, writer, _acceptor(me, answer), deadline_s, first_byte_s)
-
-
 def _initiator(me: Identity, *, purpose: str, to: str | None, extra: bytes) -> _Steps:
     challenge = yield from _receive_message()
     if not isinstance(challenge, _Challenge) or len(challenge.nonce) != NONCE_BYTES:
@@ -275,42 +262,22 @@ def _run_blocking(
 
 
 async def _run_async(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    steps: _Steps,
-    deadline_s: float,
-    first_byte_s: float | None = None,
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: _Steps, deadline_s: float
 ) -> Remote:
-    loop = asyncio.get_running_loop()
-    end_s = loop.time() + deadline_s
-    first_s = end_s if first_byte_s is None else min(end_s, loop.time() + first_byte_s)
-    has_received = False
-
-    async def receive_bytes(size: int) -> bytes:
-        nonlocal has_received
-        first = b""
-        if not has_received:
-            async with asyncio.timeout_at(first_s):
-                first = await reader.readexactly(1)
-            has_received = True
-        return first + await reader.readexactly(size - len(first))
-
-    async def send_bytes(data: bytes) -> bytes:
-        writer.write(data)
-        await writer.drain()
-        return b""
-
     try:
-        async with asyncio.timeout_at(end_s):
+        async with asyncio.timeout(deadline_s):
             step = next(steps)
             while True:
-                step = steps.send(
-                    await (receive_bytes(step) if isinstance(step, int) else send_bytes(step))
-                )
+                if isinstance(step, int):
+                    step = steps.send(await reader.readexactly(step))
+                    continue
+                writer.write(step)
+                await writer.drain()
+                step = steps.send(b"")
     except StopIteration as done:
         return _remote(done)
     except TimeoutError:
-        raise _timeout_error(deadline_s, None if has_received else first_byte_s) from None
+        raise _timeout_error(deadline_s, None) from None
     except asyncio.IncompleteReadError:
         raise HandshakeBrokenError(_CLOSED) from None
     except OSError as error:

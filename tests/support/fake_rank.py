@@ -10,7 +10,8 @@ from queue import SimpleQueue
 
 import msgspec
 
-from actors.channels.handshake import Identity, accept_async
+from actors.channels import handshake
+from actors.channels.handshake import Identity
 from contracts.errors import HandshakeError
 from contracts.messages import (
     Cancel,
@@ -96,9 +97,8 @@ class FakeRank:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = Identity(name=self.name, token=TOKEN, epoch=None)
         try:
-            await accept_async(
-                reader, writer, me, answer=lambda _: self.process_identity, deadline_s=5.0
-            )
+            steps = handshake._acceptor(me, lambda _: self.process_identity)
+            await handshake._run_async(reader, writer, steps, 5.0)
         except (HandshakeError, OSError, EOFError):
             writer.close()
             return
