@@ -21,9 +21,9 @@ from benchmarks.support.rank_stream import open_stream
 from benchmarks.support.sides import Implementation
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority

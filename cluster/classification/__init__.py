@@ -1,1 +1,1 @@
-"""Classification as passes that score labels."""
+"""Classification as prefill-only passes that score labels."""

@@ -1,32 +1,37 @@
-"""Zero-shot classification as prefill-only work: which label is the likeliest continuation?
+"""Zero-shot classification as prefill-only work: the likeliest label as a continuation.
 
-A row's prompt is the template with its text (and the shared prefix) filled in. Each label becomes
-the tokens that continue the prompt (`Tokenizer.continuations`), with a space in front unless the
-prompt ends with white space or the label begins with it.
+A row's prompt is the template with its text and the shared prefix filled in. Each label becomes the
+tokens that continue the prompt (`Tokenizer.continuations`), with a space in front unless the prompt
+ends with white space or the label begins with it.
 
-A label's score is the log-probability that the model writes it: the sum over its tokens, each given
-the prompt and the tokens before it (teacher-forced). The probabilities are the softmax over these
-sums. A sum is not divided by the label's length: that would favour labels whose later tokens follow
-from the first ones. So of two labels that begin alike, the shorter is never less likely.
+A label's score is its log-probability: the sum over its tokens, each given the prompt and the
+tokens before it. The probabilities are the softmax over these sums. Sums are not divided by the
+label's length, which would favour labels whose later tokens follow from the first ones. So of two
+labels that begin alike, the shorter is never less likely.
 
-Labels are scored together (`label_trie.py`). One pass over the prompt tells the first tokens of all
-of them: it is the only one where each is a token of its own. Each further pass shares the prompt.
+Labels are scored together (`label_trie.py`). One pass over the prompt scores the first tokens of
+all of them: it is the only one if each is a single token. Further passes share the prompt.
 
-Options: with `{options}` in the template, the labels are listed there, one a line, with a letter
-each ("A. sports"), and the letters are what is scored: single choice by symbols, in one pass.
+Options: with `{options}` in the template, the labels are listed there, one per line, with a letter
+each ("A. sports"), and the letters are scored, in one pass.
+
+Multi-label: with `{label}` in the template, each label becomes a task of its own with the answers
+"yes" and "no". A label's probability is that of "yes", and labels of at least 0.5 apply. The tasks
+of a text share their tokens up to `{label}`: put it last. (MoE-Prefill, Section 3.1: one request
+with K candidates becomes K binary siblings.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from cluster.classification.bounded import map_bounded
 from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
@@ -34,22 +39,57 @@ from contracts.requests import Caller, Priority, Usage
 from models.text.encoding_steps import PIECE_CHARACTERS, PIECE_TEXTS, EncodingSteps, finish
 from models.text.tokenizer import SUFFIX_CHARACTERS, Tokenizer
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+async def map_bounded(
+    function: Callable[[Item], Awaitable[Result]], items: Iterable[Item], limit: int
+) -> list[Result]:
+    """Return results in the order of `items`, with at most `limit` calls at a time.
+
+    The first error, or cancelling the caller, cancels the rest and is raised.
+    """
+    listed = list(items)
+    if len(listed) == 1:  # the usual case: saves a task
+        return [await function(listed[0])]
+    numbered = enumerate(listed)
+    results: dict[int, Result] = {}
+
+    async def work() -> None:
+        for index, item in numbered:
+            results[index] = await function(item)
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(min(limit, len(listed)))]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    return [results[index] for index in range(len(listed))]
+
+
 DEFAULT_TEMPLATE = "{prefix}{text}"
 MAX_LABELS = 256
 OPTIONS = "{options}"
 SYMBOLS = string.ascii_uppercase
-TRIE_TOKENS = 8  # a node of a trie holds as much as so many tokens of a list
-CONCURRENT_PASSES = 64  # of one row: each that is open holds the prompt and its path
+TRIE_TOKENS = 8  # memory of a trie node, in list tokens
+CONCURRENT_PASSES = 64  # per row; each holds the prompt and its path
 _PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
 
 class Scorer(Protocol):
     async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
-        """The answer of a prefill-only job. patient: wait for room rather than be refused."""
+        """Return the answer of a prefill-only request.
+
+        wait_for_slot: wait for a slot instead of raising OverloadError.
+        """
 
 
 class PlaceholderCounts(NamedTuple):
-    """How often each placeholder occurs in a template."""
+    """Number of occurrences of each placeholder in a template."""
 
     text: int
     prefix: int
@@ -58,8 +98,11 @@ class PlaceholderCounts(NamedTuple):
 
 
 class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows share. asked: what {label} stands for (`multilabel.py`); None: for itself.
-    places: of the template, where they have been counted."""
+    """Task shared by all rows.
+
+    target: replaces {label}; None: {label} is plain text.
+    placeholders: of the template, if already counted.
+    """
 
     labels: tuple[str, ...]
     prefix: str = ""
@@ -72,13 +115,12 @@ class ClassifyTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def answers(self) -> Sequence[str]:
-        """What is scored after the prompt, in the order of the labels."""
+        """Texts scored after the prompt, in the order of the labels."""
         return SYMBOLS[: len(self.labels)] if OPTIONS in self.template else self.labels
 
 
 class TokenizedRow(msgspec.Struct, frozen=True):
-    """prompt_ids, and the labels' tokens that continue it. patient: as in `Scorer.score`. caller:
-    whose it is."""
+    """A prompt and the labels' tokens that continue it."""
 
     prompt_ids: list[int]
     labels: LabelTrie
@@ -87,7 +129,7 @@ class TokenizedRow(msgspec.Struct, frozen=True):
 
 
 class Classified(msgspec.Struct, frozen=True):
-    """probs in the order of the labels; usage counts all passes that the row took."""
+    """Probabilities in the order of the labels; the usage of all passes."""
 
     probs: list[float]
     usage: Usage
@@ -98,7 +140,7 @@ class Classified(msgspec.Struct, frozen=True):
 
 
 def check_task(task: ClassifyTask) -> None:
-    """Raises RequestError for labels or a template that cannot be used."""
+    """Raise RequestError for unusable labels or templates."""
     if not task.labels:
         raise RequestError("labels: at least one is needed", "labels")
     if len(task.labels) > MAX_LABELS:
@@ -123,7 +165,7 @@ def check_task(task: ClassifyTask) -> None:
 
 
 def render_prompt(task: ClassifyTask, text: str) -> str:
-    """The row's prompt. Plain replacement, once: braces in `text` are just text."""
+    """Return the row's prompt. Placeholders are replaced once: braces in `text` are plain text."""
     values = {"text": text, "prefix": task.prefix}
     if task.target is not None:
         values["label"] = task.target
@@ -134,12 +176,11 @@ def render_prompt(task: ClassifyTask, text: str) -> str:
 
 
 def count_placeholders(template: str) -> PlaceholderCounts:
-    """What is filled in, and how often."""
     return PlaceholderCounts(*(template.count(f"{{{name}}}") for name in PlaceholderCounts._fields))
 
 
 def prompt_characters(task: ClassifyTask, text: str) -> int:
-    """How many `render_prompt` would make, without making them."""
+    """Return the length of the rendered prompt without rendering it."""
     placeholders = (
         count_placeholders(task.template) if task.placeholders is None else task.placeholders
     )
@@ -153,32 +194,26 @@ def prompt_characters(task: ClassifyTask, text: str) -> int:
     return count
 
 
-def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> TokenizedRow:
-    """Raises RequestError for an empty prompt, TooLongError beyond the context."""
-    (row,) = tokenize_rows(tokenizer, [(text, task)])
-    if isinstance(row, RequestError):
-        raise row
-    return row
-
-
 def tokenize_rows(
-    tokenizer: Tokenizer, target: Sequence[tuple[str, ClassifyTask]]
+    tokenizer: Tokenizer, inputs: Sequence[tuple[str, ClassifyTask]]
 ) -> list[TokenizedRow | RequestError]:
-    """`tokenize_row` of many texts at once; a row's error in its place."""
+    """Tokenize texts with their tasks. A row's error takes its place."""
     found: list[TokenizedRow | RequestError] = []
-    finish(tokenize_steps(tokenizer, target, found.append))
+    finish(tokenize_steps(tokenizer, inputs, found.append))
     return found
 
 
 def tokenize_steps(
     tokenizer: Tokenizer,
-    target: Sequence[tuple[str, ClassifyTask]],
+    inputs: Sequence[tuple[str, ClassifyTask]],
     on_row: Callable[[TokenizedRow | RequestError], None],
 ) -> EncodingSteps[None]:
-    """Fills and tokenises some rows at a time, the tries of their labels with them. on_row: given
-    each in order, or what is wrong with it; what it raises ends the steps."""
+    """Render and tokenize rows a piece at a time, and build the tries of their labels.
+
+    on_row: receives each row or its error, in order; an error that it raises ends the steps.
+    """
     tries = _TrieCache()
-    for batch in _pieces(target):
+    for batch in _pieces(inputs):
         pairs = []
         for text, task in batch:
             prompt = render_prompt(task, text)
@@ -188,9 +223,7 @@ def tokenize_steps(
             rows = yield from tokenizer.continuation_steps(
                 pairs, param="input", max_tokens=max_tokens
             )
-        except (
-            TooLongError
-        ) as error:  # only of one that is too long for a piece, and so alone in it
+        except TooLongError as error:  # a too long text is alone in its piece
             on_row(error)
             continue
         for (_, task), (prompt_ids, label_ids) in zip(batch, rows, strict=True):
@@ -203,13 +236,11 @@ def tokenize_steps(
         yield tries.take_new_tokens()
 
 
-def _pieces(
-    target: Sequence[tuple[str, ClassifyTask]],
-) -> Iterator[list[tuple[str, ClassifyTask]]]:
-    """Neighbours whose prompts and labels are not too long to be put together at once."""
+def _pieces(inputs: Sequence[tuple[str, ClassifyTask]]) -> Iterator[list[tuple[str, ClassifyTask]]]:
+    """Yield groups of neighbouring rows that are short enough to tokenize together."""
     batch: list[tuple[str, ClassifyTask]] = []
     room = 0
-    for text, task in target:
+    for text, task in inputs:
         labels = sum(map(len, task.answers)) + SUFFIX_CHARACTERS * len(task.answers)
         characters = prompt_characters(task, text) + labels
         if batch and (len(batch) == PIECE_TEXTS or characters > room):
@@ -223,7 +254,7 @@ def _pieces(
 
 
 class _TrieCache:
-    """The tries of one request's rows: neighbours with the same labels share theirs."""
+    """Tries of one request. Neighbouring rows with the same labels share one."""
 
     def __init__(self) -> None:
         self._ids: list[list[int]] = []
@@ -237,7 +268,7 @@ class _TrieCache:
         return self._trie
 
     def take_new_tokens(self) -> int:
-        """What the tries made since the last call hold, in tokens of a list."""
+        """Return the memory of the tries since the last call, in list tokens."""
         new, self._new_tokens = self._new_tokens, 0
         return new
 
@@ -268,13 +299,13 @@ def _check_row(
 
 
 def _label_texts(prompt: str, task: ClassifyTask) -> list[str]:
-    """The labels as they follow the prompt."""
+    """Return the labels as they follow the prompt."""
     spaced = prompt[-1:].isspace()
     return [label if spaced or label[:1].isspace() else f" {label}" for label in task.answers]
 
 
 async def classify_row(scorer: Scorer, task: ClassifyTask, row: TokenizedRow) -> Classified:
-    """The row's probabilities; raises what `scorer` raises."""
+    """Return the row's probabilities. Raises what `scorer` raises."""
     passes = row.labels.passes
 
     async def score(numbered: tuple[int, LabelPass]) -> Scored:
@@ -306,7 +337,7 @@ def _submit(task: ClassifyTask, row: TokenizedRow, each: LabelPass) -> Submit:
 
 
 def checked_scores(values: Sequence[float] | None, expected: int) -> Sequence[float]:
-    """`values`, if they are as many as asked for and finite."""
+    """Return `values` if they are finite and as many as expected."""
     if values is None or len(values) != expected or not all(map(math.isfinite, values)):
         got = "none" if values is None else str(list(values)[:8])
         raise RankError(
@@ -328,3 +359,30 @@ def add_usage(usages: Sequence[Usage]) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
     )
+
+
+ANSWERS = ("yes", "no")
+YES = 0
+THRESHOLD = 0.5
+
+
+def check_questions(task: ClassifyTask) -> None:
+    if "{label}" not in task.template:
+        raise RequestError(
+            "multi_label needs a template with {label} in it, which asks whether a label applies",
+            "template",
+        )
+    if OPTIONS in task.template:
+        raise RequestError(
+            f"multi_label asks for each label by itself: the template cannot have {OPTIONS}",
+            "template",
+        )
+
+
+def label_tasks(task: ClassifyTask) -> list[ClassifyTask]:
+    """Return one yes-or-no task per label."""
+    return [msgspec.structs.replace(task, labels=ANSWERS, target=label) for label in task.labels]
+
+
+def applicable_labels(labels: Sequence[str], probs: Sequence[float]) -> list[str]:
+    return [label for label, p in zip(labels, probs, strict=True) if p >= THRESHOLD]

@@ -1,4 +1,4 @@
-"""The passes that score all labels of a classification, from their trie of tokens.
+"""The passes that score all labels of a classification, from the trie of their tokens.
 
     labels          a b | a c d e | f            passes            scores
                                                  prompt            a, f
@@ -6,9 +6,9 @@
               │     └─── c ── d ── e             prompt a c d      d on the way, e
               └──── f
 
-A pass asks for the tokens that may follow its last one, and for those of its own that nothing else
-could have followed. So with shared prefixes each position is computed once from which a label goes
-on, and no more: none at all beyond the prompt for labels of one token each.
+A pass scores the candidates after its last token, and those of its own tokens that had no
+alternative. With shared prefixes each position that a label continues from is computed once. Labels
+of one token each need no pass beyond the prompt.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ import msgspec
 
 from contracts.token_trie import ROOT, TokenTrie
 
-CACHED_TOKENS = 1024  # tries of more label tokens than this are made anew for each request
+CACHED_TOKENS = 1024  # larger tries are not cached
 
 Path = tuple[int, ...]
 
 
 class LabelPass(msgspec.Struct, frozen=True):
-    """The prompt followed by `path`, the tokens to node `end`. candidates: the tokens wanted after
-    it. scored_from: index in `path` of the first token whose own log-probability is wanted."""
+    """The prompt followed by `path`, the tokens to node `end`.
+
+    candidates: tokens to score after it.
+    scored_from: index in `path` of the first token to score.
+    """
 
     trie: TokenTrie
     end: int
@@ -37,19 +40,18 @@ class LabelPass(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Tokens of `path`."""
+        """Number of tokens of `path`."""
         return self.trie.depth(self.end)
 
     @property
     def path(self) -> Path:
-        """Made with each call: of many long labels the paths are far more than the trie."""
+        """Tokens to `end`, computed on each access: the paths take more memory than the trie."""
         return self.trie.tokens_to(self.end)
 
     def edges(
         self, token_logprobs: Sequence[float], candidate_logprobs: Sequence[float]
     ) -> dict[int, float]:
-        """By node of the trie: the log-probability of its token, given the prompt and what is
-        before."""
+        """Return by trie node the log-probability of its token, given the prompt and its path."""
         path_nodes = self.trie.path_to(self.end, start=self.scored_from)
         after = self.trie.followers(self.end).values()
         scored = dict(zip(path_nodes, token_logprobs, strict=True))
@@ -57,8 +59,10 @@ class LabelPass(msgspec.Struct, frozen=True):
 
 
 class LabelTrie:
-    """The labels of a row. Each has at least one token. passes: enough for all labels, as few as
-    can be; that over the prompt alone, if there is one, is the first."""
+    """The labels of a row, each of at least one token.
+
+    passes: the fewest that score all labels; the one over the prompt alone, if any, is the first.
+    """
 
     __slots__ = ("_trie", "longest", "passes")
 
@@ -68,12 +72,14 @@ class LabelTrie:
         self.passes = tuple(_passes(self._trie))
 
     def __len__(self) -> int:
-        """Nodes."""
+        """Return the number of nodes."""
         return len(self._trie)
 
     def logprobs(self, edges: Mapping[int, float]) -> list[float]:
-        """Per label, the sum over its tokens: the log of the probability that the model writes it.
-        edges: those of all passes."""
+        """Return the log-probability of each label: the sum over its tokens.
+
+        edges: of all passes.
+        """
         trie = self._trie
         return [math.fsum(edges[node] for node in trie.path_to(end)) for end in trie.ends]
 
@@ -81,7 +87,7 @@ class LabelTrie:
 def _passes(trie: TokenTrie) -> list[LabelPass]:
     passes: list[LabelPass] = []
     starts = [ROOT]
-    for start in starts:  # grows on the way
+    for start in starts:  # grows during the loop
         end, followers = start, trie.followers(start)
         while len(followers) == 1:
             (after,) = followers.values()
@@ -94,7 +100,7 @@ def _passes(trie: TokenTrie) -> list[LabelPass]:
 
 
 def label_trie(label_ids: Sequence[Sequence[int]]) -> LabelTrie:
-    """The labels' trie; rows of one task, and requests with the same short labels, share one."""
+    """Return the labels' trie. Rows, and requests with the same short labels, share one."""
     if sum(map(len, label_ids)) > CACHED_TOKENS:
         return LabelTrie(label_ids)
     return _cached_trie(tuple(map(tuple, label_ids)))

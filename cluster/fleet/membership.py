@@ -31,7 +31,7 @@ from contracts.ranks import DRAINED, Group, RankStatus, rank_name
 log = logging.getLogger("tandem.fleet")
 
 POLL_PERIOD_S = 0.5
-PROPAGATION_S = 3.0  # until every router has looked into the directory (finder.FOLLOW_PERIOD_S)
+PROPAGATION_S = 3.0  # until every router has looked into the directory (rank_set.POLL_PERIOD_S)
 REPLY_TIMEOUT_S = 5.0
 LATE_S = 5.0  # beyond its time, for a rank that is in a long step
 ON_ONE_NODE = ("shm", "ipc")

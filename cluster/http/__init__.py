@@ -1,1 +1,1 @@
-"""Package."""
+"""The HTTP API and its server."""

@@ -1,13 +1,18 @@
-"""/scale: POST changes the number of ranks while they serve, GET says how far that has come. For
-whoever has the operator's key (`tandem scale`)."""
+"""Operators' endpoints: /scale, /trace, /load, /status and /metrics.
+
+`POST /scale` changes the number of ranks of a running server, `GET /scale` reports the progress.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import logging
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -22,7 +27,6 @@ from cluster.http.errors import BodyTimeoutError, MediaTypeError
 from cluster.http.request_context import AppState
 from cluster.http.responses import json_response
 from cluster.http.scrape_coalescer import ScrapeCoalescer
-from cluster.http.version import version
 from contracts import metrics
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
@@ -51,9 +55,9 @@ async def get_scale(app_state: AppState, request: Request) -> Response:
 
 
 async def start_scale(app_state: AppState, request: Request) -> Response:
-    """200 once it has begun: it may take minutes."""
+    """Answer 200 once the change has started: it may take minutes."""
     app_state.authenticator.check_operator(request)
-    if "content-type" not in request.headers:  # what a page of another site may send unasked
+    if "content-type" not in request.headers:  # a cross-site form has none
         raise MediaTypeError("content-type: expected application/json, got none", None)
     app_state.drainer.check()
     requested = await _read_scale_request(app_state, request)
@@ -68,14 +72,14 @@ async def _read_scale_request(app_state: AppState, request: Request) -> ScaleTar
         async with asyncio.timeout(limit_s):
             return await read_body(request, ScaleTarget, MAX_BODY_BYTES, account)
     except TimeoutError:
-        raise BodyTimeoutError(f"the body was not there within {limit_s:g} s", None) from None
+        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s", None) from None
     finally:
         account.close()
 
 
 async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> ScaleState:
     if app_state.scale is None:
-        raise NotReadyError("nobody is there who could start or end ranks")
+        raise NotReadyError("this server cannot start or stop ranks")
     try:
         async with asyncio.timeout(REPLY_TIMEOUT_S):
             return await app_state.scale(requested)
@@ -86,7 +90,7 @@ async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> 
 
 
 DEFAULT_S = 5.0
-EXTRA_S = 30.0  # beyond the seconds themselves, for all that is asked and written
+EXTRA_S = 30.0  # beyond the traced seconds, for collecting and encoding
 INGRESS_PID = 1
 FIRST_RANK_PID = 2
 INGRESS = "ingress"
@@ -132,7 +136,7 @@ def _seconds(request: Request) -> float:
 
 
 def _file(answer: TraceResponse, recent_requests: list[RequestSpan], clock: ClockOffset) -> bytes:
-    """Chrome's JSON, put together from pieces of JSON."""
+    """Return Chrome's JSON in pieces."""
     own = msgspec.json.encode(request_events(recent_requests, INGRESS_PID, clock.applied_s))
     note = answer.note
     ranks = {INGRESS: RankTraceInfo(clock=clock, spans=len(recent_requests)), **note.ranks}
@@ -149,7 +153,7 @@ PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
 
 
 async def load(app_state: AppState, request: Request) -> Response:
-    """Requests under way, and of their sequences those that wait for a first answer."""
+    """Answer with the requests under way and the sequences that wait for a first answer."""
     app_state.authenticator.check_metrics(request)
     return json_response(
         response_types.ServerLoad(
@@ -220,7 +224,22 @@ async def _scrape(app_state: AppState) -> str:
         try:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 texts.append(await app_state.rank_metrics())
-        except TimeoutError:  # the ingress's own metrics are still worth a scrape
+        except TimeoutError:  # the ingress's own metrics are still useful
             reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
             event(log, "rank_metrics_failed", logging.WARNING, error=reason)
     return merge_expositions(texts)
+
+
+DISTRIBUTION = "tandem-moe"
+
+
+def version() -> str:
+    """Return the version of the installed package, else that of pyproject.toml."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if not project.is_file():
+        return "unknown"
+    return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

@@ -1,4 +1,4 @@
-"""The ASGI application. No Ray in here: a Serve deployment and a test build the same one."""
+"""The ASGI application. It does not use Ray: a Serve deployment and a test build the same one."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from cluster.http.admin import (
     start_scale,
     status_of,
     trace,
+    version,
 )
 from cluster.http.authenticator import Authenticator
-from cluster.http.chat import chat_completions
-from cluster.http.classification import classify
+from cluster.http.chat import chat_completions, detokenize, tokenize
+from cluster.http.classification import classify, score
 from cluster.http.completions import completions
-from cluster.http.cost import Bounds
+from cluster.http.cost import Bounds, MemoryBudget
 from cluster.http.errors import bug_response, error_response, install_handlers, outcome_of
-from cluster.http.memory_budget import MemoryBudget
 from cluster.http.openapi import openapi_document
 from cluster.http.request_context import (
     AppState,
-    EventStream,
     FetchRankMetrics,
     FetchRankStatus,
     RequestContext,
@@ -41,20 +40,13 @@ from cluster.http.request_context import (
     TraceSource,
 )
 from cluster.http.request_log import AccessLog, RequestLog
-from cluster.http.responses import json_response
+from cluster.http.responses import EventStream, json_response
 from cluster.http.schemas import ModelInfo
-from cluster.http.scoring import score
-from cluster.http.tokenization import detokenize, tokenize
-from cluster.http.tokenizer_pool import TokenizerPool
-from cluster.http.version import version
-from cluster.routing.backend import Backend
+from cluster.http.text import TokenizerPool
+from cluster.routing.pipeline_backend import Backend
 from contracts.clock import Clock, monotonic_s
 from contracts.config import HttpConfig, LimitsConfig
-from contracts.errors import (
-    NotReadyError,
-    TandemError,
-    UnknownModelError,
-)
+from contracts.errors import NotReadyError, TandemError, UnknownModelError
 from contracts.logs import event
 from contracts.metrics import RequestOutcome
 from models.text.tokenizer import Tokenizer
@@ -80,13 +72,14 @@ def build_app(
     logs_prompts: bool = False,
     clock: Clock = monotonic_s,
 ) -> App:
-    """The application in front of `backend`. extra: the ranks' metrics in Prometheus text format.
-    ranks: what they say of themselves; tracing: what they have done; scale: how many there are to
-    be. logs_prompts: as log.prompts.
-    share_between_keys: as in `KvConfig`.
+    """Return the application in front of `backend`.
 
-    Of http.keys_file nothing is read here: until its keys are taken nobody is let in
-    (cluster/http/key_reloader.py). Starting and closing the backend is the caller's business.
+    rank_metrics, ranks, tracing, scale: access to the ranks' metrics, state, traces and number.
+    share_between_keys: see `KvConfig`.
+    logs_prompts: log.prompts.
+
+    With http.keys_file, all requests are rejected until the keys are loaded (`ApiKeyReloader`). The
+    caller starts and closes the backend.
     """
     app_state = AppState(
         backend=backend,
@@ -121,10 +114,10 @@ def build_app(
 
 
 class App(Starlette):
-    """With the request log outside of what makes a 500 of our own bugs.
+    """Starlette application with the request log outside of its error handling.
 
-    pipelines: what has most of the requests, by path: they go there at once. Starlette's layers and
-    its routes tried in turn take a tenth of a small request's time.
+    pipelines: endpoints that bypass Starlette's layers and routes, which take a tenth of the time
+    of a small request.
     """
 
     def __init__(self, app_state: AppState) -> None:
@@ -138,11 +131,11 @@ class App(Starlette):
         self._add_routes()
 
     async def drain(self, limit_s: float) -> int:
-        """As `DrainController.drain`, of the requests under way."""
+        """Drain the active requests; see `DrainController.drain`."""
         return await self.app_state.drainer.drain(self.app_state.active_requests, limit_s)
 
     def close(self) -> None:
-        """Writes what is not yet in the access log."""
+        """Flush the access log."""
         if self.access_log is not None:
             self.access_log.write()
 
@@ -156,7 +149,7 @@ class App(Starlette):
             ("/detokenize", detokenize),
         ):
             metered = self.pipelines[path] = _MeteredEndpoint(self.app_state, endpoint)
-            self.router.routes.append(Route(path, metered, methods=["POST"]))  # else 405
+            self.router.routes.append(Route(path, metered, methods=["POST"]))  # other methods: 405
         for path, plain in (
             ("/health", _health),
             ("/load", load),
@@ -186,12 +179,11 @@ class App(Starlette):
 
 
 class ResponseAbortedError(Exception):
-    """An answer that has begun cannot be ended. The log says why."""
+    """A started answer cannot be completed. The log has the reason."""
 
 
 class _MeteredEndpoint:
-    """The endpoint with keys checked, errors mapped, and its outcome counted once. What its request
-    holds is given back when the answer has gone out, or never will."""
+    """An endpoint with checked keys, mapped errors, counted outcomes and released memory."""
 
     def __init__(self, app_state: AppState, endpoint: Endpoint) -> None:
         self._app_state = app_state
@@ -206,12 +198,12 @@ class _MeteredEndpoint:
             await response(scope, receive, send)
         except Exception as error:  # noqa: BLE001 - logged, with its traceback
             self._log_error("answer_failed", ctx, error)
-            raise ResponseAbortedError from None  # the front logs that, and cuts the client off
+            raise ResponseAbortedError from None  # the server closes the connection
         finally:
             ctx.account.close()
 
     def _log_error(self, name: str, ctx: RequestContext, error: Exception) -> None:
-        """A bug of ours. Its message may quote the request."""
+        """Log an internal error. Its message is private: it may quote the request."""
         kind = type(error).__name__
         fields = {"request_id": ctx.request_id, "error": kind}
         event(log, name, logging.ERROR, error, is_private=True, **fields)
@@ -241,7 +233,7 @@ class _MeteredEndpoint:
             if outcome is not RequestOutcome.OK:
                 ctx.finish(outcome)
                 ctx.account.close()
-        if not isinstance(response, EventStream):  # a stream counts itself when it ends
+        if not isinstance(response, EventStream):  # a stream is counted when it ends
             ctx.finish(outcome)
         return response
 
@@ -259,7 +251,7 @@ def _simple(
 
 
 async def _health(app_state: AppState, request: Request) -> Response:
-    """200 once every rank serves. Open to all: load balancers ask without a key."""
+    """Answer 200 once every rank serves. Needs no key: load balancers have none."""
     app_state.drainer.check()
     problems = app_state.backend.problems()
     if problems:
@@ -272,7 +264,7 @@ async def _version(app_state: AppState, request: Request) -> Response:
 
 
 async def _openapi(app_state: AppState, request: Request) -> Response:
-    """Open to all, as clients are generated from it."""
+    """Answer with the document. Needs no key: clients are generated from it."""
     return json_response(openapi_document(app_state.model, app_state.http, app_state.bounds))
 
 

@@ -1,30 +1,37 @@
-"""Who may call, and who calls: bearer keys, compared in constant time; what of a key goes on with a
-request, and the salt of its prefix cache.
+"""API keys: authentication, priority classes, quotas, cache salts, and reloading of http.keys_file.
 
-Of a key only digests leave this file. They are the same in every ingress replica, so that a
-client's prefixes are found whichever one takes its request.
+Keys are compared in constant time. Only digests of a key leave this module. They are the same in
+every ingress replica, so that a client's cached prefixes are found by all of them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import itertools
-from collections.abc import Iterable, Sequence
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
 
-from cluster.http.field_bounds import MAX_CACHE_SALT_CHARACTERS
-from cluster.http.quotas import KeyQuota
+from actors.telemetry.telemetry import Telemetry
+from contracts import metrics
 from contracts.api_keys import ApiKey
 from contracts.block_hash import DIGEST_BYTES
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import RequestError, UnauthorizedError
+from contracts.config import HttpConfig
+from contracts.errors import ConfigError, OverloadError, UnauthorizedError
+from contracts.keys_file import Keys, decode_keys, keys_bytes
+from contracts.logs import event
 from contracts.requests import Caller, Priority
+from planner.scheduling.token_bucket import TokenBucket
 
-PROVE = "prove"  # in scope["state"], from a front of our own: to be called when the key is valid
+PROVE = "prove"  # in scope["state"], set by our HTTP server: call it when the key is valid
 TENANT_BYTES = 8
 _TENANT, _NAMED_TENANT = b"tandem-tenant", b"tandem-named"  # domains of digests
 _KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
@@ -32,14 +39,17 @@ _KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
 
 class _Client(NamedTuple):
     api_key: ApiKey
-    caller: Caller  # of all its requests
+    caller: Caller  # shared by its requests
     quota: KeyQuota
 
 
 class Authenticator:
-    """The clients of one ingress, and who watches it. needs_keys: nobody is let in while there are
-    none. operator_key: of whoever may change the server; is_local: only this machine reaches it.
-    share_between_keys: all keys find each other's prefixes. On one event loop."""
+    """The API keys of one ingress. Belongs to one event loop.
+
+    needs_keys: reject all requests while there are no keys.
+    is_local: only this machine reaches the server.
+    share_between_keys: all keys share cached prefixes.
+    """
 
     def __init__(
         self,
@@ -60,8 +70,7 @@ class Authenticator:
         self.set_keys(api_keys, metrics_key)
 
     def set_keys(self, api_keys: Sequence[ApiKey], metrics_key: str | None) -> None:
-        """In place of those before: from now on, for what is under way goes on. A key that stays as
-        it was goes on from what it has used."""
+        """Replace the keys for new requests. An unchanged key keeps its quota's state."""
         before, self._metrics_key = self._clients, metrics_key
         self._clients = {}
         for each in api_keys:
@@ -74,23 +83,23 @@ class Authenticator:
         return _Client(api_key, Caller(_tenant(api_key), 0, salt), KeyQuota(api_key, self._clock))
 
     def check(self, request: Request) -> str | None:
-        """The key that the request came with; None: none is wanted. Raises UnauthorizedError if the
-        bearer token is not among them."""
+        """Return the request's key, or None if no key is required. Raises UnauthorizedError."""
         if self._is_open:
             return None
         needed = "a valid API key is needed (Authorization: Bearer KEY)"
         return _check(self._clients, request, needed)
 
     def check_metrics(self, request: Request) -> None:
-        """Raises UnauthorizedError if there is a metrics key and the bearer token is another
-        one."""
+        """Raise UnauthorizedError unless the request has the metrics key, if there is one."""
         if self._metrics_key is not None:
             needed = "the metrics key is needed (Authorization: Bearer KEY, http.metrics_key)"
             _check([self._metrics_key], request, needed)
 
     def check_operator(self, request: Request) -> None:
-        """Raises UnauthorizedError unless the bearer token is the operator's. Where there are no
-        keys at all, whoever is on this machine is one."""
+        """Raise UnauthorizedError unless the request has the operator's key.
+
+        Without any keys, every client on this machine is an operator.
+        """
         needed = "the operator's key is needed (Authorization: Bearer KEY, http.operator_key)"
         if self._operator_key is not None:
             _check([self._operator_key], request, needed)
@@ -102,36 +111,29 @@ class Authenticator:
             )
 
     def caller(self, key: str | None, name: str = "") -> Caller:
-        """Of a request that came with this valid key; None: keys are not configured. name: what its
-        client calls it."""
+        """Return the caller of a request with this valid key. name: the request's id."""
         caller = Caller() if key is None else self._clients[key].caller
         return Caller(caller.tenant, next(self._numbers), caller.salt, name)
 
     def priority(self, key: str | None) -> Priority:
-        """Of its requests that name none."""
+        """Return the key's default priority class."""
         if key is None:
             return Priority.LS
         return Priority[self._clients[key].api_key.priority.upper()]
 
     def has_fixed_priority(self, key: str | None) -> bool:
-        """Whether its requests may name no other."""
+        """Return whether the key's requests must not name another class."""
         return key is not None and self._clients[key].api_key.fixed_priority
 
     def quota(self, key: str | None) -> KeyQuota | None:
-        """What it may use; None: whatever it wants."""
+        """Return the key's quota; None: unlimited."""
         return None if key is None else self._clients[key].quota
 
 
 def with_cache_salt(caller: Caller, cache_salt: str | None) -> Caller:
-    """The caller with `cache_salt` of its request on top. Raises RequestError."""
+    """Return the caller with the salt of its request mixed in."""
     if cache_salt is None:
         return caller
-    if not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARACTERS:
-        raise RequestError(
-            f"cache_salt has {len(cache_salt)} characters, expected 1 to"
-            f" {MAX_CACHE_SALT_CHARACTERS}",
-            "cache_salt",
-        )
     salt = _salt(cache_salt.encode(), _CACHE_SALT, caller.salt)
     return msgspec.structs.replace(caller, salt=salt)
 
@@ -157,3 +159,154 @@ def _check(keys: Iterable[str], request: Request, message: str) -> str:
     if prove is not None:
         prove()
     return given
+
+
+CONCURRENCY_RETRY_S = 1.0  # a running request may have ended by then
+
+
+class RateLimitError(OverloadError):
+    """The key's quota is exhausted. Other keys are not affected."""
+
+    code = "rate_limit_exceeded"
+
+
+class KeyQuota:
+    """Requests and tokens per second, and concurrent requests, of one key.
+
+    Tokens count once they are computed: a key is admitted while tokens are left, and waits after an
+    overdraft until they are refilled. Every ingress replica counts separately. Belongs to one event
+    loop.
+    """
+
+    def __init__(self, key: ApiKey, clock: Clock) -> None:
+        now_s = clock()
+        self._clock = clock
+        self._most_open = key.concurrency
+        self._requests = (
+            None if key.requests_per_s is None else TokenBucket(key.requests_per_s, now_s)
+        )
+        self._tokens = None if key.tokens_per_s is None else TokenBucket(key.tokens_per_s, now_s)
+        self.open = 0
+
+    def acquire(self) -> None:
+        """Admit a request, which must `release` once. Raises RateLimitError."""
+        now_s = self._clock()
+        if self._most_open is not None and self.open >= self._most_open:
+            raise _refused(
+                f"{self.open} requests are open",
+                "concurrency",
+                self._most_open,
+                CONCURRENCY_RETRY_S,
+            )
+        if self._tokens is not None and (wait_s := self._tokens.wait_s(1.0, now_s)) > 0:
+            used = f"{1.0 - self._tokens.level(now_s):.0f} tokens too many were used"
+            raise _refused(used, "tokens_per_s", self._tokens.per_s, wait_s)
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(1.0, now_s)
+            if wait_s > 0:
+                used = "too many requests were sent"
+                raise _refused(used, "requests_per_s", self._requests.per_s, wait_s)
+            self._requests.take(1.0, now_s)
+        self.open += 1
+
+    def release(self) -> None:
+        self.open -= 1
+
+    def consume(self, tokens: int) -> None:
+        if self._tokens is not None:
+            self._tokens.take(tokens, self._clock())
+
+    def headers(self) -> dict[str, str]:
+        """Return OpenAI's rate limit headers; empty without limits per second."""
+        now_s, fields = self._clock(), dict[str, str]()
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                fields[f"x-ratelimit-limit-{name}"] = f"{bucket.burst:.0f}"
+                left = max(0, math.floor(bucket.level(now_s)))
+                fields[f"x-ratelimit-remaining-{name}"] = str(left)
+                fields[f"x-ratelimit-reset-{name}"] = f"{bucket.wait_s(bucket.burst, now_s):.3f}s"
+        return fields
+
+
+def _refused(used: str, field: str, limit: float, wait_s: float) -> RateLimitError:
+    return RateLimitError(
+        f"{used} with this API key ({field}: {limit:g}): try again in {math.ceil(wait_s)} s", wait_s
+    )
+
+
+log = logging.getLogger("tandem.ingress")
+
+POLL_PERIOD_S = 1.0
+
+
+class ApiKeyReloader:
+    """Loads http.keys_file into `authenticator` and polls it for changes, on its event loop.
+
+    The content is compared: a file mounted from a Kubernetes Secret changes by a symbolic link
+    above it. A change is applied after it has been stable for a whole period, because an editor may
+    write in place. An invalid file is logged and counted once; the previous keys stay.
+    """
+
+    def __init__(
+        self,
+        http: HttpConfig,
+        authenticator: Authenticator,
+        telemetry: Telemetry,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        assert http.keys_file is not None
+        self._path, self._metrics_key = Path(http.keys_file), http.metrics_key
+        self._authenticator, self._telemetry, self._sleep = authenticator, telemetry, sleep
+        self._last_read: bytes | ConfigError | None = None  # at the last poll
+        self._last_result: bytes | str | None = None  # last loaded or rejected
+        self.problem = ""  # of the current file; empty: its keys are loaded
+
+    async def load(self) -> None:
+        """Load the keys. Raises ConfigError."""
+        data = await asyncio.to_thread(keys_bytes, self._path)
+        self._set_keys(decode_keys(data, self._path))
+        self._last_result = data
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        for outcome in ("taken", "refused"):
+            self._telemetry.count(metrics.KEYS_RELOADED, outcome, by=0)
+        while True:
+            await self._sleep(POLL_PERIOD_S)
+            await self.poll()
+
+    async def poll(self) -> None:
+        """Check the file once."""
+        current: bytes | ConfigError
+        try:
+            current = await asyncio.to_thread(keys_bytes, self._path)
+        except ConfigError as error:
+            current = error
+        previous, self._last_read = self._last_read, current
+        if isinstance(current, ConfigError):
+            if isinstance(previous, ConfigError):  # not during a change
+                self._reject(current, current.message)
+        elif current == previous and current != self._last_result:
+            self._evaluate(current)
+
+    def _evaluate(self, data: bytes) -> None:
+        try:
+            keys = decode_keys(data, self._path)
+        except ConfigError as error:
+            self._reject(error, data)
+            return
+        self._set_keys(keys)
+        self._last_result, self.problem = data, ""
+        self._telemetry.count(metrics.KEYS_RELOADED, "taken")
+        event(log, "api_keys_reloaded", keys=len(keys.api_keys), path=self._path)
+
+    def _set_keys(self, keys: Keys) -> None:
+        self._authenticator.set_keys(keys.clients, keys.metrics_key or self._metrics_key)
+
+    def _reject(self, error: ConfigError, result: bytes | str) -> None:
+        """Log and count the error, unless it was the last result."""
+        if self._last_result == result:
+            return
+        self._last_result, self.problem = result, error.message
+        self._telemetry.count(metrics.KEYS_RELOADED, "refused")
+        event(log, "api_keys_rejected", logging.ERROR, reason=f"{error.message}; the old keys stay")

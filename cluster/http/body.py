@@ -1,10 +1,17 @@
-"""From the bytes of a request to a typed body, within limits."""
+"""Request bodies: from bytes to checked values.
+
+Checks run in this order: API key, size, media type, JSON, types and bounds (`schemas.py`),
+unsupported fields, model, combinations of fields, then the prompt: tokens, vocabulary, context.
+The first failure is reported. No rank receives anything before all checks pass.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import gc
 import logging
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,25 +20,41 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
-from cluster.http.cost import decoded_bytes
-from cluster.http.errors import BodyTooLargeError, MediaTypeError, UnknownFieldError
-from cluster.http.memory_budget import MemoryAccount
+from cluster.http.authenticator import with_cache_salt
+from cluster.http.cost import MemoryAccount, decoded_bytes
+from cluster.http.errors import (
+    BodyTooLargeError,
+    MediaTypeError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+)
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.schemas import (
+    MAX_CHOICE_CHARACTERS,
     NESTED,
+    NEUTRAL,
     ChatBody,
     ClassifyBody,
     CompletionBody,
     DetokenizeBody,
+    GenerationBody,
+    GenerationOptions,
+    ModelInfo,
+    PrioritizedFields,
     ScoreBody,
     TokenizeBody,
+    UnsupportedFields,
 )
-from contracts.errors import ClientGoneError, RequestError
+from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
+from contracts.requests import Priority, Sampling
+from contracts.sampling_limits import check_sampling
 from contracts.scaling import ScaleTarget
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Prioritized = TypeVar("Prioritized", bound=PrioritizedFields)
+Value = TypeVar("Value")
 
 log = logging.getLogger("tandem.prompts")
 
@@ -46,24 +69,46 @@ _KINDS = (
     ScoreBody,
     TokenizeBody,
 )
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Built at import: msgspec crashes if two threads build the first decoder of a type at once.
 _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in _KINDS
 }
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
+_BOUND = re.compile(r"Expected `\w+`( of length)? (>=|<=|>) (\S+)")
+_PATTERN = re.compile(r"Expected `str` matching regex '([^']*)' - at `key`")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_COMPARISONS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    ">=": (operator.ge, "at least"),
+    "<=": (operator.le, "at most"),
+    ">": (operator.gt, "above"),
+}
+_DEFAULTS = Sampling()
+TIERS = {"flex": Priority.BE, "priority": Priority.LS}  # others are the default class
+
+
+# ---- reading
 
 
 async def read_request_body(
     app_state: AppState, ctx: RequestContext, request: Request, kind: type[Body]
 ) -> Body:
-    """The request's body, if it comes in its time; charged to the session's account."""
+    """Return the request's body, charged to the request's account. Enforces the body timeout."""
     limit = app_state.http.max_body_bytes
     log_body = partial(_log_body, ctx.request_id) if app_state.logs_prompts else None
     return await ctx.read(read_body(request, kind, limit, ctx.account, log_body))
 
 
+async def read_prioritized_body(
+    app_state: AppState, ctx: RequestContext, request: Request, kind: type[Prioritized]
+) -> Prioritized:
+    """Return the request's body and apply its priority class and cache salt to `ctx`."""
+    body = await read_request_body(app_state, ctx, request, kind)
+    ctx.set_priority(check_priority(body, default=ctx.priority))
+    ctx.caller = with_cache_salt(ctx.caller, body.cache_salt)
+    return body
+
+
 def _log_body(request_id: str, data: bytearray) -> None:
-    """In the log, for log.prompts wants it."""
     body = data[:MAX_LOGGED_BYTES].decode("utf-8", "replace")
     event(log, "request_body", request_id=request_id, bytes=len(data), body=body)
 
@@ -75,11 +120,10 @@ async def read_body(
     account: MemoryAccount,
     log_body: Callable[[bytearray], None] | None = None,
 ) -> Body:
-    """The body as `kind`. Checked in this order: declared size, media type, actual size, JSON,
-    types. Raises RequestError; a wrong field is named in `param`.
+    """Read and decode the body as `kind`. Raises RequestError; `param` names the field.
 
-    account: charged as the body grows; of that, what the decoded body holds stays charged. show: is
-    given it as it came.
+    account: charged as the body grows; what the decoded body holds stays charged.
+    log_body: receives the body before it is decoded.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
@@ -105,13 +149,12 @@ async def read_body(
 
 
 def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
+    """Decode `data` as `kind`. Raises RequestError."""
     collects = gc.isenabled()
-    gc.disable()  # all that is decoded is kept: to look through it again and again takes longest
+    gc.disable()  # all decoded objects survive: collections during the decoding dominate its time
     try:
-        body: Body = _DECODERS[kind].decode(data)
+        body: Body = _decode_fields(data, kind)
         return body
-    except msgspec.ValidationError as error:
-        raise _wrong_field(str(error), kind) from None
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}", None) from None
     except UnicodeDecodeError as error:
@@ -123,17 +166,73 @@ def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
             gc.enable()
 
 
-def _wrong_field(message: str, kind: type[msgspec.Struct]) -> RequestError:
-    """ "Expected `int`, got `str` - at `$.n`" with n as the param."""
+def _decode_fields(data: bytes | bytearray, kind: type[Body]) -> Any:
+    try:
+        return _DECODERS[kind].decode(data)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), data, kind) from None
+
+
+def _too_large(got_bytes: int, max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body has {got_bytes} bytes, at most {max_bytes} are accepted (http.max_body_bytes)",
+        None,
+    )
+
+
+# ---- msgspec's errors as answers
+
+
+def _field_error(message: str, data: bytes | bytearray, kind: type[msgspec.Struct]) -> RequestError:
+    """Translate "Expected `int` >= 1 - at `$.n`" into an error that names field, value, bound."""
     unknown = _UNKNOWN.fullmatch(message)
     if unknown:
         return _unknown_field(unknown[1], unknown[2] or "", kind)
-    param, text = wrong_field(message)
-    return RequestError(f"{param}: {text}" if param else text, param or None)
+    path, text = wrong_field(message)
+    field = re.split(r"[.\[]", path)[0]
+    bound, pattern = _BOUND.match(message), _PATTERN.match(message)
+    with contextlib.suppress(AttributeError, LookupError, StopIteration, TypeError):  # repeated key
+        if bound:
+            return RequestError(_bound_text(path, data, *bound.groups()), field)
+        if pattern:
+            wrong = next(key for key in _value_at(data, path) if not re.search(pattern[1], key))
+            return RequestError(f"{path}: key {_shown(wrong)} does not match {pattern[1]}", field)
+    return RequestError(f"{path}: {text}" if path else text, path or None)
+
+
+def _bound_text(
+    path: str, data: bytes | bytearray, is_length: str | None, sign: str, bound: str
+) -> str:
+    holds, words = _COMPARISONS[sign]
+    bound = bound.removesuffix(".0")
+    is_entry = path.endswith("[...]")  # msgspec does not say which key
+    path = path.removesuffix("[...]")
+    value = _value_at(data, path)
+    if is_entry:
+        key = next(key for key, each in value.items() if not holds(each, float(bound)))
+        path, value = f"{path}[{key!r}]", value[key]
+    if not is_length:
+        return f"{path}={_shown(value)} must be {words} {bound}"
+    if not value:
+        return f"{path} is empty"
+    unit = "characters" if isinstance(value, str) else "entries"
+    return f"{path} has {len(value)} {unit}, {words} {bound} are accepted"
+
+
+def _value_at(data: bytes | bytearray, path: str) -> Any:
+    value = msgspec.json.decode(data)
+    for name, index in _STEP.findall(path):
+        value = value[name] if name else value[int(index)]
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> RequestError:
-    """Refused with the nearest field of the object that it stands in."""
+    """Return an error that suggests the nearest field of the object at `path`."""
     shown = name if name.isprintable() else repr(name)[1:-1]
     if len(shown) > MAX_SHOWN_CHARACTERS:
         shown = f"{shown[:MAX_SHOWN_CHARACTERS]}..."
@@ -145,8 +244,185 @@ def _unknown_field(name: str, path: str, kind: type[msgspec.Struct]) -> RequestE
     return UnknownFieldError(f"{param} is not a field of this request{hint}", param)
 
 
-def _too_large(got_bytes: int, max_bytes: int) -> BodyTooLargeError:
-    return BodyTooLargeError(
-        f"the body has {got_bytes} bytes, at most {max_bytes} are accepted (http.max_body_bytes)",
-        None,
+# ---- values and combinations of fields
+
+
+def check_supported(body: UnsupportedFields) -> None:
+    """Raise UnsupportedFieldError for the first unsupported field that would have an effect."""
+    for name, neutral in NEUTRAL.items():
+        value = getattr(body, name)
+        if value is not None and not any(_same(value, accepted) for accepted in neutral):
+            raise UnsupportedFieldError(f"{name} is not supported", name)
+
+
+def _same(value: object, other: object) -> bool:
+    """Compare as JSON: 0 equals 0.0, but not false."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def check_model(name: str | None, model: ModelInfo) -> None:
+    """Raise UnknownModelError unless `name` is the served model's or absent."""
+    if name is not None and name != model.name:
+        raise UnknownModelError(f"model {name!r} is not served; this is {model.name!r}", "model")
+
+
+def check_priority(body: PrioritizedFields, *, default: Priority) -> Priority:
+    """Return the priority class of `priority`, else of `service_tier`, else `default`.
+
+    `priority` is "ls", "be" or, as in vLLM, an integer: 0 is ls, greater is be.
+    """
+    value = body.priority
+    if value is None:
+        return TIERS.get(body.service_tier or "", default)
+    if isinstance(value, str):
+        by_label = {priority.label: priority for priority in Priority}
+        if value not in by_label:
+            raise RequestError(f"priority={value!r}: expected ls or be", "priority")
+        return by_label[value]
+    return Priority.BE if value > 0 else Priority.LS
+
+
+def check_options(
+    body: GenerationBody, model: ModelInfo, priority: Priority, *, logprobs: int | None
+) -> GenerationOptions:
+    """Return the common fields of a generation with defaults filled in. Raises RequestError."""
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise UnsupportedFieldError(
+            f"best_of={body.best_of} is not supported (n is {n})", "best_of"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream=true", "stream_options")
+    options = body.stream_options
+    sampling = _sampling(body, logprobs, model)
+    choices, choices_field = _choices(body)
+    if sampling.min_tokens and choices is not None:
+        raise RequestError(
+            f"min_tokens={sampling.min_tokens}: a choice is as long as it is; leave min_tokens out",
+            "min_tokens",
+        )
+    return GenerationOptions(
+        sampling=sampling,
+        max_tokens=body.max_tokens,
+        priority=priority,
+        stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        choices=choices,
+        choices_field=choices_field,
+        n=n,
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
     )
+
+
+def _sampling(body: GenerationBody, logprobs: int | None, model: ModelInfo) -> Sampling:
+    biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    sampling = Sampling(
+        temperature=_or_default(body.temperature, _DEFAULTS.temperature),
+        top_p=_or_default(body.top_p, _DEFAULTS.top_p),
+        min_p=_or_default(body.min_p, _DEFAULTS.min_p),
+        seed=body.seed,
+        presence_penalty=_or_default(body.presence_penalty, _DEFAULTS.presence_penalty),
+        frequency_penalty=_or_default(body.frequency_penalty, _DEFAULTS.frequency_penalty),
+        repetition_penalty=_or_default(body.repetition_penalty, _DEFAULTS.repetition_penalty),
+        ignore_eos=bool(body.ignore_eos),
+        stop_token_ids=_or_default(body.stop_token_ids, []),
+        min_tokens=_or_default(body.min_tokens, _DEFAULTS.min_tokens),
+        top_k=max(_or_default(body.top_k, _DEFAULTS.top_k), 0),  # vLLM's -1 is our 0: no limit
+        logit_bias=biases or None,
+        logprobs=logprobs,
+    )
+    check_sampling(sampling, model.vocab_size)
+    return sampling
+
+
+def _or_default(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def _choices(body: GenerationBody) -> tuple[tuple[str, ...] | None, str]:
+    """Return the choices without repetitions, and the name of the field that holds them."""
+    name, given = "guided_choice", body.guided_choice
+    if body.structured_outputs is not None:
+        if given is not None:
+            raise RequestError(
+                "guided_choice and structured_outputs are both given: one is enough", name
+            )
+        name, given = "structured_outputs", _structured_choice(body)
+    if given is None:
+        return None, name
+    choices = tuple(dict.fromkeys(given))
+    characters = sum(map(len, choices))
+    if characters > MAX_CHOICE_CHARACTERS:
+        raise RequestError(
+            f"{name}: the choices have {characters} characters together, at most"
+            f" {MAX_CHOICE_CHARACTERS}",
+            name,
+        )
+    return choices, name
+
+
+def _structured_choice(body: GenerationBody) -> list[str]:
+    outputs = body.structured_outputs
+    assert outputs is not None
+    for name in ("grammar", "json", "json_object", "regex", "structural_tag"):
+        if getattr(outputs, name) is not None:
+            raise UnsupportedFieldError(
+                f"structured_outputs.{name} is not supported, only choice", "structured_outputs"
+            )
+    if outputs.choice is None:
+        raise RequestError("structured_outputs: choice is missing", "structured_outputs")
+    return outputs.choice
+
+
+# ---- the prompt
+
+
+def check_tokens(token_ids: list[int], model: ModelInfo, param: str) -> None:
+    """Raise RequestError if a prompt is empty or has ids outside the vocabulary."""
+    if not token_ids:
+        raise RequestError(f"{param} is empty", param)
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= model.vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(
+            f"{param}: token id {bad} is outside the vocabulary (0 to {model.vocab_size - 1})",
+            param,
+        )
+
+
+def resolve_max_tokens(
+    prompt_tokens: int,
+    options: GenerationOptions,
+    model: ModelInfo,
+    *,
+    default: int,
+    param: str,
+    pool_tokens: int | None = None,
+) -> int:
+    """Return max_tokens for this prompt.
+
+    A requested value must fit behind the prompt (400 otherwise); the default is reduced to what
+    fits. A prompt that leaves no room for a token is rejected (413).
+
+    pool_tokens: capacity of a rank's KV pool, if known; it may be less than the context.
+    """
+    capacity, holder = model.max_context_tokens, "the model's context"
+    if pool_tokens is not None and pool_tokens < capacity:
+        capacity, holder = pool_tokens, "a rank's KV pool (kv.pool_tokens)"
+    room = capacity - prompt_tokens
+    needed = 0 if options.max_tokens == 0 else 1
+    if room < needed:
+        raise TooLongError(
+            f"{param} has {prompt_tokens} tokens, {holder} holds {capacity}"
+            f" including at least {needed} to generate: shorten it",
+            param,
+        )
+    if options.max_tokens is None:
+        return min(default, room)
+    if options.max_tokens > room:
+        raise RequestError(
+            f"max_tokens={options.max_tokens} and {prompt_tokens} prompt tokens are more than the"
+            f" {capacity} tokens that {holder} holds: ask for at most {room}",
+            "max_tokens",
+        )
+    return options.max_tokens

@@ -1,4 +1,8 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`, `POST /tokenize` and `POST /detokenize`.
+
+The last two are vLLM's: the tokens of a text or conversation, and the text of tokens. They need no
+rank.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,29 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.checks import (
-    check_logprobs,
+from cluster.http.body import (
     check_model,
     check_options,
     check_supported,
     check_tokens,
+    read_request_body,
     resolve_max_tokens,
 )
 from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, generated_answer_bytes
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.guided_choice import samplings
-from cluster.http.logprobs import ChatLogprobs, chat_logprobs
 from cluster.http.request_context import AppState, RequestContext
-from cluster.http.responses import (
-    ChoiceBuilder,
+from cluster.http.response_types import Detokenized, Tokenized
+from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
+from cluster.http.schemas import (
+    ChatBody,
+    ChatMessage,
+    DetokenizeBody,
+    GenerationOptions,
+    TokenizeBody,
 )
-from cluster.http.schemas import ChatBody, ChatMessage, GenerationOptions
-from cluster.http.text import Delta, ShownToken
+from cluster.http.text import Delta, ShownToken, decode_text
 from contracts.errors import RequestError, TooLongError
 from models.text.tokenizer import Tokenizer
 
@@ -39,20 +47,15 @@ async def chat_completions(app_state: AppState, ctx: RequestContext, request: Re
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> GenerationJob:
-    """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     if body.echo:
         raise UnsupportedFieldError("echo is not supported for chat", "echo")
     check_model(body.model, app_state.model)
-    for name in ("max_tokens", "max_completion_tokens"):
-        most = getattr(body, name)
-        if most is not None and most < 1:
-            raise RequestError(f"{name}={most} must be at least 1", name)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-    top = check_logprobs("top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    top = (body.top_logprobs or 0) if body.logprobs else None
     options = check_options(body, app_state.model, ctx.priority, logprobs=top)
     if options.n > app_state.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
@@ -78,7 +81,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
 
 
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
-    """Of each choice: as many as the context and the limits allow."""
+    """Return as many tokens per choice as the context and the limits allow."""
     limits = app_state.bounds.limits
     most = min(app_state.model.max_context_tokens, limits.pass_tokens // options.n - prompt_tokens)
     if not options.stream:
@@ -96,9 +99,7 @@ async def chat_token_ids(
     add_special_tokens: bool = False,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """What the chat template makes of the messages. Raises RequestError about `messages`."""
-    if not messages:
-        raise RequestError("messages is empty", "messages")
+    """Apply the chat template and tokenize. Raises RequestError about `messages`."""
     context = app_state.model.max_context_tokens
     if len(messages) > context:
         raise TooLongError(
@@ -120,7 +121,7 @@ async def chat_token_ids(
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
-    """The message as a template takes it: parts of text joined by line ends, no null fields."""
+    """Return the message for a template: text parts joined by newlines, no null fields."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise UnsupportedFieldError(
@@ -152,7 +153,7 @@ def _variables(body: ChatBody) -> dict[str, Any]:
 
 
 def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """What the template may use besides the messages. Raises RequestError."""
+    """Return a copy of `chat_template_kwargs`. Raises RequestError for a reserved name."""
     reserved = sorted(_RESERVED & (given or {}).keys())
     if reserved:
         raise RequestError(
@@ -162,7 +163,7 @@ def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class _ChatFormatter:
-    """A message; in a stream the role first, with the first arrival, then text and the reason."""
+    """Format of chat completions. The first chunk of a choice holds the role."""
 
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -171,8 +172,8 @@ class _ChatFormatter:
         self._include_logprobs = num_top is not None
         self._started: set[int] = set()
 
-    def logprobs(self) -> ChatLogprobs | None:
-        return ChatLogprobs(self._tokenizer) if self._include_logprobs else None
+    def logprobs(self) -> ChatLogprobsBuilder | None:
+        return ChatLogprobsBuilder(self._tokenizer) if self._include_logprobs else None
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         return {
@@ -201,3 +202,65 @@ class _ChatFormatter:
             "logprobs": chat_logprobs(self._tokenizer, tokens) if has_logprobs else None,
             "finish_reason": reason,
         }
+
+
+async def tokenize(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
+    ctx.exclude_from_metrics()
+    body = await read_request_body(app_state, ctx, request, TokenizeBody)
+    token_ids = await ctx.run(_token_ids(app_state, ctx, body))
+    text = app_state.tokenizer.token_text
+    answer = Tokenized(
+        count=len(token_ids),
+        max_model_len=app_state.model.max_context_tokens,
+        tokens=token_ids,
+        token_strs=[text(each) for each in token_ids] if body.return_token_strs else None,
+    )
+    return json_response(answer)
+
+
+async def detokenize(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
+    ctx.exclude_from_metrics()
+    body = await read_request_body(app_state, ctx, request, DetokenizeBody)
+    check_model(body.model, app_state.model)
+    context = app_state.model.max_context_tokens
+    if len(body.tokens) > context:
+        raise TooLongError(
+            f"tokens: {len(body.tokens)} are more than the {context} that the model's context"
+            " holds: send them in parts",
+            "tokens",
+        )
+    if body.tokens:
+        check_tokens(body.tokens, app_state.model, "tokens")
+    return json_response(
+        Detokenized(prompt=await ctx.run(decode_text(app_state.tokenizer, body.tokens)))
+    )
+
+
+async def _token_ids(app_state: AppState, ctx: RequestContext, body: TokenizeBody) -> list[int]:
+    check_model(body.model, app_state.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt or messages: give one of them", "prompt")
+    if body.messages is not None:
+        return await chat_token_ids(
+            app_state,
+            ctx,
+            body.messages,
+            template_variables(body.chat_template_kwargs),
+            add_special_tokens=bool(body.add_special_tokens),
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+    if body.add_generation_prompt is not None or body.chat_template_kwargs is not None:
+        raise UnsupportedFieldError(
+            "add_generation_prompt and chat_template_kwargs are for messages", "messages"
+        )
+    assert body.prompt is not None
+    app_state.bounds.check_text("prompt", len(body.prompt))
+    (token_ids,) = await app_state.tokenizer_pool.encode(
+        [body.prompt],
+        ctx.charge_tokens,
+        param="prompt",
+        characters=len(body.prompt),
+        max_tokens=app_state.model.max_context_tokens,
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+    return token_ids

@@ -1,32 +1,47 @@
-"""`POST /v1/classify`."""
+"""`POST /v1/classify` and `POST /v1/score`.
+
+/v1/score returns how likely each of a few tokens is to come next, for many items. A prompt is the
+query followed by an item (`item_first`: the reverse). The scores are probabilities over the whole
+vocabulary, or with `apply_softmax` among the labels only.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.classification.bounded import map_bounded
 from cluster.classification.classify import (
     DEFAULT_TEMPLATE,
+    YES,
     Classified,
     ClassifyTask,
     TokenizedRow,
+    applicable_labels,
+    check_questions,
     check_task,
+    checked_scores,
     classify_row,
     count_placeholders,
+    label_tasks,
+    map_bounded,
     prompt_characters,
+    softmax,
     tokenize_steps,
 )
-from cluster.classification.multilabel import YES, applicable_labels, check_questions, label_tasks
-from cluster.http.authenticator import with_cache_salt
-from cluster.http.body import read_request_body
-from cluster.http.checks import check_model, check_priority
-from cluster.http.cost import VALUE_BYTES, classified_answer_bytes
+from cluster.http.body import check_model, check_tokens, read_prioritized_body
+from cluster.http.cost import (
+    SHARED_TOKEN_BYTES,
+    VALUE_BYTES,
+    Bounds,
+    classified_answer_bytes,
+    scored_answer_bytes,
+)
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.response_types import ClassifiedRow
 from cluster.http.responses import (
@@ -37,20 +52,19 @@ from cluster.http.responses import (
     response_fields,
     token_usage,
 )
-from cluster.http.schemas import ClassifyBody
-from contracts.errors import RequestError
+from cluster.http.schemas import ClassifyBody, ScoreBody
+from contracts.errors import RequestError, TooLongError
+from contracts.messages import Scored, Submit
 from contracts.metrics import Pipeline
-from contracts.requests import Priority
+from contracts.requests import Priority, Usage
 
-CONCURRENT_ROWS = 256  # of one pass each, of one request; the rest wait their turn here
+CONCURRENT_ROWS = 256  # per request, with one pass each
 ENCODED_AT_ONCE = 128
 
 
 async def classify(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
     ctx.pipeline = Pipeline.PREFILL
-    body = await read_request_body(app_state, ctx, request, ClassifyBody)
-    ctx.caller = with_cache_salt(ctx.caller, body.cache_salt)
-    ctx.set_priority(check_priority(body, default=ctx.priority))
+    body = await read_prioritized_body(app_state, ctx, request, ClassifyBody)
     texts, task = _checked(app_state, body, ctx.priority)
     tasks = label_tasks(task) if body.multi_label else [task]
     inputs = [(text, each) for text in texts for each in tasks]
@@ -81,8 +95,6 @@ def _checked(
     if body.multi_label:
         check_questions(task)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    if not texts:
-        raise RequestError("input is empty", "input")
     limit = app_state.http.max_batch_items
     if len(texts) > limit:
         raise RequestError(
@@ -94,9 +106,6 @@ def _checked(
             " (http.max_batch_items)",
             "input",
         )
-    for index, text in enumerate(texts):
-        if not text:
-            raise RequestError(f"input[{index}] is empty", "input")
     return texts, task
 
 
@@ -108,9 +117,10 @@ def _check_cost(
     *,
     multi_label: bool,
 ) -> int:
-    """What can be told before a template is filled: its characters, of which no token has more than
-    the longest. Returns about how many go through the tokenizer. Raises TooLongError,
-    TooCostlyError."""
+    """Check lengths before templates are filled in. Return the approximate characters to tokenize.
+
+    A token has at most as many characters as the longest. Raises TooLongError, TooCostlyError.
+    """
     bounds = app_state.bounds
     bounds.check_labels(task.labels)
     characters = 0
@@ -126,7 +136,7 @@ def _check_cost(
 
 
 class _Rows:
-    """The rows of a request as they are tokenised, counted on the way."""
+    """The tokenized rows of a request, counted against the limits."""
 
     def __init__(self, app_state: AppState) -> None:
         self._bounds = app_state.bounds
@@ -134,7 +144,7 @@ class _Rows:
         self.rows: list[TokenizedRow] = []
 
     def add(self, row: TokenizedRow | RequestError) -> None:
-        """Raises it if it is an error, or TooCostlyError."""
+        """Add a row. Raises it if it is an error, or TooCostlyError."""
         if isinstance(row, RequestError):
             raise row
         self.rows.append(row)
@@ -145,7 +155,7 @@ class _Rows:
 
     @property
     def at_once(self) -> int:
-        """How many may be on their way, so that about CONCURRENT_ROWS passes are."""
+        """Rows to run concurrently, for about CONCURRENT_ROWS passes."""
         most = max(len(row.labels.passes) for row in self.rows)
         return max(1, CONCURRENT_ROWS // most)
 
@@ -156,11 +166,11 @@ async def _run(
     inputs: list[tuple[str, ClassifyTask]],
     characters: int,
 ) -> list[Classified]:
-    """All texts are tokenised, and so checked, before the first one is sent to a rank."""
+    """Tokenize and check all texts, then send them to the ranks."""
 
     async def classified(numbered: tuple[int, TokenizedRow]) -> Classified:
         index, row = numbered
-        wait_for_slot = index > 0  # the first row is what the request is admitted or refused with
+        wait_for_slot = index > 0  # the first row decides on admission
         row = msgspec.structs.replace(row, wait_for_slot=wait_for_slot, caller=ctx.caller)
         result = await classify_row(app_state.backend, inputs[index][1], row)
         ctx.account.grow(len(result.probs) * VALUE_BYTES)
@@ -180,7 +190,7 @@ def _rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedR
 
 
 def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[ClassifiedRow]:
-    """results: for each text one per label."""
+    """Yield one row per text. results: one per text and label."""
     count = len(task.labels)
     for index in range(len(results) // count):
         probs = [result.probs[YES] for result in results[index * count : (index + 1) * count]]
@@ -188,7 +198,7 @@ def _multi_rows(task: ClassifyTask, results: list[Classified]) -> Iterator[Class
 
 
 async def _encoded(rows: Iterator[ClassifiedRow], ctx: RequestContext) -> Json:
-    """A few at a time: others get their turn in between."""
+    """Encode the rows in slices, so that other requests can run in between."""
     pieces: Json = []
     while some := list(itertools.islice(rows, ENCODED_AT_ONCE)):
         if pieces:
@@ -202,3 +212,121 @@ def _row(
     index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
 ) -> ClassifiedRow:
     return ClassifiedRow(index=index, label=label, probs=probs, num_classes=len(task.labels))
+
+
+CONCURRENT_ITEMS = 256  # per request
+SCORES_AT_ONCE = 1 << 14
+
+
+class ScoreJob(msgspec.Struct, frozen=True):
+    prompts: list[list[int]]
+    label_token_ids: list[int]
+    apply_softmax: bool
+
+
+async def score(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
+    ctx.pipeline = Pipeline.PREFILL
+    body = await read_prioritized_body(app_state, ctx, request, ScoreBody)
+    answers = await ctx.run(_run_scoring(app_state, ctx, body))
+    usage = token_usage(usage for _, usage in answers)
+    head = {**response_fields("score", "scoring", app_state.model.name), "usage": usage}
+    scores = json_list([scores] for scores, _ in answers)
+    return pieces_response(json_object(head, {"scores": scores}))
+
+
+async def _job(app_state: AppState, ctx: RequestContext, body: ScoreBody) -> ScoreJob:
+    check_model(body.model, app_state.model)
+    labels = body.label_token_ids
+    check_tokens(labels, app_state.model, "label_token_ids")
+    items = [body.items] if isinstance(body.items, str) else body.items
+    limit = app_state.http.max_batch_items
+    if not 1 <= len(items) <= limit:
+        raise RequestError(
+            f"items has {len(items)} entries, expected 1 to {limit} (http.max_batch_items)", "items"
+        )
+    app_state.bounds.check_answer("items", scored_answer_bytes(len(items), len(labels)))
+    prompts = await _prompts(app_state, ctx, body, items)
+    app_state.bounds.check_passes("items", len(prompts), sum(map(len, prompts)))
+    for prompt in prompts:
+        check_tokens(prompt, app_state.model, "items")
+        context = app_state.model.max_context_tokens
+        if len(prompt) > context:
+            raise TooLongError(
+                f"items: query and item have {len(prompt)} tokens, the model's context holds"
+                f" {context}",
+                "items",
+            )
+    return ScoreJob(prompts, labels, body.apply_softmax)
+
+
+async def _prompts(
+    app_state: AppState, ctx: RequestContext, body: ScoreBody, items: Sequence[str | list[int]]
+) -> list[list[int]]:
+    """Join query and items: texts before they are tokenized, token ids as they are.
+
+    Both are counted first: the query is part of each prompt.
+    """
+    query, first = body.query, body.item_first
+    texts = [item for item in items if isinstance(item, str)]
+    lists = [item for item in items if isinstance(item, list)]
+    if isinstance(query, str) and len(texts) == len(items):
+        characters = _check_characters(app_state.bounds, query, texts)
+        return await app_state.tokenizer_pool.encode(
+            (text + query if first else query + text for text in texts),
+            ctx.charge_tokens,
+            param="items",
+            characters=characters,
+            max_tokens=app_state.bounds.context_tokens,
+            priority=ctx.priority,
+        )
+    if isinstance(query, list) and len(lists) == len(items):
+        tokens = sum(len(query) + len(ids) for ids in lists)
+        app_state.bounds.check_passes("items", len(lists), tokens)
+        ctx.account.charge(tokens * SHARED_TOKEN_BYTES, "items")
+        return [ids + query if first else query + ids for ids in lists]
+    raise RequestError("query and items must all be texts, or all be lists of token ids", "items")
+
+
+def _check_characters(bounds: Bounds, query: str, texts: Sequence[str]) -> int:
+    """Check texts and return the characters of all prompts. Raises TooLongError, TooCostlyError."""
+    characters = 0
+    for text in texts:
+        bounds.check_text("items", len(query) + len(text))
+        characters += len(query) + len(text)
+    bounds.check_passes("items", len(texts), characters // bounds.token_characters)
+    return characters
+
+
+async def _run_scoring(
+    app_state: AppState, ctx: RequestContext, body: ScoreBody
+) -> list[tuple[bytes, Usage]]:
+    """Return the scores of each item as JSON, which takes less memory than objects."""
+    job = await _job(app_state, ctx, body)
+
+    async def run(numbered: tuple[int, list[int]]) -> tuple[bytes, Usage]:
+        index, prompt = numbered
+        submit = Submit(
+            request_id=0,
+            token_ids=prompt,
+            sampling=None,
+            priority=ctx.priority,
+            candidates=job.label_token_ids,
+            caller=ctx.caller,
+        )
+        scored = await app_state.backend.score(submit, wait_for_slot=index > 0)
+        ctx.on_token()
+        ctx.on_sequence_end(scored.usage, 0.0, 0.0)
+        scores = msgspec.json.encode(_scores(job, scored))
+        ctx.account.grow(len(scores))
+        return scores, scored.usage
+
+    # Bounds the encoding in one turn of the event loop: answers may arrive together.
+    at_once = max(1, min(CONCURRENT_ITEMS, SCORES_AT_ONCE // len(job.label_token_ids)))
+    return await map_bounded(run, enumerate(job.prompts), at_once)
+
+
+def _scores(job: ScoreJob, scored: Scored) -> list[float]:
+    count = len(job.label_token_ids)
+    if job.apply_softmax:
+        return softmax(checked_scores(scored.candidate_logits, count))
+    return [math.exp(logprob) for logprob in checked_scores(scored.candidate_logprobs, count)]

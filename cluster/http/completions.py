@@ -7,29 +7,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.checks import (
-    check_logprobs,
+from cluster.http.body import (
     check_model,
     check_options,
     check_supported,
     check_tokens,
     resolve_max_tokens,
 )
-from cluster.http.cost import (
-    COMPLETION_ALTERNATIVE_BYTES,
-    generated_answer_bytes,
-    scored_bytes,
-)
-from cluster.http.echo import text_of
+from cluster.http.cost import COMPLETION_ALTERNATIVE_BYTES, generated_answer_bytes, scored_bytes
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.guided_choice import samplings
-from cluster.http.logprobs import CompletionLogprobs, completion_logprobs
 from cluster.http.request_context import AppState, RequestContext
-from cluster.http.responses import (
-    ChoiceBuilder,
-)
+from cluster.http.responses import ChoiceBuilder, CompletionLogprobsBuilder, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
-from cluster.http.text import Delta
+from cluster.http.text import Delta, decode_text
 from contracts.errors import RequestError
 from models.text.tokenizer import Tokenizer
 
@@ -41,11 +32,9 @@ async def completions(app_state: AppState, ctx: RequestContext, request: Request
 
 
 async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -> GenerationJob:
-    """The request, checked: see `checks.py` for the order."""
     check_supported(body)
     check_model(body.model, app_state.model)
-    top = check_logprobs("logprobs", body.logprobs)
-    options = check_options(body, app_state.model, ctx.priority, logprobs=top)
+    options = check_options(body, app_state.model, ctx.priority, logprobs=body.logprobs)
     if options.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)", "max_tokens")
     listed = _prompts(body.prompt)
@@ -57,7 +46,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         )
     model, sizes = app_state.model, []
     default = DEFAULT_MAX_TOKENS
-    if options.choices is not None:  # room for any of them, in whatever tokens; it is cut later
+    if options.choices is not None:  # room for any choice; reduced later
         default = 4 * max(len(choice.encode()) for choice in options.choices) + 4
     pool_tokens = app_state.backend.pool_tokens(
         prefill=options.max_tokens is not None and options.max_tokens <= 1
@@ -66,10 +55,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
     for ids in token_ids:
         check_tokens(ids, model, "prompt")
         room = resolve_max_tokens(
-            *(len(ids), options, model),
-            default=default,
-            param="prompt",
-            pool_tokens=pool_tokens,
+            *(len(ids), options, model), default=default, param="prompt", pool_tokens=pool_tokens
         )
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
@@ -79,7 +65,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
     for number, (ids, sampling) in enumerate(zip(token_ids, sampled, strict=True)):
         text = await _echo_text(app_state, listed[number]) if body.echo else ""
         prompts.append(GenerationPrompt(ids, sampling, text))
-    # lm-eval takes the last token listed for the one that was generated: an eos is among them
+    # lm-eval takes the last listed token for the generated one: an eos must be listed
     return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
 
 
@@ -91,8 +77,10 @@ def _check_cost(
     *,
     echo: bool,
 ) -> None:
-    """sizes: tokens of each prompt, and those to generate. Charges what scoring the prompts for
-    their echo will hold. Raises TooCostlyError, OverloadError."""
+    """Check the cost and charge the scores of echoed prompts. Raises TooCostlyError, OverloadError.
+
+    sizes: tokens of each prompt, and tokens to generate behind it.
+    """
     bounds, top = app_state.bounds, options.sampling.logprobs
     prompts = sum(prompt for prompt, _ in sizes)
     generated = sum(room for _, room in sizes)
@@ -106,7 +94,7 @@ def _check_cost(
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """One entry per prompt: all strings, or all lists of token ids. Raises RequestError."""
+    """Return one entry per prompt: all strings, or all lists of token ids."""
     if isinstance(given, str):
         return [given]
     texts = [item for item in given if isinstance(item, str)]
@@ -148,12 +136,12 @@ async def _token_ids(
 
 
 async def _echo_text(app_state: AppState, given: str | list[int]) -> str:
-    """A prompt of token ids comes back as all its text, special tokens included."""
-    return given if isinstance(given, str) else await text_of(app_state, given)
+    """Return the prompt as text; token ids include special tokens."""
+    return given if isinstance(given, str) else await decode_text(app_state.tokenizer, given)
 
 
 class _CompletionFormatter:
-    """Plain text."""
+    """Format of completions."""
 
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
@@ -161,9 +149,9 @@ class _CompletionFormatter:
         self._tokenizer = tokenizer
         self._num_top = num_top
 
-    def logprobs(self) -> CompletionLogprobs | None:
+    def logprobs(self) -> CompletionLogprobsBuilder | None:
         num_top = self._num_top
-        return None if num_top is None else CompletionLogprobs(self._tokenizer, num_top)
+        return None if num_top is None else CompletionLogprobsBuilder(self._tokenizer, num_top)
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
         return {"index": index, "text": choice.text, "finish_reason": choice.finish_reason}

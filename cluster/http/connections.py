@@ -1,12 +1,10 @@
-"""The connections of a front: how many there may be, what each waits for from its client, and who
-goes first when there is no room.
+"""The table of a server's connections: limits, deadlines, and which connection closes first.
 
-One rule for everybody who has not proven who he is: a connection is *proven* once it has brought a
-valid key, or, where no keys are configured, a complete request. Until then it is the first to make
-room, oldest first; then come proven ones that are idle. What a proven connection has at work is
-never taken from it.
+A connection is *proven* once it has sent a valid key or, without configured keys, a complete
+request. When there is no room, unproven connections close first, oldest first, then idle proven
+ones. A proven connection with a request at work is never closed.
 
-No clock and no socket in here: time is passed in, connections are told what to do.
+The module uses neither clock nor socket: time is passed in, connections are called.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.front")
 
-DEFAULT_CONNECTIONS = 8192  # 16 KiB of headers each are 128 MiB
-MIN_OTHER_DESCRIPTORS = 256  # ranks, logs, Ray; and the connections that are closing
-CLOSING_S = 5.0  # for the client to take the last answer, and to close its side
+DEFAULT_CONNECTIONS = 8192  # with 16 KiB of headers each: 128 MiB
+MIN_OTHER_DESCRIPTORS = 256  # ranks, logs, Ray, closing connections
+CLOSING_S = 5.0  # for the client to read the last answer and close
 LOG_EVERY_S = 10.0
-MAX_PER_SWEEP = 200  # so that thousands that end at once do not stop the loop
+MAX_PER_SWEEP = 200  # bounds the time of one sweep
 
 
 class WaitState(enum.Enum):
-    """What a connection waits for from its client. Not in here: its request is at work."""
+    """The client action that a connection waits for. None while a request is at work."""
 
     HEAD = "headers"
     IDLE = "another request"
@@ -41,20 +39,23 @@ class WaitState(enum.Enum):
 
 
 class Connection(Protocol):
-    """What the book needs of a connection."""
+    """A connection as the table sees it."""
 
     address: str
     wait: WaitState | None
 
     def time_out(self, wait: WaitState, limit_s: float) -> None:
-        """The client has not done within limit_s what it should. May ask to wait again."""
+        """Handle a client that exceeds limit_s. May wait again."""
 
     def drop(self) -> None:
-        """Ends at once, whatever is unsent."""
+        """Close at once, without sending buffered data."""
 
 
 class ConnectionTable:
-    """The book. `admit` on accepting, `leave` when the descriptor is closed; on one event loop."""
+    """All connections, on one event loop.
+
+    Call `admit` on accept and `leave` when the descriptor is closed.
+    """
 
     def __init__(
         self,
@@ -67,10 +68,10 @@ class ConnectionTable:
         self._per_address = per_address
         self._timeouts_s = timeouts_s
         self._clock = clock
-        self._addresses: dict[Connection, str] = {}  # all of them
+        self._addresses: dict[Connection, str] = {}
         self._by_address: Counter[str] = Counter()
         self._unproven: OrderedDict[Connection, None] = OrderedDict()
-        # Since when, in order: timeouts are the same for all, so the first one is the next to end.
+        # Start times in order. The timeout of a state is constant, so the first one ends next.
         self._waiting: dict[WaitState, OrderedDict[Connection, float]] = {
             wait: OrderedDict() for wait in WaitState
         }
@@ -81,7 +82,7 @@ class ConnectionTable:
         return len(self._addresses)
 
     def admit(self, connection: Connection) -> bool:
-        """Takes it in, if need be in another one's place. False: there is no room."""
+        """Add the connection, in place of another one if necessary. False: there is no room."""
         address = connection.address
         if self._per_address is not None and self._by_address[address] >= self._per_address:
             self._closed_counts["refused_of_one_address"] += 1
@@ -97,7 +98,7 @@ class ConnectionTable:
         return True
 
     def make_room(self) -> bool:
-        """Ends the connection that is the first to go. False: all are at work."""
+        """Close the next connection in order of precedence. False: all are at work."""
         idle = self._waiting[WaitState.IDLE]
         if self._unproven:
             connection = next(iter(self._unproven))
@@ -112,7 +113,7 @@ class ConnectionTable:
         return True
 
     def leave(self, connection: Connection) -> None:
-        """Forgets it. Twice does no harm."""
+        """Remove the connection. No effect if it is unknown."""
         address = self._addresses.pop(connection, None)
         if address is None:
             return
@@ -127,8 +128,10 @@ class ConnectionTable:
         self._unproven.pop(connection, None)
 
     def wait_for(self, connection: Connection, wait: WaitState | None) -> None:
-        """From now on it waits for that. What it waited for already goes on: a client that sends
-        byte by byte gains no time."""
+        """Set what the connection waits for.
+
+        A wait that already runs keeps its start: a client that sends byte by byte gains no time.
+        """
         before = connection.wait
         if before is wait:
             return
@@ -139,7 +142,7 @@ class ConnectionTable:
             self._waiting[wait][connection] = self._clock()
 
     def sweep(self) -> None:
-        """Tells those whose time is over, and logs what had to be closed or refused since."""
+        """Time out connections, and log closed and rejected ones."""
         now_s = self._clock()
         left = MAX_PER_SWEEP
         for wait, waiting in self._waiting.items():
@@ -167,7 +170,7 @@ class ConnectionTable:
 
 
 def connection_timeouts(http: HttpConfig) -> dict[WaitState, float]:
-    """Seconds for each wait."""
+    """Return the timeout of each wait in seconds."""
     return {
         WaitState.HEAD: http.header_timeout_s,
         WaitState.IDLE: http.keep_alive_timeout_s,
@@ -178,8 +181,11 @@ def connection_timeouts(http: HttpConfig) -> dict[WaitState, float]:
 
 
 def connection_limit(requested: int | None, descriptors: int) -> int:
-    """Connections that a front may hold. descriptors: the limit of the process. What the process
-    needs beside them stays free: an eighth, at least 256, of a small limit half."""
+    """Return the number of connections that a server may hold.
+
+    descriptors: the limit of the process. An eighth of it, at least 256, stays free for other uses;
+    of a small limit, half.
+    """
     others = min(max(MIN_OTHER_DESCRIPTORS, descriptors // 8), descriptors // 2)
     room = max(1, descriptors - others)
     if requested is None:

@@ -1,11 +1,12 @@
-"""What a request will cost, known before it is built. Pure.
+"""The cost of a request, estimated before it is built, and the memory budget of all open requests.
 
     body ── characters ── tokens ── passes x tokens ── alternatives ── bytes of the answer
-            known at once  once tokenised              (what is told of log-probabilities)
+            known at once  once tokenized              (log-probabilities)
 
 Each quantity is checked as soon as it is known, against the configuration's section `limits` and
-the model's context: nothing is made of a request that is refused. Sizes of what Python holds are
-for CPython 3.11 to 3.13 on 64 bits.
+the model's context. A request's account is charged before memory is allocated: for the body, the
+decoded body, tokens, scores and the answer. It is closed when the answer is sent or the request
+ends otherwise. Sizes of Python objects are those of 64-bit CPython 3.11 to 3.13.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from collections.abc import Sequence
 import msgspec
 
 from contracts.config import LimitsConfig
-from contracts.errors import TooCostlyError, TooLongError
+from contracts.errors import OverloadError, TooCostlyError, TooLongError
 
-# Held by the ingress, in bytes.
-TOKEN_BYTES = 40  # an entry of a list, and its int
-SHARED_TOKEN_BYTES = 8  # an entry of a list whose int another list has too
-SCORED_TOKEN_BYTES = 96  # of a `Scored`: a float, a list of alternatives
+# Memory in the ingress, in bytes.
+TOKEN_BYTES = 40  # a list entry and its int
+SHARED_TOKEN_BYTES = 8  # a list entry whose int is shared
+SCORED_TOKEN_BYTES = 96  # of `Scored`: a float, a list of alternatives
 ALTERNATIVE_BYTES = 128  # a pair of int and float
 VALUE_BYTES = 40  # of decoded JSON: a number, a short string
-CONTAINER_BYTES = 64  # of decoded JSON: a list or an object, besides what is in it
-_PLAIN = bytes(set(range(256)) - set(b"[{,:\\"))  # says nothing of what a body is made of
+CONTAINER_BYTES = 64  # of decoded JSON: a list or an object without its values
+_PLAIN = bytes(set(range(256)) - set(b"[{,:\\"))  # bytes that do not count as structure
 WIDEST_CHARACTER_BYTES = 4
 
-# Of an answer as JSON, in bytes.
+# An answer as JSON, in bytes.
 ANSWER_TOKEN_BYTES = 8  # its text
 ANSWER_NUMBER_BYTES = 24
 COMPLETION_ALTERNATIVE_BYTES = 48  # "text": -12.345678901234567,
@@ -35,7 +36,10 @@ CHAT_ALTERNATIVE_BYTES = 112  # {"token": ..., "logprob": ..., "bytes": [...]},
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one model and configuration. token_characters: of the model's longest token."""
+    """Cost limits for one model and configuration.
+
+    token_characters: length of the model's longest token.
+    """
 
     context_tokens: int
     token_characters: int
@@ -43,11 +47,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_characters(self) -> int:
-        """No prompt that fits the context has more."""
+        """Upper bound of the characters of a prompt that fits the context."""
         return self.context_tokens * self.token_characters
 
     def as_dict(self) -> dict[str, int]:
-        """For clients: names as in the configuration's section `limits`."""
+        """Return the limits for clients, named as in the configuration's section `limits`."""
         limits = self.limits
         return {
             "prompt_characters": self.prompt_characters,
@@ -59,7 +63,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def check_text(self, param: str, characters: int) -> None:
-        """Before it is tokenised, or even put together. Raises TooLongError."""
+        """Check a prompt's length before it is tokenized. Raises TooLongError."""
         if characters > self.prompt_characters:
             raise TooLongError(
                 f"{param}: a prompt of {characters} characters cannot fit the model's context of"
@@ -69,11 +73,11 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_labels(self, labels: Sequence[str]) -> None:
-        """Before they are tokenised: they cannot have fewer tokens than this."""
+        """Check a lower bound of the labels' tokens before they are tokenized."""
         self.check_label_tokens(-(-sum(map(len, labels)) // self.token_characters))
 
     def check_label_tokens(self, tokens: int) -> None:
-        """Raises TooCostlyError."""
+        """Check the labels' tokens. Raises TooCostlyError."""
         most = self.limits.label_tokens
         if tokens > most:
             raise TooCostlyError(
@@ -83,7 +87,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_passes(self, param: str, passes: int, tokens: int) -> None:
-        """`passes` sequences of `tokens` tokens in all. Raises TooCostlyError."""
+        """Check the number of sequences and their tokens in all. Raises TooCostlyError."""
         most, most_tokens = self.limits.passes, self.limits.pass_tokens
         if passes > most:
             raise TooCostlyError(
@@ -99,7 +103,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def check_answer(self, param: str, size: int) -> None:
-        """Raises TooCostlyError."""
+        """Check the answer's size in bytes. Raises TooCostlyError."""
         most = self.limits.answer_bytes
         if size > most:
             raise TooCostlyError(
@@ -110,8 +114,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decoded_bytes(body: bytes | bytearray) -> int:
-    """At most so much is held of a JSON body once it is decoded."""
-    marks = body.translate(None, _PLAIN)  # one walk over the body; what is left is short
+    """Return an upper bound of the memory of a decoded JSON body."""
+    marks = body.translate(None, _PLAIN)
     narrow = body.isascii() and not (b"\\" in marks and b"\\u" in body)
     text = len(body) * (1 if narrow else WIDEST_CHARACTER_BYTES)
     containers = marks.count(b"[") + marks.count(b"{")
@@ -120,19 +124,21 @@ def decoded_bytes(body: bytes | bytearray) -> int:
 
 
 def scored_bytes(tokens: int, top: int) -> int:
-    """Held of the scores of a prompt with `top` alternatives per token."""
+    """Return the memory of a prompt's scores with `top` alternatives per token."""
     return tokens * (SCORED_TOKEN_BYTES + top * ALTERNATIVE_BYTES)
 
 
 def generated_answer_bytes(tokens: int, top: int | None, alternative_bytes: int) -> int:
-    """Of `tokens` tokens of text, each with its log-probability and `top` alternatives to it (None:
-    without any)."""
+    """Return the size of an answer with `top` alternatives per token.
+
+    top: None: without log-probabilities.
+    """
     alternatives = 0 if top is None else top + 1
     return tokens * (ANSWER_TOKEN_BYTES + alternatives * alternative_bytes)
 
 
 def classified_answer_bytes(texts: int, labels: Sequence[str], *, multi_label: bool) -> int:
-    """Every row repeats the label that fits best, or all that apply."""
+    """Return the size of an answer whose rows repeat the best label, or all that apply."""
     sizes = [len(label.encode()) for label in labels]
     named = sum(sizes) if multi_label else max(sizes)
     return texts * (named + len(labels) * ANSWER_NUMBER_BYTES)
@@ -140,3 +146,85 @@ def classified_answer_bytes(texts: int, labels: Sequence[str], *, multi_label: b
 
 def scored_answer_bytes(items: int, labels: int) -> int:
     return items * labels * ANSWER_NUMBER_BYTES
+
+
+RETRY_AFTER_S = 1.0
+BEST_EFFORT = 0.75  # of the budget
+STEP_BYTES = 1 << 16
+
+
+class MemoryBudget:
+    """Memory of all open requests of an ingress. Belongs to one event loop."""
+
+    def __init__(self, limits: LimitsConfig) -> None:
+        self.limits = limits
+        self.request_bytes = limits.request_bytes
+        self.held_bytes = 0
+
+    def open(self) -> MemoryAccount:
+        return MemoryAccount(self)
+
+
+class MemoryAccount:
+    """One request's share of the budget.
+
+    best_effort: charged only up to a part of the budget.
+    """
+
+    best_effort = False
+
+    def __init__(self, requests: MemoryBudget) -> None:
+        self._requests = requests
+        self._held = 0
+        self._small = 0
+        self._closed = False
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    def charge(self, count: int, param: str | None = None) -> None:
+        """Charge `count` bytes, or none if it raises. No effect after `close`.
+
+        Raises TooCostlyError (413) beyond the limit of one request, OverloadError (429) if other
+        requests hold the missing memory.
+        """
+        if self._closed:
+            return
+        requests, held = self._requests, self._held + count
+        if held > requests.request_bytes:
+            what = f"{param}: the request" if param else "the request"
+            raise TooCostlyError(
+                f"{what} would hold {held} bytes, one may hold {requests.request_bytes}"
+                " (limits.open_bytes times limits.request_fraction): send it in parts",
+                param,
+            )
+        total, most = requests.held_bytes + count, requests.limits.open_bytes
+        if self.best_effort:
+            most = int(BEST_EFFORT * most)
+        if total > most:
+            raise OverloadError(
+                f"open requests would hold {total} bytes, at most {most}"
+                f" (limits.open_bytes): try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+        self._held = held
+        requests.held_bytes = total
+
+    def grow(self, count: int) -> None:
+        """Charge growth in steps of STEP_BYTES."""
+        self._small += count
+        if self._small >= STEP_BYTES:
+            grown, self._small = self._small, 0
+            self.charge(grown)
+
+    def release(self, count: int) -> None:
+        """Give back at most `count` charged bytes."""
+        count = min(count, self._held)
+        self._held -= count
+        self._requests.held_bytes -= count
+
+    def close(self) -> None:
+        """Give back everything. May be called again."""
+        self._closed = True
+        self.release(self._held)

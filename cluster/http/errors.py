@@ -1,5 +1,4 @@
-"""Errors as HTTP: every TandemError, and everything that goes wrong before one could be raised,
-becomes an OpenAI error body, here and nowhere else."""
+"""The mapping of errors to HTTP: every error becomes an OpenAI error body here."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ class BodyTooLargeError(RequestError):
 
 
 class BodyTimeoutError(RequestError):
-    """The client was slower to send its body than a request may take."""
+    """The body did not arrive in time."""
 
     code = "request_timeout"
     status = 408
 
 
 class MalformedHttpError(RequestError):
-    """What a client sent is not HTTP, or nothing that we would take the time to read."""
+    """The client sent something that is not HTTP, or more of it than is accepted."""
 
     code = "malformed_http"
 
@@ -65,7 +64,7 @@ class HeadersTooLargeError(RequestError):
 
 
 class TooManyConnectionsError(TandemError):
-    """All connections that the front may hold are at work."""
+    """All connections of the server are at work."""
 
     code = "too_many_connections"
     status = 503
@@ -82,7 +81,7 @@ class UnsupportedFieldError(RequestError):
 
 
 class UnknownFieldError(RequestError):
-    """The body has a field that no request has: a typo, or somebody else's."""
+    """The body has an unknown field."""
 
     code = "unknown_parameter"
 
@@ -97,14 +96,14 @@ def error_body(error: TandemError) -> ErrorResponse:
 
 
 def error_response(error: TandemError) -> Response:
-    """The one mapping from our error tree to HTTP."""
+    """Return the answer for a TandemError."""
     headers = {}
     if isinstance(error, OverloadError):
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     if isinstance(error, UnauthorizedError):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyTimeoutError):
-        headers["Connection"] = "close"  # the rest of the body is not waited for
+        headers["Connection"] = "close"  # do not wait for the rest of the body
     return _response(error.status, error_body(error), headers)
 
 
@@ -119,7 +118,7 @@ def outcome_of(error: TandemError) -> RequestOutcome:
 
 
 def install_handlers(app: Starlette) -> None:
-    """Unknown routes, wrong methods and our own bugs answer in the same form."""
+    """Answer unknown routes, wrong methods and internal errors in the same form."""
     app.add_exception_handler(HTTPException, _on_routing_error)
     app.add_exception_handler(Exception, bug_response)
 
@@ -134,7 +133,7 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
 
 
 async def bug_response(*_: object) -> Response:
-    """Whatever it was: that goes to the log (Starlette raises it again), not to the client."""
+    """Return the answer for an internal error. Starlette raises it again, for the log."""
     return _response(500, _body(500, "internal error", "internal_error", None), {})
 
 

@@ -1,7 +1,12 @@
-"""The sequences of one request as they come, where it has several."""
+"""Generation for both completion APIs: sequences, their merge, echo, whole and streamed answers.
+
+An echoed prompt may be as long as the context, with many alternatives per token. Its tokens are
+processed in slices, so that other requests can run in between.
+"""
 
 from __future__ import annotations
 
+import array
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -11,16 +16,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.classification.bounded import map_bounded
-from cluster.http.authenticator import with_cache_salt
-from cluster.http.body import read_request_body
-from cluster.http.checks import check_priority
-from cluster.http.echo import Echo, echo
-from cluster.http.request_context import DONE, AppState, EventStream, RequestContext, sse
+from cluster.classification.classify import map_bounded
+from cluster.http.body import read_prioritized_body
+from cluster.http.request_context import AppState, RequestContext
 from cluster.http.response_types import TokenUsage
 from cluster.http.responses import (
+    DONE,
     ChoiceBuilder,
     Deltas,
+    EventStream,
     Json,
     LogprobsJson,
     UsageTally,
@@ -29,16 +33,112 @@ from cluster.http.responses import (
     json_object,
     pieces_response,
     response_fields,
+    sse,
 )
 from cluster.http.schemas import GenerationBody, GenerationOptions
 from cluster.http.text import Delta, SequenceText, ShownToken
-from contracts.messages import Submit
+from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
-from contracts.requests import Sampling, Usage
+from contracts.requests import Caller, Sampling, Usage
 from models.text.tokenizer import Tokenizer
 
-CONCURRENT_SEQUENCES = 256  # of one HTTP request; the rest wait their turn here
-_MERGE_BUFFER = 64  # deltas; beyond it the producers wait for the client to read
+SLICE_TOKENS = 256
+
+
+class Echo(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to return in front of each choice.
+
+    scored: None without log-probabilities.
+    offsets: where each token begins in the text.
+    reason: the finish reason if nothing is generated.
+    """
+
+    text: str
+    token_ids: list[int]
+    offsets: Sequence[int] = ()
+    scored: Scored | None = None
+    reason: str | None = None
+    usage: Usage
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        if self.scored is None:
+            yield Delta(self.text, [], self.reason)
+            return
+        count = len(self.token_ids)
+        for start in range(0, count, SLICE_TOKENS):
+            end = start + SLICE_TOKENS
+            if start:
+                await asyncio.sleep(0)
+            is_last = end >= count
+            text_end = len(self.text) if is_last else self.offsets[end]
+            text = self.text[self.offsets[start] if start else 0 : text_end]
+            yield Delta(
+                text, self._tokens(self.scored, start, end), self.reason if is_last else None
+            )
+
+    def _tokens(self, scored: Scored, start: int, end: int) -> list[ShownToken]:
+        """Return tokens with log-probabilities, which the first token does not have."""
+        values, tops = scored.token_logprobs or [], scored.token_tops
+        tokens = []
+        for index in range(start, min(end, len(self.token_ids))):
+            logprob = None
+            if index:
+                top = [] if tops is None else tops[index - 1]
+                logprob = TokenLogprob(values[index - 1], top)
+            tokens.append(ShownToken(self.token_ids[index], self.offsets[index], logprob))
+        return tokens
+
+
+async def echo(
+    app_state: AppState,
+    text: str,
+    token_ids: list[int],
+    options: GenerationOptions,
+    caller: Caller,
+    *,
+    wait_for_slot: bool,
+) -> Echo:
+    """Return the echo of a prompt, scored if log-probabilities are requested."""
+    reason = "length" if options.max_tokens == 0 else None
+    top = options.sampling.logprobs
+    if top is None:
+        usage = Usage(prompt_tokens=len(token_ids))
+        return Echo(text=text, token_ids=token_ids, reason=reason, usage=usage)
+    scored = Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
+    if len(token_ids) > 1:
+        submit = Submit(
+            request_id=0,
+            token_ids=token_ids,
+            sampling=None,
+            priority=options.priority,
+            score_from=1,
+            score_top=top,
+            caller=caller,
+        )
+        scored = await app_state.backend.score(submit, wait_for_slot=wait_for_slot)
+    return Echo(
+        text=text,
+        token_ids=token_ids,
+        offsets=await _offsets(app_state, token_ids),
+        scored=scored,
+        reason=reason,
+        usage=scored.usage,
+    )
+
+
+async def _offsets(app_state: AppState, token_ids: list[int]) -> Sequence[int]:
+    detokenizer = app_state.tokenizer.detokenizer()
+    offsets, offset = array.array("q"), 0
+    for index, token_id in enumerate(token_ids):
+        offsets.append(offset)
+        offset += len(detokenizer.push((token_id,)))
+        if index % SLICE_TOKENS == SLICE_TOKENS - 1:
+            await asyncio.sleep(0)
+    return offsets
+
+
+CONCURRENT_SEQUENCES = 256  # per request
+_MERGE_BUFFER = 64  # deltas; then producers wait for the client
 
 _Item = tuple[int, Delta]
 
@@ -46,7 +146,10 @@ _Item = tuple[int, Delta]
 async def merge_sequences(
     deltas_of: Callable[[int], AsyncGenerator[_Item, None]], count: int
 ) -> AsyncGenerator[_Item, None]:
-    """What `deltas_of` 0 to count - 1 yield. The first error ends all of them."""
+    """Yield the items of `deltas_of(0)` to `deltas_of(count - 1)` as they arrive.
+
+    The first error ends all of them.
+    """
     items: asyncio.Queue[_Item] = asyncio.Queue(_MERGE_BUFFER)
     waiting = iter(range(count))
 
@@ -71,7 +174,7 @@ async def merge_sequences(
 async def _drain(
     items: asyncio.Queue[_Item], done: asyncio.Future[list[None]]
 ) -> AsyncGenerator[_Item, None]:
-    """Items until `done` is done and nothing is left; raises what `done` raised."""
+    """Yield items until `done` is done and none is left. Raises what `done` raises."""
     getter: asyncio.Future[_Item] = asyncio.ensure_future(items.get())
     try:
         while True:
@@ -90,7 +193,7 @@ CONCURRENT_ECHOES = 64
 
 
 class GenerationPrompt(msgspec.Struct, frozen=True):
-    """text: what `echo` gives back."""
+    """A prompt. text: returned by `echo`."""
 
     token_ids: list[int]
     sampling: Sampling
@@ -98,8 +201,10 @@ class GenerationPrompt(msgspec.Struct, frozen=True):
 
 
 class GenerationJob(msgspec.Struct, frozen=True):
-    """What a body asks for, checked. lists_eos: a choice's end-of-sequence token is
-    among the tokens that have log-probabilities."""
+    """A checked request.
+
+    lists_eos: the end-of-sequence token is listed among the tokens with log-probabilities.
+    """
 
     prompts: list[GenerationPrompt]
     options: GenerationOptions
@@ -112,31 +217,35 @@ class GenerationJob(msgspec.Struct, frozen=True):
 
     @property
     def prefill_only(self) -> bool:
-        """Whether one pass over each prompt is all of it."""
+        """Return whether one pass over each prompt completes the request."""
         return self.options.max_tokens == 0 or all(
             prompt.sampling.max_tokens <= 1 for prompt in self.prompts
         )
 
     def prompt_of(self, index: int) -> int:
-        """Choices are ordered by prompt, then by repetition."""
+        """Return the prompt of a choice. Choices are ordered by prompt, then by repetition."""
         return index // self.options.n
 
 
 class ResponseFormatter(Protocol):
-    """prefix: of an answer's id. whole, chunk: names of an answer and of a piece of a stream."""
+    """Form of one API's answers.
+
+    prefix: of an answer's id.
+    object_type, chunk_type: names of a whole answer and of a chunk.
+    """
 
     prefix: str
     object_type: str
     chunk_type: str
 
     def logprobs(self) -> LogprobsJson | None:
-        """Where those of a choice are collected; None: not wanted."""
+        """Return a builder of one choice's log-probabilities; None: not requested."""
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
-        """In a whole answer, but for its log-probabilities."""
+        """Return a choice of a whole answer, without log-probabilities."""
 
     def pieces(self, index: int, delta: Delta) -> Sequence[dict[str, Any]]:
-        """In a stream: what each chunk says of the choice."""
+        """Return the choices of the chunks of a delta."""
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -152,11 +261,12 @@ async def generation(
     check: Check[Body],
     make_formatter: MakeFormatter,
 ) -> Response:
-    """check: makes a job of a body of this kind, or raises TandemError. word: given how many
-    alternatives to each token are to be told; None: no log-probabilities."""
-    body = await read_request_body(app_state, ctx, request, kind)
-    ctx.set_priority(check_priority(body, default=ctx.priority))
-    ctx.caller = with_cache_salt(ctx.caller, body.cache_salt)
+    """Run a generation request.
+
+    check: returns the job of a body, or raises TandemError.
+    make_formatter: receives the number of alternatives per token; None: no log-probabilities.
+    """
+    body = await read_prioritized_body(app_state, ctx, request, kind)
 
     async def respond() -> Response:
         job = await check(app_state, ctx, body)
@@ -172,7 +282,7 @@ async def generation(
 
 
 class _Run:
-    """A job at work: its deltas, as one answer or as a stream of chunks."""
+    """A running job: its deltas, as one answer or as a stream of chunks."""
 
     def __init__(
         self,
@@ -222,7 +332,7 @@ class _Run:
         return self._echoed() if self._job.echo else self._generated()
 
     async def _echoed(self) -> Deltas:
-        """Each choice's echo first, then what is generated, its tokens shifted behind the echo."""
+        """Yield each choice's echo, then what is generated, with shifted offsets."""
         job = self._job
         echoes = await map_bounded(self._echo, range(len(job.prompts)), CONCURRENT_ECHOES)
         for index in range(job.count):
@@ -239,8 +349,7 @@ class _Run:
         return self._sequence(0) if count == 1 else merge_sequences(self._sequence, count)
 
     async def _sequence(self, index: int) -> Deltas:
-        """One delta per arrival; the sequence's usage is known when it ends. The first sequence is
-        what the request is admitted or refused with."""
+        """Yield one delta per arrival. The first sequence decides on admission."""
         app_state, ctx, submit = self._app_state, self._ctx, self._submit(index)
         text = SequenceText(
             app_state.tokenizer,
@@ -277,7 +386,7 @@ class _Run:
         )
 
     async def _echo(self, number: int) -> Echo:
-        """The echo of prompt `number`; its usage counts where nothing is generated after it."""
+        """Return the echo of prompt `number`. Its usage counts if nothing is generated."""
         options = self._job.options
         prompt = self._job.prompts[number]
         echoed = await echo(
@@ -297,7 +406,7 @@ def _shifted(delta: Delta, characters: int) -> Delta:
 
 
 def _with_seed(sampling: Sampling, repetition: int) -> Sampling:
-    """`n` choices of one prompt draw from different seeds: seed, seed + 1, ..."""
+    """Return settings with the seed of a repetition: seed, seed + 1, ..."""
     if sampling.seed is None or repetition == 0:
         return sampling
     seed = (sampling.seed + repetition + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,6 +1,6 @@
-"""Guided choice: the answer is one of the given texts. Its bounds, and the texts as tokens.
+"""Guided choice: the answer is one of the given texts, each encoded behind the prompt.
 
-Written `guided_choice: [...]` or `structured_outputs: {"choice": [...]}`, which mean the same.
+`guided_choice: [...]` and `structured_outputs: {"choice": [...]}` mean the same.
 """
 
 from __future__ import annotations
@@ -10,58 +10,17 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from cluster.http.errors import UnsupportedFieldError
-from cluster.http.field_bounds import MAX_CHOICE_CHARACTERS
-from cluster.http.schemas import GenerationBody, GenerationOptions, ModelInfo
-from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.http.schemas import GenerationOptions, ModelInfo
+from cluster.http.text import TokenizerPool
 from contracts.errors import RequestError
 from contracts.requests import Sampling
-from contracts.sampling_limits import MAX_CHOICE_TOKENS, MAX_CHOICES, check_lengths
+from contracts.sampling_limits import MAX_CHOICE_TOKENS, check_lengths
 from models.text.encoding_steps import EncodingSteps
 from models.text.tokenizer import Tokenizer
 
-MAX_CHARACTERS_TO_CUT = 1 << 20  # of the choices behind each end of a prompt: about a second
-TAIL_TOKENS = 8  # of a prompt: what may have a say in how text behind it is cut
-TAIL_CHARACTERS = 64  # which is about so much text, to be cut again with each choice
-
-
-def check_choices(body: GenerationBody) -> tuple[tuple[str, ...] | None, str]:
-    """The choices, each once, and the field that they came in. Raises RequestError."""
-    name, given = "guided_choice", body.guided_choice
-    if body.structured_outputs is not None:
-        if given is not None:
-            raise RequestError(
-                "guided_choice and structured_outputs are both given: one is enough", name
-            )
-        name, given = "structured_outputs", _choice_of(body)
-    if given is None:
-        return None, name
-    choices = tuple(dict.fromkeys(given))
-    if not 1 <= len(choices) <= MAX_CHOICES:
-        raise RequestError(f"{name} has {len(choices)} choices, expected 1 to {MAX_CHOICES}", name)
-    if not all(choices):
-        raise RequestError(f"{name}: a choice is empty", name)
-    characters = sum(map(len, choices))
-    if characters > MAX_CHOICE_CHARACTERS:
-        raise RequestError(
-            f"{name}: the choices have {characters} characters together, at most"
-            f" {MAX_CHOICE_CHARACTERS}",
-            name,
-        )
-    return choices, name
-
-
-def _choice_of(body: GenerationBody) -> list[str] | None:
-    outputs = body.structured_outputs
-    assert outputs is not None
-    for name in ("grammar", "json", "json_object", "regex", "structural_tag"):
-        if getattr(outputs, name) is not None:
-            raise UnsupportedFieldError(
-                f"structured_outputs.{name} is not supported, only choice", "structured_outputs"
-            )
-    if outputs.choice is None:
-        raise RequestError("structured_outputs: choice is missing", "structured_outputs")
-    return outputs.choice
+MAX_CHARACTERS_TO_CUT = 1 << 20  # of all choices behind all prompt tails: about 1 s
+TAIL_TOKENS = 8  # of a prompt that may affect how text behind it is tokenized
+TAIL_CHARACTERS = 64  # of such a tail, tokenized again with each choice
 
 
 async def samplings(
@@ -70,9 +29,11 @@ async def samplings(
     options: GenerationOptions,
     model: ModelInfo,
 ) -> list[Sampling]:
-    """How each prompt's tokens are chosen. prompts: their ids, and the max_tokens of each; with
-    choices no more than the longest one has, so that choices of one token are read from one pass.
-    Raises RequestError."""
+    """Return the sampling settings of each prompt. Raises RequestError.
+
+    prompts: token ids and max_tokens of each. With choices, max_tokens is reduced to the longest
+    choice, so that choices of one token need one pass.
+    """
     made = [structs.replace(options.sampling, max_tokens=most) for _, most in prompts]
     if options.max_tokens == 0:
         return made
@@ -95,15 +56,17 @@ async def choice_ids(
     options: GenerationOptions,
     model: ModelInfo,
 ) -> list[list[list[int]]]:
-    """Per prompt, the tokens of each choice behind it. Raises RequestError: the choices cannot be
-    told from each other by what may be generated, or are too many."""
+    """Return per prompt the tokens of each choice behind it.
+
+    Raises RequestError if the choices have too many tokens or cannot be distinguished.
+    """
     choices, name = options.choices, options.choices_field
     assert choices is not None
     tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
     characters = len(tails) * sum(len(choice) + TAIL_CHARACTERS for choice in choices)
     if characters > MAX_CHARACTERS_TO_CUT:
         raise RequestError(
-            f"{name}: behind {len(tails)} prompts the choices are {characters} characters to cut,"
+            f"{name}: behind {len(tails)} prompts the choices have {characters} characters,"
             f" at most {MAX_CHARACTERS_TO_CUT}: send fewer prompts at once, or fewer choices",
             name,
         )
@@ -135,8 +98,10 @@ def _ids_behind(
     alone: list[list[int]],
     name: str,
 ) -> list[list[int]]:
-    """Each choice cut as text behind the prompt is, where that leaves the prompt's own tokens as
-    they are; else as by itself. Either way the tokens say exactly the choice."""
+    """Tokenize each choice as text behind the prompt, or alone if that changes the prompt's tokens.
+
+    Either way the tokens decode to exactly the choice.
+    """
     text = tokenizer.decode(tail, skip_special_tokens=False)
     head, *whole = tokenizer.encode_many(
         [text, *(text + choice for choice in choices)], add_special_tokens=False
@@ -174,7 +139,7 @@ def _check_ids(ids: list[list[int]], options: GenerationOptions, model: ModelInf
 
 
 def _check_apart(ids: list[list[int]], name: str) -> None:
-    """Without an end-of-sequence token no choice may begin another one."""
+    """Check that no choice begins another one, if the model has no end-of-sequence token."""
     ordered = sorted(ids)
     for one, after in itertools.pairwise(ordered):
         if after[: len(one)] == one:

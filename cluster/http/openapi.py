@@ -1,18 +1,18 @@
-"""The OpenAPI document at /openapi.json: what this server accepts and answers.
+"""The OpenAPI document at /openapi.json, for one model and configuration.
 
-Built for one model and configuration, so that names, vocabulary and limits in it are the real ones.
+Types and bounds of fields come from the structs in `schemas.py` and `response_types.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cluster.http import response_types as answers
 from cluster.http import schemas
+from cluster.http.authenticator import RateLimitError
 from cluster.http.cost import Bounds
 from cluster.http.errors import (
     ROUTING_CODES,
@@ -27,15 +27,7 @@ from cluster.http.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from cluster.http.field_bounds import Schema
-from cluster.http.openapi_bounds import (
-    bound_texts,
-    bound_together,
-    bounded,
-    request_bounds,
-)
-from cluster.http.quotas import RateLimitError
-from cluster.http.schemas import ModelInfo
+from cluster.http.schemas import MAX_N, ModelInfo, Schema
 from contracts import errors
 from contracts.config import HttpConfig
 from contracts.scaling import ScaleState, ScaleTarget
@@ -45,7 +37,7 @@ VERSION = "3.1.0"
 _JSON = "application/json"
 _REF = "#/components/schemas/{name}"
 
-# Not in here: ClientGoneError, which nobody is left to read.
+# ClientGoneError is missing: no client receives it.
 ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.RequestError,
     UnsupportedFieldError,
@@ -73,35 +65,104 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     errors.PeerHungError,
     errors.RequestTimeoutError,
 )
-_RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which has no code of its own
-_FRONT_STATUSES = (400, 408, 414, 431, 503)  # before a request is one: of every route
+_RANK_CODES = {500: ("bad_score", "no_answer")}  # of RankError, which takes its code from the rank
+_FRONT_STATUSES = (400, 408, 414, 431, 503)  # of every route, before a request is complete
 _POST_STATUSES = (401, 403, 404, 413, 415, 429, 500, 504)
+_OBJECT: Schema = {_JSON: {"schema": {"type": "object"}}}
+_CHUNKS: dict[type, type] = {
+    answers.Completion: answers.CompletionChunk,
+    answers.ChatCompletion: answers.ChatCompletionChunk,
+}
+
+
+class _Operation(NamedTuple):
+    """A method of a path. scheme: the key that it requires, if configured."""
+
+    summary: str
+    answer: type | Schema
+    statuses: tuple[int, ...] = _POST_STATUSES
+    scheme: str = "key"
+    body: type | None = None
+    parameters: tuple[Schema, ...] = ()
+
+
+_MODEL_NAME = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "description": "May contain slashes.",
+    "schema": {"type": "string", "minLength": 1},
+}
+_TRACE_SECONDS = {
+    "name": "seconds",
+    "in": "query",
+    "required": False,
+    "description": "0: only the offsets between clocks.",
+    "schema": {"type": "number", "minimum": 0, "maximum": MAX_TRACE_S, "default": 5},
+}
+_TEXT = {
+    "description": "Metrics in Prometheus text format",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
+}
+_TRACE = {"description": "Chrome trace events, for Perfetto", "content": _OBJECT}
+_DOCUMENT = {"description": "This document", "content": _OBJECT}
+_POSTS: dict[str, tuple[str, type, type]] = {
+    "/v1/completions": ("Continue prompts", schemas.CompletionBody, answers.Completion),
+    "/v1/chat/completions": ("Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
+    "/v1/classify": ("Classify texts", schemas.ClassifyBody, answers.Classification),
+    "/v1/score": ("Score tokens that may come next", schemas.ScoreBody, answers.Scoring),
+    "/tokenize": ("Text to tokens", schemas.TokenizeBody, answers.Tokenized),
+    "/detokenize": ("Tokens to text", schemas.DetokenizeBody, answers.Detokenized),
+}
+_GETS: dict[str, _Operation] = {
+    "/v1/models": _Operation("Models", answers.ModelList, (401, 500)),
+    "/v1/models/{name}": _Operation(
+        "One model", answers.ModelCard, (401, 404, 500), parameters=(_MODEL_NAME,)
+    ),
+    "/openapi.json": _Operation("OpenAPI", _DOCUMENT, (500,), ""),
+    "/health": _Operation("Readiness of every rank", answers.Health, (500, 503), ""),
+    "/version": _Operation("Version", answers.Version, (500,), ""),
+    "/load": _Operation(
+        "Running and waiting requests", answers.ServerLoad, (401, 500), "metrics_key"
+    ),
+    "/status": _Operation("State of every rank", answers.Status, (401, 500), "metrics_key"),
+    "/metrics": _Operation("Metrics", _TEXT, (401, 500), "metrics_key"),
+    "/trace": _Operation(
+        "Trace of every process over the next seconds",
+        *(_TRACE, (400, 401, 429, 500, 503), "metrics_key"),
+        parameters=(_TRACE_SECONDS,),
+    ),
+}
+_SCALE = {
+    "get": _Operation(
+        "The last change of the number of ranks", ScaleState, (401, 500), "operator_key"
+    ),
+    "post": _Operation(
+        "Change the number of ranks",
+        *(ScaleState, (400, 401, 408, 413, 415, 429, 500), "operator_key", ScaleTarget),
+    ),
+}
 
 
 def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = None) -> Schema:
-    """costs: what a request may cost, told as maxLength of texts and as `x-limits`."""
-    shapes = [
-        *(schemas.CompletionBody, schemas.ChatBody, schemas.ClassifyBody, schemas.ScoreBody),
-        *(answers.Completion, answers.CompletionChunk),
-        *(answers.ChatCompletion, answers.ChatCompletionChunk),
-        *(answers.Classification, answers.Scoring),
-        *(schemas.TokenizeBody, schemas.DetokenizeBody),
-        *(answers.Tokenized, answers.Detokenized),
-        *(ScaleTarget, ScaleState),
-        *(answers.ModelList, answers.Health, answers.Version, answers.ServerLoad, answers.Status),
-        answers.ErrorResponse,
-    ]
-    _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
-    bounded(components, request_bounds(model, http))
-    if costs is not None:
-        bound_texts(components, costs)
-    bound_together(components, model, http)
-    may_have_one = http.metrics_key is not None or http.keys_file is not None
-    given = {
+    """Return the document. costs: cost limits, shown as maxLength of texts and as `x-limits`."""
+    operations = {
+        **{
+            path: {"post": _Operation(summary, answer, body=body)}
+            for path, (summary, body, answer) in _POSTS.items()
+        },
+        **{path: {"get": operation} for path, operation in _GETS.items()},
+        "/scale": _SCALE,
+    }
+    keys = {
         "key": http.has_keys,
-        "metrics_key": may_have_one,
+        "metrics_key": http.metrics_key is not None or http.keys_file is not None,
         "operator_key": http.operator_key is not None,
     }
+    schemes = {name: {"type": "http", "scheme": "bearer"} for name, used in keys.items() if used}
+    refusing = {*schemes}
+    if http.has_keys or not http.is_local:
+        refusing.add("operator_key")  # without such a key /scale is closed
     document: Schema = {
         "openapi": VERSION,
         "info": {
@@ -110,151 +171,84 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
             "description": "Mixture-of-Experts serving: generation, classification, scoring.",
         },
         "paths": {
-            **_paths(given["key"], metrics_key=given["metrics_key"]),
-            "/scale": _scale_paths(http),
+            path: {
+                method: _rendered(operation, schemes, refusing)
+                for method, operation in methods.items()
+            }
+            for path, methods in operations.items()
         },
-        "components": {"schemas": components, "responses": _error_responses()},
+        "components": {
+            "schemas": _components(operations, model, http, costs),
+            "responses": _error_responses(),
+        },
     }
     if costs is not None:
         document["info"]["x-limits"] = {
-            "description": "Beyond these a request is a 413, or a 429 where others hold too much.",
+            "description": "413 beyond these; 429 if other requests hold the memory.",
             **costs.as_dict(),
         }
-    bearer = {"type": "http", "scheme": "bearer"}
-    if any(given.values()):
-        schemes = {name: bearer for name, is_given in given.items() if is_given}
+    if schemes:
         document["components"]["securitySchemes"] = schemes
     if http.root_path:
         document["servers"] = [{"url": http.root_path}]
     return document
 
 
-def _paths(keys: bool, *, metrics_key: bool) -> Schema:
-    posts = (
-        ("/v1/completions", "Continue prompts", schemas.CompletionBody, answers.Completion),
-        ("/v1/chat/completions", "Answer a conversation", schemas.ChatBody, answers.ChatCompletion),
-        ("/v1/classify", "Which label fits", schemas.ClassifyBody, answers.Classification),
-        ("/v1/score", "How likely tokens come next", schemas.ScoreBody, answers.Scoring),
-        ("/tokenize", "Text to tokens", schemas.TokenizeBody, answers.Tokenized),
-        ("/detokenize", "Tokens to text", schemas.DetokenizeBody, answers.Detokenized),
-    )
-    chunks: dict[type, type] = {
-        answers.Completion: answers.CompletionChunk,
-        answers.ChatCompletion: answers.ChatCompletionChunk,
+def _components(
+    operations: dict[str, dict[str, _Operation]],
+    model: ModelInfo,
+    http: HttpConfig,
+    costs: Bounds | None,
+) -> dict[str, Schema]:
+    shapes: list[Any] = [*_CHUNKS.values(), answers.ErrorResponse]
+    for methods in operations.values():
+        for operation in methods.values():
+            shapes += [x for x in (operation.body, operation.answer) if isinstance(x, type)]
+    _, components = msgspec.json.schema_components(shapes, ref_template=_REF)
+    _apply_deployment(components, model, http)
+    _apply_combinations(components)
+    if costs is not None:  # a text that cannot fit the context is rejected before it is tokenized
+        for struct, name in (("CompletionBody", "prompt"), ("ClassifyBody", "input")):
+            most = {"maxLength": costs.prompt_characters}
+            _restrict(components[struct]["properties"][name], "string", most)
+    return components
+
+
+def _rendered(operation: _Operation, schemes: Schema, refusing: set[str]) -> Schema:
+    """Return an operation object. 405 is missing: a documented operation never answers with it."""
+    answer = operation.answer
+    result: Schema = {
+        "summary": operation.summary,
+        "responses": {"200": _answered(answer) if isinstance(answer, type) else answer},
     }
-    paths: Schema = {}
-    for path, summary, body, answer in posts:
-        operation = _operation(summary, _answered(answer, chunks.get(answer)), _POST_STATUSES, keys)
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(body)}}}
-        paths[path] = {"post": operation}
-    return {**paths, **_plain_paths(keys), **_server_paths(metrics_key)}
+    for status in sorted({*_FRONT_STATUSES, *operation.statuses}):
+        if status != 401 or operation.scheme in refusing:
+            result["responses"][str(status)] = {"$ref": f"#/components/responses/Error{status}"}
+    if operation.scheme in schemes:
+        result["security"] = [{operation.scheme: []}]
+    if operation.body is not None:
+        content = {_JSON: {"schema": _ref(operation.body)}}
+        result["requestBody"] = {"required": True, "content": content}
+    if operation.parameters:
+        result["parameters"] = list(operation.parameters)
+    return result
 
 
-def _plain_paths(keys: bool) -> Schema:
-    listed, card = _answered(answers.ModelList, None), _answered(answers.ModelCard, None)
-    name = {
-        "name": "name",
-        "in": "path",
-        "required": True,
-        "description": "May contain slashes.",
-        "schema": {"type": "string", "minLength": 1},
-    }
-    one = {**_operation("One model", card, (401, 404, 500), keys), "parameters": [name]}
-    document = {
-        "description": "This document",
-        "content": {_JSON: {"schema": {"type": "object"}}},
-    }
-    return {
-        "/v1/models": {"get": _operation("Models", listed, (401, 500), keys)},
-        "/v1/models/{name}": {"get": one},
-        "/openapi.json": {"get": _operation("OpenAPI", document, (500,), False)},
-    }
-
-
-def _server_paths(metrics_key: bool) -> Schema:
-    health, version = _answered(answers.Health, None), _answered(answers.Version, None)
-    load, status = _answered(answers.ServerLoad, None), _answered(answers.Status, None)
-    text = {
-        "description": "Metrics in Prometheus text format",
-        "content": {"text/plain": {"schema": {"type": "string"}}},
-    }
-    return {
-        "/health": {"get": _operation("Does every rank serve?", health, (500, 503), False)},
-        "/version": {"get": _operation("Version", version, (500,), False)},
-        "/load": {"get": _monitored_operation("What runs and waits", load, metrics_key)},
-        "/status": {
-            "get": _monitored_operation("What each rank says of itself", status, metrics_key)
-        },
-        "/metrics": {"get": _monitored_operation("Metrics", text, metrics_key)},
-        "/trace": {"get": _trace_path(metrics_key)},
-    }
-
-
-def _trace_path(metrics_key: bool) -> Schema:
-    file = {
-        "description": "Chrome trace events, for Perfetto",
-        "content": {_JSON: {"schema": {"type": "object"}}},
-    }
-    seconds = {
-        "name": "seconds",
-        "in": "query",
-        "required": False,
-        "description": "0: how far clocks are apart, and nothing else.",
-        "schema": {"type": "number", "minimum": 0, "maximum": MAX_TRACE_S, "default": 5},
-    }
-    summary = "What every process does in the next seconds"
-    statuses = (400, 401, 429, 500, 503)
-    operation = _operation(summary, file, statuses, metrics_key, "metrics_key")
-    return {**operation, "parameters": [seconds]}
-
-
-def _scale_paths(http: HttpConfig) -> Schema:
-    """Without a key of its own it is open to some only, or to nobody."""
-    answer, refuses = _answered(ScaleState, None), http.has_keys or not http.is_local
-    is_keyed, scheme = http.operator_key is not None, "operator_key"
-    shown = _operation(
-        "The last change of the number of ranks", answer, (401, 500), is_keyed or refuses, scheme
-    )
-    statuses = (400, 401, 408, 413, 415, 429, 500)
-    change = _operation("Change the number of ranks", answer, statuses, is_keyed or refuses, scheme)
-    change["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(ScaleTarget)}}}
-    if not is_keyed:
-        for operation in (shown, change):
-            operation.pop("security", None)
-    return {"get": shown, "post": change}
-
-
-def _monitored_operation(summary: str, answer: Schema, metrics_key: bool) -> Schema:
-    return _operation(summary, answer, (401, 500), metrics_key, "metrics_key")
-
-
-def _operation(
-    summary: str, answer: Schema, statuses: Iterable[int], keys: bool, scheme: str = "key"
-) -> Schema:
-    """405 is not listed: it is never the answer to an operation that is."""
-    responses = {"200": answer}
-    for status in sorted({*_FRONT_STATUSES, *statuses}):
-        if keys or status != 401:
-            responses[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
-    security: Schema = {"security": [{scheme: []}]} if keys else {}
-    return {"summary": summary, "responses": responses, **security}
-
-
-def _answered(answer: type, chunk: type | None) -> Schema:
+def _answered(answer: type) -> Schema:
     description = (answer.__doc__ or "").strip()
     content: Schema = {_JSON: {"schema": _ref(answer)}}
-    if chunk is not None:
+    if chunk := _CHUNKS.get(answer):
         description += (
-            f" With stream=true it is server-sent events: each `data:` holds a {chunk.__name__} as"
-            " JSON, the last one is `data: [DONE]`. What fails once the stream began is one more"
-            " event, with an ErrorResponse."
+            f" With stream=true the answer is server-sent events: each `data:` holds a"
+            f" {chunk.__name__} as JSON, the last one is `data: [DONE]`. A failure after the first"
+            " event is one more event with an ErrorResponse."
         )
         content["text/event-stream"] = {"x-event-data": _ref(chunk)}
     return {"description": description, "content": content}
 
 
 def _error_responses() -> Schema:
-    """Per status, the error body with the codes that it comes with."""
+    """Return the error responses by status, each with its codes."""
     responses: Schema = {}
     for status, codes in sorted(_codes().items()):
         known = {"properties": {"error": {"properties": {"code": {"enum": codes}}}}}
@@ -288,3 +282,87 @@ def _headers(status: int) -> dict[str, Any]:
 
 def _ref(shape: type) -> Schema:
     return {"$ref": _REF.format(name=shape.__name__)}
+
+
+def _apply_deployment(components: dict[str, Schema], model: ModelInfo, http: HttpConfig) -> None:
+    """Add the bounds that depend on the model and the configuration, in place."""
+    context, limit = model.max_context_tokens, min(MAX_N, http.max_batch_items)
+    ids, least_one = _token_ids(model), {"minItems": 1}
+    several = {"type": "array", **least_one, "maxItems": http.max_batch_items}
+    for struct in ("CompletionBody", "ChatBody", "ClassifyBody"):
+        components[struct]["properties"]["model"] = {"const": model.name}
+    for struct in ("ScoreBody", "TokenizeBody", "DetokenizeBody"):
+        components[struct]["properties"]["model"].update(enum=[None, model.name])
+    last_id = {"maximum": model.vocab_size - 1}
+    for struct, name, kind, keywords in (
+        ("CompletionBody", "max_tokens", "integer", {"maximum": context - 1}),
+        ("CompletionBody", "min_tokens", "integer", {"maximum": context - 1}),
+        ("CompletionBody", "n", "integer", {"maximum": limit}),
+        ("CompletionBody", "stop_token_ids", "integer", last_id),
+        ("ChatBody", "max_completion_tokens", "integer", {"maximum": context - 1}),
+        ("ChatBody", "min_tokens", "integer", {"maximum": context - 1}),
+        ("ChatBody", "n", "integer", {"maximum": limit}),
+        ("ChatBody", "stop_token_ids", "integer", last_id),
+        ("ClassifyBody", "input", "array", {"maxItems": http.max_batch_items}),
+        ("ScoreBody", "label_token_ids", "integer", last_id),
+        ("DetokenizeBody", "tokens", "integer", last_id),
+        ("DetokenizeBody", "tokens", "array", {"maxItems": context}),
+    ):
+        _restrict(components[struct]["properties"][name], kind, keywords)
+    text, prompt_ids = {"type": "string", "minLength": 1}, {**ids, **least_one}
+    components["CompletionBody"]["properties"]["prompt"] = {
+        "anyOf": [
+            text,
+            {**several, "items": text.copy()},
+            prompt_ids,
+            {**several, "items": prompt_ids},
+        ]
+    }
+    score = components["ScoreBody"]
+    score["properties"]["query"] = {"type": ["string", "array"]}
+    score["properties"]["items"] = {
+        "type": ["string", "array"],
+        "description": "Texts if query is a text, lists of token ids if it is one.",
+    }
+    texts = {"anyOf": [{"type": "string"}, {**several, "items": {"type": "string"}}]}
+    score["anyOf"] = [
+        {"properties": {"query": {"type": "string"}, "items": texts}},
+        {"properties": {"query": ids, "items": {**several, "items": ids}}},
+    ]
+
+
+def _token_ids(model: ModelInfo) -> Schema:
+    token_id = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    return {"type": "array", "items": token_id, "maxItems": model.max_context_tokens}
+
+
+def _restrict(schema: Schema, kind: str, keywords: Schema) -> None:
+    """Add `keywords` to every subschema of type `kind`, in place."""
+    if schema.get("type") == kind:
+        schema.update(keywords)
+    for inner in (*schema.get("anyOf", ()), *filter(None, [schema.get("items")])):
+        _restrict(inner, kind, keywords)
+
+
+def _apply_combinations(components: dict[str, Schema]) -> None:
+    """Add the rules across fields that hold for every request, in place.
+
+    Other rules (`stream_options` needs `stream`) are documented 400s.
+    """
+    part, message = components["ContentPart"], components["ChatMessage"]
+    part["required"].append("text")
+    for properties, name in (
+        (part["properties"], "text"),
+        (components["StructuredOutputs"]["properties"], "choice"),
+    ):
+        properties[name] = properties[name]["anyOf"][0]  # null is rejected there
+    content = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+    calls = {
+        "required": ["tool_calls"],
+        "properties": {"tool_calls": {"type": "array", "minItems": 1}},
+    }
+    message["anyOf"] = [content, calls]
+    components["TokenizeBody"]["anyOf"] = [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+    ]

@@ -1,13 +1,11 @@
-"""One HTTP/1.1 connection: uvicorn's, with bounds on what its client may send before and beside a
-request, and on how long it may take for it.
+"""One HTTP/1.1 connection: uvicorn's protocol with bounds on what a client may send and how slowly.
 
     accepted ─ HEAD ─> request at work ─> IDLE ─> HEAD ─> ...           (see `WaitState`)
                         │         └ READER: the answer is not read
-                        └ answered before its body has come: REST
+                        └ answered before its body is complete: REST
 
-Bytes that bring neither the end of a head nor a piece of a body are counted (a head so far, chunk
-extensions, trailers): beyond http.max_header_bytes they are a 431. uvicorn itself reads any number
-of them.
+Bytes that complete neither a head nor a piece of a body (an incomplete head, chunk extensions,
+trailers) are counted: beyond http.max_header_bytes they are a 431. uvicorn does not bound them.
 """
 
 from __future__ import annotations
@@ -39,16 +37,19 @@ from cluster.http.request_log import fresh_id
 from contracts.config import HttpConfig
 from contracts.errors import TandemError
 
-MAX_TARGET_BYTES = 4096  # our longest route has 20 characters, and the name of a model
-MAX_PIPELINED = 8  # requests that wait behind the one at work
-MAX_CHUNKS = 4096  # of a body, beyond which they must have MIN_CHUNK_BYTES on average
+MAX_TARGET_BYTES = 4096  # routes are short; model names may be long
+MAX_PIPELINED = 8  # requests behind the one at work
+MAX_CHUNKS = 4096  # of a body; more must have MIN_CHUNK_BYTES on average
 MIN_CHUNK_BYTES = 64
 LINE_BYTES = 4  # ": " and the end of the line
-MIN_READ_BYTES_PER_S = 1024  # at least which a client reads
+MIN_READ_BYTES_PER_S = 1024  # a slower client is disconnected
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Made on accepting, before a TLS handshake. opening: the task that joins it to its socket."""
+    """A connection, created on accept, before the TLS handshake.
+
+    opening: the task that attaches it to its socket.
+    """
 
     def __init__(
         self,
@@ -68,10 +69,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_proven = False
         self._in_body = False
         self._has_served = False
-        self._is_over = False  # nothing more is read from it
+        self._is_over = False  # stopped reading
         self._is_lost = False
         self._is_advancing = False
-        self._idle_bytes = 0  # that brought neither the end of a head nor a piece of a body
+        self._idle_bytes = 0  # that completed neither a head nor a piece of a body
         self._chunks = self._body_bytes = 0
         self._unsent_bytes = 0
         self._problem: TandemError | None = None
@@ -91,7 +92,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_advancing = False
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # not wanted, so it is answered as if without
+        except httptools.HttpParserUpgrade:  # not supported: answered without the upgrade
             self._read_no_more()
         except httptools.HttpParserError as error:
             if self._problem is None and not self._is_over:
@@ -121,7 +122,7 @@ class HttpProtocol(HttpToolsProtocol):
     # Parser
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= MAX_PIPELINED:  # each costs far more memory than its bytes
+        if len(self.pipeline) >= MAX_PIPELINED:  # each takes far more memory than its bytes
             self._read_no_more()
             raise RuntimeError("ends the parsing; those that wait are answered")
         super().on_message_begin()
@@ -132,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._check_head()
         super().on_headers_complete()
         self._is_advancing = self._in_body = True
-        self.headers = []  # of the trailers, which nobody reads: not of the scope
+        self.headers = []  # of the trailers, which are ignored
 
     def on_chunk_header(self) -> None:
         if self._chunks > MAX_CHUNKS and self._body_bytes < self._chunks * MIN_CHUNK_BYTES:
@@ -158,7 +159,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._prove()
 
     def on_response_complete(self) -> None:
-        """As uvicorn's, but for its timer: the book has all of them."""
+        """Continue as uvicorn does, without its timer: the table has all deadlines."""
         self.server_state.total_requests += 1
         self._has_served = True
         if not self.transport.is_closing():
@@ -204,31 +205,31 @@ class HttpProtocol(HttpToolsProtocol):
         )
 
     def _fail(self, problem: TandemError) -> None:
-        """Ends the parsing, with an answer of our own."""
+        """Stop parsing and send an error."""
         self._problem = problem
         raise problem
 
-    # What its client does, or does not do
+    # Client deadlines
 
     def _prove(self) -> None:
-        """It has brought a valid key, or a complete request where no keys are configured."""
+        """Mark the connection proven: it sent a valid key, or a request where none is required."""
         if not self._is_proven:
             self._is_proven = True
             self._connections.prove(self)
 
     def _watch(self, leave: Callable[[], None] | None) -> None:
-        """leave: for the request at work, to be called once its client is gone."""
+        """Set the callback for a client that disconnects during the request at work."""
         self._leave = leave
         if leave is not None and self._is_lost:
             self._leave = None
             self.loop.call_soon(leave)
 
     def _update_wait(self) -> None:
-        """Tells the book what is waited for now."""
+        """Report to the table what the connection waits for."""
         wait = self._current_wait()
         if wait is self.wait:
             return
-        if wait is WaitState.IDLE:  # what the last request's head took is not kept
+        if wait is WaitState.IDLE:  # free the last request's head
             self.scope = self.headers = self.cycle = None  # type: ignore[assignment]
         if wait in (WaitState.READER, WaitState.CLOSING):
             self._unsent_bytes = self._count_unsent()
@@ -260,19 +261,21 @@ class HttpProtocol(HttpToolsProtocol):
         self._update_wait()
 
     def _is_read_within(self, limit_s: float) -> bool:
-        """Whether the client has taken enough of its answer since it was last looked at."""
+        """Return whether the client has read enough of its answer since the last check."""
         if self.transport is None:
             return False
         left_bytes = self._count_unsent()
         return 0 < left_bytes <= self._unsent_bytes - MIN_READ_BYTES_PER_S * limit_s
 
     def _count_unsent(self) -> int:
-        """Bytes that the client's side has not taken. With those in the kernel: of its buffer of
-        megabytes, it asks for more only when a third is free."""
+        """Return the bytes that the client has not read, including the kernel's send buffer.
+
+        The kernel requests more only when a third of its buffer of megabytes is free.
+        """
         queued = bytearray(4)
         try:
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
-        except (OSError, ValueError):  # closed: of a socket that is, the number is -1
+        except (OSError, ValueError):  # closed: its descriptor is -1
             return 0
         return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
@@ -283,18 +286,18 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.opening is not None:
             self.opening.cancel()
 
-    # Answers that no application makes
+    # Answers of the protocol itself
 
     def _refuse(self, error: TandemError) -> None:
-        """Answers, in turn if it can be, and reads no more."""
+        """Send an error, in turn if possible, and stop reading."""
         cycle = self.cycle
         at_work = cycle is not None and not cycle.response_complete
-        if not at_work and self._in_body:  # it has its answer
+        if not at_work and self._in_body:  # it is answered
             self._is_over = True
             self.transport.close()
         elif not at_work:
             self._answer(error)
-        elif not self._in_body:  # a request before this one: it is answered, then that is all
+        elif not self._in_body:  # an earlier request: answer it, then close
             self._read_no_more()
         elif self.pipeline or cycle.response_started:
             self.drop()
@@ -308,23 +311,23 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.transport.write(refusal(error))
-        # The client may still be sending: to close now would reset the connection, which could
-        # lose the answer. So it is told the end, and what it sends is thrown away for a while.
+        # The client may still be sending: closing now would reset the connection and could lose
+        # the answer. Send FIN, and discard what the client sends for a while.
         if self.scheme == "http" and self.transport.can_write_eof():
-            with contextlib.suppress(OSError):  # it has gone: the loop is about to tell
+            with contextlib.suppress(OSError):  # closed by the client
                 self.transport.write_eof()
         else:
             self.transport.close()
 
     def _read_no_more(self) -> None:
-        """The requests that are there are answered, the last one with `Connection: close`."""
+        """Stop reading. The last pipelined request is answered with `Connection: close`."""
         self._is_over = True
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
 
 def refusal(error: TandemError, more: str = "") -> bytes:
-    """A whole answer, after which the connection ends. more: header lines, each with its end."""
+    """Return a complete answer that closes the connection. more: further header lines."""
     body = msgspec.json.encode(error_body(error))
     head = (
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}"
@@ -334,5 +337,5 @@ def refusal(error: TandemError, more: str = "") -> bytes:
 
 
 def _words(error: httptools.HttpParserError) -> str:
-    """What the parser says, in one line of ASCII."""
+    """Return the parser's message as one line of ASCII."""
     return ascii(str(error))[1:-1]

@@ -1,32 +1,33 @@
-"""One HTTP request, from its arrival to the last byte: watches the client and the clock, counts."""
+"""One HTTP request, from its arrival to the last byte: client disconnect, deadlines, metrics."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.http.authenticator import Authenticator
-from cluster.http.cost import TOKEN_BYTES, Bounds
-from cluster.http.drain import DrainController
-from cluster.http.errors import BodyTimeoutError, error_body, outcome_of
-from cluster.http.memory_budget import MemoryBudget
-from cluster.http.quotas import KeyQuota
+from cluster.http.authenticator import Authenticator, KeyQuota
+from cluster.http.cost import TOKEN_BYTES, Bounds, MemoryBudget
+from cluster.http.errors import BodyTimeoutError
 from cluster.http.request_log import REQUEST_ID
 from cluster.http.schemas import ModelInfo
-from cluster.http.tokenizer_pool import TokenizerPool
-from cluster.routing.backend import Backend
+from cluster.http.text import TokenizerPool
+from cluster.routing.pipeline_backend import Backend
 from contracts import metrics
 from contracts.clock import Clock
 from contracts.config import HttpConfig
-from contracts.errors import ClientGoneError, ForbiddenError, RequestTimeoutError, TandemError
+from contracts.errors import (
+    ClientGoneError,
+    ForbiddenError,
+    NotReadyError,
+    RequestTimeoutError,
+    TandemError,
+)
 from contracts.metrics import Pipeline, RequestOutcome
 from contracts.ranks import RankStatus
 from contracts.requests import Caller, Priority, Usage
@@ -34,32 +35,64 @@ from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, RequestSpan, TraceResponse
 from models.text.tokenizer import Tokenizer
 
+POLL_PERIOD_S = 0.05
+
+
+class DrainController:
+    """Rejects new requests and waits for active ones before the server stops."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+
+    def check(self) -> None:
+        """Raise NotReadyError while draining."""
+        if self.is_draining:
+            raise NotReadyError("this server is stopping: try another one, or again later")
+
+    async def drain(self, requests: Collection[object], limit_s: float) -> int:
+        """Start draining. Return how many requests are left when all ended, or after limit_s."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(limit_s):
+                while requests:
+                    await asyncio.sleep(POLL_PERIOD_S)
+        except TimeoutError:
+            pass
+        return len(requests)
+
+
 Result = TypeVar("Result")
 FetchRankMetrics = Callable[[], Awaitable[str]]
-MAX_RECENT_REQUESTS = 4096  # latest requests, for a trace
+MAX_RECENT_REQUESTS = 4096  # for traces
 FetchRankStatus = Callable[[], Awaitable[list[RankStatus]]]
 ScaleRanks = Callable[[ScaleTarget | None], Awaitable[ScaleState]]
-"""Begins to make the ranks as many as wanted; None: only says how far that has come."""
+"""Starts a change of the number of ranks; None: only reports the progress."""
 
-# In scope["state"], from a front of our own: to be called with what to do once the client has left,
-# or with None when that matters no more. Elsewhere a task waits for it, which takes longer.
+# In scope["state"], set by our HTTP server: call it with a callback for the client's disconnect,
+# or with None to reset it. On other servers a task waits for the disconnect, which is slower.
 WATCH = "watch"
 Watch = Callable[[Callable[[], None] | None], None]
 
 
 class TraceSource(msgspec.Struct, frozen=True):
-    """Whoever owns the ranks. trace: theirs of the next seconds, on that one's clock. offset: by
-    how much ours is ahead of it."""
+    """Access to the ranks' traces.
+
+    trace: records the next seconds, on the clock of the process that owns the ranks.
+    offset: how far this process's clock is ahead of it.
+    """
 
     trace: Callable[[float], Awaitable[TraceResponse]]
     offset: Callable[[], Awaitable[ClockOffset]]
 
 
 class AppState(msgspec.Struct, frozen=True, kw_only=True):
-    """What every endpoint works with. extra: metrics of the ranks, in Prometheus text format.
-    ranks: what they say of themselves. trace: what they have done. scale: how many there are to
-    be. sessions: of the requests under
-    way. ending: whether the server is about to. seen: the latest that have ended."""
+    """Shared state of all endpoints.
+
+    rank_metrics: returns the ranks' metrics in Prometheus text format.
+    ranks, trace, scale: access to the ranks' state, traces and number.
+    active_requests: requests under way.
+    recent_requests: the latest completed requests, for traces.
+    """
 
     backend: Backend
     tokenizer: Tokenizer
@@ -84,8 +117,10 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _CancelScope:
-    """Around what a task is at: ends it, with the first reason given. As `asyncio.timeout`, but for
-    several reasons, and in a third of its time."""
+    """Cancels the enclosing task's block, with the first reason given.
+
+    Like `asyncio.timeout`, but for several reasons and in a third of its time.
+    """
 
     def __init__(self) -> None:
         task = asyncio.current_task()
@@ -96,7 +131,7 @@ class _CancelScope:
         self._exited = False
 
     def cancel_at(self, when_s: float, reason: Callable[[], TandemError]) -> None:
-        """when_s: by the event loop's clock."""
+        """Cancel at `when_s` of the event loop's clock."""
         self._timer = self._task.get_loop().call_at(when_s, self.cancel, reason)
 
     def cancel(self, reason: Callable[[], TandemError]) -> None:
@@ -113,7 +148,7 @@ class _CancelScope:
             self._timer.cancel()
         if self._reason is None:
             return
-        others = self._task.uncancel()  # somebody else cancels the request, too
+        others = self._task.uncancel()  # also cancelled by others
         if kind is asyncio.CancelledError and not others:
             raise self._reason() from None
 
@@ -123,12 +158,12 @@ def _client_gone() -> TandemError:
 
 
 class RequestContext:
-    """Knows when the request came, whether its client is still there, and counts it once.
+    """State of one request: arrival, caller, priority, memory account and outcome.
 
-    pipeline and priority: an endpoint sets them when it has read the body, to no other priority
-    than its key's if is_priority_fixed.
-    caller: whose all that it submits is (cluster/http/authenticator.py). account: what it holds;
-    whoever makes the session closes it. state: the request's, in its scope.
+    pipeline, priority: set by an endpoint after reading the body. The class must be the key's if
+    is_priority_fixed.
+    caller: owner of all submitted sequences.
+    account: memory; closed by the creator of the context.
     """
 
     def __init__(
@@ -150,24 +185,23 @@ class RequestContext:
         self._watching: asyncio.Task[None] | None = None
         self._quota: KeyQuota | None = None
         self._is_admitted = False
-        self._first_s: float | None = None  # when its first token came
+        self._first_s: float | None = None  # time of the first token
         self._finished = False
         self._is_counted = True
         app_state.active_requests.add(self)
 
     def admit(self, quota: KeyQuota | None) -> None:
-        """Counts against what its key may use; None: that is not bounded. Raises RateLimitError."""
+        """Count the request against its key's quota; None: unlimited. Raises RateLimitError."""
         self._quota = quota
         if quota is not None:
             quota.acquire()
             self._is_admitted = True
 
     def rate_limit_headers(self) -> dict[str, str]:
-        """Headers."""
         return {} if self._quota is None else self._quota.headers()
 
     def set_priority(self, priority: Priority) -> None:
-        """The class of its key, or the one that its body names. Raises ForbiddenError."""
+        """Set the class that the body names. Raises ForbiddenError if the key does not allow it."""
         if self.is_priority_fixed and priority is not self.priority:
             raise ForbiddenError(
                 f"priority: this API key is for {self.priority.label} only: leave it out",
@@ -177,25 +211,23 @@ class RequestContext:
         self.account.best_effort = priority is Priority.BE
 
     def charge_tokens(self, count: int) -> None:
-        """For tokens that are kept. Raises what `MemoryAccount.charge` does."""
+        """Charge tokens that are kept. Raises what `MemoryAccount.charge` raises."""
         self.account.charge(count * TOKEN_BYTES)
 
     async def read(self, body: Awaitable[Result]) -> Result:
-        """The request's body. Raises BodyTimeoutError if it does not come in its time, or what
-        reading it raises.
+        """Return the request's body. Raises BodyTimeoutError, or what reading raises.
 
-        A deadline for the whole: a pace could be kept by a client that trickles for ever, and a
-        body of http.max_body_bytes takes seconds.
+        The deadline is for the whole body: a client could sustain a minimum rate forever.
         """
         with _CancelScope() as cancel_scope:
             cancel_scope.cancel_at(self._loop_s + self._body_limit_s, self._body_timeout_error)
             return await body
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of `work`, which is cancelled when the client leaves or time is up.
+        """Return the result of `work`; cancel it when the client disconnects or time is up.
 
-        Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Only after the body has
-        been read: from then on the client can only say that it is gone.
+        Raises ClientGoneError, RequestTimeoutError, or what `work` raises. Requires that the body
+        is read: then the only message left is the disconnect.
         """
         try:
             with _CancelScope() as cancel_scope:
@@ -222,7 +254,7 @@ class RequestContext:
         return RequestTimeoutError(f"not done within {limit_s:g} s (http.request_timeout_s)")
 
     def _watch_by_task(self, release: Callable[[], None] | None) -> None:
-        """As every ASGI server lets us."""
+        """Watch for a disconnect on any ASGI server."""
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
@@ -235,18 +267,18 @@ class RequestContext:
             pass
 
     def on_token(self) -> None:
-        """Call with every arrival; the first one counts as TTFT."""
+        """Record an arrival. The first one determines the time to first token."""
         if self._first_s is None:
             self._first_s = self._clock()
             waited_s = self._first_s - self._arrived_s
             self._observe(metrics.TTFT, *self._labels(), value=waited_s)
 
     def on_sequence_end(self, usage: Usage, first_s: float, last_s: float) -> None:
-        """Counts one sequence's tokens; first_s, last_s: when its first and last tokens came."""
+        """Count one sequence's tokens. first_s, last_s: times of its first and last tokens."""
         self._telemetry.count(metrics.PROMPT_TOKENS, self.pipeline, by=usage.prompt_tokens)
         self._telemetry.count(metrics.CACHED_TOKENS, self.pipeline, by=usage.cached_tokens)
         if self._quota is not None:
-            self._quota.used(usage.prompt_tokens + usage.completion_tokens)
+            self._quota.consume(usage.prompt_tokens + usage.completion_tokens)
         label = self.priority.label
         self._telemetry.count(metrics.GENERATED_TOKENS, label, by=usage.completion_tokens)
         if usage.completion_tokens > 1:
@@ -254,7 +286,7 @@ class RequestContext:
             self._observe(metrics.TPOT, label, value=per_token_s)
 
     def exclude_from_metrics(self) -> None:
-        """It is no request to a pipeline."""
+        """Do not count the request: it does not use a pipeline."""
         self._is_counted = False
         self._app_state.active_requests.discard(self)
 
@@ -282,63 +314,3 @@ class RequestContext:
 
     def _labels(self) -> tuple[str, str]:
         return self.pipeline, self.priority.label
-
-
-class EventStream(Response):
-    """Server-sent events, each flushed as it comes.
-
-    `open` waits for the first one, so that what fails before it still gets its HTTP status; what
-    fails later is sent as an error event.
-    """
-
-    def __init__(
-        self, ctx: RequestContext, first: bytes, rest: AsyncGenerator[bytes, None]
-    ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._ctx = ctx
-        self._first = first
-        self._rest = rest
-
-    @classmethod
-    async def open(cls, ctx: RequestContext, frames: AsyncGenerator[bytes, None]) -> EventStream:
-        """Inside of `ctx.run`."""
-        try:
-            first = await anext(frames)
-        except BaseException:
-            await frames.aclose()
-            raise
-        return cls(ctx, first, frames)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with aclosing(self._rest):
-                await self._ctx.run(self._pump(send))
-        except TandemError as error:
-            self._ctx.finish(outcome_of(error))
-            if not isinstance(error, ClientGoneError):
-                await self._send(send, sse(error_body(error)) + DONE, more=False)
-        except asyncio.CancelledError:
-            self._ctx.finish(RequestOutcome.CLIENT_GONE)
-            raise
-        finally:
-            self._ctx.finish(RequestOutcome.ERROR)
-
-    async def _pump(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        await self._send(send, self._first, more=True)
-        async for frame in self._rest:
-            await self._send(send, frame, more=True)
-        self._ctx.finish(RequestOutcome.OK)  # before the client can see the end and ask for metrics
-        await self._send(send, b"", more=False)
-
-    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-def sse(body: object) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"

@@ -1,4 +1,4 @@
-"""What stands around every request: its id, in and out, and its line in the access log."""
+"""Request ids and the access log."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ WRITTEN_AFTER_S = 0.2
 WRITTEN_LINES = 1000
 _USABLE = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 
-_bits = random.Random(secrets.randbits(256))  # they keep no secret: a system call each is too much
+_bits = random.Random(secrets.randbits(256))  # not secret; faster than a system call each
 
 
 def fresh_id() -> str:
-    """Of a request or an answer, each another one: 32 hexadecimal digits."""
+    """Return a unique id: 32 hexadecimal digits."""
     return f"{_bits.getrandbits(128):032x}"
 
 
 class AccessLog:
-    """Lines that are written out together, WRITTEN_AFTER_S after the first of them: one by one they
-    take a twentieth of a small request's time. Of one event loop."""
+    """Buffer of the access log, on one event loop.
+
+    Lines are written together, at most WRITTEN_AFTER_S after the first: single writes would take a
+    twentieth of a small request's time.
+    """
 
     def __init__(self) -> None:
         self._lines: list[Line] = []
@@ -53,10 +56,9 @@ class AccessLog:
 
 
 class RequestLog:
-    """Outside of everything that answers, errors included.
+    """ASGI middleware, outside of the error handling.
 
-    The log holds no text of a request: of its target only the path, as it was sent (percent-encoded
-    ASCII, so that it cannot end a line).
+    The log contains no text of a request: of the target only the path, percent-encoded as sent.
     """
 
     def __init__(self, app: ASGIApp, clock: Clock, access_log: AccessLog | None) -> None:
@@ -98,7 +100,7 @@ class RequestLog:
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client's own where it can be used in a header and a line of a log, else a fresh one."""
+    """Return the client's id if it is usable in headers and logs, else a fresh one."""
     for name, value in headers:
         if name == HEADER:
             if _USABLE.fullmatch(value):

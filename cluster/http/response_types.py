@@ -1,5 +1,7 @@
-"""Our answers, as the endpoints give them and the OpenAPI document shows them. What of them may be
-long is put together from pieces of JSON (`answers.py`); the tests hold that against these."""
+"""Answers of the endpoints, as the OpenAPI document shows them.
+
+Long parts of answers are built from pieces of JSON (`responses.py`); tests compare the two.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,13 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class PromptTokensDetails(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """cached_tokens: of the prompt, found in the prefix cache."""
+    """Part of the usage. cached_tokens: prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class TokenUsage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens that a request took."""
+    """Tokens that a request used."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -70,8 +72,10 @@ class Completion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One event of a streamed completion. usage: with stream_options.include_usage, null until
-    the last chunk, which has no choices."""
+    """One event of a streamed completion.
+
+    usage: with stream_options.include_usage, null until the last chunk, which has no choices.
+    """
 
     id: str
     object: Literal["text_completion"]
@@ -106,7 +110,7 @@ class ChatLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class AssistantMessage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str
@@ -134,7 +138,7 @@ class ChatCompletion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ChatDelta(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The role in the first chunk of a choice; then pieces of its text."""
+    """The role in the first chunk of a choice, then pieces of its text."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -161,8 +165,11 @@ class ChatCompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ClassifiedRow(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One text's label; with multi_label a list, of those with a probability of at least 0.5.
-    probs: in the order of the request's labels."""
+    """The classification of one text.
+
+    label: with multi_label the list of those with a probability of at least 0.5.
+    probs: in the order of the request's labels.
+    """
 
     index: int
     label: str | list[str]
@@ -193,8 +200,11 @@ class Scoring(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A served model. max_model_len: tokens of prompt and answer together. expert_execution:
-    whether tokens are computed with the experts that routers choose, or with foretold ones."""
+    """A served model.
+
+    max_model_len: tokens of prompt and answer together.
+    expert_execution: whether experts are those that routers choose, or predicted ones.
+    """
 
     id: str
     object: Literal["model"]
@@ -205,35 +215,38 @@ class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The models that are served: one."""
+    """The served models: one."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class Version(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which Tandem answers."""
+    """The version of the server."""
 
     version: str
 
 
 class PipelineLoad(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests under way, and of their sequences those that wait for a first answer, by class."""
+    """Requests under way, and their sequences that wait for a first answer, by class."""
 
     requests: int
     waiting: dict[str, int]
 
 
 class ServerLoad(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What runs and waits. server_load: all requests under way."""
+    """Running and waiting requests. server_load: all requests under way."""
 
     server_load: int
     pipelines: dict[str, PipelineLoad]
 
 
 class Status(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The server from inside. problems: why it is not ready, or not all of this could be found out;
-    none: it is. ranks: what each says of itself, the planner left out."""
+    """The state of the server.
+
+    problems: reasons why it is not ready or the status is incomplete; empty: ready.
+    ranks: the state that each rank reports, without the planner.
+    """
 
     model: str
     version: str
@@ -249,7 +262,7 @@ class Health(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ErrorDetail(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """param: the field it is about, where it is about one."""
+    """An error. param: the field that it concerns, or null."""
 
     message: str
     type: ErrorType
@@ -258,13 +271,13 @@ class ErrorDetail(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ErrorResponse(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every 4xx and 5xx."""
+    """The body of every 4xx and 5xx answer."""
 
     error: ErrorDetail
 
 
 class Tokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The tokens of a text, or of a conversation as the chat template writes it."""
+    """The tokens of a text, or of a conversation as the chat template renders it."""
 
     count: int
     max_model_len: int
@@ -273,6 +286,6 @@ class Tokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Detokenized(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The text of tokens, special ones included."""
+    """The text of tokens, including special ones."""
 
     prompt: str

@@ -1,7 +1,8 @@
-"""What the endpoints' answers share: identity, usage, choices collected from their deltas."""
+"""Building of answers: JSON in pieces, usage, choices, log-probabilities, event streams."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -12,22 +13,30 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.classification.classify import add_usage
-from cluster.http.memory_budget import MemoryAccount
+from cluster.http import response_types
+from cluster.http.cost import MemoryAccount
+from cluster.http.errors import error_body, outcome_of
+from cluster.http.request_context import RequestContext
 from cluster.http.request_log import fresh_id
 from cluster.http.response_types import PromptTokensDetails, TokenUsage
 from cluster.http.text import Delta, ShownToken
+from contracts.errors import ClientGoneError, TandemError
+from contracts.metrics import RequestOutcome
 from contracts.requests import Usage
+from models.text.tokenizer import Tokenizer
 
 Deltas = AsyncGenerator[tuple[int, Delta], None]
-Json = list[bytes]  # JSON text in pieces, never joined: an answer may be large
+Json = list[bytes]  # pieces of JSON text, never joined: an answer may be large
 
 SENT_AT_ONCE_BYTES = 1 << 18
-TEXT_OVERHEAD_BYTES = 64  # of a short string
+TEXT_OVERHEAD_BYTES = 64
 
 
 class ChunkedResponse(Response):
-    """Sent in pieces, each when the client has taken most of those before: what it has not yet
-    taken is still the request's."""
+    """A response sent in pieces, each when the client has read most of those before.
+
+    Unsent pieces stay charged to the request.
+    """
 
     media_type = "application/json"
 
@@ -44,7 +53,7 @@ class ChunkedResponse(Response):
 
 
 def _regrouped(pieces: Json) -> Iterator[bytes]:
-    """The same bytes, about SENT_AT_ONCE_BYTES at a time."""
+    """Yield the same bytes in pieces of about SENT_AT_ONCE_BYTES."""
     buffer = bytearray()
     for piece in pieces:
         for start in range(0, len(piece), SENT_AT_ONCE_BYTES):
@@ -67,7 +76,7 @@ def pieces_response(pieces: Json) -> Response:
 
 
 def json_object(fields: dict[str, Any], long: dict[str, Json]) -> Json:
-    """`fields`, at least one, and behind them those that are JSON already."""
+    """Return an object of `fields`, at least one, followed by fields that are JSON already."""
     pieces = [msgspec.json.encode(fields)[:-1]]
     for name, value in long.items():
         pieces += [b",", msgspec.json.encode(name), b":", *value]
@@ -84,7 +93,7 @@ def json_list(items: Iterable[Json]) -> Json:
 
 
 def response_fields(prefix: str, kind: str, model: str) -> dict[str, Any]:
-    """The fields that every chunk of an answer repeats."""
+    """Return the fields that every chunk of an answer repeats."""
     return {
         "id": f"{prefix}-{fresh_id()}",
         "object": kind,
@@ -94,7 +103,7 @@ def response_fields(prefix: str, kind: str, model: str) -> dict[str, Any]:
 
 
 class UsageTally:
-    """The request's usage: each prompt counts once, however many choices it has."""
+    """Usage of a request. Each prompt counts once, however many choices it has."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
@@ -109,7 +118,7 @@ class UsageTally:
 
 
 def token_usage(usages: Iterable[Usage], completion_tokens: int = 0) -> TokenUsage:
-    """The `usage` object of an OpenAI answer. usages: of its prompts."""
+    """Return OpenAI's `usage` object. usages: of the prompts."""
     total = add_usage(list(usages))
     return TokenUsage(
         prompt_tokens=total.prompt_tokens,
@@ -120,17 +129,16 @@ def token_usage(usages: Iterable[Usage], completion_tokens: int = 0) -> TokenUsa
 
 
 class LogprobsJson(Protocol):
-    """Log-probabilities as they will stand in the answer: as JSON, at once, for as objects they
-    take ten times as much."""
+    """Builder of log-probabilities as JSON. Objects would take ten times the memory."""
 
     def add(self, tokens: Sequence[ShownToken]) -> int:
-        """Returns how many bytes it has grown by."""
+        """Add tokens and return the growth in bytes."""
 
     def pieces(self) -> Json: ...
 
 
 class ChoiceBuilder:
-    """One choice, put together from its deltas. account: charged for what it holds."""
+    """One choice of an answer, built from its deltas and charged to `account`."""
 
     def __init__(self, logprobs: LogprobsJson | None, account: MemoryAccount) -> None:
         self._texts: list[str] = []
@@ -147,7 +155,7 @@ class ChoiceBuilder:
         return [b"null"] if self._logprobs is None else self._logprobs.pieces()
 
     def add(self, delta: Delta) -> None:
-        """Raises what charging the account does."""
+        """Add a delta. Raises what charging the account raises."""
         self._texts.append(delta.text)
         grown = TEXT_OVERHEAD_BYTES + len(delta.text)
         if self._logprobs is not None:
@@ -160,3 +168,173 @@ async def collect(deltas: Deltas, choices: Sequence[ChoiceBuilder]) -> None:
     async with aclosing(deltas):
         async for index, delta in deltas:
             choices[index].add(delta)
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[ShownToken], num_top: int
+) -> response_types.CompletionLogprobs:
+    """Return the form of /v1/completions: four parallel lists.
+
+    The first token of a prompt has no log-probability (null). `top_logprobs` includes the chosen
+    token, so it may have num_top + 1 entries; it is null if the rank returned no alternatives.
+    """
+    names: list[str] = []
+    values: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token in tokens:
+        name = token_name(tokenizer, token.token_id)
+        names.append(name)
+        offsets.append(token.offset)
+        if token.logprob is None:
+            values.append(None)
+            tops.append(None)
+            continue
+        values.append(token.logprob.logprob)
+        alternatives = {token_name(tokenizer, other): p for other, p in token.logprob.top}
+        known = alternatives or not num_top
+        tops.append({**alternatives, name: token.logprob.logprob} if known else None)
+    return response_types.CompletionLogprobs(
+        tokens=names, token_logprobs=values, top_logprobs=tops, text_offset=offsets
+    )
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[ShownToken]
+) -> response_types.ChatLogprobs:
+    """Return the form of /v1/chat/completions: one object per token, with its bytes."""
+    content = []
+    for token in tokens:
+        if token.logprob is None:
+            continue
+        top = [_alternative(tokenizer, *other) for other in token.logprob.top]
+        chosen = _alternative(tokenizer, token.token_id, token.logprob.logprob)
+        content.append(
+            response_types.ChatTokenLogprob(
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
+            )
+        )
+    return response_types.ChatLogprobs(content=content, refusal=None)
+
+
+class CompletionLogprobsBuilder:
+    """Builds `completion_logprobs` from slices of the tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+        self._tokenizer, self._num_top = tokenizer, num_top
+        self._lists: dict[str, Json] = {}
+
+    def add(self, tokens: Sequence[ShownToken]) -> int:
+        if not tokens:
+            return 0
+        grown = 0
+        lists = completion_logprobs(self._tokenizer, tokens, self._num_top)
+        for name, values in msgspec.structs.asdict(lists).items():
+            slices = self._lists.setdefault(name, [])
+            slices.append(msgspec.json.encode(values)[1:-1])
+            grown += len(slices[-1])
+        return grown
+
+    def pieces(self) -> Json:
+        if not self._lists:
+            return [msgspec.json.encode(completion_logprobs(self._tokenizer, [], self._num_top))]
+        pieces: Json = []
+        for name, slices in self._lists.items():
+            pieces += [b"," if pieces else b"{", msgspec.json.encode(name), b":"]
+            pieces += json_list([each] for each in slices)
+        return [*pieces, b"}"]
+
+
+class ChatLogprobsBuilder:
+    """Builds `chat_logprobs` from slices of the tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._slices: Json = []
+
+    def add(self, tokens: Sequence[ShownToken]) -> int:
+        content = chat_logprobs(self._tokenizer, tokens).content
+        if not content:
+            return 0
+        self._slices.append(msgspec.json.encode(content)[1:-1])
+        return len(self._slices[-1])
+
+    def pieces(self) -> Json:
+        content = json_list([each] for each in self._slices)
+        return [b'{"content":', *content, b',"refusal":null}']
+
+
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the token's text; `bytes:\\xe2\\x82` for a part of a character."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _alternative(tokenizer: Tokenizer, token_id: int, logprob: float) -> response_types.TopLogprob:
+    data = tokenizer.token_bytes(token_id)
+    return response_types.TopLogprob(
+        token=data.decode(errors="replace"), logprob=logprob, bytes=list(data)
+    )
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(body: object) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+class EventStream(Response):
+    """Response of server-sent events, each flushed as it comes.
+
+    `open` waits for the first event, so that an earlier failure has its HTTP status; a later
+    failure is sent as an error event.
+    """
+
+    def __init__(
+        self, ctx: RequestContext, first: bytes, rest: AsyncGenerator[bytes, None]
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._ctx = ctx
+        self._first = first
+        self._rest = rest
+
+    @classmethod
+    async def open(cls, ctx: RequestContext, frames: AsyncGenerator[bytes, None]) -> EventStream:
+        """Return the response once the first event exists. Call it inside `ctx.run`."""
+        try:
+            first = await anext(frames)
+        except BaseException:
+            await frames.aclose()
+            raise
+        return cls(ctx, first, frames)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._rest):
+                await self._ctx.run(self._pump(send))
+        except TandemError as error:
+            self._ctx.finish(outcome_of(error))
+            if not isinstance(error, ClientGoneError):
+                await self._send(send, sse(error_body(error)) + DONE, more=False)
+        except asyncio.CancelledError:
+            self._ctx.finish(RequestOutcome.CLIENT_GONE)
+            raise
+        finally:
+            self._ctx.finish(RequestOutcome.ERROR)
+
+    async def _pump(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        await self._send(send, self._first, more=True)
+        async for frame in self._rest:
+            await self._send(send, frame, more=True)
+        self._ctx.finish(RequestOutcome.OK)  # before the client sees the end and requests metrics
+        await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,27 +1,88 @@
-"""Request bodies, as msgspec decodes them. A field that nobody knows is refused by name, with the
-nearest one that is known (`body.py`); fields that are known but not supported are declared, so that
-values which change nothing can be let through."""
+"""Request bodies of the HTTP API, as msgspec decodes them.
+
+The bounds that a field declares are enforced by the decoder and shown in the OpenAPI document.
+Bounds that depend on the model or the configuration are checked in `body.py` and by the endpoints.
+Unknown fields are rejected. Fields that are known but not supported are declared, so that values
+without effect can be accepted.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from cluster.classification.classify import MAX_LABELS
-from cluster.http import field_bounds as bounds
-from cluster.http.field_bounds import described, shown, unsupported
 from contracts.requests import Priority, Sampling
+from contracts.sampling_limits import (
+    INT64,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKENS,
+    RANGES,
+)
+
+Schema = dict[str, Any]
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_N = 128
+MAX_CHOICE_CHARACTERS = 8192  # of all choices together
+MAX_CACHE_SALT_CHARACTERS = 1024
+MAX_LABEL_TOKENS = 1024
+NULL: Schema = {"type": "null"}
+
+
+def _range(name: str) -> Meta:
+    low, high = RANGES[name]
+    return Meta(ge=low, le=high)
+
+
+def documented(**schema: Any) -> Meta:
+    """JSON Schema keywords for the document. A check elsewhere enforces them."""
+    return Meta(extra_json_schema=schema)
+
+
+def unsupported(*neutral: Any) -> Meta:
+    """Metadata of an unsupported field. It accepts null and the values `neutral`."""
+    return Meta(
+        description="Not supported. Only values that change nothing are accepted.",
+        extra_json_schema={"enum": [None, *neutral]},
+        extra={"neutral": neutral},
+    )
+
+
+def described(description: str) -> Meta:
+    return Meta(description=description)
+
+
+Text = Annotated[str, Meta(min_length=1)]
+TokenId = Annotated[int, Meta(ge=0)]
+_Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Choices = Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
+Unused = Annotated[Any, Meta(description="Not supported.", extra_json_schema=NULL)]
+RequestPriority = Annotated[
+    Annotated[str, documented(enum=[priority.label for priority in Priority])]
+    | Annotated[int, Meta(ge=0)]
+    | None,
+    described("Latency-sensitive (ls, 0) goes before best-effort (be, above 0)."),
+]
+CacheSalt = Annotated[
+    Annotated[str, Meta(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None,
+    described("Only requests with the same salt share cached prefixes."),
+]
 
 
 class StrictFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Other fields than those declared are refused."""
+    """A body that rejects undeclared fields."""
 
 
 class IgnoredFields(StrictFields, kw_only=True):
-    """Accepted and ignored, whatever they hold: what OpenAI's clients send about a request (for
-    whom it is, what to keep of it, how to bill and cache it) and that does not change its answer.
-    """
+    """Fields that OpenAI clients send and that do not affect the answer. Any value is accepted."""
 
     user: Any = None
     metadata: Any = None
@@ -30,18 +91,24 @@ class IgnoredFields(StrictFields, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None  # there are no tools to call
-    request_id: Any = None  # vLLM's; the header X-Request-Id names a request here
+    parallel_tool_calls: Any = None
+    request_id: Any = None  # vLLM's; here the header X-Request-Id names a request
 
 
 class PrioritizedFields(IgnoredFields, kw_only=True):
-    """Of a request that runs as LS or BE."""
+    """Fields of a request that runs in a priority class."""
 
-    priority: bounds.RequestPriority = None
-    service_tier: bounds.ServiceTier = None
+    priority: RequestPriority = None
+    service_tier: Annotated[
+        Literal["auto", "default", "flex", "priority", "scale"] | None,
+        described("OpenAI's name of a class: flex is be, priority is ls, others the key's class."),
+    ] = None
+    cache_salt: CacheSalt = None
 
 
 class UnsupportedFields(PrioritizedFields, kw_only=True):
+    """Fields of OpenAI and vLLM that are not supported."""
+
     allowed_token_ids: Annotated[Any, unsupported()] = None
     audio: Annotated[Any, unsupported()] = None
     bad_words: Annotated[Any, unsupported([])] = None
@@ -73,68 +140,115 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(StrictFields, kw_only=True):
-    """include_obfuscation: OpenAI pads its chunks with it against listeners; ignored."""
+    """Options of a stream. `include_obfuscation` is OpenAI's padding of chunks; it is ignored."""
 
     include_usage: bool | None = None
     include_obfuscation: Any = None
 
 
 class StructuredOutputs(StrictFields, kw_only=True):
-    """vLLM's name for guided decoding, of which choice is supported."""
+    """Guided decoding as vLLM names it. Only `choice` is supported."""
 
-    choice: bounds.Choices | None = None
-    grammar: bounds.Unused = None
-    json: bounds.Unused = None
-    json_object: bounds.Unused = None
-    regex: bounds.Unused = None
-    structural_tag: bounds.Unused = None
+    choice: Choices | None = None
+    grammar: Unused = None
+    json: Unused = None
+    json_object: Unused = None
+    regex: Unused = None
+    structural_tag: Unused = None
 
 
 class GenerationBody(UnsupportedFields, kw_only=True):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     model: str
-    max_tokens: int | None = None
-    temperature: bounds.Temperature = None
-    top_p: bounds.TopP = None
-    top_k: bounds.TopK = None
-    min_p: bounds.MinP = None
-    seed: bounds.Seed = None
-    presence_penalty: bounds.Penalty = None
-    frequency_penalty: bounds.Penalty = None
-    repetition_penalty: bounds.RepetitionPenalty = None
-    logit_bias: bounds.LogitBias = None
-    stop: bounds.Stop = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    guided_choice: bounds.GuidedChoice = None
+    max_tokens: Annotated[Annotated[int, Meta(ge=0)] | None, described("0 only with echo.")] = None
+    temperature: Annotated[
+        Annotated[float, _range("temperature")] | None,
+        described(
+            "Below 1e-5: the likeliest token. Applied in this order, as in vLLM: choices,"
+            " min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty,"
+            " temperature, min_p, top_k, top_p. logprobs are of the distribution before all that."
+        ),
+    ] = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=INT64 - 1)] | None, described("-1 and 0: no limit.")
+    ] = None
+    min_p: Annotated[
+        Annotated[float, _range("min_p")] | None,
+        described("Relative to the likeliest token's probability."),
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=-INT64, le=INT64 - 1)] | None,
+        described("Choice i of a prompt draws from seed + i."),
+    ] = None
+    presence_penalty: Annotated[
+        Annotated[float, _range("presence_penalty")] | None, described("Of generated tokens.")
+    ] = None
+    frequency_penalty: Annotated[
+        Annotated[float, _range("frequency_penalty")] | None, described("Of generated tokens.")
+    ] = None
+    repetition_penalty: Annotated[
+        Annotated[float, _range("repetition_penalty")] | None, described("Of all tokens.")
+    ] = None
+    logit_bias: Annotated[
+        Annotated[
+            dict[
+                Annotated[str, Meta(pattern="^[0-9]{1,10}$")],
+                Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)],
+            ],
+            Meta(max_length=MAX_BIASES),
+        ]
+        | None,
+        described("By token id."),
+    ] = None
+    stop: _Stop | Annotated[list[_Stop], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    min_tokens: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        described("Nothing ends the answer before; at most max_tokens. Not with choices."),
+    ] = None
+    guided_choice: Annotated[
+        Choices | None,
+        described(
+            f"The answer is one of these texts, of {MAX_CHOICE_CHARACTERS} characters together."
+        ),
+    ] = None
     structured_outputs: StructuredOutputs | None = None
-    n: int | None = None
-    best_of: bounds.BestOf = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_N)] | None, described("Only as large as n.")
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    cache_salt: bounds.CacheSalt = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
+    """The body of /v1/completions."""
+
     prompt: str | list[str | int | list[int]]
-    logprobs: Annotated[bounds.Logprobs, described("Alternatives per token.")] = None
+    logprobs: Annotated[Logprobs, described("Alternatives per token.")] = None
     echo: bool | None = None
 
 
 class ContentPart(StrictFields, kw_only=True):
-    type: Annotated[str, shown(const="text")]
+    """A part of a message. Only text is supported."""
+
+    type: Annotated[str, documented(const="text")]
     text: str | None = None
-    image_url: Any = None  # parts of other types are refused by that
+    image_url: Any = None
     input_audio: Any = None
     file: Any = None
     refusal: Any = None
 
 
 class ChatMessage(StrictFields, kw_only=True):
-    """Of refusal, annotations, audio and function_call only null is of use: a client that sends an
-    answer back as it came sends them too. They go to no template."""
+    """A message.
+
+    `refusal`, `annotations`, `audio` and `function_call` are accepted because clients return
+    answers as they received them; templates do not receive them.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
@@ -148,19 +262,27 @@ class ChatMessage(StrictFields, kw_only=True):
     function_call: Any = None
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
+
+
 class ChatBody(GenerationBody, kw_only=True):
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[
-        bounds.Logprobs, described("Alternatives per token; needs logprobs.")
+    """The body of /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, described("Default: what fits behind the prompt.")
     ] = None
-    echo: Annotated[bool | None, shown(enum=[None, False])] = None
+    max_completion_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, described("Takes precedence over max_tokens.")
+    ] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Logprobs, described("Alternatives per token; needs logprobs.")] = None
+    echo: Annotated[bool | None, documented(enum=[None, False])] = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-# By the field in whose value they stand.
+# Structs by the field that holds them.
 NESTED: dict[str, type[msgspec.Struct]] = {
     "stream_options": StreamOptions,
     "structured_outputs": StructuredOutputs,
@@ -170,44 +292,49 @@ NESTED: dict[str, type[msgspec.Struct]] = {
 
 
 class ClassifyBody(PrioritizedFields, kw_only=True):
+    """The body of /v1/classify."""  # `classify.check_task` bounds labels and template
+
     model: str
-    input: str | list[str]
+    input: Text | Annotated[list[Text], Meta(min_length=1)]
     labels: Annotated[
-        list[Annotated[str, shown(pattern=r"\S")]],
-        shown(minItems=1, maxItems=MAX_LABELS, uniqueItems=True),
+        list[Annotated[str, documented(pattern=r"\S")]],
+        documented(minItems=1, maxItems=MAX_LABELS, uniqueItems=True),
     ]
     prefix: str | None = None
     multi_label: Annotated[
         bool | None, described("Each label by itself: yes or no? Needs a template with {label}.")
     ] = None
     template: Annotated[
-        Annotated[str, shown(pattern=r"\{text\}")] | None,
+        Annotated[str, documented(pattern=r"\{text\}")] | None,
         described(
             "{text}, {prefix}, with multi_label {label}, are filled in. {options}"
             " lists the labels, a letter each: the letters are then scored. A label's score is the"
             " sum of its tokens' log-probabilities, not divided by its length."
         ),
     ] = None
-    cache_salt: bounds.CacheSalt = None
 
 
 class ScoreBody(PrioritizedFields, kw_only=True):
+    """The body of /v1/score."""
+
     query: str | list[int]
     items: str | list[str | list[int]]
-    label_token_ids: list[int]
+    label_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LABEL_TOKENS)]
     apply_softmax: bool = False
     item_first: bool = False
     model: str | None = None
-    cache_salt: bounds.CacheSalt = None
 
 
 class TokenizeBody(IgnoredFields, kw_only=True):
-    """One of prompt and messages. add_special_tokens: None: true for a prompt, false for messages,
-    whose template has them."""
+    """The body of /tokenize: a prompt or messages.
+
+    By default `add_special_tokens` is true for a prompt and false for messages, whose template adds
+    them.
+    """
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -215,13 +342,18 @@ class TokenizeBody(IgnoredFields, kw_only=True):
 
 
 class DetokenizeBody(IgnoredFields, kw_only=True):
+    """The body of /detokenize."""
+
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation request's fields after checking. `sampling.max_tokens` and `sampling.choices`
-    are set per prompt; max_tokens None: not stated. choices_field: what `choices` came in."""
+    """Checked fields of a generation request.
+
+    `sampling.max_tokens` and `sampling.choices` are set per prompt. max_tokens: None if the request
+    does not set it. choices_field: the request's field that holds `choices`.
+    """
 
     sampling: Sampling
     max_tokens: int | None
@@ -235,8 +367,10 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API must know of the model. vocab_size: rows of the embedding (token ids beyond it
-    are refused), which may be more than the tokenizer has."""
+    """The served model as the API knows it.
+
+    vocab_size: rows of the embedding, which may exceed the tokenizer's; larger ids are rejected.
+    """
 
     name: str
     max_context_tokens: int

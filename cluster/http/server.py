@@ -1,21 +1,22 @@
-"""The ingress's own HTTP front: uvicorn in the replica's event loop, behind sockets of our own.
+"""The ingress's own HTTP server: uvicorn in the replica's event loop, behind our own listener.
 
 Through Serve's proxy each streamed chunk is an item of a Ray generator (0.5 to 0.8 ms); here it is
-a write to the client's socket. `front_listener` accepts, `front_protocol` bounds what a client may
-send and how long it may take, `front_connections` says who goes when there is no room.
+a write to the client's socket. `protocol.py` bounds what a client may send and how slowly,
+`connections.py` decides which connection closes when there is no room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -23,7 +24,6 @@ from starlette.types import ASGIApp
 
 from cluster.http.connections import ConnectionTable, connection_limit, connection_timeouts
 from cluster.http.errors import TooManyConnectionsError
-from cluster.http.listener import HttpListener
 from cluster.http.protocol import HttpProtocol, refusal
 from contracts.config import LOOPBACK, HttpConfig
 from contracts.errors import ConfigError, ResourceError
@@ -32,12 +32,12 @@ from contracts.logs import event
 log = logging.getLogger("tandem.front")
 
 START_TIMEOUT_S = 10.0
-BIND_TIMEOUT_S = 8.0  # a replica that this one replaces may take a while to end
+BIND_TIMEOUT_S = 8.0  # a replaced replica may still be ending
 RETRY_AFTER_S = 1
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn's server with listeners of our own."""
+    """uvicorn's server with our own listeners."""
 
     def __init__(self, app: ASGIApp, http: HttpConfig, listening: socket.socket) -> None:
         settings = uvicorn.Config(
@@ -47,7 +47,7 @@ class UvicornServer(uvicorn.Server):
             lifespan="off",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # nothing here depends on a client's address
+            proxy_headers=False,  # client addresses are not used
             server_header=False,
             root_path=http.root_path,
             timeout_graceful_shutdown=2,
@@ -82,20 +82,20 @@ class UvicornServer(uvicorn.Server):
         self.listening.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
+        """Sweep the connections. Called ten times a second."""
         self.connections.sweep()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are for the process, not for its front
+        yield  # the process handles signals
 
 
 class HttpServer:
-    """Serves `app` as long as its replica lives. Serve runs the app's lifespan, not this."""
+    """Serves `app` while its replica lives. Serve, not this server, runs the app's lifespan."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig, *, shares_port: bool = False) -> None:
-        """shares_port: others like it listen on the same port."""
+        """Create the server. shares_port: servers of other replicas listen on the same port."""
         self._shares_port = shares_port
         self._app = app
         self._config = config
@@ -103,7 +103,7 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns once the port answers. Raises ResourceError if it is taken, and stays so."""
+        """Return once the port answers. Raises ResourceError if it stays in use."""
         config = self._config
         is_shown = config.api_keys and config.metrics_key is None
         if is_shown and config.host not in LOOPBACK:
@@ -121,21 +121,20 @@ class HttpServer:
             self._task.result()
 
     def check(self) -> None:
-        """Raises what ended it, though nobody asked it to."""
+        """Raise the error that stopped the server, if it stopped by itself."""
         if self._task is not None and self._task.done():
             self._task.result()
             raise ResourceError(f"the HTTP front on port {self.port} has ended")
 
     async def close(self) -> None:
-        """Ends it: requests at work have 2 s."""
+        """Stop the server. Requests at work have 2 s."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await self._task
 
 
 def check_public(http: HttpConfig) -> None:
-    """Raises ConfigError where whoever reaches this machine could use the model, and nobody said
-    that this is meant."""
+    """Raise ConfigError if a public server has no keys and http.open is not set."""
     if http.host not in LOOPBACK and not http.has_keys and not http.allow_public:
         raise ConfigError(
             f"http.host={http.host} without http.api_keys: whoever reaches it could use the model; "
@@ -144,7 +143,7 @@ def check_public(http: HttpConfig) -> None:
 
 
 def check_tls(http: HttpConfig) -> None:
-    """Raises ConfigError if http.tls_certificate and http.tls_key cannot be used."""
+    """Raise ConfigError if http.tls_certificate and http.tls_key cannot be used."""
     if http.tls_certificate is None or http.tls_key is None:
         return
     for name, path in (("tls_certificate", http.tls_certificate), ("tls_key", http.tls_key)):
@@ -171,17 +170,18 @@ async def _bind_with_retry(host: str, port: int, shares_port: bool) -> socket.so
 
 
 def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
-    """A bound TCP socket, the only one of its port: whoever binds the same must listen elsewhere.
-    shares_port: but for others of this user that share it too, among which Linux deals connections
-    out. Raises ResourceError that names host, port and what to do."""
+    """Return a bound TCP socket that owns its port. Raises ResourceError.
+
+    shares_port: other processes of this user may share it; Linux distributes the connections.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after an end, at once
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow a restart at once
         if shares_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
-        listener.listen(1)  # two may bind one address as long as neither listens
+        listener.listen(1)  # two sockets may bind one address until one listens
     except OSError as error:
         listener.close()
         raise ResourceError(
@@ -191,14 +191,14 @@ def bind(host: str, port: int, *, shares_port: bool = False) -> socket.socket:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now."""
+    """Return an unused loopback port."""
     with bind("127.0.0.1", 0) as listener:
         port: int = listener.getsockname()[1]
     return port
 
 
 def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:
-    """What a client is told that is one too many; nothing where only a handshake would do."""
+    """Return the answer for a connection beyond the limit; empty with TLS."""
     if is_tls:
         return b""
     error = TooManyConnectionsError(
@@ -206,3 +206,113 @@ def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:
         f"{RETRY_AFTER_S} s"
     )
     return refusal(error, more=f"retry-after: {RETRY_AFTER_S}\r\n")
+
+
+ACCEPTS_A_TURN = 64  # then the event loop continues
+BACKLOG = 2048
+PAUSE_S = 0.5
+OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class HttpListener:
+    """Accepts the connections of one socket. Has the interface that uvicorn expects of a server.
+
+    The event loop's own server admits all clients, does not count them before the TLS handshake
+    ends, and without free descriptors spins (asyncio) or silently drops clients (uvloop).
+
+    refusal: the answer for a client without room; empty with TLS.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        connections: ConnectionTable,
+        make: Callable[[str], HttpProtocol],
+        *,
+        tls: ssl.SSLContext | None,
+        handshake_s: float,
+        refusal: Callable[[], bytes],
+    ) -> None:
+        self.sockets = (listening,)
+        self._listening = listening
+        self._connections = connections
+        self._make = make
+        self._tls = tls
+        self._handshake_s = handshake_s
+        self._refusal = refusal
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        listening.listen(BACKLOG)
+        self._loop.add_reader(listening.fileno(), self._accept)
+
+    def close(self) -> None:
+        if self._listening.fileno() < 0:
+            return
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listening.fileno())
+        self._listening.close()
+
+    async def wait_closed(self) -> None:
+        """Return at once: `close` leaves nothing open."""
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_A_TURN):
+            try:
+                sock, address = self._listening.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in OUT_OF_DESCRIPTORS:
+                    self._pause_accepting(error)
+                    return
+                continue  # closed by the client
+            sock.setblocking(False)
+            self._admit(sock, str(address[0]) if address else "")
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Pause while the process has no free descriptors. One idle connection closes."""
+        self._connections.make_room()
+        event(
+            log,
+            "accept_failed",
+            logging.WARNING,
+            error=error.strerror,
+            open=len(self._connections),
+            hint="lower http.max_connections, or raise ulimit -n",
+        )
+        self._loop.remove_reader(self._listening.fileno())
+        self._pause = self._loop.call_later(
+            PAUSE_S, self._loop.add_reader, self._listening.fileno(), self._accept
+        )
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        protocol = self._make(address)
+        if not self._connections.admit(protocol):
+            with contextlib.suppress(OSError):
+                sock.send(self._refusal())
+                sock.shutdown(socket.SHUT_WR)
+            sock.close()
+            return
+        opening = self._loop.create_task(self._open(sock, protocol))
+        protocol.opening = opening
+        # Not in the task itself: a task that is cancelled before it starts runs no code.
+        opening.add_done_callback(functools.partial(self._opened, sock, protocol))
+
+    async def _open(self, sock: socket.socket, protocol: HttpProtocol) -> None:
+        """Attach the socket to the protocol, which then owns it; with TLS after the handshake."""
+        more = {"ssl_handshake_timeout": self._handshake_s} if self._tls is not None else {}
+        await self._loop.connect_accepted_socket(lambda: protocol, sock, ssl=self._tls, **more)
+
+    def _opened(
+        self, sock: socket.socket, protocol: HttpProtocol, opening: asyncio.Task[None]
+    ) -> None:
+        protocol.opening = None
+        error = None if opening.cancelled() else opening.exception()
+        if error is None and not opening.cancelled():
+            return
+        sock.close()
+        self._connections.leave(protocol)
+        if error is not None and not isinstance(error, OSError):  # OSError: a failed handshake
+            event(log, "connection_setup_failed", logging.ERROR, error)

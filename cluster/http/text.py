@@ -1,28 +1,34 @@
-"""Token events to text: incremental detokenisation, stop strings, log-probabilities, usage.
+"""Text of requests and sequences: tokenization in threads, detokenization, stop strings.
 
-Stop strings. A stop that could still be completed is held back, so that no part of it is shown:
+Text that may be the beginning of a stop string is held back:
 
     decoded     The answer is 42.\\n\\nQues          stop "\\n\\nQuestion"
     shown       The answer is 42.                  held "\\n\\nQues"
 
-The stop that is *completed first* ends the text, and among those the one that began first: so the
-result does not depend on how the tokens arrived.
+The stop string that is *completed first* ends the text, and among those the one that began first:
+the result does not depend on how the tokens were batched.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from contracts.messages import Finished, TokenLogprob, Tokens
-from contracts.requests import Usage
-from models.text.tokenizer import Tokenizer
+from contracts.requests import Priority, Usage
+from models.text.encoding_steps import Charge, EncodingSteps, finish
+from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
+
+SLICE_TOKENS = 256  # per turn of the event loop
 
 
 class StopStrings:
-    """Lets text through up to the first stop. Pure; linear in the text for given stops."""
+    """Passes text through up to the first stop string. Linear in the text for given stops."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -30,8 +36,10 @@ class StopStrings:
         self.hit = False
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """What may be shown now. After a hit, nothing. may_end: a stop that `text` completes is a
-        hit; else it is text like any other."""
+        """Return the text that may be shown now; nothing after a hit.
+
+        may_end: a stop string that `text` completes is a hit; otherwise it is plain text.
+        """
         if self.hit:
             return ""
         if not self._stops:
@@ -54,7 +62,7 @@ class StopStrings:
 
 
 def _partial_match(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -62,7 +70,7 @@ def _partial_match(text: str, stop: str) -> int:
 
 
 class ShownToken(msgspec.Struct, frozen=True):
-    """A token with its log-probability, and where in the text it begins (in characters)."""
+    """A token with its log-probability and its offset in the text, in characters."""
 
     token_id: int
     offset: int
@@ -70,7 +78,7 @@ class ShownToken(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one arrival adds. finish_reason: "stop" or "length" with the last one."""
+    """The additions of one arrival. finish_reason: "stop" or "length" in the last one."""
 
     text: str
     tokens: list[ShownToken]
@@ -78,12 +86,12 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class SequenceText:
-    """Assembles the text of one generated sequence.
+    """The text of one generated sequence.
 
-    A token's log-probability is given out with the text that the token begins; tokens that a stop
-    string cuts off are not shown but do count in `usage`. Tokens of hidden_ids add no text; they
-    are listed, with an empty piece of it, if lists_hidden. A stop string that one of the first
-    `stops_after` tokens completes ends nothing.
+    A token is listed with the text that it begins. Tokens that a stop string cuts off are not
+    listed but count in `usage`. Tokens of hidden_ids add no text; they are listed with empty text
+    if lists_hidden. A stop string that one of the first `stops_after` tokens completes is plain
+    text.
     """
 
     def __init__(
@@ -113,7 +121,7 @@ class SequenceText:
         return msgspec.structs.replace(self._usage, completion_tokens=self.completion_tokens)
 
     def push(self, events: Sequence[Tokens | Finished]) -> Delta:
-        """The delta of one arrival. With a finish_reason nothing more is to be pushed."""
+        """Return the delta of one arrival. A delta with a finish_reason is the last one."""
         pieces: list[str] = []
         for event in events:
             if isinstance(event, Finished):
@@ -129,8 +137,10 @@ class SequenceText:
         return self._delta(pieces, None)
 
     def _take(self, event: Tokens, pieces: list[str]) -> bool:
-        """Adds the event's tokens, one by one: usage must not depend on how they were batched.
-        True once a stop string is complete."""
+        """Add the event's tokens one by one. Return True once a stop string is complete.
+
+        Usage must not depend on how tokens are batched.
+        """
         for index, token_id in enumerate(event.token_ids):
             self.completion_tokens += 1
             is_hidden = token_id in self._hidden_ids
@@ -150,7 +160,7 @@ class SequenceText:
         pieces.append(self._stops.push(decoded, may_end=may_end))
 
     def _finish(self, pieces: list[str], reason: str) -> Delta:
-        """The last delta. The flushed rest may itself complete a stop."""
+        """Return the last delta. The flushed rest may itself complete a stop string."""
         self.finished = True
         if not self._stops.hit:
             self._add(self._detokenizer.flush(), pieces)
@@ -167,3 +177,84 @@ class SequenceText:
         while self._pending and (everything or self._pending[0].offset < self._shown):
             tokens.append(self._pending.popleft())
         return Delta(text, tokens, reason)
+
+
+Result = TypeVar("Result")
+
+
+class _Done(NamedTuple):
+    value: object
+
+
+class TokenizerPool:
+    """Tokenization in threads, a piece at a time, on one event loop.
+
+        request A   [piece] [piece] [piece] ...        each piece is submitted when the previous
+        request B           [piece] ...                one is done: requests take turns
+
+    A request whose client disconnects stops after its current piece. Best-effort requests have one
+    thread of their own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, threads: int) -> None:
+        self.tokenizer = tokenizer
+        self._pools = {
+            Priority.LS: ThreadPoolExecutor(threads, thread_name_prefix="tokenizing"),
+            Priority.BE: ThreadPoolExecutor(1, thread_name_prefix="tokenizing-be"),
+        }
+
+    async def run(
+        self,
+        steps: EncodingSteps[Result],
+        characters: int,
+        charge: Charge,
+        priority: Priority = Priority.LS,
+    ) -> Result:
+        """Return the result of `steps`.
+
+        characters: approximate length of the text; short texts run in the event loop.
+        charge: called with the tokens of each step; an error that it raises ends the steps.
+        """
+        if characters <= THREAD_ABOVE_CHARACTERS:
+            return finish(steps, charge)
+        loop = asyncio.get_running_loop()
+        while True:
+            done = await loop.run_in_executor(self._pools[priority], _advance, steps)
+            if isinstance(done, _Done):
+                return done.value  # type: ignore[return-value]
+            charge(done)
+
+    async def encode(
+        self,
+        texts: Iterable[str],
+        charge: Charge,
+        *,
+        param: str,
+        characters: int,
+        max_tokens: int | None = None,
+        add_special_tokens: bool = True,
+        priority: Priority = Priority.LS,
+    ) -> list[list[int]]:
+        """Run `Tokenizer.encode_steps`. characters: of all texts."""
+        steps = self.tokenizer.encode_steps(
+            texts, param=param, max_tokens=max_tokens, add_special_tokens=add_special_tokens
+        )
+        return await self.run(steps, characters, charge, priority)
+
+
+def _advance(steps: EncodingSteps[object]) -> int | _Done:
+    """Run one step: return its tokens, or the result: a future cannot hold a StopIteration."""
+    try:
+        return next(steps)
+    except StopIteration as end:
+        return _Done(end.value)
+
+
+async def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+    """Return the text of `token_ids`, special tokens included."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
+    texts = []
+    for start in range(0, len(token_ids), SLICE_TOKENS):
+        texts.append(detokenizer.push(token_ids[start : start + SLICE_TOKENS]))
+        await asyncio.sleep(0)
+    return "".join([*texts, detokenizer.flush()])

@@ -1,1 +1,1 @@
-"""From the ingress to a rank: connections, places, and which one takes a request."""
+"""Routing from the ingress to the ranks: connections, placement, admission."""

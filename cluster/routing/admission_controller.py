@@ -1,9 +1,9 @@
-"""Slots of sequences of one class that wait for a first answer, and who waits for a slot.
+"""Admission control: slots of sequences that wait for a first answer, and the queue for slots.
 
-A client's request is admitted or refused with its first sequence, which needs one slot of any that
-are free. Its later ones are patient: they leave some slots to the first ones of others, and wait
-in a line for the rest, by turns (planner/scheduling/fair_queue.py). While others are in that line,
-none of them holds more than its share.
+A client's request is admitted or rejected with its first sequence, which takes any free slot. Its
+later sequences leave some slots to the first sequences of others and wait in a fair queue
+(planner/scheduling/fair_queue.py) for the rest. While others wait, no request holds more than its
+share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_set import RoutingConfig
 from contracts.clock import Clock
 from contracts.errors import OverloadError
 from contracts.messages import Submit
@@ -27,10 +27,11 @@ _Owner = tuple[bytes, int]
 
 
 class WaitQueue:
-    """On one event loop. slots: how many there are now. Every slot that was taken is left once.
+    """Slots of one class, and a fair queue for them. Belongs to one event loop.
 
-    share: of the slots, what one request may hold while others are in line, and what is kept for
-    first sequences.
+    slots: returns the current number of slots. Each acquired slot must be released once.
+    share: fraction of the slots that one request may hold while others wait, and that is reserved
+    for first sequences.
     """
 
     def __init__(self, slots: Callable[[], int], share: float) -> None:
@@ -42,14 +43,14 @@ class WaitQueue:
         self._owner_of: dict[asyncio.Future[None], _Owner] = {}
 
     def acquire_nowait(self, caller: Caller) -> bool:
-        """Takes a slot for a first sequence, if there is one."""
+        """Take a slot for a first sequence, if one is free."""
         if self.in_use >= self._slots():
             return False
         self._allocate(_owner_of(caller))
         return True
 
     async def acquire(self, caller: Caller) -> None:
-        """Returns with a slot."""
+        """Wait for a slot for a later sequence."""
         owner = _owner_of(caller)
         if not len(self._waiters) and self._has_slot:
             self._allocate(owner)
@@ -77,7 +78,7 @@ class WaitQueue:
         self.grant_slots()
 
     def grant_slots(self) -> None:
-        """Gives free slots to those in line, one by one; call it when there may be more."""
+        """Give free slots to waiting sequences. Call it when the number of slots may have grown."""
         while len(self._waiters) and self._has_slot:
             waiter = self._waiters.peek()
             assert waiter is not None
@@ -85,13 +86,13 @@ class WaitQueue:
                 waiter = next(self._waiters.ahead(self._has_share), waiter)
             self._waiters.take(waiter)
             owner = self._owner_of.pop(waiter)
-            if not waiter.done():  # cancelled, and not yet told
+            if not waiter.done():  # else cancelled
                 self._allocate(owner)
                 waiter.set_result(None)
 
     @property
     def _has_slot(self) -> bool:
-        """For those who are patient."""
+        """Return whether a slot is free for later sequences."""
         slots = self._slots()
         return self.in_use < max(1, slots - int(self._share * slots))
 
@@ -107,23 +108,26 @@ def _owner_of(caller: Caller) -> _Owner:
     return caller.tenant, caller.request
 
 
-JITTER = 0.1  # those who are refused together do not come back together
-RESERVABLE_FRACTION = 0.9  # of what drains: the rest takes up how unevenly they come
-LOW_LOAD_FRACTION = 0.25  # of the longest wait or the slots: with less ahead, promises do not count
+JITTER = 0.1  # spreads the retries of requests that are rejected together
+RESERVABLE_FRACTION = 0.9  # of the drain rate; the rest absorbs uneven arrivals
+LOW_LOAD_FRACTION = 0.25  # of the limits; below it, reservations do not count
 
 
 class AdmissionController:
-    """On one event loop. slots: how many each class has now. Work is in prompt tokens."""
+    """Admission control for one pipeline, on one event loop. Work is counted in prompt tokens.
+
+    slots: returns the current number of slots of each class.
+    """
 
     def __init__(self, slots: Callable[[], int], config: RoutingConfig, clock: Clock) -> None:
         self._slots = slots
         self._config = config
         self._clock = clock
-        self._backlog = _Backlog(slots)  # of both classes: how fast the ranks are
+        self._backlog = _Backlog(slots)  # of both classes
         self._states = {priority: _ClassState(slots, config) for priority in Priority}
 
     def acquire_nowait(self, submit: Submit) -> None:
-        """Takes a slot for the first sequence of a request. Raises OverloadError."""
+        """Take a slot for the first sequence of a request. Raises OverloadError."""
         state, now_s = self._states[submit.priority], self._clock()
         key = tenant, _ = submit.caller.tenant, hash(tuple(submit.token_ids))
         state.reservations.expire(now_s)
@@ -144,17 +148,20 @@ class AdmissionController:
         raise self._refusal(submit.priority, wait_s, too_long=state.ahead_tokens > limit)
 
     async def acquire(self, submit: Submit) -> None:
-        """Returns with a slot for a later sequence of a request that was let in."""
+        """Wait for a slot for a later sequence of an admitted request."""
         await self._states[submit.priority].queue.acquire(submit.caller)
         self._count(submit, 1, wait_for_slot=True)
 
     def release(self, submit: Submit, *, wait_for_slot: bool) -> None:
-        """It has its first answer, or is gone. patient: it came in through `acquire`."""
+        """Release the slot of a sequence that has its first answer, or has ended.
+
+        wait_for_slot: the slot was taken by `acquire`.
+        """
         self._count(submit, -1, wait_for_slot=wait_for_slot)
         self._states[submit.priority].queue.release(submit.caller)
 
     def grant_slots(self) -> None:
-        """There may be more slots than there were."""
+        """Give out slots after their number may have grown."""
         for state in self._states.values():
             state.queue.grant_slots()
 
@@ -166,8 +173,10 @@ class AdmissionController:
             backlog.count(sign, tokens, self._clock())
 
     def _limit_tokens(self, priority: Priority, now_s: float) -> float:
-        """So much may wait of a class that the next one is answered in time. BE has its share of
-        what the ranks can do, and no more for certain; LS has what that leaves."""
+        """Return the tokens of a class that may wait so that the next request starts in time.
+
+        BE is certain of its share of the ranks' throughput only; LS has the rest.
+        """
         config, rate = self._config, self._backlog.drain.per_second(now_s)
         if priority is Priority.LS:
             share = 1 - config.be_share if self._states[Priority.BE].backlog.tokens else 1.0
@@ -195,13 +204,13 @@ class AdmissionController:
 
 
 class _Backlog:
-    """What waits, and how fast it leaves while there is enough of it to tell."""
+    """Waiting work, and the rate at which it drains while there is enough to measure."""
 
     def __init__(self, slots: Callable[[], int]) -> None:
         self.sequences = self.tokens = 0
         self.drain = DrainRate()
         self._slots = slots
-        self._since_s = 0.0  # when what comes next was begun, about
+        self._since_s = 0.0  # approximate start of the next sequence
 
     def count(self, sign: int, tokens: int, now_s: float) -> None:
         enough = min(BACKLOG, self._slots())
@@ -218,27 +227,27 @@ class _Backlog:
 
 
 class _ClassState:
-    """Of one class."""
+    """Admission state of one priority class."""
 
     def __init__(self, slots: Callable[[], int], config: RoutingConfig) -> None:
         self.queue = WaitQueue(slots, config.request_share)
         self.backlog = _Backlog(slots)
         self.reservations = RetryReservations()
-        self.first_tokens = 0  # of the first sequences of requests
+        self.first_tokens = 0  # of first sequences
 
     @property
     def ahead_tokens(self) -> int:
-        """Of somebody who comes now: first sequences take turns with the later ones of others."""
+        """Tokens ahead of a new request: first sequences alternate with later ones of others."""
         later_tokens = self.backlog.tokens - self.first_tokens
         return self.first_tokens + min(self.first_tokens, later_tokens)
 
     @property
     def mean_tokens(self) -> float:
-        """Of those that wait, on average."""
+        """Mean tokens of a waiting sequence."""
         return self.backlog.tokens / max(1, self.backlog.sequences)
 
     def excess_tokens(self, tenant: bytes, slots: int, limit: float) -> float:
-        """By how much too much is ahead of a tenant's newcomer; 0: it is not too much."""
+        """Return by how many tokens the work ahead of a tenant's new request exceeds the limits."""
         sequences, tokens = float(self.queue.in_use), float(self.ahead_tokens)
         if max(sequences / slots, tokens / limit) > LOW_LOAD_FRACTION:
             reserved = self.reservations.queued_ahead(tenant)

@@ -1,17 +1,22 @@
-"""So that many at once do not keep an event loop from others."""
+"""The API's backend: admission and lifecycle of requests, for one pipeline and for both.
+
+Requests that one pass answers (no sampling, or at most one token) run on prefill workers, other
+generations on attention ranks. If only one kind is deployed, it runs all requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 
 from cluster.routing.admission_controller import AdmissionController
-from cluster.routing.placer import Placer, problems, wait_peer_ready
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
+from cluster.routing.rank_set import Placer
 from cluster.routing.ticket import Ticket, failure_of
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import (
@@ -26,7 +31,7 @@ from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
 
 class LoopThrottle:
-    """At most `per_turn` go on in one turn of the event loop, in the order in which they came."""
+    """Limit of starts per turn of the event loop, in order of arrival."""
 
     def __init__(self, per_turn: int) -> None:
         self._per_turn = self._remaining = per_turn
@@ -34,7 +39,7 @@ class LoopThrottle:
         self._refilling = False
 
     async def acquire(self) -> None:
-        """Returns when it is one's turn: at once while there is little to do."""
+        """Return when the caller may start: at once while few callers arrive."""
         loop = asyncio.get_running_loop()
         if not self._refilling:
             self._refilling = True
@@ -47,7 +52,7 @@ class LoopThrottle:
         await waiter
 
     def _refill(self) -> None:
-        """In every turn of the loop, until nobody has come in one."""
+        """Grant starts in every turn of the loop, until a turn has no caller."""
         self._refilling = bool(self._waiters) or self._remaining < self._per_turn
         self._remaining = self._per_turn
         while self._waiters and self._remaining:
@@ -61,68 +66,62 @@ class LoopThrottle:
 
 log = logging.getLogger("tandem.admission")
 
-STARTS_PER_TURN = 8  # later sequences of large requests, in a turn of the loop: about a millisecond
+STARTS_PER_TURN = 8  # of later sequences, per turn of the event loop: about 1 ms
 
 
 class PipelineBackend:
-    """A backend of the API. Owns the clients of its placer's ranks; use on one event loop."""
+    """Backend of one pipeline. Owns its ranks' clients; belongs to one event loop."""
 
     def __init__(self, placer: Placer, clock: Clock = monotonic_s) -> None:
         self._placer = placer
+        self._ranks = placer.ranks
         self._config = placer.config
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._clock = clock
         self._throttle = LoopThrottle(STARTS_PER_TURN)
         self._controller = AdmissionController(self._slots, placer.config, clock)
-        placer.subscribe(self._controller.grant_slots)
+        self._ranks.on_available = self._controller.grant_slots
 
     # ---- life
 
     @property
     def clients(self) -> list[RankClient]:
-        return [peer.client for peer in self._placer.peers]
+        return self._ranks.clients
 
     def start(self) -> None:
         for client in self.clients:
             client.start()
 
     async def close(self) -> None:
-        await self._placer.close()
         for ticket in self._open:
             ticket.fail(NotReadyError("this ingress is shutting down"))
-        for client in self.clients:
-            await client.close()
+        await self._ranks.close()
 
     async def wait_ready(self) -> None:
-        """Returns once every rank takes requests."""
-        for peer in self._placer.peers:
-            await wait_peer_ready(peer)
+        await self._ranks.wait_ready()
 
     @property
     def is_serving(self) -> bool:
-        """Whether any rank takes requests."""
-        return any(peer.problem is None for peer in self._placer.peers)
+        """Return whether any rank accepts requests."""
+        return any(member.problem is None for member in self._ranks)
 
     def pool_tokens(self, *, prefill: bool) -> int | None:
-        """What the smallest rank's KV pool holds; None: no rank has told."""
         return smallest_pool_tokens(self.clients, self._config.block_tokens)
 
     def problems(self) -> list[str]:
-        """One line per rank that takes no requests now; empty: ready."""
-        return problems(self._placer.peers)
+        return self._ranks.problems()
 
     def waiting(self) -> Mapping[tuple[str, str], int]:
-        """Requests that wait for a first answer, by (pipeline, class)."""
         return self._waiting
 
     # ---- requests
 
     async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
-        """The answer of a prefill-only job. Raises TandemError; cancelling cancels the job.
+        """Return the answer of a prefill-only request. Raises TandemError; cancelling cancels it.
 
-        Where all queues are full it raises OverloadError, or if `wait_for_slot` waits for its turn:
-        for the later sequences of a client whose first one was let in.
+        Without a free slot it raises OverloadError, or waits if `wait_for_slot`: for later
+        sequences of a client's request whose first one was admitted.
         """
         ticket = await self._admit(submit, wait_for_slot)
         try:
@@ -136,9 +135,10 @@ class PipelineBackend:
     async def generate(
         self, submit: Submit, *, wait_for_slot: bool = False
     ) -> AsyncGenerator[list[Tokens | Finished], None]:
-        """Events as they arrive, batch by batch; the last one is a `Finished`. Raises TandemError.
-        Closing it (or cancelling the task that iterates) cancels the request. patient: as in
-        `score`."""
+        """Yield batches of events as they arrive; the last one ends with a `Finished`.
+
+        Raises TandemError. Closing the generator cancels the request. wait_for_slot: see `score`.
+        """
         ticket = await self._admit(submit, wait_for_slot)
         try:
             while True:
@@ -156,8 +156,7 @@ class PipelineBackend:
             self._close_ticket(ticket)
 
     async def _admit(self, submit: Submit, wait_for_slot: bool) -> Ticket:
-        """Raises OverloadError, unless patient."""
-        if wait_for_slot:  # it belongs to a request that was let in: it waits with the others
+        if wait_for_slot:
             await self._controller.acquire(submit)
             await self._throttle_start(submit)
         else:
@@ -173,7 +172,7 @@ class PipelineBackend:
         return ticket
 
     async def _throttle_start(self, submit: Submit) -> None:
-        """Its hashes and its message are made in the loop, as those of all others are."""
+        """Bound how many requests are hashed and encoded in one turn of the loop."""
         try:
             await self._throttle.acquire()
         except BaseException:
@@ -181,12 +180,11 @@ class PipelineBackend:
             raise
 
     def _retry(self, ticket: Ticket, cause: Failed) -> None:
-        """Its rank is lost, or says that it cannot work: another one runs it, or goes on with it,
-        once there is one."""
+        """Handle the loss or failure of the request's rank: another rank runs or resumes it."""
         self._placer.remove(ticket)
         is_rank_fault = not _is_handed_over(ticket, cause) and not _was_waiting(ticket, cause)
         is_new, has_others = ticket.record_failure(cause), self._has_untried_rank(ticket)
-        counts = is_rank_fault and (is_new or not has_others)  # once while there are others
+        counts = is_rank_fault and (is_new or not has_others)  # once per rank while others remain
         ticket.count_failure(counts=counts, attempt_reset_tokens=self._config.attempt_reset_tokens)
         if not ticket.resume():
             return
@@ -200,50 +198,128 @@ class PipelineBackend:
 
     def _has_untried_rank(self, ticket: Ticket) -> bool:
         failed_clients = ticket.failed_clients()
-        return any(
-            peer.is_available for peer in self._placer.peers if peer.client not in failed_clients
-        )
+        return any(member.client not in failed_clients for member in self._ranks.available)
 
     def _attempts_exhausted(self, ticket: Ticket, last: Failed) -> Failed:
         attempts, reason = ticket.attempts, last.message
         event(log, "request_abandoned", logging.ERROR, attempts=attempts, reason=reason)
-        message = f"{attempts} {self._placer.kind}s were lost with this request; last: {reason}"
+        message = f"{attempts} {self._ranks.kind}s were lost with this request; last: {reason}"
         return msgspec.structs.replace(last, message=message)
 
     def _close_ticket(self, ticket: Ticket) -> None:
-        """It is answered, or nobody waits for it any more."""
         self._on_answer(ticket)
         ticket.cancel()
         self._open.discard(ticket)
         self._placer.remove(ticket)
 
     def _on_answer(self, ticket: Ticket) -> None:
-        """Something has come back, or nothing will. May be called again."""
+        """Release the slot: part of the answer has arrived, or none will. May be called again."""
         self._placer.record_answer(ticket)
-        if ticket.waits:
-            ticket.waits = False
+        if ticket.awaits_first_event:
+            ticket.awaits_first_event = False
             self._waiting[ticket.kind] -= 1
             self._controller.release(ticket.submit, wait_for_slot=ticket.wait_for_slot)
 
     # ---- slots
 
-    @property
-    def _available_ranks(self) -> int:
-        return sum(peer.is_available for peer in self._placer.peers)
-
     def _slots(self) -> int:
-        """Of each class. Without a rank as many as one has: they wait for the next."""
-        return self._config.max_waiting * max(1, self._available_ranks)
+        """Return the slots of each class. Without a rank, requests wait for the next one."""
+        return self._config.max_waiting * max(1, len(self._ranks.available))
 
 
 def _is_handed_over(ticket: Ticket, cause: Failed) -> bool:
-    """Whether its rank leaves, and has not failed: one that hands over and stays has."""
+    """Return whether the rank drains. A rank that hands requests over and stays has failed."""
     client = ticket.client
     return cause.code == HandedOverError.code and client is not None and client.is_leaving
 
 
 def _was_waiting(ticket: Ticket, cause: Failed) -> bool:
-    """Whether its rank was lost without expert ranks: nothing was computed that might have ended
-    it."""
+    """Return whether the rank was lost while it waited for expert ranks: it computed nothing."""
     is_gone = cause.code in (PeerDeadError.code, PeerHungError.code)
     return is_gone and ticket.client is not None and ticket.client.waits
+
+
+class Backend(Protocol):
+    """Runs requests: `Pipelines`, or a `PipelineBackend`."""
+
+    def generate(
+        self, submit: Submit, *, wait_for_slot: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        """Yield batches of events, a `Finished` last. Closing it cancels. Raises TandemError.
+
+        wait_for_slot: wait for a slot instead of raising OverloadError.
+        """
+
+    async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
+        """Return the answer of a prefill-only request. Raises TandemError."""
+
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        """Return the capacity of the smallest KV pool that may receive the request; None: unknown.
+
+        prefill: the request generates at most one token.
+        """
+
+    def problems(self) -> list[str]:
+        """Return one line per rank that accepts no requests; empty: ready."""
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        """Return the sequences that wait for a first answer, by (pipeline, class)."""
+
+
+POLL_S = 0.1
+
+
+class Pipelines:
+    """Backend of the API. Requires at least one of the two pipelines."""
+
+    def __init__(
+        self, generating: PipelineBackend | None, prefilling: PipelineBackend | None
+    ) -> None:
+        both = (generating, prefilling)
+        self._deployed = [backend for backend in both if backend is not None]
+        if not self._deployed:
+            raise ValueError("neither attention ranks nor prefill workers")
+        self._generating = self._deployed[0]
+        self._prefilling = self._deployed[-1]
+
+    def start(self) -> None:
+        for backend in self._deployed:
+            backend.start()
+
+    async def close(self) -> None:
+        for backend in self._deployed:
+            await backend.close()
+
+    async def wait_ready(self) -> None:
+        """Return once every rank accepts requests."""
+        await asyncio.gather(*(backend.wait_ready() for backend in self._deployed))
+
+    async def wait_serving(self, all_ready_timeout_s: float) -> None:
+        """Return once every rank accepts requests; after the timeout, one per pipeline suffices."""
+        try:
+            async with asyncio.timeout(all_ready_timeout_s):
+                await self.wait_ready()
+        except TimeoutError:
+            while not all(backend.is_serving for backend in self._deployed):
+                await asyncio.sleep(POLL_S)
+
+    def pool_tokens(self, *, prefill: bool) -> int | None:
+        return (self._prefilling if prefill else self._generating).pool_tokens(prefill=prefill)
+
+    def problems(self) -> list[str]:
+        return [problem for backend in self._deployed for problem in backend.problems()]
+
+    def waiting(self) -> Mapping[tuple[str, str], int]:
+        total: Counter[tuple[str, str]] = Counter()
+        for backend in self._deployed:
+            total.update(backend.waiting())
+        return total
+
+    def generate(
+        self, submit: Submit, *, wait_for_slot: bool = False
+    ) -> AsyncGenerator[list[Tokens | Finished], None]:
+        backend = self._prefilling if submit.prefill_only else self._generating
+        return backend.generate(submit, wait_for_slot=wait_for_slot)
+
+    def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Coroutine[Any, Any, Scored]:
+        return self._prefilling.score(submit, wait_for_slot=wait_for_slot)

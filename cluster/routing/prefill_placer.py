@@ -1,44 +1,158 @@
-"""Which prefill worker runs a request, and when: sockets and waiting around
-`planner/routing/router.py`.
+"""Placement on prefill workers: connections and waiting requests around `planner.routing.router`.
 
-    put ─> Backlog ─ take ─> Ticket.send ─> prefill worker
-              ▲                                │ log: reports, snapshots
-              └──── Router <── PrefillPeer <───┘ then the answers, to their tickets
+put ─> Backlog ─ take ─> Ticket.send ─> prefill worker
+          ▲                                 │ log: reports, snapshots
+          └──── Router <── PrefillWorker <──┘ then the answers, to their tickets
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from cluster.routing.placer import NoRankTimeout, RoutingConfig
-from cluster.routing.prefill_peer import PrefillPeer
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_discovery import FindRanks, RankDiscovery
+from cluster.routing.rank_set import FindRanks, RankSet, RoutingConfig
 from cluster.routing.ticket import Ticket
-from contracts.errors import NotReadyError, TooCostlyError
+from contracts.errors import ChannelError, NotReadyError, PeerDeadError, TooCostlyError
+from contracts.logs import event
+from contracts.messages import RankState
 from contracts.requests import Priority
-from contracts.routing_messages import Prompt, RequestKey
+from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.backlog import Backlog
 from planner.routing.request_work import RequestWork
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from planner.routing.worker_queue import Lane
+from planner.routing.worker_state import MissingReportsError
+
+log = logging.getLogger("tandem.prefill_router")
 
 ROUTER_BITS = 63
 
 
-class PrefillPlacer:
-    """The `placer.Placer` of prefill workers, which are in the order of their ranks.
+class OnLost(Protocol):
+    def __call__(self, worker: int, *, for_good: bool) -> None: ...
 
-    clients: of all numbers that there may be; one without an address is none yet. find: where the
-    workers are now, asked while one of them is missing; follows: always, for they come and go.
-    number: of this router among all; None: a random one.
+
+class PrefillWorker:
+    """A member of the set: a `RankListener` that applies the worker's log to the router.
+
+    It is available from a snapshot until the connection is lost or the worker reports that it is
+    unhealthy; then the next connection must bring another snapshot.
     """
 
-    kind = "prefill worker"
+    def __init__(
+        self,
+        worker: int,
+        client: RankClient,
+        router: Router,
+        on_change: Callable[[], None],
+        on_lost: OnLost,
+        on_leaving: Callable[[int], None],
+    ) -> None:
+        self.client = client
+        self.is_available = False
+        self.is_member = bool(client.address)
+        self.replace_reason = ""
+        self._worker = worker
+        self._router = router
+        self._on_change = on_change
+        self._on_lost, self._on_leaving = on_lost, on_leaving
+        self._is_unhealthy = self._is_leaving = False
+        router.lose(worker, for_good=False)  # until its first snapshot
+        if not self.is_member:
+            router.retire(worker)
+        client.subscribe(self)
+
+    @property
+    def problem(self) -> str | None:
+        name, problem = self.client.name, self.client.problem
+        if problem is None and not self.is_available:
+            problem = self.replace_reason or "has not reported its state yet"
+        return problem if problem is None or name in problem else f"{name}: {problem}"
+
+    def join(self, address: str) -> None:
+        if self.is_member:
+            self.client.set_address(address)
+            return
+        self.is_member = True
+        self._router.readmit(self._worker)
+        self.client.disconnect()  # from an earlier worker of this number
+        self.client.set_address(address)
+        self.client.start()
+        event(log, "worker_joined", name=self.client.name)
+
+    def leave(self) -> bool:
+        if self.is_member:
+            self.is_member = False
+            self._router.retire(self._worker)
+            event(log, "worker_draining", name=self.client.name)
+            self._on_leaving(self._worker)
+        elif self.client.address and self.client.state is None:
+            self.client.disconnect()
+        return False  # workers are numbered: another one may take the number
+
+    def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        """Apply an entry. Raises PeerDeadError if it contradicts the log.
+
+        The worker is then excluded until it is replaced.
+        """
+        if not self.is_available and isinstance(entry, WorkerReport):
+            return  # predates the next snapshot
+        try:
+            self._apply(entry)
+        except (MissingReportsError, ValueError) as error:
+            name = self.client.name
+            self.replace_reason = f"{name}: its log contradicts itself: {error}"
+            event(log, "worker_abandoned", logging.ERROR, reason=self.replace_reason)
+            self._mark_lost(for_good=not isinstance(error, MissingReportsError))
+            raise PeerDeadError(self.replace_reason, name) from None
+        self._on_change()
+
+    def _apply(self, entry: WorkerReport | WorkerSnapshot) -> None:
+        if entry.worker != self._worker:
+            raise ValueError(f"an entry of worker {entry.worker} in the log of {self._worker}")
+        if isinstance(entry, WorkerReport):
+            self._router.apply(entry)
+            return
+        self._router.restore(entry)
+        if self._router.is_present(self._worker):
+            self.is_available, self.replace_reason = not self._is_unhealthy, ""
+
+    def on_state(self, state: RankState) -> None:
+        if state.leaving and not self._is_leaving:  # another worker may take its number
+            self._is_leaving = True
+            self._router.retire(self._worker)
+            self._on_leaving(self._worker)
+        if state.healthy and self._is_unhealthy:  # its reports were ignored meanwhile
+            self._is_unhealthy = False
+            self.client.reset_connection("is healthy again: reconnecting")
+        elif not state.healthy and not self._is_unhealthy:
+            self._is_unhealthy = True
+            self._mark_lost(for_good=False)
+
+    def on_lost(self, error: ChannelError) -> None:
+        self._is_unhealthy = False
+        if self._is_leaving and self.is_member:
+            self._router.readmit(self._worker)
+        self._is_leaving = False
+        self._mark_lost(for_good=False)
+
+    def _mark_lost(self, *, for_good: bool) -> None:
+        self.is_available = False
+        self._on_lost(self._worker, for_good=for_good)
+
+
+class PrefillPlacer:
+    """The `Placer` of prefill workers, which are in the order of their ranks.
+
+    clients: one per possible worker; without an address it is not started yet. find, follows: see
+    `RankSet`. number: identifies this router among all; None: random.
+    """
 
     def __init__(
         self,
@@ -49,7 +163,7 @@ class PrefillPlacer:
         find: FindRanks | None = None,
         number: int | None = None,
         *,
-        poll_always: bool = False,
+        follows: bool = False,
     ) -> None:
         self.config = config
         self.number = secrets.randbits(ROUTER_BITS) if number is None else number
@@ -61,45 +175,32 @@ class PrefillPlacer:
         )
         self._router = Router(settings, work)
         self._backlog = Backlog(self._router, work)
-        self._slots = [
-            PrefillPeer(
-                index, client, self._router, self._on_change, self._on_lost, self._on_leaving
-            )
-            for index, client in enumerate(clients)
-        ]
+        self._clients = clients
         self._workers = {client: worker for worker, client in enumerate(clients)}
-        self._discovery = RankDiscovery(
-            self._slots, find, self._on_addresses, poll_always=poll_always
+        self.ranks: RankSet[PrefillWorker] = RankSet(
+            "prefill worker",
+            [self._member(*each) for each in enumerate(clients)],
+            config.no_rank_timeout_s,
+            self._fail_all,
+            find,
+            follows=follows,
         )
-        self._poll_always = poll_always
         self._numbers = itertools.count()
         self._keys: dict[Ticket, RequestKey] = {}
         self._queued: dict[RequestKey, Ticket] = {}  # not sent yet
-        self._on_available: Callable[[], None] = lambda: None
         self._dispatching = False
-        self._no_rank_timeout = NoRankTimeout(self, self._fail_all)
 
-    @property
-    def peers(self) -> list[PrefillPeer]:
-        """Of the workers that there are."""
-        return [peer for peer in self._slots if peer.is_member]
-
-    def subscribe(self, on_available: Callable[[], None]) -> None:
-        self._on_available = on_available
-
-    async def close(self) -> None:
-        await self._discovery.close()
-        self._no_rank_timeout.cancel()
-        for peer in self._slots:
-            if not peer.is_member:
-                await peer.client.close()
+    def _member(self, worker: int, client: RankClient) -> PrefillWorker:
+        return PrefillWorker(
+            worker, client, self._router, self._on_change, self._on_lost, self._on_leaving
+        )
 
     def load(self, worker: int) -> int:
-        """Work of the open requests there, as this router knows it."""
+        """Return the work of the open requests there, as this router knows it."""
         return self._router.load(worker)
 
     def put(self, ticket: Ticket) -> None:
-        """Into the backlog, under a new key: the log of a worker that has lost it names the old."""
+        """Queue the request under a new key: the log of a worker that lost it uses the old one."""
         key = RequestKey(self.number, next(self._numbers))
         self._keys[ticket], self._queued[key] = key, ticket
         submit, hashes = ticket.submit, ticket.hashes(self.config.block_tokens)
@@ -112,15 +213,15 @@ class PrefillPlacer:
             avoid,
         )
         self._on_change()
-        if is_full and not avoid:  # of many that come at once: a worker need not wait for the last
+        if is_full and not avoid:  # of many simultaneous requests: do not wait for the last one
             self._dispatch()
-            for peer in self.peers:
-                peer.client.flush()
+            for client in self.ranks.clients:
+                client.flush()
 
     def record_answer(self, ticket: Ticket) -> None: ...
 
     def remove(self, ticket: Ticket) -> None:
-        """Without effect for what a worker's log speaks for."""
+        """Forget the request, unless a worker's log accounts for it."""
         key = self._keys.pop(ticket, None)
         if key is None:
             return
@@ -130,50 +231,39 @@ class PrefillPlacer:
             self._router.withdraw(key)
         self._on_change()
 
-    # ---- dispatch
-
     def _on_change(self) -> None:
-        """Requests may go now. Once for all that happens in one turn of the event loop."""
+        """Dispatch once for all events of one turn of the event loop."""
         if not self._dispatching:
             self._dispatching = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
         self._dispatching = False
-        self._discovery.ensure_polling()
-        has_no_rank = not any(peer.is_available for peer in self.peers)
-        if has_no_rank and len(self._backlog):
-            self._no_rank_timeout.start()
+        self.ranks.ensure_polling()
+        self.ranks.update_timeout(has_waiting=bool(len(self._backlog)))
+        if len(self._backlog) and not self.ranks.available:
             return
-        self._no_rank_timeout.cancel()
-        self._on_available()
+        self.ranks.on_available()
         if len(self._backlog) == 0:
             return
         self._backlog.settle()
         for prompt, decision in self._backlog.take():
             ticket = self._queued.pop(prompt.key)
             try:
-                ticket.send(self._slots[decision.worker].client, prompt.key)
-            except TooCostlyError as error:  # its own fault: the others go on
+                ticket.send(self._clients[decision.worker], prompt.key)
+            except TooCostlyError as error:  # concerns this request only
                 ticket.fail(error)
 
-    def _on_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Where the workers are now. One that is not named stays where it was, or goes."""
-        for worker, peer in enumerate(self._slots):
-            kept = None if self._poll_always else peer.client.address
-            if peer.settle(addresses.get(peer.client.name, kept)):
-                self._on_leaving(worker)
-
     def _on_leaving(self, worker: int) -> None:
-        """What is held for it goes to others."""
+        """Give the requests that are held for the worker to others."""
         self._backlog.lose(worker)
         self._on_change()
 
     def _on_lost(self, worker: int, *, for_good: bool) -> None:
-        """Its requests hear of it themselves (`Ticket.lose`)."""
+        """Forget the worker. Its requests are retried through `Ticket.on_rank_lost`."""
         self._router.lose(worker, for_good=for_good)
         self._backlog.lose(worker)
-        self._discovery.poll()
+        self.ranks.search()
         self._on_change()
 
     def _fail_all(self, error: NotReadyError) -> None:

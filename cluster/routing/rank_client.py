@@ -1,11 +1,11 @@
-"""The ingress's connection to one rank: submits sequences, hands out their events.
+"""The ingress's connection to one rank: submits sequences and distributes their events.
 
     post ─> [Submit frame] ─────────────> rank
             [Events frame] <─────────────  one per step, for all sequences of this connection
-    Sink <─ its own events
+    EventSink <─ its own events
 
-When the rank is lost, hung or dead, or says that its loop is stuck, every waiting request fails at
-once with the rank's name; the client goes on trying to reconnect to one that is lost.
+When the rank is lost, hung or dead, or reports that its loop is stuck, every waiting request fails
+at once with an error that names the rank. The client reconnects to a lost rank in the background.
 """
 
 from __future__ import annotations
@@ -30,32 +30,34 @@ _LOG = logging.getLogger("tandem.rank_client")
 
 
 class EventSink(Protocol):
-    """Where the events of one request go, on the client's event loop."""
+    """Receiver of the events of one request, on the client's event loop."""
 
     def put(self, event: SequenceEvent) -> None: ...
 
     def on_rank_lost(self, error: ChannelError) -> None:
-        """The rank is lost before it has ended the request; nothing more arrives."""
+        """Handle the loss of the rank before the end of the request. No event follows."""
 
 
 class RankListener(Protocol):
-    """Who must know more of a rank than its answers."""
+    """Receiver of the state and the log of a rank."""
 
     def on_log(self, entry: WorkerReport | WorkerSnapshot) -> None:
-        """An entry of its log, in order, ahead of the answers that it goes with. Raises
-        ChannelError to break the connection."""
+        """Handle a log entry: in order, before the answers that it belongs to.
+
+        Raises ChannelError to reset the connection.
+        """
 
     def on_state(self, state: RankState) -> None: ...
 
     def on_lost(self, error: ChannelError) -> None:
-        """The connection is gone, or another attempt at it has failed; ahead of
-        `EventSink.on_rank_lost`."""
+        """Handle a lost connection or a failed attempt. Called before `EventSink.on_rank_lost`."""
 
 
 class RankClient:
-    """address: "unix:/path" or "tcp:host:port". me: this ingress, with the cluster's token.
+    """Client of one rank, on one event loop. Call `start` before `post`.
 
-    Belongs to one event loop; `start` before `post`.
+    address: "unix:/path" or "tcp:host:port".
+    identity: this ingress, with the cluster's token.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class RankClient:
         self.name = name
         self.address = address
         self.state: RankState | None = None
-        self.waits = False  # what it said last, before it was lost too: nothing goes on there
-        self.connections = 0  # how many there have been
+        self.waits = False  # last reported, kept when it is lost: it waits for expert ranks
+        self.connections = 0  # established so far
         self._identity = identity
         self._config = config
         self._clock = clock
@@ -80,17 +82,17 @@ class RankClient:
         self._ids = itertools.count(1)
         self.last_error: ChannelError | None = None
         self._changed = asyncio.Event()
-        self._reset_error: PeerError | None = None  # why we break the connection ourselves
+        self._reset_error: PeerError | None = None  # the reason of our own reset
         self._task: asyncio.Task[None] | None = None
 
-    # ---- life
+    # ---- lifecycle
 
     def subscribe(self, listener: RankListener) -> None:
-        """Before `start`."""
+        """Set the listener. Call it before `start`."""
         self._listener = listener
 
     def set_address(self, address: str) -> None:
-        """The rank is now there: connects at once. Without effect if it was there before."""
+        """Reconnect to the rank at another address. No effect if the address is the same."""
         if address == self.address:
             return
         self.address, self._reset_error = address, None
@@ -101,7 +103,7 @@ class RankClient:
             self.start()
 
     def disconnect(self) -> None:
-        """The rank has ended: no more attempts to reach it, until it has an address again."""
+        """Stop connecting until the rank has an address again. Fails waiting requests."""
         self.address = ""
         if self._task is not None:
             self._task.cancel()
@@ -109,13 +111,13 @@ class RankClient:
             self._task = None
 
     def reset_connection(self, reason: str) -> None:
-        """Breaks the connection; the client then connects again."""
+        """Abort the connection. The client reconnects."""
         if self._socket is not None:
             self._reset_error = PeerDeadError(f"{self.name}: {reason}", self.name)
             self._socket.abort()
 
     def start(self) -> None:
-        """Begins to connect, and to reconnect, in the background."""
+        """Connect, and reconnect, in the background."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep_connected(), name=f"client-{self.name}")
 
@@ -128,7 +130,7 @@ class RankClient:
 
     @property
     def problem(self) -> str | None:
-        """Why this rank takes no requests now, or None."""
+        """The reason why the rank accepts no requests, or None."""
         if self._socket is None:
             return str(self.last_error or f"{self.name} is not connected yet")
         if self.state is None:
@@ -139,16 +141,16 @@ class RankClient:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it has said so on this connection."""
+        """Return whether the rank has reported on this connection that it drains."""
         return self.state is not None and self.state.leaving
 
     @property
     def has_open(self) -> bool:
-        """Whether anybody waits for an answer of it."""
+        """Return whether requests wait for events of the rank."""
         return bool(self._sinks)
 
     async def wait_until(self, condition: Callable[[RankClient], bool]) -> None:
-        """Returns once `condition` holds; asked whenever connection, state or log change."""
+        """Return once `condition` holds. Evaluated whenever connection, state or log change."""
         while not condition(self):
             await self._changed.wait()
 
@@ -157,10 +159,14 @@ class RankClient:
     def post(
         self, submit: Submit, sink: EventSink, key: RequestKey | None = None, waited_s: float = 0.0
     ) -> int:
-        """Sends it under a request id of our own, which it returns, without waiting for a full
-        socket: the caller bounds what is open. key: what a router calls it. waited_s: for how long
-        it has waited here. Raises PeerError, NotReadyError or, for what is more than one message
-        may hold, TooCostlyError."""
+        """Send a request and return its id on this connection. Does not wait for a full socket.
+
+        key: the router's key of the request.
+        waited_s: time that the request has waited in this ingress.
+
+        Raises PeerError, NotReadyError, or TooCostlyError if the message exceeds the size of a
+        frame.
+        """
         if self._socket is None:
             raise self.last_error or NotReadyError(f"{self.name} is not connected yet")
         request_id = next(self._ids)
@@ -170,7 +176,7 @@ class RankClient:
         return request_id
 
     def flush(self) -> None:
-        """Sends now what would go out at the end of this turn of the event loop."""
+        """Send buffered messages now instead of at the end of this turn of the event loop."""
         if self._socket is not None:
             self._socket.flush()
 
@@ -204,14 +210,14 @@ class RankClient:
                 self._socket = None
             if self._reset_error is not None:
                 last_error, self._reset_error = self._reset_error, None
-            if str(self.last_error) != str(last_error):  # once, not with every attempt to reconnect
+            if str(self.last_error) != str(last_error):  # log once, not for every attempt
                 event(_LOG, "rank_lost", logging.WARNING, rank=self.name, reason=last_error)
             self._fail_all(last_error)
             backoff_s = self._config.backoff_s if was_connected else backoff_s * 2
             await asyncio.sleep(min(backoff_s, self._config.max_backoff_s))
 
     async def _connect_and_read(self) -> NoReturn:
-        """Runs until the connection is lost, which it reports by raising."""
+        """Run until the connection is lost, then raise the reason."""
         self._socket = await RankSocket.connect(
             self.name, self.address, self._identity, self._config, self._clock
         )
@@ -236,19 +242,19 @@ class RankClient:
             return
         sink = self._sinks.get(event.request_id)
         if sink is None:
-            return  # cancelled meanwhile
+            return  # cancelled
         if not isinstance(event, Tokens):
             del self._sinks[event.request_id]
         sink.put(event)
 
     def _fail_hung(self, error: PeerHungError) -> None:
-        """Ends every waiting request; should the rank go on after all, it need not answer them."""
+        """Fail and cancel every waiting request: the rank may recover, but need not answer them."""
         for request_id, sink in list(self._sinks.items()):
             self.cancel(request_id)
             sink.on_rank_lost(error)
 
     def _fail_all(self, last_error: ChannelError) -> None:
-        """Ends every waiting request with an error that names the rank."""
+        """Fail every waiting request."""
         self.last_error = last_error
         self.state = None
         sinks, self._sinks = self._sinks, {}
@@ -264,7 +270,7 @@ class RankClient:
 
 
 def smallest_pool_tokens(clients: Iterable[RankClient], block_tokens: int) -> int | None:
-    """What every rank's KV pool holds at least; None: none has told."""
+    """Return the capacity of the smallest KV pool of the ranks; None: no rank has reported one."""
     states = (client.state for client in clients)
     blocks = [state.total_blocks for state in states if state is not None and state.total_blocks]
     return min(blocks) * block_tokens if blocks else None

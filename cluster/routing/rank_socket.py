@@ -1,9 +1,9 @@
-"""One connection to a rank, from its handshake until it is lost: frames both ways, and a watchdog.
+"""One connection to a rank, from the handshake until it is lost, with a watchdog.
 
-A rank says something every STATE_PERIOD_S (a `RankState` if nothing else). One that is silent for
-longer than `heartbeat_timeout_s` counts as hung (on this machine after four times as long, for it
-may wait
-for a core, and a third as long if its process is stopped), one whose connection closed as dead.
+A rank sends a message every STATE_PERIOD_S (a `RankState` if nothing else). A rank that is silent
+for longer than `heartbeat_timeout_s` counts as hung, one whose connection closes as dead. On this
+machine the timeout is four times as long, because the rank may wait for a core, and a third if its
+process is stopped.
 """
 
 from __future__ import annotations
@@ -18,24 +18,21 @@ from actors.channels.handshake import Identity, initiate_async
 from actors.channels.local_process import LocalProcess, find_process, is_hung
 from contracts.clock import Clock
 from contracts.config import ChannelConfig
-from contracts.errors import (
-    ChannelError,
-    PeerDeadError,
-    PeerError,
-    PeerHungError,
-    TooCostlyError,
-)
+from contracts.errors import ChannelError, PeerDeadError, PeerError, PeerHungError, TooCostlyError
 from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.messages import MAX_FRAME_BYTES, Event, Events, ToRank
 
-PURPOSE = "requests"  # what we say in the handshake that this connection is for
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+PURPOSE = "requests"  # of the connection, in the handshake
+# Built at import: msgspec crashes if two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(Events).decode
 
 
 class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """silence_s: see above. stall_s: if our own event loop stood still for this long, the rank gets
-    a fresh silence_s, because it was we who did not listen."""
+    """Timeouts of a connection.
+
+    heartbeat_timeout_s: see the module.
+    stall_s: if this event loop stalls for longer, the timeout restarts: the ingress did not read.
+    """
 
     connect_timeout_s: float = 10.0
     heartbeat_timeout_s: float = ChannelConfig().heartbeat_timeout_s
@@ -46,7 +43,7 @@ class RankClientConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSocket:
-    """Belongs to one event loop. `name`: the rank's."""
+    """An open connection. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -72,7 +69,7 @@ class RankSocket:
     async def connect(
         cls, name: str, address: str, identity: Identity, config: RankClientConfig, clock: Clock
     ) -> RankSocket:
-        """Raises TimeoutError, OSError, EOFError or ChannelError."""
+        """Connect to the rank `name`. Raises TimeoutError, OSError, EOFError or ChannelError."""
         async with asyncio.timeout(config.connect_timeout_s):
             reader, writer = await _open(address)
             try:
@@ -92,8 +89,10 @@ class RankSocket:
         return rank_socket
 
     def send(self, message: ToRank) -> None:
-        """Goes out with all others of this turn of the event loop: one system call for them.
-        Raises TooCostlyError for what the rank would not read."""
+        """Buffer a message. All messages of one turn of the event loop go out in one system call.
+
+        Raises TooCostlyError if the message exceeds the size of a frame.
+        """
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise TooCostlyError(
@@ -112,8 +111,7 @@ class RankSocket:
             self._local_process.close()
 
     async def receive(self, handle: Callable[[Event], None]) -> NoReturn:
-        """Hands out events until the connection is lost, which it reports by raising what `connect`
-        raises."""
+        """Pass events to `handle` until the connection is lost. Raises as `connect` does."""
         watchdog = asyncio.create_task(self._watch(), name=f"watch-{self.name}")
         try:
             await self._read_frames(handle)
@@ -139,7 +137,7 @@ class RankSocket:
                 handle(event)
 
     async def _watch(self) -> PeerError:
-        """Breaks the connection when the rank has been silent for too long."""
+        """Abort the connection when the rank is silent for too long."""
         config = self._config
         while True:
             slept_from_s = self._clock()
@@ -153,7 +151,7 @@ class RankSocket:
                 return PeerHungError(f"{self.name} has been silent for {silent_s:.1f} s", self.name)
 
     def flush(self) -> None:
-        """Sends at once."""
+        """Send the buffer."""
         unsent, self._unsent = self._unsent, bytearray()
         if unsent:
             self._writer.write(unsent)

@@ -1,23 +1,17 @@
-"""A request between its admission and its answer, whichever ranks it meets on the way."""
+"""A request from its admission to its answer, across all ranks that run it."""
 
 from __future__ import annotations
 
 import array
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from cluster.routing.finish_reason import finish_reason_of
 from cluster.routing.rank_client import RankClient
+from contracts.choice_matcher import ChoiceMatcher
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import (
-    ChannelError,
-    HandedOverError,
-    OverloadError,
-    RankError,
-    TandemError,
-)
+from contracts.errors import ChannelError, HandedOverError, OverloadError, RankError, TandemError
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
@@ -30,14 +24,18 @@ _LOST_CODES = frozenset(
 
 
 class Ticket:
-    """A `rank_client.Sink`. lost: called when its rank is lost, or says that it cannot work.
+    """An `EventSink` that survives the loss of ranks.
 
-    kind: its pipeline and class, as metrics name them. submit: what a rank is to be asked now; once
-    another one goes on with it (`resume`) it ends with the tokens so far. patient: it is not
-    the first sequence of its client's request. waits: for a first answer. client: of the rank that
-    has it; None: it has not been sent. failed_on: ranks that failed with it, the last one last,
-    each with the connection on which it did so last. attempts: failures that
-    count (`count_failure`). failure: the first one.
+    kind: pipeline and class, as metrics name them.
+    submit: the request to send now; after `resume` its prompt ends with the tokens so far.
+    wait_for_slot: it is not the first sequence of its client's request.
+    awaits_first_event: no event has arrived.
+    client: of the rank that runs it; None: it is not sent.
+    failed_on: clients of ranks that failed it, the last one last, with the number of the
+    connection.
+    attempts: failures that count (`count_failure`).
+    failure: the first failure.
+    on_lost: called when its rank is lost or reports that it cannot work.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Ticket:
         self.kind = _kind_of(submit)
         self.submit = submit
         self.wait_for_slot = wait_for_slot
-        self.waits = True
+        self.awaits_first_event = True
         self.ended = False
         self.client: RankClient | None = None
         self.failed_on: dict[RankClient, int] = {}
@@ -61,40 +59,40 @@ class Ticket:
         self._clock = clock
         self._created_s = clock()
         self._request_id = self._connection = 0
-        self._tokens = array.array("q")  # that have come since it was sent
-        self._reset_at_tokens = 0  # how many had come in all when earlier failures ceased to count
-        self._cached_tokens = 0  # where it was sent first
+        self._tokens = array.array("q")  # since it was sent
+        self._reset_at_tokens = 0  # total tokens at the last reset of attempts
+        self._cached_tokens = 0  # on the first rank
         self._hashes: tuple[bytes, ...] | None = None
         self._events: list[SequenceEvent] = []
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens of it have come."""
+        """Return whether tokens have arrived."""
         return bool(self._tokens or self.submit.generated)
 
     def hashes(self, block_tokens: int) -> tuple[bytes, ...]:
-        """Of the full blocks of its prompt."""
+        """Return the hashes of the full blocks of its prompt."""
         if self._hashes is None:
             self._hashes = tuple(self.submit.block_hashes(block_tokens))
         return self._hashes
 
-    # ---- towards a rank
+    # ---- to a rank
 
     def send(self, client: RankClient, key: RequestKey | None = None) -> None:
-        """Raises what `RankClient.post` does."""
+        """Send it to a rank. Raises what `RankClient.post` raises."""
         waited_s = self._clock() - self._created_s
         self._request_id = client.post(self.submit, self, key, waited_s)
         self.client, self._connection = client, client.connections
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """End it; its rank stops."""
         if not self.ended and self.client is not None:
             self.client.cancel(self._request_id)
         self.ended = True
 
     def record_failure(self, cause: Failed) -> bool:
-        """Of the rank that has it. Whether that is the first one of this connection."""
+        """Record a failure of its rank. Return whether it is the first one on this connection."""
         assert self.client is not None
         self.failure = self.failure or cause
         client, self.client = self.client, None
@@ -103,20 +101,21 @@ class Ticket:
         return known != self._connection
 
     def count_failure(self, *, counts: bool, attempt_reset_tokens: int) -> None:
-        """One more, if it counts, once the tokens that it has given have made up for earlier ones.
-        What ends every rank that it meets gives none, or few."""
+        """Count a failure if it `counts`. Enough generated tokens reset the count first.
+
+        A request that ends every rank generates no or few tokens.
+        """
         generated_tokens = self.submit.generated + len(self._tokens)
         if generated_tokens - self._reset_at_tokens >= attempt_reset_tokens:
             self.attempts, self._reset_at_tokens = 0, generated_tokens
         self.attempts += counts
 
     def failed_clients(self) -> list[RankClient]:
-        """Ranks that have failed it and have not begun anew since, the last one last."""
+        """Return the ranks that failed it and have not restarted since, the last one last."""
         return [client for client, number in self.failed_on.items() if client.connections == number]
 
     def resume(self) -> bool:
-        """Makes `submit` what is still wanted, for another rank: which draws what this one would
-        have drawn. False: all that was missing is how it ended, and so it has ended."""
+        """Make `submit` the rest of the request, with the same draws; False: nothing is left."""
         if not self._tokens:
             return True
         self.submit = submit = msgspec.structs.replace(
@@ -157,7 +156,7 @@ class Ticket:
         self._deliver(error if isinstance(error, Failed) else _failed(error))
 
     def _with_total_usage(self, event: SequenceEvent) -> SequenceEvent:
-        """As if one rank had done it all."""
+        """Report the usage as if one rank had run all of it."""
         if not isinstance(event, Finished):
             return event
         usage = msgspec.structs.replace(event.usage, cached_tokens=self._cached_tokens)
@@ -171,10 +170,10 @@ class Ticket:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # ---- towards the client
+    # ---- to the client
 
     async def next_batch(self) -> list[SequenceEvent]:
-        """All events that arrived since the last call, at least one; none come after the end."""
+        """Return all events since the last call, at least one. The last event ends the request."""
         if not self._events:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -198,3 +197,26 @@ def failure_of(event: SequenceEvent) -> TandemError:
     if isinstance(event, Failed):
         return RankError(event.message, event.code, event.status)
     return RankError(f"expected a score, got {type(event).__name__}", "no_answer", 500)
+
+
+def finish_reason_of(submit: Submit) -> str | None:
+    """Return why a generation is complete, "stop" or "length"; None: it is not.
+
+    As the rank that generated it would report (actors/batching/finisher.py).
+    """
+    sampling = submit.sampling
+    if sampling is None or not submit.generated:
+        return None
+    generated = submit.token_ids[submit.prompt_tokens :]
+    if generated[-1] in submit.end_token_ids:
+        return "stop"
+    if sampling.choices is not None and _completes_choice(sampling.choices, generated):
+        return "stop"
+    return "length" if submit.generated >= sampling.max_tokens else None
+
+
+def _completes_choice(choices: Sequence[Sequence[int]], generated: Sequence[int]) -> bool:
+    matcher = ChoiceMatcher(choices)
+    for token in generated:
+        matcher.step(token)
+    return matcher.is_complete

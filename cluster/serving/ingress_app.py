@@ -15,16 +15,14 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.app import App, build_app
-from cluster.http.key_reloader import ApiKeyReloader
+from cluster.http.authenticator import ApiKeyReloader
 from cluster.http.request_context import TraceSource
 from cluster.http.schemas import ModelInfo
 from cluster.routing.least_work_placer import LeastWorkPlacer
-from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.pipelines import Pipelines
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_discovery import FindRanks
+from cluster.routing.rank_set import FindRanks, RoutingConfig
 from cluster.routing.rank_socket import RankClientConfig
 from cluster.serving.launcher import GroupsClient, Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
@@ -106,7 +104,7 @@ def pipelines(
             saturation_of(config.prefill, context_tokens),
             work_of(shape_of(spec, resolve_dtype(spec, config.model.dtype))),
             find,
-            poll_always=find is not None,
+            follows=find is not None,
         )
         prefilling = PipelineBackend(backlog)
     return Pipelines(generating, prefilling)

@@ -18,8 +18,8 @@ from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from contracts.messages import Finished, Submit, Tokens
 from contracts.ranks import DRAINED
 from contracts.requests import Sampling

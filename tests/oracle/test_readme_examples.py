@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
+from cluster.classification.classify import ClassifyTask, classify_row
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
 from models.text.tokenizer import Tokenizer
+from tests.support.api_harness import tokenize_row
 from tests.support.documented import DOCUMENTS, ROOT
 from tests.support.local_model import LocalModel
 

@@ -26,7 +26,7 @@ def answer(each: LabelPass) -> dict[int, float]:
 
 
 @given(labels=labels_of)
-def test_the_passes_give_every_label_the_sum_over_its_tokens(labels: list[list[int]]) -> None:
+def test_passes_score_each_label_by_sum_over_tokens(labels: list[list[int]]) -> None:
     trie = LabelTrie(labels)
     edges: dict[int, float] = {}
     for each in trie.passes:
@@ -39,7 +39,7 @@ def test_the_passes_give_every_label_the_sum_over_its_tokens(labels: list[list[i
 
 
 @given(labels=labels_of)
-def test_each_position_from_which_a_label_goes_on_is_computed_once(
+def test_each_continued_position_is_computed_once(
     labels: list[list[int]],
 ) -> None:
     goes_on = {tuple(label[:end]) for label in labels for end in range(1, len(label))}
@@ -63,5 +63,5 @@ def test_each_position_from_which_a_label_goes_on_is_computed_once(
         ([[1, 2], [1, 2]], [(1,)]),
     ],
 )
-def test_passes_are_as_few_as_can_be(labels: list[list[int]], paths: list[Path]) -> None:
+def test_number_of_passes_is_minimal(labels: list[list[int]], paths: list[Path]) -> None:
     assert [each.path for each in LabelTrie(labels).passes] == paths

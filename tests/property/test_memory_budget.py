@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.http.memory_budget import STEP_BYTES, MemoryAccount, MemoryBudget
+from cluster.http.cost import STEP_BYTES, MemoryAccount, MemoryBudget
 from contracts.config import LimitsConfig
 from contracts.errors import OverloadError, TooCostlyError
 
@@ -14,7 +14,7 @@ LIMITS = LimitsConfig(open_bytes=10 * STEP_BYTES, request_fraction=0.3)
 Operation = tuple[str, int, int]
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["open", "charge", "grow", "give_back", "close"]),
+        st.sampled_from(["open", "charge", "grow", "release", "close"]),
         st.integers(0, 7),
         st.integers(0, 5 * STEP_BYTES),
     ),
@@ -43,7 +43,7 @@ def apply(accounts: list[MemoryAccount], budget: MemoryBudget, operation: Operat
 
 
 @given(wanted=operations)
-def test_what_is_held_is_the_sum_of_the_accounts_and_within_the_limits(
+def test_held_memory_is_sum_of_accounts_within_limits(
     wanted: list[Operation],
 ) -> None:
     """FINDINGS A2: 200 legal large requests at once cannot take the process's memory."""
@@ -59,7 +59,7 @@ def test_what_is_held_is_the_sum_of_the_accounts_and_within_the_limits(
     assert budget.held_bytes == 0
 
 
-def test_a_request_beyond_its_share_is_a_413_and_one_that_finds_all_taken_a_429() -> None:
+def test_request_over_share_gets_413_and_full_budget_429() -> None:
     budget = MemoryBudget(LIMITS)
     with pytest.raises(TooCostlyError, match="196609 bytes, one may hold 196608"):
         budget.open().charge(LIMITS.request_bytes + 1, "prompt")
@@ -69,7 +69,7 @@ def test_a_request_beyond_its_share_is_a_413_and_one_that_finds_all_taken_a_429(
         budget.open().charge(2 * STEP_BYTES)
 
 
-def test_best_effort_leaves_a_quarter_of_the_budget_to_others() -> None:
+def test_best_effort_leaves_quarter_of_budget() -> None:
     budget = MemoryBudget(LIMITS)
     step = LIMITS.open_bytes // 10
 

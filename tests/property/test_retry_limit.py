@@ -4,14 +4,14 @@ while it gives none."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_set import RankSet, RoutingConfig
 from cluster.routing.ticket import Ticket
 from contracts.errors import PeerDeadError, RankError
 from contracts.messages import Finished, Submit, Tokens
@@ -38,11 +38,11 @@ class LostRanks:
     """A placer. Each rank is lost after it has given so many tokens; the last one goes on to the
     end."""
 
-    kind, config = "attention rank", CONFIG
+    config = CONFIG
 
     def __init__(self, gives: Sequence[int]) -> None:
         self._gives = [*gives, ENDLESS]
-        self.peers: Any = []
+        self.ranks: RankSet[Any] = RankSet("attention rank", [], 60.0, print, None)
         self.client: Any = Client()
         self.lost_after: list[int] = []  # tokens that had come in all, for each loss
 
@@ -60,8 +60,6 @@ class LostRanks:
             return
         self.lost_after.append(submit.generated + tokens)
         ticket.on_rank_lost(PeerDeadError("attention-0 is gone", "attention-0"))
-
-    def subscribe(self, on_available: Callable[[], None]) -> None: ...
 
     def record_answer(self, ticket: Ticket) -> None: ...
 

@@ -22,7 +22,7 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config

@@ -16,16 +16,18 @@ import openai
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
+from cluster.classification.classify import ClassifyTask, TokenizedRow, tokenize_rows
 from cluster.http.app import build_app
 from cluster.http.request_context import FetchRankStatus, ScaleRanks, TraceSource
 from cluster.http.schemas import ModelInfo
 from cluster.http.server import HttpServer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.config import HttpConfig, LimitsConfig
+from contracts.errors import RequestError
 from contracts.traces import ClockOffset
 from models.text.tokenizer import Tokenizer
 from tests.support.fake_rank import TOKEN, FakeRank
@@ -193,3 +195,11 @@ def serve_api(
         api.close()
         loop.run(stop())
         loop.close()
+
+
+def tokenize_row(tokenizer: Tokenizer, task: ClassifyTask, text: str) -> TokenizedRow:
+    """Tokenize one row, or raise its error."""
+    (row,) = tokenize_rows(tokenizer, [(text, task)])
+    if isinstance(row, RequestError):
+        raise row
+    return row

@@ -9,10 +9,9 @@ from typing import Any
 
 from actors.ranks.worker_log import WorkerLog
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_discovery import FindRanks
+from cluster.routing.rank_set import FindRanks, RoutingConfig
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.request_work import token_work
@@ -143,8 +142,8 @@ async def routing(
     clients += [RankClient(w.name, "", ME, QUICK) for w in coming or ()]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RoutingConfig(block_tokens=BLOCK, **limits)
-    poll_always = coming is not None
-    backlog = PrefillPlacer(clients, config, saturation, token_work, find, poll_always=poll_always)
+    follows = coming is not None
+    backlog = PrefillPlacer(clients, config, saturation, token_work, find, follows=follows)
     router = PrefillPipeline(backlog)
     router.start()
     try:

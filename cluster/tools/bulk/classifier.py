@@ -7,17 +7,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cluster.classification.bounded import map_bounded
 from cluster.classification.classify import (
+    YES,
     Classified,
     ClassifyTask,
     Scorer,
     TokenizedRow,
     add_usage,
     classify_row,
+    label_tasks,
+    map_bounded,
     tokenize_rows,
 )
-from cluster.classification.multilabel import YES, label_tasks
 from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError

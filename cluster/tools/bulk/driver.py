@@ -15,8 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.classification.classify import ClassifyTask
-from cluster.classification.multilabel import applicable_labels
+from cluster.classification.classify import ClassifyTask, applicable_labels
 from cluster.tools.bulk.classifier import RowRequest
 from cluster.tools.bulk.journal import Committed, Journal
 from cluster.tools.bulk.output import Output

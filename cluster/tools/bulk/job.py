@@ -10,8 +10,12 @@ from typing import Any
 
 import msgspec
 
-from cluster.classification.classify import DEFAULT_TEMPLATE, ClassifyTask, check_task
-from cluster.classification.multilabel import check_questions
+from cluster.classification.classify import (
+    DEFAULT_TEMPLATE,
+    ClassifyTask,
+    check_questions,
+    check_task,
+)
 from cluster.tools.bulk.records import Fields
 from cluster.tools.bulk.sources import Source
 from cluster.tools.bulk.windows import WindowLimits

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from cluster.fleet.codec import Directory, decode_config, decode_directory
-from cluster.routing.pipelines import Pipelines
+from cluster.routing.pipeline_backend import Pipelines
 from cluster.serving.application import groups_handle
 from cluster.serving.ingress_app import pipelines, served_model
 from cluster.tools.bulk.classifier import BulkTask, RowClassifier, RowRequest

@@ -12,8 +12,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.fleet.targets_file import read_targets
+from cluster.http.admin import version
 from cluster.http.response_types import Status
-from cluster.http.version import version
 from cluster.observe.server_client import Server, bearer
 from cluster.observe.status_client import fetch_status
 from cluster.observe.trace_client import fetch_trace, parse_note

@@ -23,13 +23,13 @@ def peak_bytes(labels: Sequence[Sequence[int]]) -> int:
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(32, 1000), (1, 20_000)])
-def test_labels_take_memory_linear_in_their_tokens(count: int, tokens: int) -> None:
+def test_trie_memory_is_linear_in_tokens(count: int, tokens: int) -> None:
     """FINDINGS A3: 96 labels of 1,990 tokens took 1.5 GB and 8 s, one tuple per prefix of each."""
     labels = [[label, *range(1000 + label, 999 + label + tokens)] for label in range(count)]
     assert peak_bytes(labels) < BYTES_PER_TOKEN * count * tokens
 
 
-def test_a_label_may_be_as_long_as_a_context() -> None:
+def test_label_of_context_length_is_accepted() -> None:
     """FINDINGS A3: nothing in the trie recurses."""
     label = list(range(100_000))
     trie = LabelTrie([label, label[:-1]])

@@ -89,7 +89,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
-def test_a_bad_completion_field_is_a_400_that_names_it(
+def test_bad_completion_field_gets_400_naming_field(
     api: Api, body: dict[str, Any], param: str
 ) -> None:
     assert_refused(api.post("/v1/completions", **body), 400, param)
@@ -119,9 +119,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_CHATS)
-def test_a_bad_chat_field_is_a_400_that_names_it(
-    api: Api, body: dict[str, Any], param: str
-) -> None:
+def test_bad_chat_field_gets_400_naming_field(api: Api, body: dict[str, Any], param: str) -> None:
     assert_refused(api.post("/v1/chat/completions", **body), 400, param)
 
 
@@ -155,7 +153,7 @@ BAD_CLASSIFICATIONS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "param"), BAD_CLASSIFICATIONS)
-def test_a_bad_classification_field_is_a_400_that_names_it(
+def test_bad_classification_field_gets_400_naming_field(
     api: Api, body: dict[str, Any], param: str
 ) -> None:
     assert_refused(api.post("/v1/classify", **body), 400, param)
@@ -182,13 +180,13 @@ BAD_BODIES = [
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("data", BAD_BODIES, ids=range(len(BAD_BODIES)))
-def test_a_body_that_is_not_usable_json_is_a_400(api: Api, route: str, data: bytes) -> None:
+def test_unusable_json_gets_400(api: Api, route: str, data: bytes) -> None:
     response = api.http.post(route, content=data, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_over_the_limit_is_a_413_whether_declared_or_not(api: Api) -> None:
+def test_body_over_limit_gets_413_declared_or_chunked(api: Api) -> None:
     data = b'{"model": "tiny", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
     headers = {"Content-Type": "application/json"}
     declared = api.http.post("/v1/completions", content=data, headers=headers)
@@ -197,7 +195,7 @@ def test_a_body_over_the_limit_is_a_413_whether_declared_or_not(api: Api) -> Non
     assert_refused(chunked, 413, None)
 
 
-def test_another_content_type_is_a_415(api: Api) -> None:
+def test_other_content_type_gets_415(api: Api) -> None:
     response = api.http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/csv"})
     assert_refused(response, 415, None)
 
@@ -211,13 +209,13 @@ def test_another_content_type_is_a_415(api: Api) -> None:
         ("DELETE", "/v1/models", 405),
     ],
 )
-def test_wrong_routes_and_methods_have_the_same_error_body(
+def test_wrong_routes_and_methods_get_common_error_body(
     api: Api, method: str, path: str, status: int
 ) -> None:
     assert_refused(api.http.request(method, path), status, None)
 
 
-def test_a_prompt_beyond_the_context_is_a_413_with_both_numbers(api: Api) -> None:
+def test_prompt_beyond_context_gets_413_with_both_numbers(api: Api) -> None:
     response = api.post("/v1/completions", prompt=[70] * (CONTEXT_TOKENS + 5))
     assert_refused(response, 413, "prompt")
     message = response.json()["error"]["message"]
@@ -225,19 +223,19 @@ def test_a_prompt_beyond_the_context_is_a_413_with_both_numbers(api: Api) -> Non
     assert str(CONTEXT_TOKENS) in message
 
 
-def test_a_full_context_leaves_room_for_scoring_but_not_for_a_token(api: Api) -> None:
+def test_full_context_allows_scoring_but_no_generation(api: Api) -> None:
     full = [70] * CONTEXT_TOKENS
     scored = api.post("/v1/completions", prompt=full, max_tokens=0, echo=True, logprobs=0)
     assert scored.status_code == 200
     assert api.post("/v1/completions", prompt=full).status_code == 413
 
 
-def test_unstated_max_tokens_is_cut_to_the_room_that_is_left(api: Api) -> None:
+def test_default_max_tokens_is_reduced_to_remaining_context(api: Api) -> None:
     response = api.post("/v1/completions", prompt=[70] * (CONTEXT_TOKENS - 1))
     assert response.json()["usage"]["completion_tokens"] == 1
 
 
-def test_harmless_and_neutral_fields_are_accepted(api: Api) -> None:
+def test_ignored_and_neutral_fields_are_accepted(api: Api) -> None:
     response = api.post(
         "/v1/completions",
         prompt="a\0b",
@@ -286,7 +284,7 @@ _FIELDS = [
     route=st.sampled_from(ROUTES),
     body=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4),
 )
-def test_no_json_whatever_gives_a_5xx(api: Api, route: str, body: dict[str, Any]) -> None:
+def test_random_json_never_gets_5xx(api: Api, route: str, body: dict[str, Any]) -> None:
     usable = {"model": MODEL, "prompt": "a", "messages": USER, "input": "a", "labels": ["b"]}
     to_score = {"query": "a", "items": ["b"], "label_token_ids": [60]}
     response = api.http.post(route, json={**usable, **to_score, **body})

@@ -18,13 +18,12 @@ from cluster.classification.classify import (
     classify_row,
     render_prompt,
     softmax,
-    tokenize_row,
 )
 from contracts.errors import RankError, RequestError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api
+from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api, tokenize_row
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
 
 SEVERAL = ["entirely positive", "no"]
@@ -56,7 +55,7 @@ def distinct_one_token_labels(tokenizer: Tokenizer) -> list[str]:
     return found[:3]
 
 
-def test_probabilities_of_one_token_labels_are_the_softmax_of_their_logits(
+def test_single_token_label_probabilities_are_softmax_of_logits(
     api: Api, tokenizer: Tokenizer
 ) -> None:
     labels = distinct_one_token_labels(tokenizer)
@@ -77,9 +76,7 @@ def test_probabilities_of_one_token_labels_are_the_softmax_of_their_logits(
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * CACHED_TOKENS
 
 
-def test_longer_labels_share_one_pass_for_their_first_tokens(
-    api: Api, tokenizer: Tokenizer
-) -> None:
+def test_longer_labels_share_pass_for_first_tokens(api: Api, tokenizer: Tokenizer) -> None:
     body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
     prompt_ids, label_ids = tokenizer.continuations("Well,", [f" {label}" for label in SEVERAL])
     submits = [api.rank.submits.get(timeout=5)]
@@ -95,9 +92,7 @@ def test_longer_labels_share_one_pass_for_their_first_tokens(
     assert body["data"][0]["probs"] == softmax(totals)
 
 
-def test_options_are_listed_with_letters_and_the_letters_are_scored(
-    api: Api, tokenizer: Tokenizer
-) -> None:
+def test_options_are_scored_by_letter(api: Api, tokenizer: Tokenizer) -> None:
     labels = ["the second half", "a"]
     template = "{text}\n{options}\nAnswer:"
     row = api.post("/v1/classify", input="Which?", labels=labels, template=template).json()
@@ -110,7 +105,7 @@ def test_options_are_listed_with_letters_and_the_letters_are_scored(
     assert row["data"][0]["num_classes"] == 2
 
 
-def test_more_options_than_letters_and_options_of_single_labels_are_refused(api: Api) -> None:
+def test_too_many_options_or_multilabel_options_are_rejected(api: Api) -> None:
     many = [f"label {number}" for number in range(27)]
     sent = {"template": "{text} {options} {label}", "input": "x"}
     response = api.post("/v1/classify", labels=many, **sent)
@@ -121,14 +116,14 @@ def test_more_options_than_letters_and_options_of_single_labels_are_refused(api:
     assert "{options}" in response.json()["error"]["message"]
 
 
-def test_many_rows_come_back_in_their_order(api: Api, tokenizer: Tokenizer) -> None:
+def test_rows_keep_their_order(api: Api, tokenizer: Tokenizer) -> None:
     texts = [f"row {index}" for index in range(200)]
     body = api.post("/v1/classify", input=texts, labels=SEVERAL, priority="be").json()
     assert [row["index"] for row in body["data"]] == list(range(200))
     assert api.rank.submits.get(timeout=5).priority is Priority.BE
 
 
-def test_a_row_beyond_the_context_is_a_413_before_anything_is_sent(
+def test_row_beyond_context_gets_413_before_ranks_receive_work(
     api: Api, tokenizer: Tokenizer
 ) -> None:
     response = api.post("/v1/classify", input=["ok", "x " * CONTEXT_TOKENS], labels=["yes", "no"])
@@ -138,19 +133,19 @@ def test_a_row_beyond_the_context_is_a_413_before_anything_is_sent(
 
 
 @given(text=st.text(), prefix=st.text())
-def test_the_template_is_filled_once_and_literally(text: str, prefix: str) -> None:
+def test_template_is_filled_once_and_literally(text: str, prefix: str) -> None:
     wanted = task(["a"], prefix=prefix, template="{prefix}|{text}|{0}|{{text}}")
     assert render_prompt(wanted, text) == f"{prefix}|{text}|{{0}}|{{{text}}}"
 
 
-def test_placeholders_inside_a_text_or_prefix_are_just_text() -> None:
+def test_placeholders_inside_text_or_prefix_are_plain_text() -> None:
     assert render_prompt(task(["a"], prefix="P"), "{prefix}{text}") == "P{prefix}{text}"
     assert render_prompt(task(["a"], prefix="{text}"), "T") == "{text}T"
 
 
 @pytest.mark.parametrize("prompt", ["Answer:", "Answer: "])
 @pytest.mark.parametrize("label", ["yes", " yes"])
-def test_a_space_stands_between_prompt_and_label_exactly_once(
+def test_prompt_and_label_are_separated_by_one_space(
     tokenizer: Tokenizer, prompt: str, label: str
 ) -> None:
     if prompt.endswith(" ") and label.startswith(" "):
@@ -170,27 +165,25 @@ def test_a_space_stands_between_prompt_and_label_exactly_once(
         (["a"], {"template": "{text}", "prefix": "p"}),
     ],
 )
-def test_unusable_labels_and_templates_are_refused(
+def test_invalid_labels_and_templates_are_rejected(
     labels: list[str], fields: dict[str, object]
 ) -> None:
     with pytest.raises(RequestError):
         check_task(task(labels, **fields))
 
 
-def test_a_prompt_of_white_space_only_is_refused(tokenizer: Tokenizer) -> None:
+def test_whitespace_prompt_is_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="empty"):
         tokenize_row(tokenizer, task(["a"]), " \n")
 
 
-def test_a_context_too_short_for_prompt_and_label_is_refused(tokenizer: Tokenizer) -> None:
+def test_prompt_and_label_beyond_context_are_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(TooLongError):
         tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text")
 
 
 @pytest.mark.parametrize("logprobs", [None, [], [float("nan")] * 9])
-def test_scores_that_cannot_be_are_an_error_not_an_answer(
-    tokenizer: Tokenizer, logprobs: list[float] | None
-) -> None:
+def test_invalid_scores_raise_error(tokenizer: Tokenizer, logprobs: list[float] | None) -> None:
     class BadRank:
         async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
             return Scored(1, Usage(prompt_tokens=1), candidate_logprobs=logprobs)
@@ -204,7 +197,7 @@ def test_scores_that_cannot_be_are_an_error_not_an_answer(
 
 
 @given(scores=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
-def test_softmax_sums_to_one_and_keeps_the_order(scores: list[float]) -> None:
+def test_softmax_sums_to_one_and_keeps_order(scores: list[float]) -> None:
     probs = softmax(scores)
     assert math.isclose(math.fsum(probs), 1.0)
     for i, left in enumerate(scores):

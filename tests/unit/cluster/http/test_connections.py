@@ -72,7 +72,7 @@ def filled(book: ConnectionTable) -> list[Line]:
     return lines
 
 
-def test_the_oldest_unproven_connection_makes_room_first(book: ConnectionTable) -> None:
+def test_oldest_unproven_connection_closes_first(book: ConnectionTable) -> None:
     """FINDINGS A5: a stranger who holds connections must not lock others out."""
     first, second, third, fourth = filled(book)
     for proven in (first, second):
@@ -85,7 +85,7 @@ def test_the_oldest_unproven_connection_makes_room_first(book: ConnectionTable) 
     assert len(book) == LIMIT
 
 
-def test_then_the_proven_one_that_is_idle_longest_and_never_one_at_work(
+def test_longest_idle_proven_connection_closes_next(
     book: ConnectionTable,
 ) -> None:
     """FINDINGS A5."""
@@ -105,7 +105,7 @@ def test_then_the_proven_one_that_is_idle_longest_and_never_one_at_work(
     assert [line.is_cut for line in lines] == [False, True, True, False]
 
 
-def test_a_wait_that_goes_on_keeps_its_beginning(book: ConnectionTable, clock: Time) -> None:
+def test_continued_wait_keeps_its_start(book: ConnectionTable, clock: Time) -> None:
     """FINDINGS A5: a client that trickles gains no time."""
     line = Line()
     book.admit(line)
@@ -115,7 +115,7 @@ def test_a_wait_that_goes_on_keeps_its_beginning(book: ConnectionTable, clock: T
     assert line.timed_out == [WaitState.HEAD]
 
 
-def test_each_wait_times_out_once_and_not_early(book: ConnectionTable, clock: Time) -> None:
+def test_wait_times_out_once_at_its_limit(book: ConnectionTable, clock: Time) -> None:
     early, late = Line(), Line()
     book.admit(early)
     clock.now_s = 5.0
@@ -130,7 +130,7 @@ def test_each_wait_times_out_once_and_not_early(book: ConnectionTable, clock: Ti
     assert len(book) == 1
 
 
-def test_one_address_may_hold_so_many_and_no_more(clock: Time) -> None:
+def test_connections_per_address_are_limited(clock: Time) -> None:
     book = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), clock)
     held = [Line("a"), Line("a")]
     assert all(book.admit(line) for line in held)
@@ -140,7 +140,7 @@ def test_one_address_may_hold_so_many_and_no_more(clock: Time) -> None:
     assert book.admit(Line("a"))
 
 
-def test_what_was_refused_is_logged_in_one_line_now_and_then(
+def test_rejected_connections_are_logged_at_limited_rate(
     book: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
     """FINDINGS C: at some 20,000 connections clients were cut off, and nothing was logged."""
@@ -172,7 +172,7 @@ def test_what_was_refused_is_logged_in_one_line_now_and_then(
         (20_000, 20_000, 17_500),
     ],
 )
-def test_the_cap_leaves_descriptors_to_the_rest_of_the_process(
+def test_connection_limit_leaves_descriptors_free(
     requested: int | None, descriptors: int, limit: int
 ) -> None:
     """FINDINGS A5, C: below the descriptor limit, whatever that is."""
@@ -213,7 +213,7 @@ def test_idle_connections_are_evicted_and_active_requests_continue(front: Front)
         assert read_answer(busy).status == 200
 
 
-def test_where_all_are_at_work_a_new_one_is_refused_at_once(front: Front) -> None:
+def test_new_connection_is_rejected_when_all_are_at_work(front: Front) -> None:
     """FINDINGS A5, C."""
     with contextlib.ExitStack() as lines:
         busy = [lines.enter_context(front.connect()) for _ in range(LIMIT)]
@@ -231,7 +231,7 @@ def test_where_all_are_at_work_a_new_one_is_refused_at_once(front: Front) -> Non
     assert front.exchange(get("/echo")).status == 200
 
 
-def test_with_keys_a_connection_is_proven_by_a_valid_one_only() -> None:
+def test_only_valid_key_proves_connection() -> None:
     """FINDINGS A5: complete requests without a key do not keep their connections open."""
     with (
         serve_front(max_connections=2, api_keys=["k"]) as front,
@@ -247,7 +247,7 @@ def test_with_keys_a_connection_is_proven_by_a_valid_one_only() -> None:
         assert read_answer(good).status == 200
 
 
-def test_a_client_with_a_valid_key_is_not_pushed_out_in_the_middle_of_its_body() -> None:
+def test_proven_connection_is_kept_while_its_body_arrives() -> None:
     """FINDINGS A5: it has proven who it is; half a body without a key has not."""
     with (
         serve_front(max_connections=2, api_keys=["k"]) as front,
@@ -263,7 +263,7 @@ def test_a_client_with_a_valid_key_is_not_pushed_out_in_the_middle_of_its_body()
         assert read_answer(good).body == b"2"
 
 
-def test_a_process_without_descriptors_serves_again_when_there_are_some(
+def test_server_recovers_from_descriptor_exhaustion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """FINDINGS C: accepting neither turns in circles nor drops clients without a word."""
@@ -285,7 +285,7 @@ def test_a_process_without_descriptors_serves_again_when_there_are_some(
         assert read_answer(line).status == 200
 
 
-def test_a_port_has_one_server() -> None:
+def test_second_server_on_port_is_rejected() -> None:
     """FINDINGS B6: two servers shared one port without an error, and with it the requests."""
     with serve_front() as front:
         with pytest.raises(ResourceError, match=f"port={front.port}"):
@@ -301,7 +301,7 @@ def test_a_port_has_one_server() -> None:
     bind("127.0.0.1", front.port).close()
 
 
-def test_of_two_that_bind_at_the_same_time_one_is_refused() -> None:
+def test_one_of_two_simultaneous_binds_is_rejected() -> None:
     """FINDINGS B6: neither may find out only when it serves."""
     with bind("127.0.0.1", 0) as one:
         port = one.getsockname()[1]
@@ -317,7 +317,7 @@ def test_replicas_share_a_port_exclusively() -> None:
             bind("127.0.0.1", port)
 
 
-def test_a_replica_takes_the_port_over_from_one_that_is_about_to_end() -> None:
+def test_replica_takes_over_port_of_stopping_replica() -> None:
     """FINDINGS B6: a restart must still be able to bind."""
     with serve_front() as old:
         port = old.port

@@ -45,7 +45,7 @@ def refused(response: Any, status: int, param: str, *parts: str) -> None:
         assert part in error["message"]
 
 
-def test_a_template_that_repeats_its_text_is_refused_before_it_is_filled(api: Api) -> None:
+def test_template_repeating_text_is_rejected_before_rendering(api: Api) -> None:
     """FINDINGS A2: 118 kB of body took 20 GB, and the server."""
     with bounded_memory():
         response = api.post(
@@ -63,9 +63,7 @@ def test_a_template_that_repeats_its_text_is_refused_before_it_is_filled(api: Ap
         ({"multi_label": True, "labels": ["a" * 9_000, "b"]}, "{text}" + "{label}" * 3000),
     ],
 )
-def test_whatever_a_template_repeats_is_counted(
-    api: Api, fields: dict[str, Any], template: str
-) -> None:
+def test_repeated_placeholders_are_counted(api: Api, fields: dict[str, Any], template: str) -> None:
     """FINDINGS A2: prefix, options and labels as well as the text."""
     with bounded_memory():
         response = api.post(
@@ -74,7 +72,7 @@ def test_whatever_a_template_repeats_is_counted(
     refused(response, 413, "template", "context")
 
 
-def test_a_query_that_goes_before_many_items_is_counted_with_each(api: Api) -> None:
+def test_query_is_counted_with_each_item(api: Api) -> None:
     """FINDINGS A2: 1 MB of body made 7.3 GB."""
     with bounded_memory():
         long = api.post("/v1/score", query="x" * 20_000, items=["y"] * 2000, label_token_ids=[1])
@@ -83,7 +81,7 @@ def test_a_query_that_goes_before_many_items_is_counted_with_each(api: Api) -> N
     refused(ids, 413, "items")
 
 
-def test_the_tokens_of_all_prompts_of_a_request_are_bounded(api: Api) -> None:
+def test_total_prompt_tokens_are_bounded(api: Api) -> None:
     """FINDINGS A2: each prompt fits the context, all together are too many."""
     folder_limits = LimitsConfig(pass_tokens=10_000)
     with limited(api, folder_limits) as small:
@@ -104,7 +102,7 @@ def test_the_tokens_of_all_prompts_of_a_request_are_bounded(api: Api) -> None:
         refused(chat, 413, "n", "limits.pass_tokens")
 
 
-def test_an_echo_is_refused_by_the_size_of_its_answer(api: Api) -> None:
+def test_echo_is_rejected_by_answer_size(api: Api) -> None:
     """FINDINGS A2: choices x prompt tokens x alternatives; 11 kB of body held up the loop for 2.1 s
     and made 146 MB."""
     body = {"prompt": [[5] * 240] * 32, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 0}
@@ -116,7 +114,7 @@ def test_an_echo_is_refused_by_the_size_of_its_answer(api: Api) -> None:
     assert api.rank.submits.empty()
 
 
-def test_an_answer_that_repeats_a_long_label_for_every_row_is_refused(api: Api) -> None:
+def test_long_label_in_every_row_is_rejected_by_answer_size(api: Api) -> None:
     labels = ["a" * 2_000, "b" * 2_000]
     template = "{text}{options}"
     response = api.post("/v1/classify", input=["t"] * 4096, labels=labels, template=template)
@@ -130,7 +128,7 @@ def test_an_answer_that_repeats_a_long_label_for_every_row_is_refused(api: Api) 
         refused(response, 413, "items", "240000", "limits.answer_bytes")
 
 
-def test_labels_are_bounded_together(api: Api) -> None:
+def test_total_label_tokens_are_bounded(api: Api) -> None:
     """FINDINGS A3."""
     with limited(api, LimitsConfig(label_tokens=100)) as small:
         by_characters = small.post("/v1/classify", input="t", labels=["a" * 50_000, "b"])
@@ -141,7 +139,7 @@ def test_labels_are_bounded_together(api: Api) -> None:
         refused(by_tokens, 413, "labels", "limits.label_tokens")
 
 
-def test_a_conversation_that_cannot_fit_is_refused_while_it_is_rendered(api: Api) -> None:
+def test_too_long_conversation_is_rejected_while_rendering(api: Api) -> None:
     message = {"role": "user", "content": "x" * 100_000}
     with bounded_memory():
         response = api.post("/v1/chat/completions", messages=[message] * 2)
@@ -153,7 +151,7 @@ def test_a_conversation_that_cannot_fit_is_refused_while_it_is_rendered(api: Api
     )
 
 
-def test_a_default_is_cut_to_the_limits_and_never_refused(api: Api) -> None:
+def test_default_max_tokens_is_reduced_to_limits(api: Api) -> None:
     with limited(api, LimitsConfig(pass_tokens=4_000, answer_bytes=10_000)) as small:
         chat = [{"role": "user", "content": "a"}]
         assert small.post("/v1/chat/completions", messages=chat).status_code == 200
@@ -170,7 +168,7 @@ def limited(api: Api, limits: LimitsConfig, http: HttpConfig | None = None) -> I
         yield small
 
 
-def test_a_chat_without_max_tokens_is_cut_to_what_the_kv_pool_holds(api: Api) -> None:
+def test_default_chat_max_tokens_is_reduced_to_kv_pool(api: Api) -> None:
     """FINDINGS B11: 413 wherever the pool is smaller than the context."""
     rank = FakeRank("attention-0", lambda submit: [60])
     rank.total_blocks = 4

@@ -84,9 +84,7 @@ def test_invalid_json_in_ignored_field_is_400(api: Api, route: str, kind: str, n
         ("/v1/score", "label_token_ids"),
     ],
 )
-def test_a_huge_integer_is_a_400_that_names_the_field(
-    api: Api, route: str, name: str, value: int
-) -> None:
+def test_huge_integer_gets_400_naming_field(api: Api, route: str, name: str, value: int) -> None:
     given = [value] if name in ("prompt", "label_token_ids") else value
     more = {"logprobs": True} if name == "top_logprobs" else {}
     response = api.post(route, **{**GOOD[route], **more, name: given})
@@ -96,12 +94,12 @@ def test_a_huge_integer_is_a_400_that_names_the_field(
 
 
 @pytest.mark.parametrize("route", GOOD)
-def test_of_keys_that_are_repeated_the_last_one_counts(api: Api, route: str) -> None:
+def test_last_of_repeated_keys_counts(api: Api, route: str) -> None:
     assert post_raw(api, route, with_field(route, "model", '"other"')).status_code == 404
     assert post_raw(api, route, with_field(route, "model", f'"{MODEL}"')).status_code == 200
 
 
-def test_nul_characters_are_text_like_any_other(api: Api) -> None:
+def test_nul_characters_are_plain_text(api: Api) -> None:
     assert api.post("/v1/completions", prompt="\0").status_code == 200
     assert api.post("/v1/classify", input="\0", labels=["\0", "\0\0"]).status_code == 200
     assert api.post("/v1/completions", prompt="a", stop="\0").status_code == 200
@@ -112,13 +110,13 @@ def test_nul_characters_are_text_like_any_other(api: Api) -> None:
 @pytest.mark.parametrize(
     "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "x"]
 )
-def test_any_other_content_type_is_a_415(api: Api, content_type: str) -> None:
+def test_unknown_content_types_get_415(api: Api, content_type: str) -> None:
     data = with_field("/v1/score", "user", "1")
     assert post_raw(api, "/v1/score", data, content_type).status_code == 415
 
 
 @pytest.mark.parametrize("route", GOOD)
-def test_ten_megabytes_are_a_413_declared_or_not(api: Api, route: str) -> None:
+def test_ten_megabyte_body_gets_413_declared_or_chunked(api: Api, route: str) -> None:
     data = with_field(route, "user", '"' + "a" * BIG_BYTES + '"')
     assert post_raw(api, route, data).status_code == 413
     pieces = [data[start : start + (1 << 16)] for start in range(0, len(data), 1 << 16)]
@@ -136,7 +134,7 @@ def test_labels_sharing_first_token_are_distinguished(api: Api) -> None:
 
 
 @pytest.mark.parametrize("name", ["self", "messages", "tools"])
-def test_a_template_variable_that_is_ours_is_a_400(api: Api, name: str) -> None:
+def test_reserved_template_variable_gets_400(api: Api, name: str) -> None:
     response = api.post("/v1/chat/completions", messages=USER, chat_template_kwargs={name: 1})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "chat_template_kwargs"
@@ -162,7 +160,7 @@ def read_all(connection: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
-def test_a_body_that_comes_byte_by_byte_is_served(api: Api) -> None:
+def test_body_sent_byte_by_byte_is_answered(api: Api) -> None:
     data = with_field("/v1/completions", "user", '"slow"')
     with connect(api) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -172,13 +170,13 @@ def test_a_body_that_comes_byte_by_byte_is_served(api: Api) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 10])
-def test_a_client_that_ends_in_its_request_is_forgotten(api: Api, sent: int) -> None:
+def test_disconnect_during_request_releases_connection(api: Api, sent: int) -> None:
     data = with_field("/v1/completions", "user", '"gone"')
     with connect(api) as connection:
         connection.sendall(head(data) + data[:sent])
 
 
-def test_a_body_that_never_ends_is_a_408_and_others_are_served_meanwhile(folder: Path) -> None:
+def test_endless_body_gets_408_without_blocking_others(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
         data = with_field("/v1/completions", "user", '"slow"')

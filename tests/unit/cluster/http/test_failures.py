@@ -38,7 +38,7 @@ def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
         yield api
 
 
-def test_a_client_that_leaves_a_stream_cancels_it_on_the_rank(api: Api, rank: FakeRank) -> None:
+def test_disconnect_from_stream_cancels_sequence_on_rank(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 2
     body = {"model": MODEL, "prompt": "Hello", "stream": True, "max_tokens": 5}
     with api.http.stream("POST", "/v1/completions", json=body) as response:
@@ -47,24 +47,20 @@ def test_a_client_that_leaves_a_stream_cancels_it_on_the_rank(api: Api, rank: Fa
     assert rank.cancels.get(timeout=5) == 1
 
 
-def test_a_client_that_leaves_a_plain_request_cancels_it_on_the_rank(
-    api: Api, rank: FakeRank
-) -> None:
+def test_disconnect_cancels_sequence_on_rank(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 0
     leave_once_submitted(api, "/v1/completions", 1, {"prompt": "Hello"})
     assert rank.cancels.get(timeout=5) == 1
 
 
-def test_a_client_that_leaves_a_classification_cancels_all_of_it(api: Api, rank: FakeRank) -> None:
+def test_disconnect_cancels_all_passes_of_classification(api: Api, rank: FakeRank) -> None:
     rank.hold_scores = True
     body = {"input": ["a", "b"], "labels": ["yes indeed", "no"]}
     leave_once_submitted(api, "/v1/classify", 4, body)
     assert sorted(rank.cancels.get(timeout=5) for _ in range(4)) == [1, 2, 3, 4]
 
 
-def test_a_client_that_leaves_while_another_request_waits_behind_cancels_the_one_at_work(
-    api: Api, rank: FakeRank
-) -> None:
+def test_disconnect_cancels_request_with_pipelined_requests(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 0
     body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -74,7 +70,7 @@ def test_a_client_that_leaves_while_another_request_waits_behind_cancels_the_one
     assert rank.cancels.get(timeout=5) == 1
 
 
-def test_a_client_that_leaves_is_noticed_behind_any_server(api: Api, rank: FakeRank) -> None:
+def test_disconnect_is_detected_on_any_asgi_server(api: Api, rank: FakeRank) -> None:
     """Without the hooks of our own front, as behind Serve's proxy."""
     rank.hold_after = 0
     left = asyncio.Event()
@@ -99,9 +95,7 @@ def test_a_client_that_leaves_is_noticed_behind_any_server(api: Api, rank: FakeR
     answering.result(TIMEOUT_S)
 
 
-def test_a_bug_of_ours_is_a_500_and_a_line_of_the_log(
-    api: Api, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptureFixture) -> None:
     api.admission.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment]
     answer = api.http.post(
         "/v1/completions",
@@ -141,7 +135,7 @@ def test_503_names_rank_with_repeated_connection_losses(
     assert "attention-0" in response.json()["error"]["message"]
 
 
-def test_a_rank_that_falls_silent_is_named_in_a_503(folder: Path, rank: FakeRank) -> None:
+def test_silent_rank_is_named_in_503(folder: Path, rank: FakeRank) -> None:
     rank.hold_after = 1
     with serve_api(folder, [rank], no_rank_timeout_s=0.3) as api:
         rank.silent = True
@@ -151,9 +145,7 @@ def test_a_rank_that_falls_silent_is_named_in_a_503(folder: Path, rank: FakeRank
         assert "attention-0" in response.json()["error"]["message"]
 
 
-def test_ranks_that_are_lost_in_mid_stream_are_an_error_event_that_the_client_raises(
-    api: Api, rank: FakeRank
-) -> None:
+def test_ranks_lost_during_stream_yield_error_event(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 1
     stream = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=5, stream=True)
     assert next(stream).choices[0].text
@@ -186,7 +178,7 @@ def test_response_is_unchanged_when_another_rank_resumes_it(folder: Path) -> Non
             assert ranks[1].submits.get(timeout=5)
 
 
-def test_a_lost_rank_serves_again_after_it_is_back(api: Api, rank: FakeRank) -> None:
+def test_restarted_rank_serves_again(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 0
     rank.on_submit = rank.drop_connections
     assert api.post("/v1/completions", prompt="Hello").status_code == 503
@@ -196,9 +188,7 @@ def test_a_lost_rank_serves_again_after_it_is_back(api: Api, rank: FakeRank) -> 
     assert api.post("/v1/completions", prompt="Hello").status_code == 200
 
 
-def test_a_failed_sequence_keeps_the_ranks_code_status_and_message(
-    api: Api, rank: FakeRank
-) -> None:
+def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank) -> None:
     rank.fail_with = ("attention-0: out of KV blocks", "kv_exhausted", 503)
     response = api.post("/v1/completions", prompt="Hello")
     assert response.status_code == 503
@@ -209,9 +199,7 @@ def test_a_failed_sequence_keeps_the_ranks_code_status_and_message(
     assert streamed.status_code == 503  # nothing was sent yet: a status, not an event
 
 
-def test_an_unhealthy_rank_makes_health_and_requests_503_with_its_reason(
-    folder: Path, rank: FakeRank
-) -> None:
+def test_unhealthy_rank_gets_503_with_reason(folder: Path, rank: FakeRank) -> None:
     with serve_api(folder, [rank], no_rank_timeout_s=0.2) as api:
         rank.healthy = False
         api.wait_for(lambda: bool(api.admission.problems()))
@@ -221,7 +209,7 @@ def test_an_unhealthy_rank_makes_health_and_requests_503_with_its_reason(
         assert response.json()["error"]["code"] == "not_ready"
 
 
-def test_a_full_queue_is_a_429_with_retry_after(folder: Path, rank: FakeRank) -> None:
+def test_full_queue_gets_429_with_retry_after(folder: Path, rank: FakeRank) -> None:
     rank.hold_after = 0
     with serve_api(folder, [rank], max_waiting=1) as api:
         body = {"model": MODEL, "prompt": "Hello", "stream": True}
@@ -235,9 +223,7 @@ def test_a_full_queue_is_a_429_with_retry_after(folder: Path, rank: FakeRank) ->
         waiting.cancel()
 
 
-def test_a_request_of_many_prompts_waits_for_room_instead_of_refusing_itself(
-    folder: Path, rank: FakeRank
-) -> None:
+def test_request_with_many_prompts_waits_for_slots(folder: Path, rank: FakeRank) -> None:
     with serve_api(folder, [rank], max_waiting=1) as api:
         done = api.post("/v1/completions", prompt=["a", "b", "c", "d"], max_tokens=2)
         assert done.status_code == 200
@@ -245,9 +231,7 @@ def test_a_request_of_many_prompts_waits_for_room_instead_of_refusing_itself(
         assert rows.status_code == 200
 
 
-def test_small_requests_find_a_place_beside_a_large_one_that_waits(
-    folder: Path, rank: FakeRank
-) -> None:
+def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank: FakeRank) -> None:
     """FINDINGS A6: its patient passes kept every place, and all others got 429."""
     rank.hold_after = 0
     with serve_api(folder, [rank], max_waiting=8) as api:
@@ -273,7 +257,7 @@ def test_small_requests_find_a_place_beside_a_large_one_that_waits(
 
 
 @pytest.mark.parametrize("hold_after", [0, 2])
-def test_a_request_over_its_time_is_a_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
+def test_request_over_timeout_gets_504(folder: Path, rank: FakeRank, hold_after: int) -> None:
     rank.hold_after = hold_after
     with serve_api(folder, [rank], HttpConfig(request_timeout_s=1.0)) as api:
         response = api.post("/v1/completions", prompt="Hello", max_tokens=5)

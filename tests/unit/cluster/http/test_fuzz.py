@@ -70,7 +70,7 @@ def test_mutated_bodies_are_answered_as_documented(fuzzed: Fuzzed) -> None:
     assert fuzzed.backend.under_way == 0
 
 
-def test_a_request_follows_from_seed_and_number(fuzzed: Fuzzed) -> None:
+def test_request_is_determined_by_seed_and_number(fuzzed: Fuzzed) -> None:
     again = Maker(SEED, fuzzed.document, BUNDLED, KEY, OPERATOR_KEY)
     assert [fuzzed.maker.made(number) for number in range(50)] == [
         again.made(number) for number in range(50)
@@ -79,21 +79,21 @@ def test_a_request_follows_from_seed_and_number(fuzzed: Fuzzed) -> None:
     assert other.made(7) != fuzzed.maker.made(7)
 
 
-def test_every_post_route_of_the_document_is_mutated(fuzzed: Fuzzed) -> None:
+def test_every_post_route_is_mutated(fuzzed: Fuzzed) -> None:
     posts = {path for path, does in fuzzed.document["paths"].items() if "post" in does}
     assert posts == set(fuzzed.maker.routes)
     sent = {fuzzed.maker.made(number).path for number in range(200)}
     assert posts <= sent
 
 
-def test_bodies_that_mutations_start_from_are_valid(fuzzed: Fuzzed) -> None:
+def test_seed_bodies_are_valid(fuzzed: Fuzzed) -> None:
     for path in fuzzed.maker.routes:
         for request in fuzzed.maker.honest(path):
             answer = fuzzed.send(request)
             assert answer.status == 200, (request.body, answer.body)
 
 
-def test_what_an_application_does_wrong_is_found(fuzzed: Fuzzed) -> None:
+def test_planted_application_fault_is_found(fuzzed: Fuzzed) -> None:
     """One that fails, one that answers in another shape, one that forgets what it said."""
 
     async def fails(scope: object, receive: object, send: object) -> None:
@@ -130,11 +130,11 @@ def test_what_an_application_does_wrong_is_found(fuzzed: Fuzzed) -> None:
         (Answer(418, {}, b"", 0.0), "not as documented"),
     ],
 )
-def test_the_oracle_refuses_a_wrong_answer(fuzzed: Fuzzed, answer: Answer, reason: str) -> None:
+def test_oracle_rejects_wrong_answer(fuzzed: Fuzzed, answer: Answer, reason: str) -> None:
     assert reason in (Oracle(fuzzed.document).verdict(REQUEST, answer) or "")
 
 
-def test_an_answer_to_another_request_is_held_against_no_document(fuzzed: Fuzzed) -> None:
+def test_answer_to_another_request_is_not_checked(fuzzed: Fuzzed) -> None:
     health = Answer(200, {"content-type": "application/json"}, b'{"status":"ok"}', 0.1)
     reworded = msgspec.structs.replace(REQUEST, wire="another line")
     assert Oracle(fuzzed.document).verdict(reworded, health) is None
@@ -147,7 +147,7 @@ def test_memory_above_limit_is_reported() -> None:
     assert "memory grew" in (memory.problem() or "")
 
 
-def test_trees_write_what_no_json_library_would() -> None:
+def test_trees_encode_irregular_json() -> None:
     tree = Members([("a", 1), ("a", Raw("NaN")), ("b", ["\ud800", None, True])])
     assert text_of(tree) == b'{"a": 1, "a": NaN, "b": ["\\ud800", null, true]}'
     assert text_of(tree, escape=False)[-20:] == b'["\xed\xa0\x80", null, true]}'
@@ -165,7 +165,7 @@ def test_route_without_body_templates_is_fuzzed_from_openapi() -> None:
     assert value >= 3
 
 
-def test_a_body_may_be_larger_than_what_is_accepted(fuzzed: Fuzzed) -> None:
+def test_generated_bodies_exceed_size_limit(fuzzed: Fuzzed) -> None:
     sizes = [len(fuzzed.maker.made(number).body) for number in range(REQUESTS)]
     assert max(sizes) > MAX_BODY_BYTES // 4
     assert sum(sizes) / len(sizes) < 40_000  # or it would try little in its time

@@ -11,8 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.http.authenticator import Authenticator
-from cluster.http.key_reloader import ApiKeyReloader
+from cluster.http.authenticator import ApiKeyReloader, Authenticator
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, UnauthorizedError
@@ -107,7 +106,7 @@ def test_invalid_file_keeps_old_keys_and_is_logged_and_counted_once(
     assert followed.count("taken") == 1
 
 
-def test_a_key_that_stays_as_it_was_keeps_what_it_has_used(tmp_path: Path) -> None:
+def test_unchanged_key_keeps_quota_state(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("api_keys: [{key: a, concurrency: 1}, {key: b, concurrency: 1}]")
     followed = Followed(path)
@@ -118,7 +117,7 @@ def test_a_key_that_stays_as_it_was_keeps_what_it_has_used(tmp_path: Path) -> No
     assert followed.authenticator.quota("b") is not before["b"]
 
 
-def test_the_files_metrics_key_goes_before_the_configured_one(tmp_path: Path) -> None:
+def test_metrics_key_of_file_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text("api_keys: [a]")
     followed = Followed(path, metrics_key="configured")
@@ -163,7 +162,7 @@ def test_invalid_file_error_does_not_quote_file(tmp_path: Path, text: str, expec
     assert "\n" not in caught.value.message
 
 
-def test_what_is_no_file_or_too_large_is_not_waited_for(tmp_path: Path) -> None:
+def test_special_or_large_keys_file_is_rejected(tmp_path: Path) -> None:
     pipe, large = tmp_path / "pipe", tmp_path / "large"
     os.mkfifo(pipe)
     large.write_bytes(b"#" * (MAX_KEYS_FILE_BYTES + 1))
@@ -173,7 +172,7 @@ def test_what_is_no_file_or_too_large_is_not_waited_for(tmp_path: Path) -> None:
             read_keys(path)
 
 
-def test_keys_stand_in_the_configuration_or_in_the_file() -> None:
+def test_keys_in_configuration_and_file_are_rejected() -> None:
     with pytest.raises(ConfigError, match="api_keys and keys_file=k: give one of them"):
         load_config(overrides=["http.api_keys=[a]", "http.keys_file=k"])
     assert load_config(overrides=["http.keys_file=k"]).http.has_keys

@@ -81,7 +81,7 @@ def _bug(*_: object) -> None:
 
 
 @pytest.mark.parametrize("has_bug", [False, True])
-def test_no_word_of_a_prompt_is_logged(
+def test_log_contains_no_prompt_text(
     folder: Path,
     tmp_path: Path,
     everything: io.StringIO,
@@ -104,7 +104,7 @@ def test_no_word_of_a_prompt_is_logged(
     assert ("ValueError" in text) == has_bug
 
 
-def test_a_stream_that_breaks_is_logged_by_its_id_and_not_by_its_words(
+def test_failed_stream_is_logged_by_id_without_text(
     folder: Path, tmp_path: Path, everything: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = set_up(tmp_path, prompts=False)
@@ -135,7 +135,7 @@ def test_log_prompts_logs_bodies_and_error_messages(
     )
 
 
-def test_a_requests_id_goes_to_the_rank_with_each_of_its_sequences(folder: Path) -> None:
+def test_request_id_is_sent_with_each_sequence(folder: Path) -> None:
     names: list[str] = []
 
     def answer(submit: object) -> list[int]:

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from cluster.http.memory_budget import MemoryBudget
-from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.http.cost import MemoryBudget
+from cluster.http.text import TokenizerPool
 from contracts.config import LimitsConfig
 from contracts.errors import TandemError
 from models.text.encoding_steps import EncodingSteps
@@ -90,7 +90,7 @@ def connected(api: Api, body: bytes, declared: int) -> socket.socket:
     return connection
 
 
-def test_bodies_are_charged_as_they_grow_and_others_are_refused_with_429(api: Api) -> None:
+def test_growing_bodies_are_charged_and_others_get_429(api: Api) -> None:
     """FINDINGS A2: bodies that are being read take memory as well."""
     part = b'{"model": "tiny", "user": "' + b"x" * 400_000
     hogs = [connected(api, part, 500_000) for _ in range(2)]
@@ -123,7 +123,7 @@ def test_disconnected_client_releases_memory(api: Api) -> None:
     settled(api)
 
 
-def test_work_in_a_thread_stops_soon_after_its_request_is_cancelled(folder: Path) -> None:
+def test_thread_work_stops_after_cancellation(folder: Path) -> None:
     """FINDINGS A2: the thread went on after the client had left."""
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     at_work, go_on = threading.Event(), threading.Event()
@@ -152,7 +152,7 @@ def test_work_in_a_thread_stops_soon_after_its_request_is_cancelled(folder: Path
     assert steps_taken == 1
 
 
-def test_one_long_request_does_not_hold_the_thread_of_another(folder: Path) -> None:
+def test_long_tokenization_does_not_block_others(folder: Path) -> None:
     """Requests take turns, a piece each."""
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     order: list[str] = []
@@ -174,7 +174,7 @@ def test_one_long_request_does_not_hold_the_thread_of_another(folder: Path) -> N
     assert len(order) - 1 - order[::-1].index("short") < 12
 
 
-def test_what_charging_refuses_ends_the_steps(folder: Path) -> None:
+def test_charging_error_ends_tokenization(folder: Path) -> None:
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     account = MemoryBudget(LIMITS).open()
     texts = ["a b c " * 30_000] * 100

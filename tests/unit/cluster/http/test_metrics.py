@@ -21,7 +21,7 @@ def used(telemetry: Telemetry, metric: Metric) -> None:
 
 
 @pytest.mark.parametrize("metric", metrics.ALL, ids=lambda metric: metric.name)
-def test_every_metric_is_exposed_under_its_declared_name_and_labels(metric: Metric) -> None:
+def test_metrics_are_exposed_with_declared_names_and_labels(metric: Metric) -> None:
     telemetry = Telemetry()
     used(telemetry, metric)
     (family,) = text_string_to_metric_families(telemetry.exposition())
@@ -39,7 +39,7 @@ def test_metric_names_are_unique_and_counters_end_in_total() -> None:
         assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
 
 
-def test_a_metric_that_was_not_used_does_not_appear() -> None:
+def test_unused_metric_is_not_exposed() -> None:
     telemetry = Telemetry()
     used(telemetry, metrics.TPOT)
     assert "tandem_requests_total" not in telemetry.exposition()
@@ -57,7 +57,7 @@ def test_merged_expositions_declare_each_family_once_and_keep_every_sample() -> 
     assert merged.count("# TYPE") == merged.count("# HELP") == 2
 
 
-def test_two_telemetries_in_one_process_do_not_share_numbers() -> None:
+def test_telemetries_in_one_process_are_independent() -> None:
     one, other = Telemetry(), Telemetry()
     one.count(metrics.PREEMPTIONS, by=3)
     other.count(metrics.PREEMPTIONS)
@@ -65,7 +65,7 @@ def test_two_telemetries_in_one_process_do_not_share_numbers() -> None:
     assert "tandem_preemptions_total 1.0" in other.exposition()
 
 
-def test_series_with_equal_labels_are_added_up_when_merged_and_gauges_keep_the_largest() -> None:
+def test_merge_sums_counters_and_keeps_largest_gauge() -> None:
     one, other = Telemetry(), Telemetry()
     for telemetry, sent, epoch in ((one, 3, 1), (other, 4, 2)):
         telemetry.count(metrics.CHANNEL_BYTES, "a2e", "shm", by=sent)

@@ -8,8 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.classification.classify import ClassifyTask, render_prompt, softmax
-from cluster.classification.multilabel import applicable_labels, label_tasks
+from cluster.classification.classify import (
+    ClassifyTask,
+    applicable_labels,
+    label_tasks,
+    render_prompt,
+    softmax,
+)
 from tests.support.api_harness import Api, serve_api
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
 
@@ -44,9 +49,7 @@ def expected(api: Api, prompt: str) -> float:
     return softmax(totals)[0]
 
 
-def test_each_probability_is_that_of_yes_against_no_after_the_labels_own_question(
-    api: Api, classified: dict[str, Any]
-) -> None:
+def test_label_probability_is_yes_against_no(api: Api, classified: dict[str, Any]) -> None:
     for row, text in zip(classified["data"], ["x", "y"], strict=True):
         prompts = [f"Say: {text} Is it {label}? Answer:" for label in LABELS]
         assert row["probs"] == pytest.approx([expected(api, prompt) for prompt in prompts])
@@ -73,7 +76,7 @@ def test_single_token_answers_take_one_pass_per_text_and_label(
     assert usage["prompt_tokens_details"]["cached_tokens"] == len(seen) * CACHED_TOKENS
 
 
-def test_labels_and_texts_are_put_in_once_and_as_they_are() -> None:
+def test_labels_and_texts_are_filled_in_once() -> None:
     task = ClassifyTask(labels=("{text}", "b"), template="{text}|{label}|{label}")
     assert [render_prompt(each, "{label}") for each in label_tasks(task)] == [
         "{label}|{text}|{text}",
@@ -81,16 +84,16 @@ def test_labels_and_texts_are_put_in_once_and_as_they_are() -> None:
     ]
 
 
-def test_a_template_for_one_label_keeps_its_label_placeholder_as_text() -> None:
+def test_single_label_template_keeps_label_placeholder() -> None:
     assert render_prompt(ClassifyTask(labels=("a",), template="{text} {label}"), "x") == "x {label}"
 
 
-def test_labels_apply_from_one_half_on() -> None:
+def test_labels_apply_from_probability_one_half() -> None:
     assert applicable_labels(("a", "b", "c"), (0.5, 0.49, 0.9)) == ["a", "c"]
     assert applicable_labels(("a",), (0.1,)) == []
 
 
-def test_the_answer_fits_the_document(api: Api, classified: dict[str, Any]) -> None:
+def test_answer_matches_openapi_schema(api: Api, classified: dict[str, Any]) -> None:
     schema = api.http.get("/openapi.json").json()["components"]["schemas"]["ClassifiedRow"]
     kinds = [kind["type"] for kind in schema["properties"]["label"]["anyOf"]]
     assert sorted(kinds) == ["array", "string"]

@@ -37,7 +37,7 @@ def text_tokens(api: Api, text: str) -> int:
     return len(api.tokenizer.encode(text))
 
 
-def test_a_completion_has_its_text_reason_and_usage(api: Api) -> None:
+def test_completion_has_text_reason_and_usage(api: Api) -> None:
     done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200)
     assert done.object == "text_completion"
     assert done.choices[0].text == TEXT
@@ -50,7 +50,7 @@ def test_a_completion_has_its_text_reason_and_usage(api: Api) -> None:
     assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
 
 
-def test_max_tokens_ends_a_completion_with_reason_length(api: Api) -> None:
+def test_max_tokens_ends_completion_with_reason_length(api: Api) -> None:
     done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
     assert done.choices[0].finish_reason == "length"
     assert TEXT.startswith(done.choices[0].text)
@@ -58,7 +58,7 @@ def test_max_tokens_ends_a_completion_with_reason_length(api: Api) -> None:
     assert done.usage.completion_tokens == 3
 
 
-def test_a_streamed_completion_gives_the_same_text_in_pieces(api: Api) -> None:
+def test_streamed_completion_has_same_text(api: Api) -> None:
     stream = api.openai.completions.create(
         model=MODEL,
         prompt="Hello",
@@ -76,7 +76,7 @@ def test_a_streamed_completion_gives_the_same_text_in_pieces(api: Api) -> None:
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-def test_a_chat_completion_sees_the_rendered_template(api: Api) -> None:
+def test_chat_completion_uses_rendered_template(api: Api) -> None:
     while not api.rank.submits.empty():
         api.rank.submits.get()
     done = api.openai.chat.completions.create(model=MODEL, messages=CHAT)
@@ -89,7 +89,7 @@ def test_a_chat_completion_sees_the_rendered_template(api: Api) -> None:
     )
 
 
-def test_a_streamed_chat_gives_the_role_first_then_text_reason_and_usage(api: Api) -> None:
+def test_streamed_chat_starts_with_role_and_ends_with_usage(api: Api) -> None:
     stream = api.openai.chat.completions.create(
         model=MODEL,
         messages=CHAT,
@@ -106,7 +106,7 @@ def test_a_streamed_chat_gives_the_role_first_then_text_reason_and_usage(api: Ap
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_a_stop_string_cuts_the_text_and_cancels_the_rest(api: Api) -> None:
+def test_stop_string_ends_text_and_cancels_rest(api: Api) -> None:
     done = api.openai.completions.create(
         model=MODEL, prompt="Hello", max_tokens=200, stop=["\n\nQuestion", "never"]
     )
@@ -118,7 +118,7 @@ def test_a_stop_string_cuts_the_text_and_cancels_the_rest(api: Api) -> None:
     assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
 
 
-def test_a_streamed_stop_string_never_shows_a_part_of_the_stop(api: Api) -> None:
+def test_stream_never_contains_part_of_stop_string(api: Api) -> None:
     stream = api.openai.chat.completions.create(
         model=MODEL,
         messages=CHAT,
@@ -129,7 +129,7 @@ def test_a_streamed_stop_string_never_shows_a_part_of_the_stop(api: Api) -> None
     assert "".join(pieces) == "The answer is 42. 你好 😀"
 
 
-def test_the_seed_reaches_the_rank_and_n_choices_get_seeds_of_their_own(api: Api) -> None:
+def test_each_choice_has_its_own_seed(api: Api) -> None:
     done = api.openai.completions.create(
         model=MODEL, prompt="Hello", max_tokens=50, seed=7, n=3, temperature=1.0
     )
@@ -139,7 +139,7 @@ def test_the_seed_reaches_the_rank_and_n_choices_get_seeds_of_their_own(api: Api
     assert done.usage.prompt_tokens == text_tokens(api, "Hello")  # once, not three times
 
 
-def test_streamed_choices_of_several_prompts_keep_their_index(api: Api) -> None:
+def test_streamed_choices_keep_their_index(api: Api) -> None:
     stream = api.openai.completions.create(
         model=MODEL, prompt=["One", "Two"], max_tokens=50, seed=1, n=2, stream=True
     )
@@ -154,7 +154,7 @@ def test_streamed_choices_of_several_prompts_keep_their_index(api: Api) -> None:
     assert reasons == dict.fromkeys(range(4), "stop")
 
 
-def test_prompts_may_be_token_ids(api: Api) -> None:
+def test_token_id_prompts_are_accepted(api: Api) -> None:
     ids = api.tokenizer.encode("Hello there")
     one = api.openai.completions.create(model=MODEL, prompt=ids, max_tokens=5)
     many = api.openai.completions.create(model=MODEL, prompt=[ids, ids[:1]], max_tokens=5)
@@ -165,7 +165,7 @@ def test_prompts_may_be_token_ids(api: Api) -> None:
     assert many.usage.prompt_tokens == len(ids) + 1
 
 
-def test_completion_logprobs_line_up_with_the_text(api: Api) -> None:
+def test_completion_logprobs_match_text(api: Api) -> None:
     done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=6, logprobs=2)
     choice = done.choices[0]
     assert choice.logprobs is not None
@@ -178,7 +178,7 @@ def test_completion_logprobs_line_up_with_the_text(api: Api) -> None:
     assert all(len(top) in (2, 3) for top in choice.logprobs.top_logprobs)
 
 
-def test_chat_logprobs_carry_bytes_and_alternatives(api: Api) -> None:
+def test_chat_logprobs_have_bytes_and_alternatives(api: Api) -> None:
     done = api.openai.chat.completions.create(
         model=MODEL,
         messages=CHAT,
@@ -193,7 +193,7 @@ def test_chat_logprobs_carry_bytes_and_alternatives(api: Api) -> None:
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
 
 
-def test_streamed_logprobs_are_those_of_the_whole_answer(api: Api) -> None:
+def test_streamed_logprobs_equal_whole_answer(api: Api) -> None:
     whole = api.openai.completions.create(model=MODEL, prompt="Hi", max_tokens=99, logprobs=1)
     stream = api.openai.completions.create(
         model=MODEL, prompt="Hi", max_tokens=99, logprobs=1, stream=True
@@ -206,7 +206,7 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(api: Api) -> None:
     assert tokens == whole.choices[0].logprobs.tokens
 
 
-def test_echo_without_new_tokens_scores_the_prompt(api: Api) -> None:
+def test_echo_without_generation_scores_prompt(api: Api) -> None:
     done = api.openai.completions.create(
         model=MODEL, prompt="The quick brown", max_tokens=0, echo=True, logprobs=1
     )
@@ -224,7 +224,7 @@ def test_echo_without_new_tokens_scores_the_prompt(api: Api) -> None:
     assert done.usage.prompt_tokens == len(choice.logprobs.tokens)
 
 
-def test_echo_comes_before_the_generated_text(api: Api) -> None:
+def test_echo_precedes_generated_text(api: Api) -> None:
     done = api.openai.completions.create(
         model=MODEL, prompt="Hello ", max_tokens=200, echo=True, logprobs=0
     )
@@ -236,7 +236,7 @@ def test_echo_comes_before_the_generated_text(api: Api) -> None:
     assert choice.logprobs.text_offset[text_tokens(api, "Hello ")] == len("Hello ")
 
 
-def test_the_token_that_ends_a_completion_is_listed_and_adds_no_text(api: Api) -> None:
+def test_eos_of_completion_is_listed_without_text(api: Api) -> None:
     """Clients such as lm-eval count back from the end: prompt, then what was generated."""
     done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200, logprobs=0)
     choice = done.choices[0]
@@ -250,7 +250,7 @@ def test_the_token_that_ends_a_completion_is_listed_and_adds_no_text(api: Api) -
     assert len(choice.logprobs.tokens) == done.usage.completion_tokens
 
 
-def test_the_token_that_ends_a_chat_is_not_part_of_its_content(api: Api) -> None:
+def test_eos_of_chat_is_not_listed(api: Api) -> None:
     done = api.openai.chat.completions.create(model=MODEL, messages=CHAT, logprobs=True)
     logprobs = done.choices[0].logprobs
     assert logprobs is not None
@@ -258,14 +258,14 @@ def test_the_token_that_ends_a_chat_is_not_part_of_its_content(api: Api) -> None
     assert "".join(entry.token for entry in logprobs.content) == TEXT
 
 
-def test_models_are_listed_and_found_by_name(api: Api) -> None:
+def test_models_are_listed_and_retrieved_by_name(api: Api) -> None:
     assert [model.id for model in api.openai.models.list()] == [MODEL]
     assert api.openai.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         api.openai.models.retrieve("other")
 
 
-def test_an_unknown_model_is_a_not_found_error(api: Api) -> None:
+def test_unknown_model_gets_404(api: Api) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         api.openai.completions.create(model="other", prompt="Hello")
     assert caught.value.code == "model_not_found"

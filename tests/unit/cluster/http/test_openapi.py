@@ -33,12 +33,12 @@ def api(folder: Path) -> Iterator[Api]:
 
 
 @pytest.mark.parametrize("keys", [[], ["k"]])
-def test_the_document_is_valid_openapi(keys: list[str]) -> None:
+def test_document_is_valid_openapi(keys: list[str]) -> None:
     document = openapi_document(SERVED, HttpConfig(api_keys=list(keys)))
     schemathesis.openapi.from_dict(json.loads(json.dumps(document))).validate()
 
 
-def test_every_reference_in_it_leads_somewhere() -> None:
+def test_every_reference_resolves() -> None:
     document = openapi_document(SERVED, HTTP)
     for reference in set(references(document)):
         target: Any = document
@@ -57,7 +57,7 @@ def references(tree: object) -> Iterator[str]:
             yield from references(value)
 
 
-def test_it_names_the_routes_of_the_application_and_no_others(api: Api) -> None:
+def test_document_lists_exactly_the_routes(api: Api) -> None:
     document = openapi_document(SERVED, HTTP)
     described = {(path, method) for path, item in document["paths"].items() for method in item}
     served = {
@@ -70,7 +70,7 @@ def test_it_names_the_routes_of_the_application_and_no_others(api: Api) -> None:
     assert described == served
 
 
-def test_it_is_served_without_a_key_and_documentation_pages_stay_off(api: Api) -> None:
+def test_document_needs_no_key_and_html_pages_are_off(api: Api) -> None:
     response = api.http.get("/openapi.json")
     assert response.status_code == 200
     document = response.json()
@@ -87,7 +87,7 @@ def test_it_is_served_without_a_key_and_documentation_pages_stay_off(api: Api) -
         assert api.http.get(path).status_code == 404
 
 
-def test_a_key_is_stated_as_needed_where_it_is() -> None:
+def test_required_keys_are_documented() -> None:
     document = openapi_document(SERVED, HttpConfig(api_keys=["k"]))
     needing = {
         path for path, item in document["paths"].items() for op in item.values() if "security" in op
@@ -98,7 +98,7 @@ def test_a_key_is_stated_as_needed_where_it_is() -> None:
     assert "Error401" not in without
 
 
-def test_every_error_that_an_endpoint_can_answer_is_in_the_document() -> None:
+def test_every_error_code_is_documented() -> None:
     known = {error.code for error in openapi.ERRORS}
     described = openapi_document(SERVED, HTTP)["components"]["responses"]
     for module in (contracts.errors, cluster.http.errors):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.quotas import KeyQuota, RateLimitError
+from cluster.http.authenticator import KeyQuota, RateLimitError
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
@@ -63,7 +63,7 @@ def test_key_above_request_rate_gets_retry_after_and_other_keys_are_admitted(api
     assert "x-ratelimit-limit-requests" not in send(api, "free").headers
 
 
-def test_tokens_count_when_they_were_computed_and_what_was_overdrawn_is_waited_for(
+def test_token_quota_overdraft_must_be_refilled(
     api: Api,
 ) -> None:
     first = send(api, "frugal")
@@ -83,7 +83,7 @@ def test_streamed_response_has_rate_limit_headers(api: Api) -> None:
     assert send(api, "single").status_code == 200  # the stream has ended, and left
 
 
-def test_one_request_at_a_time_also_of_those_that_wait_and_leave(folder: Path) -> None:
+def test_concurrency_limit_counts_waiting_and_disconnected_requests(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60, 61])
     rank.hold_after = 0
     with serve_api(folder, [rank], HttpConfig(api_keys=KEYS)) as api:
@@ -101,14 +101,14 @@ def test_one_request_at_a_time_also_of_those_that_wait_and_leave(folder: Path) -
         assert send(api, "single").status_code == 200
 
 
-def test_wrong_requests_leave_no_place_taken(api: Api) -> None:
+def test_rejected_requests_release_concurrency(api: Api) -> None:
     for _ in range(3):
         assert send(api, "single", n=-1).status_code == 400
         assert send(api, "single", model="other").status_code == 404
     assert send(api, "single").status_code == 200
 
 
-def test_a_key_of_one_class_names_no_other(api: Api, rank: FakeRank) -> None:
+def test_key_with_fixed_priority_rejects_others(api: Api, rank: FakeRank) -> None:
     while not rank.submits.empty():
         rank.submits.get()
     for fields in ({}, {"priority": "be"}, {"priority": 3}, {"service_tier": "flex"}):

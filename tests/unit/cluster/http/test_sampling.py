@@ -111,9 +111,7 @@ def first_tokens(api: Api, **fields: Any) -> list[str]:
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
 @pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
-def test_a_guided_completion_is_exactly_one_of_the_choices(
-    api: Api, field: str, temperature: float
-) -> None:
+def test_guided_completion_is_one_of_choices(api: Api, field: str, temperature: float) -> None:
     given = CHOICES if field == "guided_choice" else {"choice": CHOICES}
     fields = {field: given, "temperature": temperature, "n": 12, "seed": 4, "logprobs": 2}
     answer = completion(api, max_tokens=60, **fields)
@@ -130,15 +128,13 @@ def test_a_guided_completion_is_exactly_one_of_the_choices(
 
 
 @pytest.mark.parametrize("choices", [["a"], CHOICES, [" yes", " no"], ["42", "421", "4210"]])
-def test_without_max_tokens_there_is_room_for_the_longest_choice(
-    api: Api, choices: list[str]
-) -> None:
+def test_default_max_tokens_fits_longest_choice(api: Api, choices: list[str]) -> None:
     for seed in range(4):
         answer = completion(api, guided_choice=choices, max_tokens=None, seed=seed)
         assert answer["choices"][0]["text"] in choices
 
 
-def test_a_guided_chat_is_exactly_one_of_the_choices_streamed_or_not(api: Api) -> None:
+def test_guided_chat_is_one_of_choices_streamed_or_not(api: Api) -> None:
     if not has_template(api):
         assert refused(api, "/v1/chat/completions", guided_choice=CHOICES)["param"] == "messages"
         return
@@ -155,7 +151,7 @@ def has_template(api: Api) -> bool:
     return api.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
 
 
-def test_every_prompt_of_a_request_has_its_choices(api: Api) -> None:
+def test_choices_apply_to_every_prompt(api: Api) -> None:
     prompts = [PROMPT, "Is it? ", "one\n\n"]
     answer = completion(api, prompt=prompts, guided_choice=CHOICES, max_tokens=60, temperature=0)
     assert {choice["text"] for choice in answer["choices"]} <= set(CHOICES)
@@ -163,7 +159,7 @@ def test_every_prompt_of_a_request_has_its_choices(api: Api) -> None:
     assert completion(api, prompt=ids, guided_choice=["no"])["choices"][0]["text"] == "no"
 
 
-def test_a_choice_that_has_no_room_is_refused_with_both_numbers(api: Api) -> None:
+def test_choice_over_max_tokens_is_rejected_with_both_numbers(api: Api) -> None:
     error = refused(api, guided_choice=["yes", "maybe neutral positive"], max_tokens=2)
     assert error["param"] == "max_tokens"
     assert "max_tokens=2" in error["message"]
@@ -193,12 +189,12 @@ BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_CHOICES)
-def test_choices_that_cannot_be_are_refused(api: Api, fields: dict[str, Any], param: str) -> None:
+def test_invalid_choices_are_rejected(api: Api, fields: dict[str, Any], param: str) -> None:
     error = refused(api, **{"max_tokens": 200, **fields})
     assert error["param"] == (param or "guided_choice")
 
 
-def test_a_choice_with_a_token_that_ends_the_answer_is_refused(api: Api) -> None:
+def test_choice_containing_end_token_is_rejected(api: Api) -> None:
     eos = api.tokenizer.decode(api.eos, skip_special_tokens=False)
     assert refused(api, guided_choice=[f"yes{eos}"])["param"] == "guided_choice"
     ids = api.tokenizer.encode("yes", add_special_tokens=False)
@@ -217,7 +213,7 @@ def test_logit_bias_determines_output(api: Api) -> None:
     assert only["choices"][0]["text"].strip() == text.strip() != plain["choices"][0]["text"].strip()
 
 
-def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(api: Api) -> None:
+def test_stop_token_ends_answer_and_is_not_shown(api: Api) -> None:
     """As in vLLM: with finish_reason stop, also where eos is ignored."""
     token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
     bias = {str(token): 100}
@@ -227,7 +223,7 @@ def test_a_stop_token_ends_the_answer_and_is_no_part_of_it(api: Api) -> None:
     assert answer["usage"]["completion_tokens"] == 1
 
 
-def test_min_tokens_holds_off_every_way_to_end(api: Api) -> None:
+def test_min_tokens_defers_every_end(api: Api) -> None:
     """An eos and stop ids are not chosen; a stop string that is complete by then is text."""
     token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
     (eos,) = api.eos
@@ -244,7 +240,7 @@ def test_min_tokens_holds_off_every_way_to_end(api: Api) -> None:
     assert late["choices"][0]["finish_reason"] == "stop"
 
 
-def test_penalties_make_a_loop_end(api: Api) -> None:
+def test_penalties_break_repetition(api: Api) -> None:
     """With a bias towards three tokens, a frequency penalty makes each come as often."""
     ids = api.tokenizer.encode("yes no maybe", add_special_tokens=False)[:3]
     bias = {"logit_bias": {str(i): 60 for i in ids}, "temperature": 0, "ignore_eos": True}
@@ -261,7 +257,7 @@ def test_min_p_of_one_is_greedy(api: Api) -> None:
     assert completion(api, temperature=2, min_p=1, seed=1)["choices"][0]["text"] == wanted
 
 
-def test_neutral_values_of_all_fields_change_nothing(api: Api) -> None:
+def test_neutral_values_do_not_change_output(api: Api) -> None:
     neutral = {
         "min_p": 0,
         "presence_penalty": 0,
@@ -305,7 +301,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_VALUES)
-def test_a_value_out_of_range_is_a_400_that_names_its_field(
+def test_out_of_range_value_gets_400_naming_field(
     api: Api, fields: dict[str, Any], param: str
 ) -> None:
     assert refused(api, **fields)["param"] == param

@@ -52,7 +52,7 @@ def api(folder: Path) -> Iterator[Api]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
-def test_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
+def test_generated_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
     Fuzzed(api).run(path, "POST", kind, FEW)
 
 
@@ -60,7 +60,7 @@ def test_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", POSTS)
-def test_many_made_up_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
+def test_many_generated_requests_are_answered_as_documented(api: Api, path: str, kind: str) -> None:
     fuzzed = Fuzzed(api, vary=True)
     fuzzed.run(path, "POST", kind, MANY)
     print(path, kind, sorted(fuzzed.statuses.items()))  # noqa: T201
@@ -71,11 +71,11 @@ def test_plain_routes_answer_as_documented(api: Api, path: str) -> None:
     Fuzzed(api).run(path, "GET", "valid", 1)
 
 
-def test_any_model_name_is_answered_as_documented(api: Api) -> None:
+def test_generated_model_names_are_answered_as_documented(api: Api) -> None:
     Fuzzed(api).run("/v1/models/{name}", "GET", "valid", 10)
 
 
-def test_before_the_ranks_are_ready_a_good_request_is_a_503_as_documented(folder: Path) -> None:
+def test_requests_before_ready_get_documented_503(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank], no_rank_timeout_s=0.05) as api:
         rank.healthy = False

@@ -30,7 +30,7 @@ def prompts(api: Api) -> list[list[int]]:
     return [api.rank.submits.get().token_ids for _ in range(api.rank.submits.qsize())]
 
 
-def test_scores_are_probabilities_over_the_vocabulary(api: Api) -> None:
+def test_scores_are_probabilities_over_vocabulary(api: Api) -> None:
     answer = score(api, query="Is it good? ", items=["yes", "no"]).json()
     assert answer["scores"] == [[math.exp(token_logprob(label)) for label in LABELS]] * 2
     encode = api.tokenizer.encode
@@ -38,13 +38,13 @@ def test_scores_are_probabilities_over_the_vocabulary(api: Api) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_apply_softmax_gives_probabilities_among_the_labels(api: Api) -> None:
+def test_apply_softmax_normalizes_among_labels(api: Api) -> None:
     answer = score(api, query="q", items="i", apply_softmax=True).json()
     assert answer["scores"] == [softmax([token_logprob(label) for label in LABELS])]
     prompts(api)
 
 
-def test_item_first_puts_the_item_before_the_query(api: Api) -> None:
+def test_item_first_places_item_before_query(api: Api) -> None:
     score(api, query="query", items=["item "], item_first=True)
     score(api, query=[70, 71], items=[[72]], item_first=True)
     score(api, query=[70, 71], items=[[72]])
@@ -68,7 +68,7 @@ def test_item_first_puts_the_item_before_the_query(api: Api) -> None:
         ({"query": [70] * CONTEXT_TOKENS, "items": [[70]]}, 413, "items"),
     ],
 )
-def test_a_bad_field_is_refused_by_name(
+def test_bad_score_field_is_rejected_by_name(
     api: Api, body: dict[str, object], status: int, param: str
 ) -> None:
     response = score(api, **body)

@@ -52,7 +52,7 @@ def sent_until_answered(line: socket.socket, piece: bytes) -> Answer:
     return read_answer(line)
 
 
-def test_more_bytes_of_headers_than_the_limit_are_a_431_that_names_it(front: Front) -> None:
+def test_header_bytes_over_limit_get_431_naming_limit(front: Front) -> None:
     """FINDINGS A4: 300 MB of header lines passed before the key was asked for."""
     answer = front.exchange(get("/echo", "X-Much: " + "a" * HEADER_BYTES))
     assert answer.status == 431
@@ -63,9 +63,7 @@ def test_more_bytes_of_headers_than_the_limit_are_a_431_that_names_it(front: Fro
 
 
 @pytest.mark.parametrize("name", ["X-Much: ", "X-" * 9])
-def test_a_header_that_never_ends_is_read_no_further_than_the_limit(
-    front: Front, name: str
-) -> None:
+def test_endless_header_is_read_up_to_limit(front: Front, name: str) -> None:
     """FINDINGS A4: also half a header takes memory."""
     with front.connect() as line:
         line.sendall(f"GET /echo HTTP/1.1\r\n{name}".encode())
@@ -75,14 +73,14 @@ def test_a_header_that_never_ends_is_read_no_further_than_the_limit(
         assert is_ended(line)
 
 
-def test_empty_lines_before_a_request_are_counted_too(front: Front) -> None:
+def test_empty_lines_before_request_count_as_header_bytes(front: Front) -> None:
     """FINDINGS A4."""
     with front.connect() as line:
         line.sendall(b"\r\n" * HEADER_BYTES)
         assert read_answer(line).status == 431
 
 
-def test_more_headers_than_the_limit_are_a_431(front: Front) -> None:
+def test_header_count_over_limit_gets_431(front: Front) -> None:
     """FINDINGS A4: small ones cost many times their bytes."""
     answer = front.exchange(get("/echo", *(f"X-{number}: 1" for number in range(MAX_HEADERS))))
     assert answer.status == 431
@@ -90,7 +88,7 @@ def test_more_headers_than_the_limit_are_a_431(front: Front) -> None:
     assert front.exchange(get("/echo", *(f"X-{number}: 1" for number in range(9)))).status == 200
 
 
-def test_a_target_longer_than_any_route_is_a_414() -> None:
+def test_long_target_gets_414() -> None:
     """FINDINGS A4."""
     with serve_front() as wide:
         answer = wide.exchange(get("/echo?" + "a" * MAX_TARGET_BYTES))
@@ -98,7 +96,7 @@ def test_a_target_longer_than_any_route_is_a_414() -> None:
         assert answer.error["code"] == "target_too_long"
 
 
-def test_trailers_are_bounded_like_headers_and_never_become_headers(front: Front) -> None:
+def test_trailers_are_bounded_and_not_headers(front: Front) -> None:
     """FINDINGS A4: header lines may also follow a body."""
     answer = front.exchange(
         chunked("/echo", b"3\r\nabc\r\n0\r\nAuthorization: Bearer late\r\n\r\n")
@@ -113,14 +111,14 @@ def test_trailers_are_bounded_like_headers_and_never_become_headers(front: Front
         assert sent_until_answered(line, b"a" * 100).status == 431
 
 
-def test_a_chunk_extension_that_never_ends_is_refused(front: Front) -> None:
+def test_endless_chunk_extension_is_rejected(front: Front) -> None:
     """FINDINGS A4: bytes of a body that are no body."""
     with front.connect() as line:
         line.sendall(chunked("/echo", b"3;"))
         assert sent_until_answered(line, b"a" * 100).status == 431
 
 
-def test_a_body_in_a_hundred_thousand_chunks_of_a_byte_is_refused(front: Front) -> None:
+def test_body_in_single_byte_chunks_is_rejected(front: Front) -> None:
     """FINDINGS A5, A4: six bytes on the wire and a turn of the parser for each byte of a body."""
     answer = front.exchange(chunked("/echo", b"1\r\na\r\n" * (2 * MAX_CHUNKS)))
     assert answer.status == 400
@@ -148,7 +146,7 @@ def test_a_body_in_a_hundred_thousand_chunks_of_a_byte_is_refused(front: Front) 
         "nonsense\r\n\r\n",
     ],
 )
-def test_what_two_servers_could_read_two_ways_is_a_400_and_the_end(front: Front, head: str) -> None:
+def test_ambiguous_framing_gets_400_and_closes_connection(front: Front, head: str) -> None:
     with front.connect() as line:
         line.sendall(head.encode("latin-1"))
         answer = read_answer(line)
@@ -158,7 +156,7 @@ def test_what_two_servers_could_read_two_ways_is_a_400_and_the_end(front: Front,
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-def test_an_upgrade_is_answered_as_a_plain_request_and_is_the_last_one(
+def test_upgrade_is_answered_as_plain_request_and_closes_connection(
     front: Front, upgrade: str
 ) -> None:
     with front.connect() as line:
@@ -178,7 +176,7 @@ def test_expect_100_continue_is_answered_when_body_is_read(front: Front) -> None
         assert read_answer(line).status == 200, "not wanted, so not asked for"
 
 
-def test_requests_in_a_row_are_answered_in_order_up_to_a_number(front: Front) -> None:
+def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> None:
     """FINDINGS A5: what waits costs two hundred times its bytes. The last one answered says so."""
     some = [b"a" * size for size in range(1, MAX_PIPELINED + 1)]
     with front.connect() as line:
@@ -196,7 +194,7 @@ def test_requests_in_a_row_are_answered_in_order_up_to_a_number(front: Front) ->
         assert is_ended(line)
 
 
-def test_a_bad_request_behind_one_at_work_does_not_spoil_its_answer(front: Front) -> None:
+def test_bad_pipelined_request_does_not_affect_earlier_answer(front: Front) -> None:
     """uvicorn wrote its 400 into the answer that was under way."""
     with front.connect() as line:
         line.sendall(post("/hold", b"a"))
@@ -218,7 +216,7 @@ def test_broken_body_is_400_and_application_is_notified_of_disconnect(
     assert front.app.left.wait(5)
 
 
-def test_a_body_that_breaks_behind_its_answer_gets_no_second_one(front: Front) -> None:
+def test_body_broken_after_answer_gets_no_second_answer(front: Front) -> None:
     with front.connect() as line:
         line.sendall(chunked("/open", b"3\r\nabc\r\n"))
         assert read_answer(line).status == 200

@@ -47,7 +47,7 @@ def test_silent_connection_is_closed(front: Front) -> None:
 
 
 @pytest.mark.parametrize("half", ["G", "GET /echo HT", "GET /echo HTTP/1.1\r\nHost: tan"])
-def test_half_a_header_is_a_408_and_the_end(front: Front, half: str) -> None:
+def test_incomplete_header_gets_408_and_closes_connection(front: Front, half: str) -> None:
     """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(half.encode())
@@ -57,7 +57,7 @@ def test_half_a_header_is_a_408_and_the_end(front: Front, half: str) -> None:
         assert is_ended(line)
 
 
-def test_half_of_a_further_header_is_a_408_too(front: Front) -> None:
+def test_incomplete_header_of_next_request_gets_408(front: Front) -> None:
     """FINDINGS A5: the first byte ended the timer of an idle connection, for good."""
     with front.connect() as line:
         line.sendall(get("/echo"))
@@ -67,7 +67,7 @@ def test_half_of_a_further_header_is_a_408_too(front: Front) -> None:
         assert is_ended(line)
 
 
-def test_headers_that_trickle_gain_no_time(front: Front) -> None:
+def test_slow_headers_do_not_extend_deadline(front: Front) -> None:
     """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(b"GET /echo HTTP/1.1\r\nX: ")
@@ -83,7 +83,7 @@ def test_headers_that_trickle_gain_no_time(front: Front) -> None:
         pytest.fail("it goes on for ever")
 
 
-def test_an_idle_connection_ends_after_its_time(front: Front) -> None:
+def test_idle_connection_closes_after_timeout(front: Front) -> None:
     """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(get("/echo"))
@@ -91,7 +91,7 @@ def test_an_idle_connection_ends_after_its_time(front: Front) -> None:
         assert is_ended(line)
 
 
-def test_a_request_at_work_is_ended_by_no_timer_of_the_front(front: Front) -> None:
+def test_request_at_work_is_not_timed_out_by_server(front: Front) -> None:
     with front.connect() as line:
         line.sendall(post("/hold", b"a"))
         with front.connect() as silent, front.connect() as other:
@@ -103,7 +103,7 @@ def test_a_request_at_work_is_ended_by_no_timer_of_the_front(front: Front) -> No
         assert read_answer(line).status == 200
 
 
-def test_the_rest_of_a_body_that_is_answered_already_is_not_waited_for_ever(front: Front) -> None:
+def test_remaining_body_after_answer_times_out(front: Front) -> None:
     """FINDINGS A5: half a body. An answer before its end, as a 401, left the connection open."""
     with front.connect() as line:
         line.sendall(post("/open", b"a", length=10))
@@ -116,7 +116,7 @@ def test_the_rest_of_a_body_that_is_answered_already_is_not_waited_for_ever(fron
         assert read_answer(line).status == 200, "the rest came: the connection is as good as before"
 
 
-def test_a_client_that_does_not_read_its_answer_is_cut_off(front: Front) -> None:
+def test_client_not_reading_answer_is_disconnected(front: Front) -> None:
     """FINDINGS A5: its sequence and its blocks were held until the request's time was over, and the
     connection for ever."""
     front.app.left.clear()
@@ -125,7 +125,7 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(front: Front) -> None
         assert front.app.left.wait(TIMEOUT_S)
 
 
-def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
+def test_slow_reader_receives_whole_answer() -> None:
     """The deadline is for progress: more than the buffers hold, read in many times it."""
     with serve_front(write_timeout_s=SHORT_S) as front, front.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
@@ -139,7 +139,7 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer() -> None:
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_what_is_not_read_at_the_end_is_not_kept_either(kind: str) -> None:
+def test_unread_answer_is_dropped_on_close(kind: str) -> None:
     """FINDINGS A5: a last answer that nobody takes held its descriptor for ever."""
     with serve_front(
         loop_kind=kind, keep_alive_timeout_s=SHORT_S, write_timeout_s=SHORT_S
@@ -150,7 +150,7 @@ def test_what_is_not_read_at_the_end_is_not_kept_either(kind: str) -> None:
         assert front.exchange(get("/echo")).status == 200
 
 
-def test_half_a_body_is_a_408_that_names_the_limit(tmp_path: Path) -> None:
+def test_incomplete_body_gets_408_naming_limit(tmp_path: Path) -> None:
     """FINDINGS A5: half a body was waited for as long as a whole request may take."""
     http = HttpConfig(body_timeout_s=SHORT_S)
     folder = write_byte_level(tmp_path)

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cluster.http.admin import version
 from cluster.http.request_log import WRITTEN_AFTER_S
-from cluster.http.version import version
 from contracts.config import HttpConfig
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
@@ -61,7 +61,7 @@ def test_every_response_has_its_request_id(api: Api) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "two words", "a" * 129, 'quo"te', "ä".encode()])
-def test_an_id_that_is_none_gives_way_to_a_fresh_one(api: Api, given: str | bytes | None) -> None:
+def test_invalid_request_id_is_replaced(api: Api, given: str | bytes | None) -> None:
     """FINDINGS C: it ends in logs and headers, so its length and characters are bounded."""
     headers = {} if given is None else {"X-Request-Id": given}
     answers = [api.http.get("/health", headers=headers) for _ in range(2)]  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_an_id_that_is_none_gives_way_to_a_fresh_one(api: Api, given: str | byte
     assert all(FRESH.fullmatch(one) for one in ids)
 
 
-def test_an_error_of_ours_carries_an_id_too(folder: Path) -> None:
+def test_internal_error_has_request_id(folder: Path) -> None:
     """FINDINGS C: the one answer that somebody will ask about."""
 
     def breaks(submit: object) -> list[int]:
@@ -111,7 +111,7 @@ def test_log_has_one_line_per_request_without_text_or_key(
             assert secret not in line
 
 
-def test_the_access_log_can_be_turned_off(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_can_be_disabled(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     with (
         caplog.at_level(logging.INFO, logger="tandem.access"),
@@ -129,7 +129,7 @@ def test_version_is_public(api: Api) -> None:
     assert re.fullmatch(r"\d+\.\d+.*", version())
 
 
-def test_the_load_is_what_runs_and_what_waits_of_each_pipeline(folder: Path) -> None:
+def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
     """FINDINGS C."""
     rank = FakeRank("attention-0", lambda submit: [60, 61])
     rank.hold_after = 0
@@ -148,14 +148,14 @@ def test_the_load_is_what_runs_and_what_waits_of_each_pipeline(folder: Path) -> 
         rank.cancels.get(timeout=TIMEOUT_S)
 
 
-def test_behind_a_proxy_that_takes_a_prefix_off_the_document_names_it(api: Api) -> None:
+def test_root_path_is_documented_behind_proxy(api: Api) -> None:
     """FINDINGS C: root-path flags."""
     document = api.http.get("/openapi.json").json()
     assert document["servers"] == [{"url": "/llm"}]
     assert api.http.get("/v1/models").status_code == 200
 
 
-def test_what_the_front_refuses_by_itself_is_in_the_document(api: Api) -> None:
+def test_server_errors_are_documented(api: Api) -> None:
     document = api.http.get("/openapi.json").json()
     for path, method in (("/v1/completions", "post"), ("/health", "get")):
         assert {"408", "414", "431", "503"} <= set(document["paths"][path][method]["responses"])

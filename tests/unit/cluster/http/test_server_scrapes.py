@@ -132,7 +132,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/load", "/status"])
-def test_metrics_have_a_key_of_their_own(guarded: Api, path: str) -> None:
+def test_metrics_require_metrics_key(guarded: Api, path: str) -> None:
     """FINDINGS A7: an own key. Clients of the model are not those who watch it."""
     assert guarded.http.get(path).status_code == 401
     for key, status in (("client", 401), ("prometheus", 200)):
@@ -149,7 +149,7 @@ def test_metrics_key_grants_only_metrics(guarded: Api) -> None:
     assert guarded.http.get("/v1/models", headers=headers).status_code == 401
 
 
-def test_what_clients_send_makes_no_series(guarded: Api) -> None:
+def test_client_input_creates_no_series(guarded: Api) -> None:
     """At most 500 a process, whatever a stranger thinks of: names, tenants, classes, ids."""
     watcher = {"Authorization": "Bearer prometheus"}
 

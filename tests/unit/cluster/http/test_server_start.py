@@ -47,7 +47,7 @@ def _another_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "check_deployed", lambda _: None)
 
 
-def test_a_200_of_another_server_on_the_port_is_not_taken_for_ours(
+def test_answer_of_other_server_on_port_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """FINDINGS B6: of two started at once, both said that they were ready."""
@@ -66,7 +66,7 @@ def test_a_200_of_another_server_on_the_port_is_not_taken_for_ours(
         serving._wait_healthy("http://127.0.0.1:1", deployed, 0.2)
 
 
-def test_a_200_of_our_own_is() -> None:
+def test_answer_of_own_server_is_accepted() -> None:
     groups = Groups(listens=True)
     deployed = application.DeployedApp("tandem", "id", groups)
     serving._wait_healthy("http://127.0.0.1:1", deployed, 5.0)
@@ -87,14 +87,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[TandemConfig]:
     return configs
 
 
-def test_keys_are_options_of_the_command_line(served: list[TandemConfig]) -> None:
+def test_keys_are_command_line_options(served: list[TandemConfig]) -> None:
     """FINDINGS C: no --api-key."""
     assert main(["serve", "--api-key", "one", "--api-key", "two", "--root-path", "/llm"]) == 2
     assert served[0].http.api_keys == ["one", "two"]
     assert served[0].http.root_path == "/llm"
 
 
-def test_a_key_in_the_environment_counts_where_no_other_is_given(
+def test_environment_key_is_used_without_other_keys(
     served: list[TandemConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS C: no TANDEM_API_KEY, and what is on a command line is in `ps`."""
@@ -104,13 +104,13 @@ def test_a_key_in_the_environment_counts_where_no_other_is_given(
 
 
 @pytest.mark.parametrize("key", ["", "two words"])
-def test_a_variable_that_holds_no_key_opens_nothing(key: str) -> None:
+def test_empty_environment_key_does_not_open_server(key: str) -> None:
     """FINDINGS B9: set, but empty, it must not mean a server without keys."""
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: api_keys.0."):
         with_environment_key(TandemConfig(), {KEY_VARIABLE: key})
 
 
-def test_an_empty_key_on_the_command_line_is_refused(
+def test_empty_command_line_key_is_rejected(
     served: list[TandemConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """FINDINGS B9."""
@@ -136,7 +136,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_a_server_with_a_certificate_speaks_https(certificate: dict[str, Any], kind: str) -> None:
+def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: str) -> None:
     """FINDINGS C: TLS flags. The bounds are the same; a client who is no TLS client is let go."""
     context = ssl.create_default_context(cafile=certificate["tls_certificate"])
     limits: dict[str, Any] = {
@@ -175,7 +175,7 @@ def is_ended_on_any_error(line: socket.socket) -> bool:
     return True
 
 
-def test_a_certificate_that_cannot_be_used_is_refused_before_anything_starts(
+def test_invalid_certificate_is_rejected_before_start(
     certificate: dict[str, Any], tmp_path: Path
 ) -> None:
     check_tls(HttpConfig(**certificate))

@@ -32,9 +32,7 @@ def slow_stop(text: str, stops: list[str]) -> str:
 
 @given(text=Letters, stops=Stops, cut=st.lists(st.integers(1, 5)))
 @example(text="bab", stops=["bab", "a"], cut=[3])
-def test_text_ends_before_the_first_completed_stop_in_any_split(
-    text: str, stops: list[str], cut: list[int]
-) -> None:
+def test_text_ends_before_first_completed_stop(text: str, stops: list[str], cut: list[int]) -> None:
     filter_ = StopStrings(stops)
     shown, start = "", 0
     for size in [*cut, len(text)]:
@@ -44,7 +42,7 @@ def test_text_ends_before_the_first_completed_stop_in_any_split(
     assert shown + filter_.flush() == slow_stop(text, stops)
 
 
-def test_text_that_cannot_complete_a_stop_is_shown_at_once() -> None:
+def test_text_without_partial_stop_is_shown_at_once() -> None:
     filter_ = StopStrings(["###", "\n\n"])
     assert filter_.push("one #") == "one "
     assert filter_.push("1\n") == "#1"
@@ -79,7 +77,7 @@ def whole(
 @given(
     source=st.text(alphabet="ab 你😀", max_size=25), stops=Stops, sizes=st.lists(st.integers(1, 4))
 )
-def test_a_sequence_is_the_same_however_its_tokens_are_batched(
+def test_sequence_does_not_depend_on_token_batches(
     tokenizer: Tokenizer, source: str, stops: list[str], sizes: list[int]
 ) -> None:
     ids = tokenizer.encode(source)
@@ -90,7 +88,7 @@ def test_a_sequence_is_the_same_however_its_tokens_are_batched(
         assert at_once[1] == ids
 
 
-def test_tokens_cut_off_by_a_stop_are_not_shown_but_count(tokenizer: Tokenizer) -> None:
+def test_tokens_cut_off_by_stop_count_in_usage(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab#c")
     text, tokens, reason, count = whole(tokenizer, ids, ["#"], [])
     assert (text, reason) == ("ab", "stop")
@@ -98,6 +96,6 @@ def test_tokens_cut_off_by_a_stop_are_not_shown_but_count(tokenizer: Tokenizer) 
     assert count == len(tokenizer.encode("ab#"))
 
 
-def test_a_stop_completed_by_the_last_flush_still_counts_as_a_stop(tokenizer: Tokenizer) -> None:
+def test_stop_completed_by_flush_ends_text(tokenizer: Tokenizer) -> None:
     half = tokenizer.encode("a😀")[:-1]
     assert whole(tokenizer, half, ["\ufffd"], [])[:3:2] == ("a", "stop")

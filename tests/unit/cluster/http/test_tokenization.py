@@ -79,7 +79,7 @@ def test_invalid_tokenize_request_names_field(
     assert response.json()["error"]["param"] == param
 
 
-def test_both_are_behind_the_key_check_and_need_no_model_name(
+def test_tokenize_requires_key_but_no_model(
     api: Api, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     assert api.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
@@ -92,7 +92,7 @@ def test_both_are_behind_the_key_check_and_need_no_model_name(
             assert keyed.http.post(path, json=body, headers=headers).status_code == 200
 
 
-def test_they_are_not_counted_as_requests_to_a_pipeline(api: Api) -> None:
+def test_tokenize_is_not_counted_as_request(api: Api) -> None:
     def counted() -> list[str]:
         text = api.http.get("/metrics").text
         return [line for line in text.splitlines() if line.startswith("tandem_requests_total{")]

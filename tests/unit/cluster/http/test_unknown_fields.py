@@ -45,7 +45,7 @@ def refused(api: Api, path: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_typo_is_refused_with_the_field_that_was_meant(
+def test_misspelled_field_is_rejected_with_suggestion(
     api: Api, path: str, typo: str, meant: str
 ) -> None:
     """FINDINGS C."""
@@ -56,9 +56,7 @@ def test_a_typo_is_refused_with_the_field_that_was_meant(
 
 @pytest.mark.parametrize("name", ["regex", "json_schema", "zzz", "a.b\n", "é" * 500])
 @pytest.mark.parametrize("path", GOOD)
-def test_an_unknown_field_is_a_400_that_names_it_on_every_endpoint(
-    api: Api, path: str, name: str
-) -> None:
+def test_unknown_field_gets_400_on_every_endpoint(api: Api, path: str, name: str) -> None:
     """FINDINGS C."""
     error = refused(api, path, **GOOD[path], **{name: {"type": "object"}})
     assert len(error["param"]) <= 80
@@ -78,7 +76,7 @@ def test_an_unknown_field_is_a_400_that_names_it_on_every_endpoint(
         ),
     ],
 )
-def test_an_unknown_field_inside_an_object_is_named_with_its_place(
+def test_unknown_nested_field_is_named_with_path(
     api: Api, fields: dict[str, Any], param: str, meant: str
 ) -> None:
     """FINDINGS C: nested objects too."""
@@ -88,9 +86,7 @@ def test_an_unknown_field_inside_an_object_is_named_with_its_place(
 
 
 @pytest.mark.parametrize("path", GOOD)
-def test_what_clients_send_about_a_request_is_accepted_on_every_endpoint(
-    api: Api, path: str
-) -> None:
+def test_ignored_fields_are_accepted_on_every_endpoint(api: Api, path: str) -> None:
     harmless = {
         "user": "someone",
         "metadata": {"k": "v"},
@@ -103,7 +99,7 @@ def test_what_clients_send_about_a_request_is_accepted_on_every_endpoint(
     assert api.post(path, **GOOD[path], **harmless).status_code == 200
 
 
-def test_an_answer_can_be_sent_back_as_a_message_as_openais_client_dumps_it(api: Api) -> None:
+def test_dumped_answer_is_accepted_as_message(api: Api) -> None:
     answer = api.openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
     message: Any = answer.choices[0].message.model_dump()
     assert message.keys() >= {"refusal", "annotations", "audio", "function_call", "tool_calls"}
@@ -113,7 +109,7 @@ def test_an_answer_can_be_sent_back_as_a_message_as_openais_client_dumps_it(api:
 
 
 @pytest.mark.parametrize("name", ["audio", "function_call"])
-def test_a_message_with_what_no_template_gets_is_refused(api: Api, name: str) -> None:
+def test_message_with_unsupported_field_is_rejected(api: Api, name: str) -> None:
     messages = [{"role": "assistant", "content": "x", name: {"id": "y"}}, *CHAT]
     response = api.post("/v1/chat/completions", messages=messages)
     assert response.status_code == 400

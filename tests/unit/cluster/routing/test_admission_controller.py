@@ -13,7 +13,7 @@ import pytest
 
 from cluster.routing import admission_controller
 from cluster.routing.admission_controller import AdmissionController
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority

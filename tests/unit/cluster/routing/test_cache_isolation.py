@@ -17,14 +17,12 @@ from actors.channels.handshake import Identity
 from actors.kv.block_manager import BlockManager
 from cluster.http.app import build_app
 from cluster.http.authenticator import Authenticator, with_cache_salt
-from cluster.http.field_bounds import MAX_CACHE_SALT_CHARACTERS
-from cluster.http.schemas import ModelInfo
+from cluster.http.schemas import MAX_CACHE_SALT_CHARACTERS, ModelInfo
 from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable
-from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.pipelines import Pipelines
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
@@ -127,7 +125,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_a_key_finds_its_own_prefix_and_never_another_ones(ranks: Any, what: str) -> None:
+def test_key_finds_only_its_own_prefix(ranks: Any, what: str) -> None:
     """FINDINGS B4."""
     path, body = BODIES[what]
     number = list(BODIES).index(what)
@@ -145,7 +143,7 @@ def test_a_key_finds_its_own_prefix_and_never_another_ones(ranks: Any, what: str
 
 
 @pytest.mark.parametrize("what", BODIES)
-def test_a_cache_salt_divides_the_requests_of_one_client(ranks: Any, what: str) -> None:
+def test_cache_salt_separates_requests_of_client(ranks: Any, what: str) -> None:
     """FINDINGS B4."""
     path, body = BODIES[what]
 
@@ -172,12 +170,13 @@ def test_keys_share_prefixes_if_configured(ranks: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_a_cache_salt_of_no_length_or_of_too_much_is_refused_by_name(ranks: Any) -> None:
+def test_cache_salt_outside_length_bounds_is_rejected(ranks: Any) -> None:
     async def run() -> None:
         async with api_client(ranks, []) as send:
             for path, body in BODIES.values():
-                for salt in ("", "x" * (MAX_CACHE_SALT_CHARACTERS + 1)):
-                    with pytest.raises(AssertionError, match=f"cache_salt has {len(salt)} char"):
+                many = MAX_CACHE_SALT_CHARACTERS + 1
+                for salt, problem in (("", "is empty"), ("x" * many, f"has {many} characters")):
+                    with pytest.raises(AssertionError, match=f"cache_salt {problem}"):
                         await send(None, path, **body, cache_salt=salt)
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -191,7 +190,7 @@ def submit(salt: bytes, token_ids: list[int] = PROMPT, **fields: Any) -> Submit:
     return Submit(request_id=0, token_ids=token_ids, caller=Caller(salt=salt), **fields)
 
 
-def test_partial_blocks_and_prompts_of_one_batch_are_shared_under_one_salt_only() -> None:
+def test_blocks_and_batches_are_shared_per_salt() -> None:
     """FINDINGS B4. All at once, so that they meet in one batch; then once more, from the cache."""
     scheduler = Scheduler(ScheduleConfig(), BlockManager(100))
     cached = []
@@ -212,7 +211,7 @@ def test_partial_blocks_and_prompts_of_one_batch_are_shared_under_one_salt_only(
     assert cached == [*first, *[most, short] * (2 * len(SALTS))]
 
 
-def test_a_ranks_prefix_table_matches_only_what_was_sent_under_the_same_salt() -> None:
+def test_prefix_table_matches_per_salt() -> None:
     table = PrefixTable(100)
     table.add(submit(SALTS[1]).block_hashes(BLOCK))
     matched = [table.match(submit(salt).block_hashes(BLOCK)) for salt in SALTS]
@@ -220,7 +219,7 @@ def test_a_ranks_prefix_table_matches_only_what_was_sent_under_the_same_salt() -
 
 
 @pytest.mark.parametrize("text", [PROMPT, [*PROMPT[: BLOCK - 1], 9]], ids=["hashes", "heads"])
-def test_the_routers_index_and_heads_match_only_under_the_same_salt(text: list[int]) -> None:
+def test_router_index_matches_per_salt(text: list[int]) -> None:
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**6)
     router = Router(
         RouterConfig(workers=2, saturation=saturation, block_tokens=BLOCK * 2), token_work
@@ -255,7 +254,7 @@ def test_key_digest_hides_key_and_is_equal_in_all_replicas() -> None:
     assert one.caller(KEYS[0]).request != one.caller(KEYS[0]).request
 
 
-def test_a_cache_salt_adds_to_the_keys_salt_and_does_not_replace_it() -> None:
+def test_cache_salt_is_mixed_into_key_salt() -> None:
     authenticator = Authenticator([ApiKey(key) for key in KEYS])
     salts = [
         with_cache_salt(caller, cache_salt).salt

@@ -11,9 +11,8 @@ import pytest
 
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_discovery import FindRanks
+from cluster.routing.rank_set import FindRanks, RoutingConfig
 from contracts.errors import RankError
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import FakeRank
@@ -26,8 +25,8 @@ Body = Callable[[PipelineBackend, list[FakeRank], Directory], Coroutine[Any, Any
 
 def run(body: Body, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, known: int = 2) -> None:
     """ranks: that listen. known: of these at first; what the directory says is the test's."""
-    for period in ("FIND_PERIOD_S", "FOLLOW_PERIOD_S"):
-        monkeypatch.setattr(f"cluster.routing.rank_discovery.{period}", 0.001)
+    for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
+        monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
 
     async def main() -> None:
         fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]

@@ -13,19 +13,19 @@ def view(name: str, load: int = 0, prefix: int = 0) -> RankView:
     return RankView(name=name, load_tokens=load, prefix_tokens=prefix)
 
 
-def test_without_a_match_the_least_loaded_rank_is_chosen() -> None:
+def test_least_loaded_rank_is_chosen_without_match() -> None:
     assert least_work([view("a", load=50), view("b", load=20), view("c", load=30)]).name == "b"
 
 
-def test_on_equal_load_the_longest_prefix_wins() -> None:
+def test_longest_prefix_is_chosen_on_equal_load() -> None:
     assert least_work([view("a"), view("b", prefix=16), view("c", prefix=32)]).name == "c"
 
 
-def test_a_shared_prefix_does_not_pile_all_requests_on_one_rank() -> None:
+def test_shared_prefix_does_not_overload_one_rank() -> None:
     assert least_work([view("a", load=1000, prefix=64), view("b")]).name == "b"
 
 
-def test_equal_ranks_are_taken_in_order() -> None:
+def test_first_of_equal_ranks_is_chosen() -> None:
     assert least_work([view("a"), view("b")]).name == "a"
 
 
@@ -40,7 +40,7 @@ def test_equal_ranks_are_taken_in_order() -> None:
         min_size=1,
     )
 )
-def test_no_rank_has_less_work_than_the_chosen_one(views: list[RankView]) -> None:
+def test_chosen_rank_has_least_work(views: list[RankView]) -> None:
     chosen = least_work(views)
     assert chosen in views
     assert all(
@@ -52,9 +52,7 @@ def test_no_rank_has_less_work_than_the_chosen_one(views: list[RankView]) -> Non
 @given(
     tokens=st.lists(st.integers(0, 3), max_size=20), other=st.lists(st.integers(0, 3), max_size=20)
 )
-def test_a_match_is_the_number_of_common_leading_blocks(
-    tokens: list[int], other: list[int]
-) -> None:
+def test_match_counts_common_leading_blocks(tokens: list[int], other: list[int]) -> None:
     table = PrefixTable(100)
     table.add(chain_hashes(tokens, 2))
     common = 0
@@ -65,7 +63,7 @@ def test_a_match_is_the_number_of_common_leading_blocks(
     assert table.match(chain_hashes(other, 2)) == common
 
 
-def test_the_table_forgets_the_oldest_chain_from_its_end() -> None:
+def test_oldest_chain_is_evicted_from_its_end() -> None:
     table = PrefixTable(4)
     old, new = chain_hashes(range(6), 2), chain_hashes(range(10, 14), 2)
     table.add(old)

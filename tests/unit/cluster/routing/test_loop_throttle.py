@@ -7,7 +7,7 @@ import asyncio
 from cluster.routing.pipeline_backend import LoopThrottle
 
 
-def test_few_go_on_at_once_and_many_some_in_each_turn_of_the_loop_in_order() -> None:
+def test_starts_are_limited_per_loop_turn_in_order() -> None:
     async def body() -> None:
         throttle, turns, completed = LoopThrottle(3), 0, list[tuple[int, int]]()
 

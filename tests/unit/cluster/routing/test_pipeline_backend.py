@@ -15,8 +15,8 @@ from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
 from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, RankView, least_work
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from cluster.routing.rank_socket import RankClientConfig
 from contracts.clock import ManualClock
 from contracts.errors import (
@@ -80,7 +80,7 @@ async def tokens_of(admission: PipelineBackend, wanted: Submit) -> list[int]:
 
 
 @pytest.mark.parametrize("use_unix", [True, False])
-def test_tokens_come_back_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
+def test_tokens_arrive_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
 
@@ -99,7 +99,7 @@ def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
     run(body)
 
 
-def test_a_known_prefix_draws_a_request_to_its_rank() -> None:
+def test_request_goes_to_rank_with_its_prefix() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         busy = admission.generate(submit(first=0))
@@ -146,7 +146,7 @@ def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
     run(body, ranks=2, no_rank_timeout_s=0.2)
 
 
-def test_a_full_rank_is_passed_over_and_all_full_is_an_overload() -> None:
+def test_full_rank_is_skipped_and_all_full_is_overload() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 0
@@ -179,7 +179,7 @@ def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
     run(body, max_waiting=1)
 
 
-def test_closing_a_generation_early_cancels_it_and_a_finished_one_does_not() -> None:
+def test_closing_unfinished_generation_cancels_it() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         await tokens_of(admission, submit())
         ranks[0].hold_after = 1
@@ -196,7 +196,7 @@ def _has_submits(rank: FakeRank, count: int) -> bool:
     return rank.submits.qsize() == count
 
 
-def test_a_lost_connection_costs_no_request_and_a_third_one_ends_it_with_the_ranks_name() -> None:
+def test_request_fails_after_third_lost_connection() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
@@ -215,7 +215,7 @@ def test_a_lost_connection_costs_no_request_and_a_third_one_ends_it_with_the_ran
     run(body)
 
 
-def test_what_a_rank_had_cached_is_forgotten_when_it_comes_back() -> None:
+def test_prefixes_are_forgotten_when_rank_restarts() -> None:
     seen: list[int] = []
 
     def record(views: Sequence[RankView]) -> RankView:
@@ -250,7 +250,7 @@ def test_wrong_token_is_rejected_with_handshake_error() -> None:
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_closing_the_admission_ends_waiting_requests() -> None:
+def test_close_fails_waiting_requests() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
         waiting = asyncio.create_task(tokens_of(admission, submit()))
@@ -279,7 +279,7 @@ class CountingClock(ManualClock):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_silent_rank_of_this_machine_that_runs_is_given_four_times_as_long(
+def test_local_running_rank_has_fourfold_heartbeat_timeout(
     is_known: bool,
 ) -> None:
     """FINDINGS B16: a starved rank was lost after 1.5 s, where channels wait four times as long."""

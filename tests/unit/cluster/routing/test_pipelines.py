@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.routing.least_work_placer import LeastWorkPlacer
-from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.pipelines import Pipelines
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from contracts.messages import Finished, Submit
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
@@ -37,7 +36,7 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
     return events[-1]
 
 
-def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
+def test_request_goes_to_its_pipeline() -> None:
     async def body() -> None:
         rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
         admission = PipelineBackend(
@@ -67,7 +66,7 @@ def test_each_request_goes_to_the_pipeline_that_is_made_for_it() -> None:
     run(body())
 
 
-def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
+def test_single_pipeline_runs_all_requests() -> None:
     async def body() -> None:
         worker = FakePrefill(0)
         async with routing([worker]) as router:
@@ -88,6 +87,6 @@ def test_where_one_pipeline_is_deployed_it_does_the_work_of_both() -> None:
     run(body())
 
 
-def test_without_any_pipeline_there_is_no_backend() -> None:
+def test_backend_without_pipeline_is_rejected() -> None:
     with pytest.raises(ValueError, match="neither"):
         Pipelines(None, None)

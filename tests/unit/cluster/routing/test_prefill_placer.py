@@ -34,7 +34,7 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_prefixes_meet_on_the_worker_that_has_them_and_the_books_end_at_zero() -> None:
+def test_requests_go_to_worker_with_prefix_and_load_ends_at_zero() -> None:
     async def body() -> None:
         workers = [FakePrefill(0), FakePrefill(1)]
         async with routing(workers) as router:
@@ -60,7 +60,7 @@ def test_prefixes_meet_on_the_worker_that_has_them_and_the_books_end_at_zero() -
     run(body())
 
 
-def test_requests_of_a_dead_worker_go_to_the_other_one_and_are_answered_once() -> None:
+def test_requests_of_dead_worker_move_to_another() -> None:
     async def body() -> None:
         dead, alive = FakePrefill(0), FakePrefill(1)
         dead.hold = True
@@ -146,7 +146,7 @@ def test_worker_with_inconsistent_log_is_excluded_until_replaced() -> None:
     run(body())
 
 
-def test_while_no_worker_is_there_requests_wait_for_the_next_one() -> None:
+def test_requests_wait_while_no_worker_is_available() -> None:
     async def body() -> None:
         first, second = FakePrefill(0), FakePrefill(0, epoch=2)
         first.hold = True
@@ -170,7 +170,7 @@ def test_while_no_worker_is_there_requests_wait_for_the_next_one() -> None:
     run(body())
 
 
-def test_without_any_worker_for_too_long_requests_fail_by_name() -> None:
+def test_requests_fail_after_no_rank_timeout() -> None:
     async def body() -> None:
         worker = FakePrefill(0)
         worker.hold = True
@@ -186,7 +186,7 @@ def test_without_any_worker_for_too_long_requests_fail_by_name() -> None:
     run(body())
 
 
-def test_a_request_that_ends_every_worker_it_meets_is_given_up() -> None:
+def test_request_ending_every_worker_fails_after_max_attempts() -> None:
     async def body() -> None:
         worker = FakePrefill(0)
         worker.refuse = Failed(0, "not_ready", "prefill-0 failed: a bad batch", 503)
@@ -228,7 +228,7 @@ def test_requests_failed_before_unhealthy_report_are_retried() -> None:
     run(body())
 
 
-def test_a_request_that_ends_two_workers_again_and_again_is_given_up() -> None:
+def test_request_ending_two_workers_repeatedly_fails() -> None:
     async def body() -> None:
         workers = [FakePrefill(0), FakePrefill(1)]
         for worker in workers:
@@ -254,7 +254,7 @@ def test_request_error_is_returned_unchanged() -> None:
     run(body())
 
 
-def test_cancelled_requests_leave_the_backlog_and_their_worker() -> None:
+def test_cancelled_requests_leave_backlog_and_worker() -> None:
     async def body() -> None:
         worker = FakePrefill(0)
         worker.hold = True
@@ -295,7 +295,7 @@ def test_beyond_max_waiting_requests_are_rejected_or_wait_for_slot() -> None:
     run(body())
 
 
-def test_a_small_request_does_not_wait_for_a_large_one() -> None:
+def test_small_request_does_not_wait_for_large_one() -> None:
     async def body() -> None:
         worker = FakePrefill(0)
         worker.hold = True
@@ -322,7 +322,7 @@ def test_a_small_request_does_not_wait_for_a_large_one() -> None:
     run(body())
 
 
-def test_two_routers_see_each_others_requests_and_agree() -> None:
+def test_two_routers_account_for_each_others_requests() -> None:
     async def body() -> None:
         workers = [FakePrefill(0), FakePrefill(1)]
         async with routing(workers) as one:
@@ -383,7 +383,7 @@ def test_unhealthy_worker_gets_no_requests_until_healthy() -> None:
     run(body())
 
 
-def test_workers_come_and_go_while_requests_run_and_none_is_lost() -> None:
+def test_no_request_is_lost_while_workers_join_and_leave() -> None:
     async def body() -> None:
         workers = [FakePrefill(0), FakePrefill(1)]
         at = {worker.name: await worker.listen() for worker in workers}
@@ -426,7 +426,7 @@ def test_workers_come_and_go_while_requests_run_and_none_is_lost() -> None:
     run(body())
 
 
-def test_a_worker_that_leaves_ends_what_it_has_and_another_of_its_number_serves() -> None:
+def test_draining_worker_completes_and_is_replaced() -> None:
     async def body() -> None:
         leaving, other = workers = [FakePrefill(0), FakePrefill(1)]
         there = {worker.name: await worker.listen() for worker in workers}

@@ -13,8 +13,8 @@ import pytest
 from actors.channels.handshake import Identity
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
 from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import RankError
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
@@ -86,7 +86,7 @@ async def sent(rank: FakeRank, count: int) -> list[Submit]:
     return [rank.submits.get() for _ in range(count)]
 
 
-def test_what_has_got_no_token_yet_goes_to_another_rank_as_it_is() -> None:
+def test_request_without_tokens_is_retried_unchanged() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 0
         generation = [Generation(admission, seed=7, frequency_penalty=1.0) for _ in range(2)]
@@ -111,7 +111,7 @@ def test_what_has_got_no_token_yet_goes_to_another_rank_as_it_is() -> None:
         {"choices": [list(range(40, 46)), [40, 42]], "min_tokens": 0},
     ],
 )
-def test_a_stream_goes_on_with_its_prompt_and_the_tokens_so_far(sampling: dict[str, Any]) -> None:
+def test_stream_resumes_with_prompt_and_tokens(sampling: dict[str, Any]) -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 2
         generation = Generation(admission, **{"min_tokens": 5, "ignore_eos": True, **sampling})
@@ -131,7 +131,7 @@ def test_a_stream_goes_on_with_its_prompt_and_the_tokens_so_far(sampling: dict[s
     run(body)
 
 
-def test_a_stream_goes_on_a_second_time() -> None:
+def test_stream_resumes_twice() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = ranks[1].hold_after = 2
         generation = Generation(admission, ignore_eos=True)
@@ -159,7 +159,7 @@ def test_a_stream_goes_on_a_second_time() -> None:
         (2, {"stop_token_ids": [41]}, "stop"),
     ],
 )
-def test_a_stream_that_had_all_its_tokens_ends_as_its_rank_would_have_ended_it(
+def test_complete_stream_of_lost_rank_ends_normally(
     held: int, sampling: dict[str, Any], reason: str
 ) -> None:
     """After its end-of-sequence token 43, as many as were wanted, or a whole choice."""
@@ -190,7 +190,7 @@ def test_a_stream_that_had_all_its_tokens_ends_as_its_rank_would_have_ended_it(
     ],
     ids=["greedy", "seeded", "penalised"],
 )
-def test_two_real_ranks_make_one_stream(
+def test_stream_over_two_real_ranks_is_unchanged(
     tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
 ) -> None:
     """As long as the tokens of one of them alone, and the same."""
@@ -226,7 +226,7 @@ def me(group: ThreadGroup) -> Identity:
     return Identity(name="ingress", token=group.token, epoch=None)
 
 
-def test_a_request_that_has_ended_three_ranks_is_given_up_by_name() -> None:
+def test_request_fails_after_three_lost_ranks() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after, rank.on_submit = 1, rank.drop_connections
@@ -240,7 +240,7 @@ def test_a_request_that_has_ended_three_ranks_is_given_up_by_name() -> None:
     run(body)
 
 
-def test_ranks_that_are_lost_while_they_wait_for_expert_ranks_do_not_count() -> None:
+def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
     ends = [None] * 5
 
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
@@ -261,7 +261,7 @@ def test_ranks_that_are_lost_while_they_wait_for_expert_ranks_do_not_count() -> 
     run(body, waiting=2)
 
 
-def test_a_rank_that_waits_for_expert_ranks_is_taken_where_there_is_no_other() -> None:
+def test_rank_waiting_for_expert_ranks_is_used_last() -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         await asyncio.gather(*(Generation(admission).task for _ in range(4)))
         counts = [rank.submits.qsize() for rank in ranks]
@@ -271,7 +271,7 @@ def test_a_rank_that_waits_for_expert_ranks_is_taken_where_there_is_no_other() -
     run(body, ranks=1, waiting=1)
 
 
-def test_a_stream_waits_for_the_rank_that_takes_the_lost_ones_place() -> None:
+def test_stream_waits_for_replacement_rank() -> None:
     """Where there is no other: it is found by its name, in the directory."""
 
     async def body() -> None:
@@ -301,7 +301,7 @@ def test_a_stream_waits_for_the_rank_that_takes_the_lost_ones_place() -> None:
     asyncio.run(asyncio.wait_for(body(), 20))
 
 
-def test_more_than_a_rank_may_have_waiting_goes_there_as_it_answers() -> None:
+def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
     """All that two ranks had begun, to the one that is left."""
 
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:

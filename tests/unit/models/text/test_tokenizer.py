@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.tokenizer_pool import TokenizerPool
+from cluster.http.text import TokenizerPool
 from contracts.errors import CheckpointError, RequestError
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like

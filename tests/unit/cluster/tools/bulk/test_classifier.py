@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from cluster.classification.classify import ClassifyTask, classify_row, tokenize_row
-from cluster.classification.multilabel import YES, label_tasks
+from cluster.classification.classify import (
+    YES,
+    ClassifyTask,
+    classify_row,
+    label_tasks,
+)
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.placer import RoutingConfig
+from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
 from cluster.tools.bulk.classifier import BulkTask, RowClassifier, RowRequest
 from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection
@@ -22,6 +26,7 @@ from contracts.errors import NotReadyError, PeerDeadError, RankError, TandemErro
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
 from models.text.tokenizer import Tokenizer
+from tests.support.api_harness import tokenize_row
 from tests.support.group_harness import ThreadGroup, group_config
 
 LABELS = ("negative", "positive")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.cli.main import main
+from cluster.http.admin import version
 from cluster.http.request_context import TraceSource
 from cluster.http.response_types import PipelineLoad, Status
-from cluster.http.version import version
 from cluster.tools.doctor import server_checks
 from cluster.tools.doctor.findings import Finding
 from cluster.tools.doctor.server_checks import MetricSamples, ServerSnapshot, findings_of
