@@ -351,7 +351,7 @@ def test_draining_server_rejects_new_requests_and_completes_open_ones(
             assert other.get("/health").status_code == 503
             refused = other.post("/v1/completions", json={**body, "stream": False})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
-            assert "ending" in refused.json()["error"]["message"]
+            assert "stopping" in refused.json()["error"]["message"]
             assert other.get("/load", timeout=TIMEOUT_S).json()["server_load"] == 1
         waiting = api.loop.start(api.app.drain(TIMEOUT_S))
     assert waiting.result(TIMEOUT_S) == 0, "as soon as it is over"
