@@ -1,4 +1,4 @@
-"""Passes over the labels' trie against the labels one by one."""
+"""Passes over a trie of labels against one pass per label."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ labels_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_si
 
 
 def logprob(path: Path) -> float:
-    """Made up: of the last token of the path after those before it."""
+    """Return a made-up log-probability of the last token given the path."""
     return -math.log(2 + hash(path) % 1000)
 
 
 def answer(each: LabelPass) -> dict[int, float]:
-    """As a worker scores the pass."""
+    """Answer the pass as a worker would."""
     path, first = each.path, each.scored_from
     on_the_way = [logprob(path[: end + 1]) for end in range(first, len(path))]
     return each.edges(on_the_way, [logprob((*path, token)) for token in each.candidates])

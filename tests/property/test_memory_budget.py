@@ -1,4 +1,4 @@
-"""Whatever requests charge and give back, the books balance, and nobody takes more than is his."""
+"""The memory budget balances for any sequence of operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def apply(accounts: list[MemoryAccount], budget: MemoryBudget, operation: Operat
 def test_held_memory_is_sum_of_accounts_within_limits(
     wanted: list[Operation],
 ) -> None:
-    """FINDINGS A2: 200 legal large requests at once cannot take the process's memory."""
     budget, accounts = MemoryBudget(LIMITS), list[MemoryAccount]()
     for operation in wanted:
         apply(accounts, budget, operation)
@@ -55,7 +54,7 @@ def test_held_memory_is_sum_of_accounts_within_limits(
         assert all(0 <= account.held_bytes <= LIMITS.request_bytes for account in accounts)
     for account in accounts:
         account.close()
-        account.charge(1)  # a thread's late piece: nobody would give it back
+        account.charge(1)  # a thread's late piece would never be released
     assert budget.held_bytes == 0
 
 

@@ -1,4 +1,4 @@
-"""The real API on a real port, before fake ranks on real sockets, all on one background loop."""
+"""The API on a real port with fake ranks on real sockets, all on one background event loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, function: Callable[[], object]) -> None:
-        """Returns once the loop has called it."""
+        """Run `function` on the loop and wait for it."""
         done = threading.Event()
 
         def called() -> None:
@@ -107,12 +107,12 @@ class Api:
         self.loop.run(self.admission.wait_ready())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Returns once `condition` holds; asked with every change at rank 0's client."""
+        """Wait until `condition` holds. Evaluated at every change of rank 0's client."""
         client = self.admission.clients[0]
         self.loop.run(client.wait_until(lambda _: condition()))
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        """From the loop, so that it can be left waiting."""
+        """Send a request from the loop, so that it can keep waiting."""
         async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             return await client.send(request)
 
@@ -125,7 +125,7 @@ class Api:
 
 
 async def no_offset() -> ClockOffset:
-    """A launcher on this node: for `TraceSource`."""
+    """Return a `TraceSource` offset of zero."""
     return ClockOffset(offset_ms=0.0, uncertainty_ms=0.5, is_shared=True)
 
 
@@ -143,8 +143,13 @@ def serve_api(
     logs_prompts: bool = False,
     **limits: Any,
 ) -> Iterator[Api]:
-    """The API in front of `ranks`; config: its section `limits`; ask: what ranks say of themselves;
-    tracing, scale, logs_prompts: as `build_app` takes them; limits: fields of RoutingConfig."""
+    """Serve the API in front of `ranks`.
+
+    config: section `limits`.
+    fetch_status: ranks' state.
+    tracing, scale, logs_prompts: see `build_app`.
+    limits: fields of RoutingConfig.
+    """
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI document, and what every answer to one must be."""
+"""Requests generated from the OpenAPI document, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS = [
     status_code_conformance,
 ]
 REJECTION = negative_data_rejection
-MAX_EVENTS = 1_000_000  # of a stream: all of it is read
+MAX_EVENTS = 1_000_000  # reads whole streams
 REFUSED = [400, 404, 413, 415]
 CONFIG = SchemathesisConfig.from_dict(
     {
@@ -43,7 +43,11 @@ CONFIG = SchemathesisConfig.from_dict(
 
 
 class Fuzzed:
-    """Counts what came back. document: the server's own. vary: other requests in each run."""
+    """Generates requests and counts statuses.
+
+    document: the server's own.
+    vary: other requests in each run.
+    """
 
     def __init__(self, api: Api, *, vary: bool = False) -> None:
         self.api = api
@@ -52,9 +56,9 @@ class Fuzzed:
         self.statuses: dict[int, int] = {}
 
     def run(self, path: str, method: str, kind: str, cases: int) -> None:
-        """`cases` requests, each answered as the document says; a good one after each of them.
+        """Send `cases` generated requests and check the answers; a valid one after each.
 
-        kind: "valid"; "full", valid with every field that matters there; or "invalid".
+        kind: "valid"; "full": valid with all effective fields; "invalid".
         """
         document = _with_all_fields(self.document) if kind == "full" else self.document
         operation = schemathesis.openapi.from_dict(document, config=CONFIG)[path][method]
@@ -100,7 +104,7 @@ class Fuzzed:
 
 
 def _with_all_fields(document: dict[str, Any]) -> dict[str, Any]:
-    """`document` with nothing optional in the requests, and nothing that has no effect."""
+    """Return `document` with all effective fields required."""
     document = copy.deepcopy(document)
     for name in ("CompletionBody", "ChatBody", "ClassifyBody", "ScoreBody"):
         body = document["components"]["schemas"][name]
@@ -112,7 +116,7 @@ def _with_all_fields(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usable(body: Any) -> Any:
-    """`body` without fields that are valid only beside another one."""
+    """Return `body` without fields that require another one."""
     if isinstance(body, dict):
         if not body.get("stream"):
             body.pop("stream_options", None)
@@ -122,8 +126,7 @@ def _usable(body: Any) -> Any:
 
 
 def _with_integers(body: Any) -> Any:
-    """`body` with 1 for 1.0. JSON Schema takes both for an integer, the API only the former: a
-    documented 400, but it would be the answer to most requests."""
+    """Return `body` with 1 for 1.0, which JSON Schema accepts as an integer and the API rejects."""
     if isinstance(body, dict):
         return {name: _with_integers(value) for name, value in body.items()}
     if isinstance(body, list):

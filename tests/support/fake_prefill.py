@@ -1,4 +1,4 @@
-"""A fake prefill worker: FakeRank's sockets, with a log that a router can fold."""
+"""A fake prefill worker: a FakeRank with a log for the router."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ Held = tuple[asyncio.StreamWriter, Submit]
 
 
 class FakePrefill(FakeRank):
-    """hold: accepts requests and answers none until `release`. refuse: answers with that.
-    one_token: a generation gets a token and then nothing."""
+    """A fake worker.
+
+    hold: accept requests without answering until `release`.
+    refuse: answer with this failure.
+    one_token: send one token of a generation.
+    """
 
     def __init__(self, rank: int, *, epoch: int = 1) -> None:
         super().__init__(f"prefill-{rank}", lambda _: [1, 2, 3])
@@ -41,7 +45,7 @@ class FakePrefill(FakeRank):
         self.log = WorkerLog(rank, epoch, token_work, BLOCK)
 
     def lie(self) -> None:
-        """Reports the end of a request that never was."""
+        """Report the end of an unknown request."""
         snapshot = self.log.snapshot()
         ended = (RequestKey(0, 99),)
         self._send_report(
@@ -51,13 +55,13 @@ class FakePrefill(FakeRank):
         )
 
     async def listen(self, path: str | None = None) -> str:
-        """One address, however many ask for it."""
+        """Return one address, however often it is called."""
         if self._address is None:
             self._address = await super().listen(path)
         return self._address
 
     def release(self, count: int | None = None) -> None:
-        """Answers what is held, oldest first."""
+        """Answer held requests, oldest first."""
         count = len(self.held) if count is None else count
         ready, self.held = self.held[:count], self.held[count:]
         for _, submit in ready:
@@ -71,7 +75,7 @@ class FakePrefill(FakeRank):
                     self.send(writer, frame)
 
     def fail_held(self) -> None:
-        """Answers what is held with `refuse`, which its log does not mention."""
+        """Answer held requests with `refuse`, which the log does not contain."""
         assert self.refuse is not None
         why, held = self.refuse, self.held
         self.held = []
@@ -119,7 +123,7 @@ class FakePrefill(FakeRank):
 
 
 class PrefillPipeline(PipelineBackend):
-    """With what its router knows."""
+    """A pipeline with access to its router."""
 
     def __init__(self, backlog: PrefillPlacer) -> None:
         super().__init__(backlog)
@@ -136,8 +140,7 @@ async def routing(
     coming: Sequence[FakePrefill] | None = None,
     **limits: Any,
 ) -> AsyncIterator[PrefillPipeline]:
-    """A router in front of `workers`, which listen from now on. coming: those that `find` may name
-    later; None: nobody comes or goes."""
+    """Route to `workers`. coming: workers that `find` may add later; None: the set is fixed."""
     clients = [RankClient(w.name, await w.listen(), ME, QUICK) for w in workers]
     clients += [RankClient(w.name, "", ME, QUICK) for w in coming or ()]
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)

@@ -1,5 +1,4 @@
-"""An attention rank without a model: speaks the real protocol on a real socket, and answers with
-tokens that follow from the request alone."""
+"""An attention rank without a model: real protocol and socket, deterministic tokens."""
 
 from __future__ import annotations
 
@@ -36,10 +35,11 @@ Reply = Callable[[Submit], list[int]]
 
 
 class FakeRank:
-    """reply: the tokens to generate, eos included. per_frame: tokens in one frame.
+    """A fake rank. `submits` and `cancels` may be read from any thread.
 
-    hold_after: send that many tokens, then nothing more for this request. `submits` and `cancels`
-    may be read from any thread.
+    reply: returns the tokens to generate, including eos.
+    per_frame: tokens per frame.
+    hold_after: tokens to send before a request stalls.
     """
 
     def __init__(self, name: str, reply: Reply, *, per_frame: int = 1) -> None:
@@ -51,20 +51,20 @@ class FakeRank:
         self.hold_scores = False
         self.on_submit: Callable[[], None] | None = None
         self.silent = False
-        self.process_identity = b""  # as actors/channels/local_process.py says it
+        self.process_identity = b""  # as of actors/channels/local_process.py
         self.healthy = True
         self.stuck = self.leaving = self.waits = False
         self.total_blocks = 0
         self.submits: SimpleQueue[Submit] = SimpleQueue()
         self.cancels: SimpleQueue[int] = SimpleQueue()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._open: list[tuple[asyncio.StreamWriter, int]] = []  # what is held
+        self._open: list[tuple[asyncio.StreamWriter, int]] = []  # held requests
         self._server: asyncio.Server | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToRank)
 
     async def listen(self, path: str | None = None) -> str:
-        """On a Unix socket at `path`, or on a TCP port; the address for a client."""
+        """Listen on a Unix socket at `path`, or on a TCP port. Return the client address."""
         if path is not None:
             self._server = await asyncio.start_unix_server(self._serve, path)
             return f"unix:{path}"
@@ -77,7 +77,7 @@ class FakeRank:
         self.drop_connections()
 
     def drop_connections(self) -> None:
-        """As a dead process does. On the rank's loop."""
+        """Close all connections, as a dead process does. Call it on the rank's loop."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -86,7 +86,7 @@ class FakeRank:
         self._server.get_loop().call_soon_threadsafe(self.drop_connections)
 
     def leave(self, *, hands_over: bool = True) -> None:
-        """Says that it does; then hands over all that it has and gets. On the rank's loop."""
+        """Report leaving, then hand over all requests. Call it on the rank's loop."""
         self.leaving = True
         self.fail_with = (f"{self.name} leaves", "handed_over", 503)
         for writer, number in self._open:
@@ -117,7 +117,7 @@ class FakeRank:
             writer.close()
 
     def _greet(self, writer: asyncio.StreamWriter) -> None:
-        """For ranks that tell a new client more than their state."""
+        """Send more than the state to a new client."""
 
     async def _beat(self, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -195,7 +195,7 @@ def _logprob(token_id: int, top: int) -> TokenLogprob:
 
 
 def scored(submit: Submit) -> Scored:
-    """Logits and log-probabilities that follow from the token ids alone."""
+    """Return scores that depend on the token ids only."""
     usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=CACHED_TOKENS)
     logits = logprobs = tops = None
     if submit.candidates is not None:

@@ -1,4 +1,4 @@
-"""The HTTP front on a real port of a background loop, before an application made for its tests."""
+"""The HTTP server on a real port, with an application for tests."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ PIECE = b"x" * (64 << 10)
 
 
 class App:
-    """Routes: /echo answers with the length of the body; /open answers before reading it; /key too,
-    after it has proven the client; /upload proves it and reads; /hold waits until the client leaves
-    or `release` is set; /stream writes for ever. `left` is set when the client of one of these has
-    left."""
+    """An application for tests of the server.
+
+    Routes: /echo returns the body's length; /open answers before reading it; /key also proves the
+    client; /upload proves it and reads; /hold waits for a disconnect or `release`; /stream writes
+    forever.
+
+    left: set when a client disconnects.
+    """
 
     def __init__(self) -> None:
         self.entered = threading.Semaphore(0)
@@ -95,7 +99,7 @@ def _length(body: bytes) -> tuple[bytes, bytes]:
 
 
 class Front:
-    """A running front and raw connections to it."""
+    """A running server and raw connections to it."""
 
     def __init__(self, port: int, app: App, loop: Loop, front: HttpServer) -> None:
         self.port = port
@@ -109,13 +113,13 @@ class Front:
         return line
 
     def connect_later(self) -> socket.socket:
-        """Not connected: for when the process has no descriptors left."""
+        """Return an unconnected socket, for a process without free descriptors."""
         line = socket.socket()
         line.settimeout(TIMEOUT_S)
         return line
 
     def exchange(self, data: bytes) -> Answer:
-        """The first answer to `data`, on a connection of its own."""
+        """Return the first answer to `data` on a new connection."""
         with self.connect() as line:
             line.sendall(data)
             return read_answer(line)
@@ -135,7 +139,7 @@ class Answer:
 
 
 def read_answer(line: socket.socket) -> Answer:
-    """The next answer, and nothing behind it. Raises EOFError where the connection ends instead."""
+    """Read one answer. Raises EOFError if the connection closes instead."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         head += _exactly(line, 1)
@@ -157,7 +161,7 @@ def _exactly(line: socket.socket, size: int) -> bytes:
 
 
 def is_ended(line: socket.socket) -> bool:
-    """Waits until the server ends the connection; False: it has sent something instead."""
+    """Return whether the server closes the connection without sending anything."""
     try:
         return line.recv(1) == b""
     except ConnectionResetError:
@@ -179,7 +183,7 @@ def post(path: str, body: bytes, *headers: str, length: int | None = None) -> by
 def serve_front(
     http: HttpConfig | None = None, *, loop_kind: str = "asyncio", app: Any = None, **limits: Any
 ) -> Iterator[Front]:
-    """A front with these limits, fields of HttpConfig."""
+    """Serve with these limits: fields of HttpConfig."""
     config = http or HttpConfig(**{"port": 0, **limits})
     loop = Loop(LOOPS[loop_kind])
 
@@ -201,6 +205,6 @@ def serve_front(
 
 @pytest.fixture(autouse=True)
 def the_next_good_request_is_served(front: Front) -> Iterator[None]:
-    """Where this is imported, whatever a test did to the fixture `front`."""
+    """Fixture: after each test the server still serves."""
     yield
     assert front.exchange(post("/echo", b"abc")).body == b"3"

@@ -1,5 +1,4 @@
-"""Workers that gather experts from each other, in the test's own process: real servers and sockets,
-no compute around them."""
+"""Workers that gather experts from each other in one process, without compute."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def worker_spec(
 
 
 def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:
-    """In float32."""
+    """Return the layout in float32."""
     return ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"), packed=packed)
 
 
@@ -56,7 +55,7 @@ def make_source(
     host: PartSource | None = None,
     layout: ExpertLayout | None = None,
 ) -> PeerSource:
-    """window: of a shard that comes from `host`, as many layers at a time."""
+    """Create a source. window: layers of a shard that comes from `host`."""
     folder = Path(spec.model_folder)
     layout = layout or layout_of(folder)
     checkpoint = CheckpointParts(Checkpoint(folder), layout)
@@ -71,7 +70,7 @@ def make_source(
 
 
 def join_all(sources: Sequence[PeerSource]) -> dict[str, str]:
-    """Everybody's address, which everybody has been told."""
+    """Exchange all addresses."""
     addresses = {source.name: source.listen("127.0.0.1") for source in sources}
     for source in sources:
         source.connect(addresses)

@@ -1,4 +1,4 @@
-"""Labels as a trie: what many long ones cost."""
+"""Memory of label tries with many long labels."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ def peak_bytes(labels: Sequence[Sequence[int]]) -> int:
 
 @pytest.mark.parametrize(("count", "tokens"), [(32, 1000), (1, 20_000)])
 def test_trie_memory_is_linear_in_tokens(count: int, tokens: int) -> None:
-    """FINDINGS A3: 96 labels of 1,990 tokens took 1.5 GB and 8 s, one tuple per prefix of each."""
     labels = [[label, *range(1000 + label, 999 + label + tokens)] for label in range(count)]
     assert peak_bytes(labels) < BYTES_PER_TOKEN * count * tokens
 
 
 def test_label_of_context_length_is_accepted() -> None:
-    """FINDINGS A3: nothing in the trie recurses."""
     label = list(range(100_000))
     trie = LabelTrie([label, label[:-1]])
     assert [len(each.path) for each in trie.passes] == [99_999]

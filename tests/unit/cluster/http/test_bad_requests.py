@@ -1,4 +1,4 @@
-"""Whatever a client sends, the answer is a 4xx with an OpenAI error body, never a 5xx."""
+"""Invalid requests get a 4xx with an OpenAI error body, never a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classification: prompts, labels, the two ways of scoring, order and usage."""
+"""Classification: prompts, labels, both ways of scoring, order, usage."""
 
 from __future__ import annotations
 

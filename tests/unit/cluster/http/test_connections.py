@@ -1,4 +1,4 @@
-"""How many connections there may be, and who goes when there is no room."""
+"""Connection limits and eviction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Time:
 
 
 class Line:
-    """A connection that remembers what it was told."""
+    """A connection that records its calls."""
 
     def __init__(self, address: str = "a") -> None:
         self.address = address
@@ -73,7 +73,6 @@ def filled(book: ConnectionTable) -> list[Line]:
 
 
 def test_oldest_unproven_connection_closes_first(book: ConnectionTable) -> None:
-    """FINDINGS A5: a stranger who holds connections must not lock others out."""
     first, second, third, fourth = filled(book)
     for proven in (first, second):
         book.prove(proven)
@@ -88,7 +87,6 @@ def test_oldest_unproven_connection_closes_first(book: ConnectionTable) -> None:
 def test_longest_idle_proven_connection_closes_next(
     book: ConnectionTable,
 ) -> None:
-    """FINDINGS A5."""
     lines = filled(book)
     for line in lines:
         book.prove(line)
@@ -106,7 +104,6 @@ def test_longest_idle_proven_connection_closes_next(
 
 
 def test_continued_wait_keeps_its_start(book: ConnectionTable, clock: Time) -> None:
-    """FINDINGS A5: a client that trickles gains no time."""
     line = Line()
     book.admit(line)
     for clock.now_s in range(12):
@@ -143,7 +140,6 @@ def test_connections_per_address_are_limited(clock: Time) -> None:
 def test_rejected_connections_are_logged_at_limited_rate(
     book: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """FINDINGS C: at some 20,000 connections clients were cut off, and nothing was logged."""
     for line in filled(book):
         book.prove(line)
         book.wait_for(line, None)
@@ -175,7 +171,6 @@ def test_rejected_connections_are_logged_at_limited_rate(
 def test_connection_limit_leaves_descriptors_free(
     requested: int | None, descriptors: int, limit: int
 ) -> None:
-    """FINDINGS A5, C: below the descriptor limit, whatever that is."""
     assert connection_limit(requested, descriptors) == limit
 
 
@@ -186,7 +181,6 @@ def front(request: pytest.FixtureRequest) -> Iterator[Front]:
 
 
 def test_silent_connections_are_evicted(front: Front) -> None:
-    """FINDINGS A5."""
     with contextlib.ExitStack() as lines:
         silent = [lines.enter_context(front.connect()) for _ in range(3 * LIMIT)]
         for _ in range(3 * LIMIT):
@@ -195,7 +189,6 @@ def test_silent_connections_are_evicted(front: Front) -> None:
 
 
 def test_idle_connections_are_evicted_and_active_requests_continue(front: Front) -> None:
-    """FINDINGS A5."""
     with contextlib.ExitStack() as lines:
         busy = lines.enter_context(front.connect())
         busy.sendall(post("/hold", b"a"))
@@ -214,7 +207,6 @@ def test_idle_connections_are_evicted_and_active_requests_continue(front: Front)
 
 
 def test_new_connection_is_rejected_when_all_are_at_work(front: Front) -> None:
-    """FINDINGS A5, C."""
     with contextlib.ExitStack() as lines:
         busy = [lines.enter_context(front.connect()) for _ in range(LIMIT)]
         for line in busy:
@@ -232,7 +224,6 @@ def test_new_connection_is_rejected_when_all_are_at_work(front: Front) -> None:
 
 
 def test_only_valid_key_proves_connection() -> None:
-    """FINDINGS A5: complete requests without a key do not keep their connections open."""
     with (
         serve_front(max_connections=2, api_keys=["k"]) as front,
         front.connect() as good,
@@ -248,7 +239,6 @@ def test_only_valid_key_proves_connection() -> None:
 
 
 def test_proven_connection_is_kept_while_its_body_arrives() -> None:
-    """FINDINGS A5: it has proven who it is; half a body without a key has not."""
     with (
         serve_front(max_connections=2, api_keys=["k"]) as front,
         front.connect() as good,
@@ -266,16 +256,15 @@ def test_proven_connection_is_kept_while_its_body_arrives() -> None:
 def test_server_recovers_from_descriptor_exhaustion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """FINDINGS C: accepting neither turns in circles nor drops clients without a word."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serve_front() as front, contextlib.ExitStack() as lines:
         line = lines.enter_context(front.connect_later())
         with caplog.at_level(logging.WARNING, logger="tandem.front"):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # all below are open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # lower numbers are open
             try:
                 line.connect(("127.0.0.1", front.port))
                 line.sendall(get("/echo"))
-                for _ in range(1000):  # turns of the loop
+                for _ in range(1000):
                     front.loop.call(lambda: None)
                     if caplog.records:
                         break
@@ -286,7 +275,6 @@ def test_server_recovers_from_descriptor_exhaustion(
 
 
 def test_second_server_on_port_is_rejected() -> None:
-    """FINDINGS B6: two servers shared one port without an error, and with it the requests."""
     with serve_front() as front:
         with pytest.raises(ResourceError, match=f"port={front.port}"):
             bind("127.0.0.1", front.port)
@@ -302,7 +290,6 @@ def test_second_server_on_port_is_rejected() -> None:
 
 
 def test_one_of_two_simultaneous_binds_is_rejected() -> None:
-    """FINDINGS B6: neither may find out only when it serves."""
     with bind("127.0.0.1", 0) as one:
         port = one.getsockname()[1]
         with pytest.raises(ResourceError, match=f"port={port}: Address already in use"):
@@ -318,7 +305,6 @@ def test_replicas_share_a_port_exclusively() -> None:
 
 
 def test_replica_takes_over_port_of_stopping_replica() -> None:
-    """FINDINGS B6: a restart must still be able to bind."""
     with serve_front() as old:
         port = old.port
         follower = serve_front(port=port)

@@ -1,7 +1,4 @@
-"""What one small body may cost: refused by the numbers before anything of it is made.
-
-The memory of this process, which is the server's, is watched meanwhile.
-"""
+"""Costly requests are rejected before anything is built. Tests watch the process's memory."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ def refused(response: Any, status: int, param: str, *parts: str) -> None:
 
 
 def test_template_repeating_text_is_rejected_before_rendering(api: Api) -> None:
-    """FINDINGS A2: 118 kB of body took 20 GB, and the server."""
     with bounded_memory():
         response = api.post(
             "/v1/classify", input="x" * 20_000, labels=["a", "b"], template="{text}" * 3000
@@ -64,7 +60,6 @@ def test_template_repeating_text_is_rejected_before_rendering(api: Api) -> None:
     ],
 )
 def test_repeated_placeholders_are_counted(api: Api, fields: dict[str, Any], template: str) -> None:
-    """FINDINGS A2: prefix, options and labels as well as the text."""
     with bounded_memory():
         response = api.post(
             "/v1/classify", **{"input": "t", "labels": ["a", "b"], "template": template, **fields}
@@ -73,7 +68,6 @@ def test_repeated_placeholders_are_counted(api: Api, fields: dict[str, Any], tem
 
 
 def test_query_is_counted_with_each_item(api: Api) -> None:
-    """FINDINGS A2: 1 MB of body made 7.3 GB."""
     with bounded_memory():
         long = api.post("/v1/score", query="x" * 20_000, items=["y"] * 2000, label_token_ids=[1])
         ids = api.post("/v1/score", query=[5] * 20_000, items=[[6]] * 2000, label_token_ids=[1])
@@ -82,7 +76,6 @@ def test_query_is_counted_with_each_item(api: Api) -> None:
 
 
 def test_total_prompt_tokens_are_bounded(api: Api) -> None:
-    """FINDINGS A2: each prompt fits the context, all together are too many."""
     folder_limits = LimitsConfig(pass_tokens=10_000)
     with limited(api, folder_limits) as small:
         ids = small.post("/v1/score", query=[5] * 200, items=[[6]] * 100, label_token_ids=[1])
@@ -103,8 +96,6 @@ def test_total_prompt_tokens_are_bounded(api: Api) -> None:
 
 
 def test_echo_is_rejected_by_answer_size(api: Api) -> None:
-    """FINDINGS A2: choices x prompt tokens x alternatives; 11 kB of body held up the loop for 2.1 s
-    and made 146 MB."""
     body = {"prompt": [[5] * 240] * 32, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 0}
     with bounded_memory():
         response = api.post("/v1/completions", **body)
@@ -129,7 +120,6 @@ def test_long_label_in_every_row_is_rejected_by_answer_size(api: Api) -> None:
 
 
 def test_total_label_tokens_are_bounded(api: Api) -> None:
-    """FINDINGS A3."""
     with limited(api, LimitsConfig(label_tokens=100)) as small:
         by_characters = small.post("/v1/classify", input="t", labels=["a" * 50_000, "b"])
         refused(by_characters, 413, "labels", "limits.label_tokens")
@@ -169,7 +159,6 @@ def limited(api: Api, limits: LimitsConfig, http: HttpConfig | None = None) -> I
 
 
 def test_default_chat_max_tokens_is_reduced_to_kv_pool(api: Api) -> None:
-    """FINDINGS B11: 413 wherever the pool is smaller than the context."""
     rank = FakeRank("attention-0", lambda submit: [60])
     rank.total_blocks = 4
     chat = [{"role": "user", "content": "a"}]

@@ -1,5 +1,4 @@
-"""Hand-made bad clients: odd JSON, huge bodies, dribbled bodies, connections that just end. Each is
-answered by name or forgotten, and the next good request is served."""
+"""Odd JSON, huge bodies, slow bodies and broken connections do not affect later requests."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def post_raw(api: Api, route: str, data: Any, content_type: str = "application/j
 
 
 def with_field(route: str, name: str, value: str) -> bytes:
-    """A good body with one more field, which may be one that no JSON library would write."""
+    """Return a valid body with one more field of raw JSON."""
     good = json.dumps({"model": MODEL, **GOOD[route]})
     return f'{good[:-1]}, "{name}": {value}}}'.encode("utf-8", "surrogatepass")
 

@@ -1,4 +1,4 @@
-"""Ranks that fail, clients that leave, full queues: an answer with a name, never a hang."""
+"""Failing ranks, disconnecting clients and full queues yield named errors, never a hang."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_disconnect_cancels_request_with_pipelined_requests(api: Api, rank: Fake
 
 
 def test_disconnect_is_detected_on_any_asgi_server(api: Api, rank: FakeRank) -> None:
-    """Without the hooks of our own front, as behind Serve's proxy."""
+    """Without the hooks of our own server, as behind Serve's proxy."""
     rank.hold_after = 0
     left = asyncio.Event()
     body = msgspec.json.encode({"model": MODEL, "prompt": "Hello"})
@@ -115,7 +115,7 @@ def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptu
 
 
 def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, object]) -> None:
-    """Sends a request, and closes its connection when the rank has seen all of it."""
+    """Send a request and disconnect once the rank has received all of it."""
     request = api.http.build_request("POST", path, json={"model": MODEL, **body})
     sending = api.loop.start(api.send(request))
     for _ in range(submits):
@@ -156,7 +156,7 @@ def test_ranks_lost_during_stream_yield_error_event(api: Api, rank: FakeRank) ->
 
 
 def test_response_is_unchanged_when_another_rank_resumes_it(folder: Path) -> None:
-    """Text, log-probabilities and usage are those of one rank, wherever the first one was lost."""
+    """Text, log-probabilities and usage equal those of one rank, wherever the first one is lost."""
 
     def counted_on(submit: Submit) -> list[int]:
         return [60 + (len(submit.token_ids) + further) % 40 for further in range(9)]
@@ -196,7 +196,7 @@ def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank)
     streamed = api.post(
         "/v1/chat/completions", messages=[{"role": "user", "content": "a"}], stream=True
     )
-    assert streamed.status_code == 503  # nothing was sent yet: a status, not an event
+    assert streamed.status_code == 503  # nothing was sent yet: an HTTP status
 
 
 def test_unhealthy_rank_gets_503_with_reason(folder: Path, rank: FakeRank) -> None:
@@ -232,7 +232,6 @@ def test_request_with_many_prompts_waits_for_slots(folder: Path, rank: FakeRank)
 
 
 def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank: FakeRank) -> None:
-    """FINDINGS A6: its patient passes kept every place, and all others got 429."""
     rank.hold_after = 0
     with serve_api(folder, [rank], max_waiting=8) as api:
         body = {"model": MODEL, "prompt": ["a"] * 40, "max_tokens": 2}

@@ -1,5 +1,4 @@
-"""Mutations of valid bodies, straight into the API: `python -m benchmarks.robustness.fuzz`, some
-seconds of it. And that the oracle sees what it is there to see."""
+"""Mutated valid bodies against the API, and planted faults against the fuzzer's oracle."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ REQUEST = Made(1, "POST", "/v1/score", "", [], b"{}")
 
 
 class Fuzzed:
-    """An application, its document, and the loop that asks it."""
+    """An application with its document and the loop that calls it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.app: ASGIApp
@@ -66,7 +65,7 @@ def test_mutated_bodies_are_answered_as_documented(fuzzed: Fuzzed) -> None:
     assert not report.failures, report.failures[0]
     assert report.sent == REQUESTS
     assert {200, 400, 401, 404, 405, 413, 415} <= report.statuses.keys()
-    assert report.statuses[200] > REQUESTS // 10  # else it tries little more than the decoder
+    assert report.statuses[200] > REQUESTS // 10  # else only the decoder is tested
     assert fuzzed.backend.under_way == 0
 
 
@@ -94,7 +93,7 @@ def test_seed_bodies_are_valid(fuzzed: Fuzzed) -> None:
 
 
 def test_planted_application_fault_is_found(fuzzed: Fuzzed) -> None:
-    """One that fails, one that answers in another shape, one that forgets what it said."""
+    """Planted: an exception, an answer of another shape, forgotten state."""
 
     async def fails(scope: object, receive: object, send: object) -> None:
         raise RuntimeError("planted")
@@ -168,4 +167,4 @@ def test_route_without_body_templates_is_fuzzed_from_openapi() -> None:
 def test_generated_bodies_exceed_size_limit(fuzzed: Fuzzed) -> None:
     sizes = [len(fuzzed.maker.made(number).body) for number in range(REQUESTS)]
     assert max(sizes) > MAX_BODY_BYTES // 4
-    assert sum(sizes) / len(sizes) < 40_000  # or it would try little in its time
+    assert sum(sizes) / len(sizes) < 40_000  # else too few requests fit the time

@@ -1,4 +1,4 @@
-"""Keys that change while the server runs."""
+"""API keys that change while the server runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_let_in(authenticator: Authenticator, key: str) -> bool:
 
 
 class Followed:
-    """Callers that follow a file, with what was counted."""
+    """A reloader with its callers and counters."""
 
     def __init__(self, path: Path, metrics_key: str | None = None) -> None:
         http = HttpConfig(keys_file=str(path), metrics_key=metrics_key)
@@ -54,8 +54,7 @@ class Followed:
 
 
 def mounted(folder: Path, generation: str, text: str) -> Path:
-    """A file as Kubernetes mounts it: keys.yaml -> ..data/keys.yaml, ..data -> a folder, and that
-    link is the one that is swapped."""
+    """Create a file as Kubernetes mounts it: keys.yaml -> ..data/keys.yaml, with ..data a link."""
     (folder / generation).mkdir()
     (folder / generation / "keys.yaml").write_text(text)
     (folder / "..new").symlink_to(generation)

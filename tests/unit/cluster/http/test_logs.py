@@ -1,4 +1,4 @@
-"""What the logs say of a request: its id everywhere, and never a word of it unless asked for."""
+"""Logs contain request ids, and request text only with log.prompts."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def everything(tmp_path: Path) -> Iterator[io.StringIO]:
-    """What every logger of this process writes, those of libraries too."""
+    """Capture what all loggers of the process write."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     top, root = logging.getLogger("tandem"), logging.getLogger()
     before, level = list(top.handlers), top.level
     root.addHandler(handler)
-    top.propagate = False  # with what is set up for it
+    top.propagate = False
     yield written
     root.removeHandler(handler)
     top.propagate = True
@@ -112,7 +112,10 @@ def test_failed_stream_is_logged_by_id_without_text(
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
     body["stream_options"] = {"include_usage": True}
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with serve_api(folder, [rank]) as api, contextlib.suppress(httpx.HTTPError):  # it is cut off
+    with (
+        serve_api(folder, [rank]) as api,
+        contextlib.suppress(httpx.HTTPError),
+    ):  # closed by the server
         api.http.post("/v1/completions", json=body, headers={"x-request-id": "broken"})
     text = logged(everything, path)
     assert SECRET not in text

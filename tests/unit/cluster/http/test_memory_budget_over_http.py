@@ -1,4 +1,4 @@
-"""What open requests hold is counted while they hold it, and given back however they end."""
+"""Memory of open requests is counted, and released however they end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def budget_of(api: Api) -> MemoryBudget:
 
 
 def settled(api: Api) -> None:
-    """Returns once nothing is held, or fails."""
+    """Wait until nothing is held, or fail."""
 
     async def wait() -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -68,7 +68,6 @@ ENDINGS: list[tuple[str, dict[str, Any], int]] = [
 def test_memory_is_released_after_response(
     api: Api, path: str, fields: dict[str, Any], status: int
 ) -> None:
-    """FINDINGS A2."""
     assert api.post(path, **fields).status_code == status
     settled(api)
 
@@ -91,7 +90,6 @@ def connected(api: Api, body: bytes, declared: int) -> socket.socket:
 
 
 def test_growing_bodies_are_charged_and_others_get_429(api: Api) -> None:
-    """FINDINGS A2: bodies that are being read take memory as well."""
     part = b'{"model": "tiny", "user": "' + b"x" * 400_000
     hogs = [connected(api, part, 500_000) for _ in range(2)]
 
@@ -124,7 +122,6 @@ def test_disconnected_client_releases_memory(api: Api) -> None:
 
 
 def test_thread_work_stops_after_cancellation(folder: Path) -> None:
-    """FINDINGS A2: the thread went on after the client had left."""
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     at_work, go_on = threading.Event(), threading.Event()
     steps_taken = 0
@@ -145,7 +142,7 @@ def test_thread_work_stops_after_cancellation(folder: Path) -> None:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         go_on.set()
-        text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is free for others
+        text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is shared
         await tokenizer_pool.encode([text], lambda _: None, param="x", characters=len(text))
 
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
@@ -153,7 +150,6 @@ def test_thread_work_stops_after_cancellation(folder: Path) -> None:
 
 
 def test_long_tokenization_does_not_block_others(folder: Path) -> None:
-    """Requests take turns, a piece each."""
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     order: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Metrics are declared once, appear when used, and merge into one valid exposition."""
+"""Metrics: declaration, exposition and merging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-label classification: K questions per text, each answered yes or no by itself."""
+"""Multi-label classification: one yes-or-no question per text and label."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answer_ids(api: Api, prompt: str) -> list[list[int]]:
 
 
 def expected(api: Api, prompt: str) -> float:
-    """The probability of " yes" against " no" from the fake rank's scores, by hand."""
+    """Return the probability of " yes" against " no" from the fake rank's scores."""
     totals = [sum(map(token_logprob, ids)) for ids in answer_ids(api, prompt)]
     return softmax(totals)[0]
 

@@ -1,4 +1,4 @@
-"""The unmodified `openai` client against the API in front of a fake rank."""
+"""The unmodified `openai` client against the API and a fake rank."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_echo_precedes_generated_text(api: Api) -> None:
 
 
 def test_eos_of_completion_is_listed_without_text(api: Api) -> None:
-    """Clients such as lm-eval count back from the end: prompt, then what was generated."""
+    """Clients such as lm-eval count generated tokens from the end."""
     done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200, logprobs=0)
     choice = done.choices[0]
     assert choice.text == TEXT

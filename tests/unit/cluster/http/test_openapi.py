@@ -1,4 +1,4 @@
-"""The OpenAPI document is valid, names every route, and tells the truth about errors and bounds."""
+"""The OpenAPI document is valid and lists all routes, errors and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One connection of the front, without a socket of its own."""
+"""The HTTP protocol without a socket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cluster.http.protocol import HttpProtocol
 
 
 def test_closed_socket_has_no_unsent_bytes() -> None:
-    """Seen when a server ended: the number of a closed socket is -1, which is no OSError."""
+    """A closed socket has the descriptor -1."""
     sock = socket.socket()
     sock.close()
     protocol = HttpProtocol.__new__(HttpProtocol)

@@ -1,4 +1,4 @@
-"""Limits of API keys, over HTTP: who is refused, how he is told, and that others are not."""
+"""Quotas of API keys over HTTP."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_token_quota_overdraft_must_be_refilled(
     first = send(api, "frugal")
     assert first.status_code == 200
     used = first.json()["usage"]["total_tokens"]
-    assert used > 2  # more than ten seconds bring
+    assert used > 2  # more than ten seconds refill
     refused = send(api, "frugal")
     assert refused.status_code == 429
     assert "tokens_per_s: 0.2" in refused.json()["error"]["message"]
@@ -80,7 +80,7 @@ def test_streamed_response_has_rate_limit_headers(api: Api) -> None:
     streamed = send(api, "single", stream=True)
     assert streamed.status_code == 200
     assert streamed.text.endswith("data: [DONE]\n\n")
-    assert send(api, "single").status_code == 200  # the stream has ended, and left
+    assert send(api, "single").status_code == 200  # the stream has ended
 
 
 def test_concurrency_limit_counts_waiting_and_disconnected_requests(folder: Path) -> None:
@@ -134,7 +134,7 @@ def test_quota_counts_only_admitted_requests() -> None:
         with pytest.raises(RateLimitError, match="concurrency"):
             quota.acquire()
     quota.release()
-    for _ in range(8):  # ten at once, as nobody had asked before
+    for _ in range(8):  # a burst of ten
         quota.acquire()
         quota.release()
     with pytest.raises(RateLimitError, match="requests_per_s") as refused:

@@ -1,4 +1,4 @@
-"""Fields that shape what is generated, over HTTP and before a real rank with a tiny model."""
+"""Sampling fields over HTTP, with a real rank and a tiny model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHOICES = ["yes", "no", "yes maybe", "größer 😀", " naïve\n"]
 
 
 class RealRank:
-    """What `serve_api` takes for a rank."""
+    """A rank for `serve_api`."""
 
     def __init__(self, group: ThreadGroup) -> None:
         self.name = group.attention[0].ready.name
@@ -81,7 +81,7 @@ def chat(api: Api, **fields: Any) -> dict[str, Any]:
 
 
 def streamed(api: Api, path: str, **fields: Any) -> tuple[dict[int, str], dict[int, str]]:
-    """Texts and reasons by choice."""
+    """Return texts and finish reasons by choice."""
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
     with api.http.stream("POST", path, json={"model": MODEL, "stream": True, **fields}) as response:
@@ -202,7 +202,7 @@ def test_choice_containing_end_token_is_rejected(api: Api) -> None:
     assert error["param"] == "guided_choice"
 
 
-# --- the fields of peers
+# --- vLLM's fields
 
 
 def test_logit_bias_determines_output(api: Api) -> None:
@@ -214,7 +214,7 @@ def test_logit_bias_determines_output(api: Api) -> None:
 
 
 def test_stop_token_ends_answer_and_is_not_shown(api: Api) -> None:
-    """As in vLLM: with finish_reason stop, also where eos is ignored."""
+    """As in vLLM: finish_reason is stop, also with ignore_eos."""
     token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
     bias = {str(token): 100}
     answer = completion(api, logit_bias=bias, stop_token_ids=[token], ignore_eos=True)
@@ -224,7 +224,7 @@ def test_stop_token_ends_answer_and_is_not_shown(api: Api) -> None:
 
 
 def test_min_tokens_defers_every_end(api: Api) -> None:
-    """An eos and stop ids are not chosen; a stop string that is complete by then is text."""
+    """Eos and stop ids are not sampled; an early stop string is text."""
     token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
     (eos,) = api.eos
     bias = {"logit_bias": {str(eos): 100, str(token): 50}, "temperature": 0}
@@ -241,7 +241,7 @@ def test_min_tokens_defers_every_end(api: Api) -> None:
 
 
 def test_penalties_break_repetition(api: Api) -> None:
-    """With a bias towards three tokens, a frequency penalty makes each come as often."""
+    """With a bias towards three tokens, a frequency penalty balances them."""
     ids = api.tokenizer.encode("yes no maybe", add_special_tokens=False)[:3]
     bias = {"logit_bias": {str(i): 60 for i in ids}, "temperature": 0, "ignore_eos": True}
     tokens = first_tokens(api, frequency_penalty=2, **bias)

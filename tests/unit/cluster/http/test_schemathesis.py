@@ -1,6 +1,6 @@
-"""Whatever fits the OpenAPI document, and whatever does not, is answered as it says.
+"""Requests generated from the OpenAPI document are answered as documented.
 
-The default run makes up some 200 requests, `-m slow` over 2,000.
+About 200 requests by default, over 2,000 with `-m slow`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tests.support.tiny_tokenizer import CHATML, write_byte_level
 
 ROUTES: dict[str, dict[str, object]] = openapi_document(
     ModelInfo(name="any", max_context_tokens=64, vocab_size=64, eos_token_ids=()), HttpConfig()
-)["paths"]  # a new route is tried without a word here
+)["paths"]  # includes new routes
 POSTS = tuple(path for path, does in ROUTES.items() if "post" in does)
 GETS = tuple(path for path, does in ROUTES.items() if "get" in does and "{" not in path)
 KINDS = ("valid", "full", "invalid")
-FEW, MANY = 15, 175  # of each kind for each route
+FEW, MANY = 15, 175  # per kind and route
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_requests_before_ready_get_documented_503(folder: Path) -> None:
         api.wait_for(lambda: bool(api.admission.problems()))
         fuzzed = Fuzzed(api)
         for path in POSTS:
-            if path.startswith("/v1/"):  # the others ask no rank
+            if path.startswith("/v1/"):  # the others use no rank
                 fuzzed.run(path, "POST", "valid", 3)
         fuzzed.run("/health", "GET", "valid", 1)
         assert 503 in fuzzed.statuses

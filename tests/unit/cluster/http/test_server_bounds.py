@@ -1,4 +1,4 @@
-"""What a client may send before and beside its request: bounded, and answered by name."""
+"""Bounds on heads, trailers, chunks and pipelined requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunked(path: str, *pieces: bytes) -> bytes:
 
 
 def sent_until_answered(line: socket.socket, piece: bytes) -> Answer:
-    """For what is counted from one arrival to the next: pieces may arrive together."""
+    """Send the pieces one by one until the server answers."""
     for _ in range(1000):
         line.sendall(piece)
         if select.select([line], [], [], 0.01)[0]:
@@ -53,7 +53,6 @@ def sent_until_answered(line: socket.socket, piece: bytes) -> Answer:
 
 
 def test_header_bytes_over_limit_get_431_naming_limit(front: Front) -> None:
-    """FINDINGS A4: 300 MB of header lines passed before the key was asked for."""
     answer = front.exchange(get("/echo", "X-Much: " + "a" * HEADER_BYTES))
     assert answer.status == 431
     assert answer.error["code"] == "headers_too_large"
@@ -64,7 +63,6 @@ def test_header_bytes_over_limit_get_431_naming_limit(front: Front) -> None:
 
 @pytest.mark.parametrize("name", ["X-Much: ", "X-" * 9])
 def test_endless_header_is_read_up_to_limit(front: Front, name: str) -> None:
-    """FINDINGS A4: also half a header takes memory."""
     with front.connect() as line:
         line.sendall(f"GET /echo HTTP/1.1\r\n{name}".encode())
         for _ in range(5):
@@ -74,14 +72,12 @@ def test_endless_header_is_read_up_to_limit(front: Front, name: str) -> None:
 
 
 def test_empty_lines_before_request_count_as_header_bytes(front: Front) -> None:
-    """FINDINGS A4."""
     with front.connect() as line:
         line.sendall(b"\r\n" * HEADER_BYTES)
         assert read_answer(line).status == 431
 
 
 def test_header_count_over_limit_gets_431(front: Front) -> None:
-    """FINDINGS A4: small ones cost many times their bytes."""
     answer = front.exchange(get("/echo", *(f"X-{number}: 1" for number in range(MAX_HEADERS))))
     assert answer.status == 431
     assert "11 headers, at most 10 are accepted (http.max_headers)" in answer.error["message"]
@@ -89,7 +85,6 @@ def test_header_count_over_limit_gets_431(front: Front) -> None:
 
 
 def test_long_target_gets_414() -> None:
-    """FINDINGS A4."""
     with serve_front() as wide:
         answer = wide.exchange(get("/echo?" + "a" * MAX_TARGET_BYTES))
         assert answer.status == 414
@@ -97,7 +92,6 @@ def test_long_target_gets_414() -> None:
 
 
 def test_trailers_are_bounded_and_not_headers(front: Front) -> None:
-    """FINDINGS A4: header lines may also follow a body."""
     answer = front.exchange(
         chunked("/echo", b"3\r\nabc\r\n0\r\nAuthorization: Bearer late\r\n\r\n")
     )
@@ -112,14 +106,12 @@ def test_trailers_are_bounded_and_not_headers(front: Front) -> None:
 
 
 def test_endless_chunk_extension_is_rejected(front: Front) -> None:
-    """FINDINGS A4: bytes of a body that are no body."""
     with front.connect() as line:
         line.sendall(chunked("/echo", b"3;"))
         assert sent_until_answered(line, b"a" * 100).status == 431
 
 
 def test_body_in_single_byte_chunks_is_rejected(front: Front) -> None:
-    """FINDINGS A5, A4: six bytes on the wire and a turn of the parser for each byte of a body."""
     answer = front.exchange(chunked("/echo", b"1\r\na\r\n" * (2 * MAX_CHUNKS)))
     assert answer.status == 400
     assert "send chunks of at least" in answer.error["message"]
@@ -177,7 +169,6 @@ def test_expect_100_continue_is_answered_when_body_is_read(front: Front) -> None
 
 
 def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> None:
-    """FINDINGS A5: what waits costs two hundred times its bytes. The last one answered says so."""
     some = [b"a" * size for size in range(1, MAX_PIPELINED + 1)]
     with front.connect() as line:
         line.sendall(b"".join(post("/echo", body) for body in some))
@@ -195,7 +186,7 @@ def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> N
 
 
 def test_bad_pipelined_request_does_not_affect_earlier_answer(front: Front) -> None:
-    """uvicorn wrote its 400 into the answer that was under way."""
+    """uvicorn wrote its 400 into the answer under way."""
     with front.connect() as line:
         line.sendall(post("/hold", b"a"))
         assert front.app.entered.acquire(timeout=5)

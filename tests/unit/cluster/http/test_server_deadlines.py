@@ -1,4 +1,4 @@
-"""How long a client may take: for its headers, its body, between requests, to read its answer."""
+"""Deadlines of clients: headers, body, idle connections, reading the answer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ def front(request: pytest.FixtureRequest) -> Iterator[Front]:
 
 
 def test_silent_connection_is_closed(front: Front) -> None:
-    """FINDINGS A5: 6,000 connections that said nothing stayed open for ever."""
     with front.connect() as line:
         assert is_ended(line)
 
 
 @pytest.mark.parametrize("half", ["G", "GET /echo HT", "GET /echo HTTP/1.1\r\nHost: tan"])
 def test_incomplete_header_gets_408_and_closes_connection(front: Front, half: str) -> None:
-    """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(half.encode())
         answer = read_answer(line)
@@ -58,7 +56,6 @@ def test_incomplete_header_gets_408_and_closes_connection(front: Front, half: st
 
 
 def test_incomplete_header_of_next_request_gets_408(front: Front) -> None:
-    """FINDINGS A5: the first byte ended the timer of an idle connection, for good."""
     with front.connect() as line:
         line.sendall(get("/echo"))
         assert read_answer(line).status == 200
@@ -68,7 +65,6 @@ def test_incomplete_header_of_next_request_gets_408(front: Front) -> None:
 
 
 def test_slow_headers_do_not_extend_deadline(front: Front) -> None:
-    """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(b"GET /echo HTTP/1.1\r\nX: ")
         line.settimeout(0.02)
@@ -84,7 +80,6 @@ def test_slow_headers_do_not_extend_deadline(front: Front) -> None:
 
 
 def test_idle_connection_closes_after_timeout(front: Front) -> None:
-    """FINDINGS A5."""
     with front.connect() as line:
         line.sendall(get("/echo"))
         assert read_answer(line).status == 200
@@ -104,7 +99,6 @@ def test_request_at_work_is_not_timed_out_by_server(front: Front) -> None:
 
 
 def test_remaining_body_after_answer_times_out(front: Front) -> None:
-    """FINDINGS A5: half a body. An answer before its end, as a 401, left the connection open."""
     with front.connect() as line:
         line.sendall(post("/open", b"a", length=10))
         assert read_answer(line).status == 200
@@ -117,8 +111,6 @@ def test_remaining_body_after_answer_times_out(front: Front) -> None:
 
 
 def test_client_not_reading_answer_is_disconnected(front: Front) -> None:
-    """FINDINGS A5: its sequence and its blocks were held until the request's time was over, and the
-    connection for ever."""
     front.app.left.clear()
     with front.connect() as line:
         line.sendall(get("/stream"))
@@ -126,7 +118,7 @@ def test_client_not_reading_answer_is_disconnected(front: Front) -> None:
 
 
 def test_slow_reader_receives_whole_answer() -> None:
-    """The deadline is for progress: more than the buffers hold, read in many times it."""
+    """The deadline applies to progress, not to the whole answer."""
     with serve_front(write_timeout_s=SHORT_S) as front, front.connect() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         line.sendall(get("/stream"))
@@ -140,7 +132,6 @@ def test_slow_reader_receives_whole_answer() -> None:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_unread_answer_is_dropped_on_close(kind: str) -> None:
-    """FINDINGS A5: a last answer that nobody takes held its descriptor for ever."""
     with serve_front(
         loop_kind=kind, keep_alive_timeout_s=SHORT_S, write_timeout_s=SHORT_S
     ) as front:
@@ -151,7 +142,6 @@ def test_unread_answer_is_dropped_on_close(kind: str) -> None:
 
 
 def test_incomplete_body_gets_408_naming_limit(tmp_path: Path) -> None:
-    """FINDINGS A5: half a body was waited for as long as a whole request may take."""
     http = HttpConfig(body_timeout_s=SHORT_S)
     folder = write_byte_level(tmp_path)
     with serve_api(folder, [FakeRank("attention-0", lambda submit: [60])], http) as api:

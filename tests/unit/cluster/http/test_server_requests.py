@@ -1,4 +1,4 @@
-"""What every answer carries, what is logged of it, and the routes about the server itself."""
+"""Request ids, access log, and routes about the server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
 
 
 def send_chat(api: Api, request_id: str | None) -> list[httpx.Response]:
-    """Answers of every sort: good, streamed, refused, unknown, wrong method, without a key."""
+    """Send requests of every outcome: valid, streamed, rejected, unknown route, method, key."""
     headers = {"X-Request-Id": request_id} if request_id is not None else {}
     good = {"model": MODEL, "prompt": SECRET}
     http = api.http
@@ -53,7 +53,6 @@ def send_chat(api: Api, request_id: str | None) -> list[httpx.Response]:
 
 
 def test_every_response_has_its_request_id(api: Api) -> None:
-    """FINDINGS C: no request id in answers or logs."""
     given = "req-1:a/b+c=d@e_f.g"
     answers = send_chat(api, given)
     assert [answer.status_code for answer in answers] == [200, 200, 400, 400, 405, 404, 401, 200]
@@ -62,7 +61,6 @@ def test_every_response_has_its_request_id(api: Api) -> None:
 
 @pytest.mark.parametrize("given", [None, "", "two words", "a" * 129, 'quo"te', "ä".encode()])
 def test_invalid_request_id_is_replaced(api: Api, given: str | bytes | None) -> None:
-    """FINDINGS C: it ends in logs and headers, so its length and characters are bounded."""
     headers = {} if given is None else {"X-Request-Id": given}
     answers = [api.http.get("/health", headers=headers) for _ in range(2)]  # type: ignore[arg-type]
     ids = {answer.headers["x-request-id"] for answer in answers}
@@ -71,8 +69,6 @@ def test_invalid_request_id_is_replaced(api: Api, given: str | bytes | None) -> 
 
 
 def test_internal_error_has_request_id(folder: Path) -> None:
-    """FINDINGS C: the one answer that somebody will ask about."""
-
     def breaks(submit: object) -> list[int]:
         return [60]
 
@@ -83,7 +79,7 @@ def test_internal_error_has_request_id(folder: Path) -> None:
 
 
 def lines_of_log(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
-    """Of the access log, once there are so many: they come together, a little later."""
+    """Return the lines of the access log once there are `count`."""
     lines: list[str] = []
     deadline_s = time.monotonic() + 10.0
     while len(lines) < count and time.monotonic() < deadline_s:
@@ -96,7 +92,6 @@ def lines_of_log(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 def test_log_has_one_line_per_request_without_text_or_key(
     api: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """FINDINGS C: no access log."""
     with caplog.at_level(logging.INFO, logger="tandem.access"):
         send_chat(api, "mine")
         api.http.get("/v1/models/a%0Ab?prompt=" + SECRET.replace(" ", "+"))
@@ -123,14 +118,12 @@ def test_access_log_can_be_disabled(folder: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_version_is_public(api: Api) -> None:
-    """FINDINGS C."""
     answer = api.http.get("/version", headers={"Authorization": ""})
     assert answer.json() == {"version": version()}
     assert re.fullmatch(r"\d+\.\d+.*", version())
 
 
 def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
-    """FINDINGS C."""
     rank = FakeRank("attention-0", lambda submit: [60, 61])
     rank.hold_after = 0
     with serve_api(folder, [rank]) as api:
@@ -149,7 +142,6 @@ def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
 
 
 def test_root_path_is_documented_behind_proxy(api: Api) -> None:
-    """FINDINGS C: root-path flags."""
     document = api.http.get("/openapi.json").json()
     assert document["servers"] == [{"url": "/llm"}]
     assert api.http.get("/v1/models").status_code == 200

@@ -1,4 +1,4 @@
-"""/metrics costs the same however many ask for it."""
+"""The cost of /metrics does not depend on the number of scrapers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COST_S = 0.01
 
 
 class Loop:
-    """Scrapes that take COST_S of a clock of their own, and wait where they should."""
+    """Simulated scrapes that take COST_S of a clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -46,8 +46,6 @@ class Loop:
 
 
 def test_concurrent_scrapes_share_one_collection() -> None:
-    """FINDINGS A7: 64 askers were 64 Serve calls and 64 calls of every rank."""
-
     async def scrape_all() -> None:
         loop = Loop()
         texts = await asyncio.gather(*(loop.scrapes.text() for _ in range(64)))
@@ -58,8 +56,6 @@ def test_concurrent_scrapes_share_one_collection() -> None:
 
 
 def test_scrape_during_collection_joins_the_next_one() -> None:
-    """FINDINGS A7. An answer is never older than its question."""
-
     async def scrape_all() -> None:
         loop = Loop()
         loop.go.clear()
@@ -77,8 +73,6 @@ def test_scrape_during_collection_joins_the_next_one() -> None:
 
 
 def test_endless_scrapes_take_a_bounded_share_of_time() -> None:
-    """FINDINGS A7: p50 of completions went from 7 to 195 ms."""
-
     async def scrape_all() -> None:
         loop = Loop()
         for _ in range(20):
@@ -133,7 +127,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 @pytest.mark.parametrize("path", ["/metrics", "/load", "/status"])
 def test_metrics_require_metrics_key(guarded: Api, path: str) -> None:
-    """FINDINGS A7: an own key. Clients of the model are not those who watch it."""
     assert guarded.http.get(path).status_code == 401
     for key, status in (("client", 401), ("prometheus", 200)):
         headers = {"Authorization": f"Bearer {key}"}
@@ -150,7 +143,6 @@ def test_metrics_key_grants_only_metrics(guarded: Api) -> None:
 
 
 def test_client_input_creates_no_series(guarded: Api) -> None:
-    """At most 500 a process, whatever a stranger thinks of: names, tenants, classes, ids."""
     watcher = {"Authorization": "Bearer prometheus"}
 
     def series() -> set[str]:

@@ -1,4 +1,4 @@
-"""What `tandem serve` makes of the front's options, and that it waits for its own front."""
+"""HTTP options of `tandem serve`, and its readiness check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.front_harness import LOOPS, get, read_answer, serve_front
 
 
 class Groups:
-    """The handle of a Groups deployment whose ingress listens, or not."""
+    """Handle of a Groups deployment whose ingress may listen."""
 
     def __init__(self, listens: bool) -> None:
         self.is_served = False
@@ -50,8 +50,6 @@ def _another_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answer_of_other_server_on_port_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B6: of two started at once, both said that they were ready."""
-
     def failures(_: object) -> None:
         raise ResourceError("http.host=h http.port=1: Address already in use")
 
@@ -75,7 +73,7 @@ def test_answer_of_own_server_is_accepted() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[TandemConfig]:
-    """The configurations that `tandem serve` would serve."""
+    """Capture the configurations that `tandem serve` uses."""
     configs: list[TandemConfig] = []
 
     def stop(config: TandemConfig, **_: object) -> None:
@@ -88,7 +86,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[TandemConfig]:
 
 
 def test_keys_are_command_line_options(served: list[TandemConfig]) -> None:
-    """FINDINGS C: no --api-key."""
     assert main(["serve", "--api-key", "one", "--api-key", "two", "--root-path", "/llm"]) == 2
     assert served[0].http.api_keys == ["one", "two"]
     assert served[0].http.root_path == "/llm"
@@ -97,7 +94,6 @@ def test_keys_are_command_line_options(served: list[TandemConfig]) -> None:
 def test_environment_key_is_used_without_other_keys(
     served: list[TandemConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS C: no TANDEM_API_KEY, and what is on a command line is in `ps`."""
     monkeypatch.setenv(KEY_VARIABLE, "secret")
     assert main(["serve"]) == main(["serve", "--api-key", "one"]) == 2
     assert [config.http.api_keys for config in served] == [["secret"], ["one"]]
@@ -105,7 +101,6 @@ def test_environment_key_is_used_without_other_keys(
 
 @pytest.mark.parametrize("key", ["", "two words"])
 def test_empty_environment_key_does_not_open_server(key: str) -> None:
-    """FINDINGS B9: set, but empty, it must not mean a server without keys."""
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: api_keys.0."):
         with_environment_key(TandemConfig(), {KEY_VARIABLE: key})
 
@@ -113,7 +108,6 @@ def test_empty_environment_key_does_not_open_server(key: str) -> None:
 def test_empty_command_line_key_is_rejected(
     served: list[TandemConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FINDINGS B9."""
     assert main(["serve", "--api-key", ""]) == 2
     assert served == []
     assert "api_keys[0] is empty" in capsys.readouterr().err
@@ -121,7 +115,7 @@ def test_empty_command_line_key_is_rejected(
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Fields of HttpConfig: one for localhost, signed by itself."""
+    """Return fields of HttpConfig with a self-signed certificate for localhost."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
@@ -137,7 +131,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", LOOPS)
 def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: str) -> None:
-    """FINDINGS C: TLS flags. The bounds are the same; a client who is no TLS client is let go."""
     context = ssl.create_default_context(cafile=certificate["tls_certificate"])
     limits: dict[str, Any] = {
         "max_header_bytes": 1024,
@@ -157,7 +150,7 @@ def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: s
         with front.connect() as plain:
             plain.sendall(get("/echo"))
             assert is_ended_on_any_error(plain)
-        with contextlib.ExitStack() as lines:  # in the middle of their handshakes
+        with contextlib.ExitStack() as lines:  # during their handshakes
             silent = [lines.enter_context(front.connect()) for _ in range(6)]
             with connect() as line:
                 line.sendall(get("/echo"))
@@ -166,7 +159,7 @@ def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: s
 
 
 def is_ended_on_any_error(line: socket.socket) -> bool:
-    """A TLS server may send an alert first."""
+    """Return whether the connection ends. A TLS server may send an alert first."""
     try:
         while line.recv(1 << 16):
             pass

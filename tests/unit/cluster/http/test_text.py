@@ -1,4 +1,4 @@
-"""Stop strings and sequences' text do not depend on how the tokens arrived."""
+"""Stop strings and sequence texts do not depend on token batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def slow_stop(text: str, stops: list[str]) -> str:
-    """Reference: the first moment at which the text ends with a stop."""
+    """Reference: the first position where the text ends with a stop string."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -52,7 +52,7 @@ def test_text_without_partial_stop_is_shown_at_once() -> None:
 def whole(
     tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]
 ) -> tuple[str, list[int], str | None, int]:
-    """Text, shown tokens, reason and completion tokens when `ids` arrive in groups of `sizes`."""
+    """Return text, tokens, reason and token count for groups of `sizes`."""
     text = SequenceText(tokenizer, prompt_tokens=3, stops=stops)
     shown, tokens, start, reason = "", [], 0, None
     usage = Usage(prompt_tokens=3, completion_tokens=len(ids))

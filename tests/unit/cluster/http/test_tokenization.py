@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: what vLLM's clients send and read."""
+"""/tokenize and /detokenize, compatible with vLLM's clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
 
 
 def test_tokenize_then_detokenize_returns_text(api: Api) -> None:
-    """FINDINGS C."""
     answer = api.post("/tokenize", prompt="The quick 😀", return_token_strs=True).json()
     ids = api.tokenizer.encode("The quick 😀")
     assert answer["tokens"] == ids

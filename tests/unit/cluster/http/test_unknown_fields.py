@@ -1,4 +1,4 @@
-"""A field that nobody knows is refused by name: dropped without a word, it would mislead."""
+"""Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def refused(api: Api, path: str, **fields: Any) -> dict[str, Any]:
 def test_misspelled_field_is_rejected_with_suggestion(
     api: Api, path: str, typo: str, meant: str
 ) -> None:
-    """FINDINGS C."""
     error = refused(api, path, **GOOD[path], **{typo: 1})
     assert error["param"] == typo
     assert f"did you mean {meant}?" in error["message"]
@@ -57,7 +56,6 @@ def test_misspelled_field_is_rejected_with_suggestion(
 @pytest.mark.parametrize("name", ["regex", "json_schema", "zzz", "a.b\n", "é" * 500])
 @pytest.mark.parametrize("path", GOOD)
 def test_unknown_field_gets_400_on_every_endpoint(api: Api, path: str, name: str) -> None:
-    """FINDINGS C."""
     error = refused(api, path, **GOOD[path], **{name: {"type": "object"}})
     assert len(error["param"]) <= 80
     if name.isidentifier() and name.isascii():
@@ -79,7 +77,6 @@ def test_unknown_field_gets_400_on_every_endpoint(api: Api, path: str, name: str
 def test_unknown_nested_field_is_named_with_path(
     api: Api, fields: dict[str, Any], param: str, meant: str
 ) -> None:
-    """FINDINGS C: nested objects too."""
     error = refused(api, "/v1/chat/completions", **{"messages": CHAT, **fields})
     assert error["param"].startswith(f"{param}.")
     assert f"did you mean {meant}" in error["message"]

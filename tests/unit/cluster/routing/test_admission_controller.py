@@ -1,4 +1,4 @@
-"""Who is let in, and what becomes of those who are told to come again."""
+"""Admission control: limits, rejections and reservations for retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from planner.scheduling import drain_rate, retry_reservations
 from tests.support.steps import lines_run
 
 LS, BE = Priority.LS, Priority.BE
-PER_SECOND = 1000.0  # tokens that the ranks of these tests compute
+PER_SECOND = 1000.0  # throughput of the simulated ranks
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Front:
-    """A door, and ranks behind it that take one request after the other, LS first."""
+    """An admission controller with simulated ranks that run one request at a time, LS first."""
 
     def __init__(self, slots: int = 1000, **config: float) -> None:
         self.clock = Clock()
@@ -41,7 +41,7 @@ class Front:
         self.waiting: dict[Priority, deque[Submit]] = {LS: deque(), BE: deque()}
 
     def acquire_nowait(self, submit: Submit) -> float | None:
-        """The time after which to come again; None: it is in."""
+        """Return the time to retry after; None: admitted."""
         try:
             self.door.acquire_nowait(submit)
         except OverloadError as error:
@@ -50,7 +50,7 @@ class Front:
         return None
 
     def fill(self, count: int, priority: Priority, tokens: int = 100) -> int:
-        """How many of so many are let in at once."""
+        """Return how many of `count` requests are admitted."""
         return sum(self.acquire_nowait(job(priority, tokens)) is None for _ in range(count))
 
     def run(self, count: int) -> None:
@@ -113,7 +113,7 @@ def test_client_that_never_retries_does_not_delay_other_tenants() -> None:
     front = Front(ls_max_wait_s=5.0)
     front.fill(40, LS)
     front.run(20)
-    front.fill(200, LS)  # as much as may wait
+    front.fill(200, LS)  # up to the limit
     retry_after = [front.acquire_nowait(job(LS, tenant=b"many")) for _ in range(1000)]
     assert retry_after[-1] is not None
     assert retry_after[-1] > 60
@@ -123,11 +123,10 @@ def test_client_that_never_retries_does_not_delay_other_tenants() -> None:
 
 
 def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
-    """Keys of their own for each request: nothing of the door is walked over."""
     front = Front(ls_max_wait_s=5.0)
     front.fill(40, LS)
     front.run(20)
-    front.fill(200, LS)  # as much as may wait
+    front.fill(200, LS)  # up to the limit
     parts = (admission_controller, admission_controller, retry_reservations, drain_rate)
     newcomers = [job(LS, tenant=number.to_bytes(8, "big")) for number in range(9000)]
     costs = [lines_run(functools.partial(front.acquire_nowait, one), *parts) for one in newcomers]
@@ -136,7 +135,6 @@ def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
 
 
 def test_later_sequences_of_large_request_do_not_block_others() -> None:
-    """They take turns with the first ones of others."""
     front = Front(ls_max_wait_s=5.0)
     front.fill(40, LS)
     front.run(40)
@@ -148,9 +146,9 @@ def test_later_sequences_of_large_request_do_not_block_others() -> None:
 
 
 def test_client_that_honours_retry_after_is_admitted_at_150_percent_load() -> None:
-    """The issue: 90 % of clients that wait Retry-After get in at once."""
+    """90 % of the clients that wait for Retry-After are admitted at once."""
     rng, front = random.Random(3), Front(ls_max_wait_s=2.0)
-    arrivals: list[tuple[float, int, int, Submit]] = []  # time, tie, how often refused
+    arrivals: list[tuple[float, int, int, Submit]] = []  # time, tie-breaker, rejections
     at_s = 100.0
     for number in range(9000):
         at_s += rng.expovariate(1.5 * PER_SECOND / 100)

@@ -1,4 +1,4 @@
-"""What one client sends cannot be told from another one's answers: salts of the prefix cache."""
+"""Salts isolate the prefix caches of clients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Send = Callable[..., Awaitable[int]]
 def ranks(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[tuple[str, str, bytes]], Tokenizer]]:
-    """(name, address, token) of an attention rank and of a prefill worker, on a real model."""
+    """Return (name, address, token) of an attention rank and a prefill worker with a real model."""
     folder, texts = tiny_checkpoint(vocab_size=420), tmp_path_factory.mktemp("texts")
     write_byte_level(texts)
     config = prefill_config(kv={"block_tokens": BLOCK, "pool_tokens": 512 * BLOCK})
@@ -71,7 +71,7 @@ async def api_client(
     *,
     share_between_keys: bool = False,
 ) -> AsyncIterator[Send]:
-    """ask(key, path, prompt, …) → cached_tokens of the answer, from the API before real ranks."""
+    """Yield send(key, path, prompt, …), which returns the answer's cached_tokens."""
     (attention, prefill), tokenizer = ranks
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**12)
     clients = [
@@ -126,7 +126,6 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", BODIES)
 def test_key_finds_only_its_own_prefix(ranks: Any, what: str) -> None:
-    """FINDINGS B4."""
     path, body = BODIES[what]
     number = list(BODIES).index(what)
 
@@ -144,7 +143,6 @@ def test_key_finds_only_its_own_prefix(ranks: Any, what: str) -> None:
 
 @pytest.mark.parametrize("what", BODIES)
 def test_cache_salt_separates_requests_of_client(ranks: Any, what: str) -> None:
-    """FINDINGS B4."""
     path, body = BODIES[what]
 
     async def run() -> None:
@@ -182,7 +180,7 @@ def test_cache_salt_outside_length_bounds_is_rejected(ranks: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-# ---- whoever keeps blocks, or a table of them
+# ---- tables of blocks
 
 
 def submit(salt: bytes, token_ids: list[int] = PROMPT, **fields: Any) -> Submit:
@@ -191,7 +189,7 @@ def submit(salt: bytes, token_ids: list[int] = PROMPT, **fields: Any) -> Submit:
 
 
 def test_blocks_and_batches_are_shared_per_salt() -> None:
-    """FINDINGS B4. All at once, so that they meet in one batch; then once more, from the cache."""
+    """Sends all at once, so that they meet in one batch, and again, from the cache."""
     scheduler = Scheduler(ScheduleConfig(), BlockManager(100))
     cached = []
     for turn in range(2):

@@ -1,5 +1,4 @@
-"""Ranks that leave hand over what they have, and others that come are found: nobody's request
-fails, and none of its attempts is spent."""
+"""Ranks that drain and join: no request fails or loses an attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ Body = Callable[[PipelineBackend, list[FakeRank], Directory], Coroutine[Any, Any
 
 
 def run(body: Body, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, known: int = 2) -> None:
-    """ranks: that listen. known: of these at first; what the directory says is the test's."""
+    """Run `body` with fake ranks, of which the directory lists the first `known`."""
     for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
         monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
 

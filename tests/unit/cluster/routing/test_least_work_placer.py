@@ -1,4 +1,4 @@
-"""Which rank a request goes to, as a pure function and with its bookkeeping."""
+"""Choice of an attention rank, and its prefix table."""
 
 from __future__ import annotations
 
@@ -69,4 +69,4 @@ def test_oldest_chain_is_evicted_from_its_end() -> None:
     table.add(old)
     table.add(new)
     assert table.match(new) == 2
-    assert table.match(old) == 2  # its third block made room
+    assert table.match(old) == 2  # its third block is evicted

@@ -1,4 +1,4 @@
-"""Many at once, and the loop of others."""
+"""The limit of starts per turn of the event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission to attention ranks, and the rank clients, over real sockets, without HTTP."""
+"""Requests to attention ranks over real sockets, without HTTP."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_request_goes_to_rank_with_its_prefix() -> None:
         await anext(busy)
         await tokens_of(admission, submit(first=100))
         await busy.aclose()
-        await tokens_of(admission, submit(first=100))  # both are idle; rank 1 knows it
+        await tokens_of(admission, submit(first=100))  # both are idle; rank 1 has the prefix
         assert [rank.submits.qsize() for rank in ranks] == [1, 2]
 
     run(body, ranks=2)
@@ -263,13 +263,13 @@ def test_close_fails_waiting_requests() -> None:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    """Lets other tasks run until `condition` holds; the test's own time limit bounds it."""
+    """Let other tasks run until `condition` holds."""
     while not condition():
         await asyncio.sleep(0)
 
 
 class CountingClock(ManualClock):
-    """looks: how often it was looked at."""
+    """A clock that counts its reads."""
 
     reads = 0
 
@@ -282,8 +282,6 @@ class CountingClock(ManualClock):
 def test_local_running_rank_has_fourfold_heartbeat_timeout(
     is_known: bool,
 ) -> None:
-    """FINDINGS B16: a starved rank was lost after 1.5 s, where channels wait four times as long."""
-
     async def main() -> None:
         fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
         fake.process_identity = own_identity() if is_known else b""

@@ -1,4 +1,4 @@
-"""Which pipeline gets what, and what a large HTTP request leaves to small ones."""
+"""Choice of the pipeline, and slots left by large requests."""
 
 from __future__ import annotations
 

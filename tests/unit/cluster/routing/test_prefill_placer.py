@@ -1,4 +1,4 @@
-"""The router shell over real sockets: nothing is lost or answered twice, whatever workers do."""
+"""The prefill placer over real sockets: no request is lost or answered twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scores(router: PrefillPipeline, count: int, **fields: Any) -> list[asyncio.T
 
 
 async def until(condition: Any) -> None:
-    """The condition is about what arrives on sockets: there is no event to wait for."""
+    """Poll `condition`, which depends on sockets."""
     while not condition():
         await asyncio.sleep(0.005)
 
@@ -87,7 +87,7 @@ def test_answers_of_hung_worker_after_timeout_are_ignored() -> None:
             hung.silent = True
             await asyncio.gather(*tasks)
             hung.silent = hung.hold = False
-            hung.release()  # to connections that are gone
+            hung.release()  # to closed connections
             await until(lambda: not router.problems())
             await asyncio.gather(*scores(router, 8))
             await until(lambda: router.load(0) == router.load(1) == 0)
@@ -105,7 +105,7 @@ def test_requests_of_stuck_worker_move_to_another() -> None:
             stuck.stuck = True
             await asyncio.gather(*tasks)
             assert "prefill-0" in router.problems()[0]
-            await until(lambda: not stuck.held)  # should it go on, it need not answer them
+            await until(lambda: not stuck.held)  # cancelled there
             stuck.stuck = stuck.hold = False
             await until(lambda: not router.problems())
             await asyncio.gather(*scores(router, 8))
@@ -199,8 +199,6 @@ def test_request_ending_every_worker_fails_after_max_attempts() -> None:
 
 
 def test_requests_failed_before_unhealthy_report_are_retried() -> None:
-    """FINDINGS B1: all have their prefix on it, and it says that it is healthy meanwhile."""
-
     async def body() -> None:
         dying, alive = FakePrefill(0), FakePrefill(1)
         async with routing([dying, alive], tau=40 * 4 * BLOCK) as router:
@@ -397,7 +395,7 @@ def test_no_request_is_lost_while_workers_join_and_leave() -> None:
             assert [peer.name for peer in router.clients] == ["prefill-0"]
             first = scores(router, 4)
             await until(lambda: workers[0].held)
-            there.update(at)  # another one: what waits goes there
+            there.update(at)  # another worker takes the queue
             await until(lambda: workers[1].held)
             assert not router.problems()
             del there["prefill-1"]

@@ -1,4 +1,4 @@
-"""Generations whose rank is lost: another one goes on with them, where the client cannot tell."""
+"""Generations whose rank is lost continue on another rank, invisibly to the client."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
 
 
 def counted_on(submit: Submit) -> list[int]:
-    """A model whose next token is how many there are."""
+    """A model whose next token is the number of tokens."""
     return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
 
 
 def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
-    """waiting: so many of the ranks have no expert ranks."""
+    """Run `body` with fake ranks, of which `waiting` have no expert ranks."""
 
     async def main() -> None:
         fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
@@ -55,7 +55,7 @@ def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
 
 
 class Generation:
-    """A generation that is read as it comes."""
+    """A generation that is read as it arrives."""
 
     def __init__(self, admission: PipelineBackend, **sampling: Any) -> None:
         wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
@@ -162,7 +162,7 @@ def test_stream_resumes_twice() -> None:
 def test_complete_stream_of_lost_rank_ends_normally(
     held: int, sampling: dict[str, Any], reason: str
 ) -> None:
-    """After its end-of-sequence token 43, as many as were wanted, or a whole choice."""
+    """It ends with eos token 43, max_tokens, or a whole choice."""
 
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = held
@@ -193,8 +193,6 @@ def test_complete_stream_of_lost_rank_ends_normally(
 def test_stream_over_two_real_ranks_is_unchanged(
     tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
 ) -> None:
-    """As long as the tokens of one of them alone, and the same."""
-
     async def body(group: ThreadGroup) -> None:
         clients = [
             RankClient(worker.ready.name, worker.ready.client_address, me(group))
@@ -272,7 +270,7 @@ def test_rank_waiting_for_expert_ranks_is_used_last() -> None:
 
 
 def test_stream_waits_for_replacement_rank() -> None:
-    """Where there is no other: it is found by its name, in the directory."""
+    """The replacement is found by its name in the directory."""
 
     async def body() -> None:
         lost, better = (FakeRank("attention-0", counted_on) for _ in range(2))
@@ -302,7 +300,7 @@ def test_stream_waits_for_replacement_rank() -> None:
 
 
 def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
-    """All that two ranks had begun, to the one that is left."""
+    """All requests of two ranks move to the remaining one."""
 
     async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = ranks[1].hold_after = 1

@@ -1,4 +1,4 @@
-"""Places of sequences without an answer: who gets one, and who waits."""
+"""The queue for slots of sequences without a first answer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ async def settle() -> None:
 
 
 def test_waiting_sequences_leave_slots_to_first_sequences_of_others() -> None:
-    """FINDINGS A6: 122 of 126 small requests were refused beside one that kept all places."""
-
     async def body() -> None:
         room = room_of(8)
         hogs = await waiting(room, HOG, 20)
@@ -54,8 +52,6 @@ def test_waiting_sequences_leave_slots_to_first_sequences_of_others() -> None:
 
 
 def test_slots_rotate_among_waiting_requests_within_share() -> None:
-    """FINDINGS A6."""
-
     async def body() -> None:
         room = room_of(8)
         hogs, small = await waiting(room, HOG, 40), await waiting(room, SMALL, 6)
@@ -100,7 +96,7 @@ def test_slots_are_neither_lost_nor_granted_twice_under_cancellation(
                 room.release(held.pop())
             elif what == "cancel" and tasks:
                 tasks[number % len(tasks)][1].cancel()
-            if number % 2:  # else several happen at once
+            if number % 2:  # else several at once
                 await settle()
         await settle()
         waits = [pair for pair in tasks if not pair[1].done()]
