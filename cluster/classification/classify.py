@@ -369,12 +369,12 @@ THRESHOLD = 0.5
 def check_questions(task: ClassifyTask) -> None:
     if "{label}" not in task.template:
         raise RequestError(
-            "multi_label needs a template with {label} in it, which asks whether a label applies",
+            "multi_label needs a template with {label} in it, a question whether a label applies",
             "template",
         )
     if OPTIONS in task.template:
         raise RequestError(
-            f"multi_label asks for each label by itself: the template cannot have {OPTIONS}",
+            f"multi_label evaluates each label by itself: the template cannot have {OPTIONS}",
             "template",
         )
 

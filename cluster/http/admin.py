@@ -100,7 +100,7 @@ async def trace(app_state: AppState, request: Request) -> Response:
     app_state.authenticator.check_metrics(request)
     seconds = _seconds(request)
     if app_state.trace is None:
-        raise NotReadyError("nobody is there who could ask the ranks")
+        raise NotReadyError("this server has no access to its ranks")
     started_s = app_state.clock()
     try:
         async with asyncio.timeout(seconds + EXTRA_S):
@@ -108,7 +108,7 @@ async def trace(app_state: AppState, request: Request) -> Response:
             answer = await app_state.trace.trace(seconds)
     except TimeoutError:
         raise NotReadyError(
-            f"the ranks' traces were not there within {seconds + EXTRA_S:g} s"
+            f"the ranks' traces did not arrive within {seconds + EXTRA_S:g} s"
         ) from None
     if answer.refused_s is not None:
         raise OverloadError(
@@ -118,7 +118,7 @@ async def trace(app_state: AppState, request: Request) -> Response:
     recent_requests = (
         [] if seconds == 0 else [one for one in app_state.recent_requests if one.end_s >= started_s]
     )
-    event(log, "traced", seconds=seconds, missing=" ".join(answer.note.missing) or "none")
+    event(log, "trace_recorded", seconds=seconds, missing=" ".join(answer.note.missing) or "none")
     return Response(_file(answer, recent_requests, clock), media_type="application/json")
 
 
@@ -191,7 +191,8 @@ async def _status(app_state: AppState) -> str:
             async with asyncio.timeout(SCRAPE_TIMEOUT_S):
                 ranks = await app_state.ranks()
         except TimeoutError:
-            problems.append(f"the ranks have not told their state within {SCRAPE_TIMEOUT_S:g} s")
+            limit = f"{SCRAPE_TIMEOUT_S:g} s"
+            problems.append(f"the ranks have not reported their state within {limit}")
         except TandemError as error:
             problems.append(error.message)
     found = response_types.Status(

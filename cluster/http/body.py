@@ -139,7 +139,7 @@ async def read_body(
             account.charge(len(chunk))
             data += chunk
     except ClientDisconnect:
-        raise ClientGoneError("the client left while sending its request") from None
+        raise ClientGoneError("the client disconnected while sending its request") from None
     if log_body is not None:
         log_body(data)
     account.charge(decoded_bytes(data))
@@ -422,7 +422,7 @@ def resolve_max_tokens(
     if options.max_tokens > room:
         raise RequestError(
             f"max_tokens={options.max_tokens} and {prompt_tokens} prompt tokens are more than the"
-            f" {capacity} tokens that {holder} holds: ask for at most {room}",
+            f" {capacity} tokens that {holder} holds: request at most {room}",
             "max_tokens",
         )
     return options.max_tokens

@@ -108,7 +108,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
         if size > most:
             raise TooCostlyError(
                 f"{param}: the answer would have about {size} bytes, at most {most} are accepted"
-                " (limits.answer_bytes): ask for less, or send the request in parts",
+                " (limits.answer_bytes): request less, or send the request in parts",
                 param,
             )
 

@@ -154,7 +154,7 @@ class _CancelScope:
 
 
 def _client_gone() -> TandemError:
-    return ClientGoneError("the client left before its answer was complete")
+    return ClientGoneError("the client disconnected before its answer was complete")
 
 
 class RequestContext:

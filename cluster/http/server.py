@@ -137,7 +137,7 @@ def check_public(http: HttpConfig) -> None:
     """Raise ConfigError if a public server has no keys and http.open is not set."""
     if http.host not in LOOPBACK and not http.has_keys and not http.allow_public:
         raise ConfigError(
-            f"http.host={http.host} without http.api_keys: whoever reaches it could use the model; "
+            f"http.host={http.host} without http.api_keys: anyone who reaches it can use it; "
             "set keys (or TANDEM_API_KEY, or http.keys_file), or http.allow_public=true"
         )
 

@@ -197,7 +197,7 @@ class AdmissionController:
             )
         limit = self._slots()
         return OverloadError(
-            f"{limit} {priority.name} requests wait or are expected back, as many as may "
+            f"{limit} {priority.name} requests wait or hold reservations, the limit "
             f"(schedule.max_waiting of each rank): {again}",
             wait_s,
         )

@@ -89,7 +89,7 @@ def test_unreachable_ranks_are_a_problem_and_the_rest_is_shown(
         raise NotReadyError("the launcher of the ranks does not answer")
 
     for fetch, message in (
-        (never, "have not told their state within"),
+        (never, "have not reported their state within"),
         (gone, "does not answer"),
     ):
         with serve_api(folder, [_quiet_rank()], fetch_status=fetch) as api:

@@ -101,7 +101,7 @@ def test_a_second_trace_and_one_that_fails_are_one_line_and_leave_no_file(
     for fetch, message in (
         (refuse, "429: another trace is under way: try again in 3 s"),
         (fail, "503: the launcher of the ranks does not answer"),
-        (never, "503: the ranks' traces were not there within 0.06 s"),
+        (never, "503: the ranks' traces did not arrive within 0.06 s"),
     ):
         with serve_api(folder, [_rank()], tracing=_trace_source(fetch)) as api:
             arguments = ["trace", "--url", api.url, "--seconds", "0.01", "--output", str(path)]
