@@ -124,7 +124,7 @@ def tests_of(root: Path, file: str) -> list[str]:
 
 
 def mutants_of(root: Path, file: str) -> Iterator[Mutant]:
-    from cosmic_ray.ast import get_ast_from_path, ast_nodes
+    from cosmic_ray.ast import ast_nodes, get_ast_from_path
     from cosmic_ray.plugins import get_operator
 
     nodes = list(ast_nodes(get_ast_from_path(root / file)))

@@ -31,8 +31,8 @@ def resolve_model_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if _HUB_ID.fullmatch(path) and not folder.parent.is_dir():
-        return _download(path)
+    if is_hub_id(path) and not folder.parent.is_dir():
+        return _download(path, _FILES)
     raise CheckpointError(
         f'model.path={path}: no such folder; give a Hugging Face model folder, "{BUNDLED}", or a '
         "hub id (organisation/name)"
@@ -62,9 +62,20 @@ def check_tokenizer(folder: Path) -> TokenizerInfo:
     return TokenizerInfo(tokenizer.vocab_size, tokenizer.has_chat_template)
 
 
-def _download(hub_id: str) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether the name has the form organisation/name."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def download_config(hub_id: str) -> Path:
+    """A folder with the config.json of a hub id, from the cache or the hub. Raises
+    CheckpointError: one line."""
+    return _download(hub_id, ["config.json", "generation_config.json"])
+
+
+def _download(hub_id: str, files: list[str]) -> Path:
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(

@@ -5,7 +5,6 @@ Those that need no server are run here, from an empty folder; the others where t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -23,7 +22,6 @@ from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.support.documented import DOCUMENTS, ROOT, Command, commands_of, documented
 from tests.support.documented_table import TABLE, Left, Tried, how_tried, is_name
-from tests.support.model_shapes import QWEN3_235B
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 COMMANDS = documented()
@@ -70,9 +68,6 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 def folder(tmp_path: Path) -> Path:
     """Empty, but for what the documents say the user has."""
     (tmp_path / "DIR").symlink_to(resolve_model_folder(BUNDLED))
-    model = tmp_path / "Qwen3-235B-A22B"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(QWEN3_235B), encoding="utf-8")
     specs = {found for page in PAGES for found in _SPEC.findall(page)}
     assert len({name for name, _ in specs}) == len(specs) >= 3, "one file of a name"
     for name, spec in specs:

@@ -10,13 +10,14 @@ from msgspec import Meta
 
 from actors.planning.planner_inputs import shape_of
 from cluster.fleet.hardware import load_hardware
-from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import download_config, is_hub_id, resolve_model_folder
 from cluster.tools.plan.routing import ProfiledRouting, read_routing
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError, TandemError
 from contracts.hardware import Hardware
 from contracts.json_input import read_json_file, struct_from
 from models.spec.config_fields import ConfigFields
+from models.spec.known_models import find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import Deployment
@@ -251,14 +252,11 @@ def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
         )
 
 
-def _folder(given: str) -> Path:
-    """Not a hub id: only config.json is needed, and weights would be downloaded with it."""
-    return resolve_model_folder(given) if given == BUNDLED else Path(given).expanduser()
-
-
 def _model(given: str | dict[str, Any]) -> ModelSpec:
+    """given: the fields of a config.json, a well-known model's name, a folder, or a hub id (its
+    config.json alone is downloaded)."""
     if isinstance(given, str):
-        return _bounded(read_spec(_folder(given)))
+        return _bounded(_named_model(given))
     for name, value in given.items():
         if isinstance(value, int) and not -MAX_FIELD < value < MAX_FIELD:
             raise ConfigError(f"model: {name}: {value} is no size of a model")
@@ -271,6 +269,25 @@ def _model(given: str | dict[str, Any]) -> ModelSpec:
         raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"model: cannot be read: {error}") from None
+
+
+def _folder(name: str) -> Path | None:
+    """The model's folder, if it is on this machine."""
+    folder = resolve_model_folder(name) if name == BUNDLED else Path(name).expanduser()
+    return folder if folder.is_dir() else None
+
+
+def _named_model(name: str) -> ModelSpec:
+    if (folder := _folder(name)) is not None:
+        return read_spec(folder)
+    if (known := find_known_model(name)) is not None:
+        return spec_from(ConfigFields(Path(name), known))
+    if is_hub_id(name) and not Path(name).parent.is_dir():
+        return read_spec(download_config(name))
+    raise ConfigError(
+        f"model: {name}: no such folder; give a folder, a hub id, or one of "
+        f"{', '.join(known_model_names())}"
+    )
 
 
 def _bounded(spec: ModelSpec) -> ModelSpec:

@@ -9,47 +9,18 @@ from typing import Any
 import pytest
 
 from models.decoder.kv_pool import kv_entry_shapes
+from models.spec.known_models import find_known_model, known_model_names
 from models.spec.layer_spec import LatentSpec, RoutingSpec
 from models.spec.model import ClampSpec, ModelSpec, read_spec
 
-MSCALED = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "type": "yarn",
-           "original_max_position_embeddings": 4096}  # fmt: skip
-LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-          "max_position_embeddings": 163840, "moe_layer_freq": 1, "torch_dtype": "bfloat16",
-          "rope_theta": 10000}  # fmt: skip
-V2_LITE: dict[str, Any] = {
-    **LATENT, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "hidden_size": 2048,
-    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64,
-    "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
-    "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
-    "q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
-    "topk_method": "greedy", "vocab_size": 102400,
-    "rope_scaling": {**MSCALED, "mscale": 0.707, "mscale_all_dim": 0.707},
-}  # fmt: skip
-V3: dict[str, Any] = {
-    **LATENT, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "hidden_size": 7168,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_group": 8,
-    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
-    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
-    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 4,
-    "topk_method": "noaux_tc", "vocab_size": 129280,
-    "rope_scaling": {**MSCALED, "mscale": 1.0, "mscale_all_dim": 1.0},
-    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-                            "weight_block_size": [128, 128]},
-}  # fmt: skip
-GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
-    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4,
-    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
-    "rms_norm_eps": 1e-05, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
-    "vocab_size": 201088,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "truncate": False,
-                     "original_max_position_embeddings": 4096, "rope_type": "yarn"},
-    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-}  # fmt: skip
+
+def published(name: str) -> dict[str, Any]:
+    config = find_known_model(name)
+    assert config is not None
+    return config
+
+
+V2_LITE, V3, GPT_OSS = map(published, ("DeepSeek-V2-Lite", "DeepSeek-V3", "gpt-oss-20b"))
 
 
 def spec_of(tmp_path: Path, config: dict[str, Any]) -> ModelSpec:
@@ -95,3 +66,15 @@ def test_gpt_oss_20b(tmp_path: Path) -> None:
     assert spec_of(tmp_path, {**GPT_OSS, "attention_bias": None}).attention_bias
     assert spec.dtype == "bfloat16"  # its config.json names none, and its weights are quantised
     assert not spec.has_shared_experts
+
+
+@pytest.mark.parametrize("name", known_model_names())
+def test_known_model_is_found_by_name_and_hub_id(tmp_path: Path, name: str) -> None:
+    config = published(name.lower())
+    assert spec_of(tmp_path, config).num_experts > 1
+    assert find_known_model(f"org/{name}") is None
+
+
+def test_known_model_is_found_by_hub_id() -> None:
+    assert find_known_model("Qwen/Qwen3-30B-A3B") is find_known_model("qwen3-30b-a3b")
+    assert find_known_model("mistralai/Mixtral-8x7B-v0.1") is find_known_model("Mixtral-8x7B")
