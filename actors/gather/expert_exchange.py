@@ -7,8 +7,8 @@ Each requesting peer has a connection and a thread that sends; the receiver sets
 sides must use the same expert layout (models/experts/expert_layout.py). Where they do not, the
 handshake fails and the checkpoint is read instead.
 
-Unlike the weight server (weight_server.py), which sends whole layers from one memfd, this server
-sends experts from ordinary memory that changes with each placement.
+`WeightServer` sends whole layers from one memfd; this server sends single experts from ordinary
+memory that changes with each placement.
 """
 
 from __future__ import annotations
@@ -26,21 +26,17 @@ import msgspec
 from torch import Tensor
 
 from actors.channels import handshake
-from actors.channels.base import connection_closed, connection_lost
-from actors.channels.handshake import Identity, Remote
+from actors.channels.base import connection_lost
+from actors.channels.handshake import Identity
 from actors.channels.listener import (
-    ADDRESS_SEPARATOR,
-    HandshakeListener,
     dial,
-    listen_tcp,
-    listen_unix,
 )
 from actors.gather.protocol import Terms, check_terms, digest, read_terms
-from actors.gather.weight_link import bytes_of
+from actors.gather.weight_link import bytes_of, receive_into, set_timeouts
+from actors.gather.weight_server import PeerServer
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError
-from contracts.logs import event
+from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.ranks import Group, RankSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
 
@@ -84,74 +80,21 @@ class ExpertExchange:
         self.sender.close()
 
 
-class ExpertSender:
-    """Serves any number of peers after `listen`."""
+class ExpertSender(PeerServer):
+    """Serves single experts from the memory that `find` returns."""
+
+    purpose = PURPOSE
 
     def __init__(self, me: Identity, terms: Terms, find: FindExpert, config: ChannelConfig) -> None:
-        self._me, self._terms, self._find, self._config = me, terms, find, config
-        self._lock = threading.Lock()  # guards the next two
-        self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
-        self._closed = False
-        self._listeners: list[HandshakeListener] = []
-        self.sent_bytes = 0
-
-    def listen(self, host: str, *, shared_memory: bool) -> str:
-        """Return the address for the peers: TCP, and a Unix socket if they share the machine."""
-        opened = [*([listen_unix()] if shared_memory else []), listen_tcp(host)]
-        for sock, _ in opened:
-            listener = HandshakeListener(
-                sock, self._me, answer=self._check_peer, accepted=self._accept
-            )
-            self._listeners.append(listener)
-        return ADDRESS_SEPARATOR.join(address for _, address in opened)
-
-    def close(self) -> None:
-        """Close all connections. May be called twice."""
-        with self._lock:
-            self._closed = True
-            serving, self._serving = list(self._serving.values()), {}
-        for listener in self._listeners:
-            listener.close(self._config.connect_timeout_s)
-        for sock, thread in serving:
-            with contextlib.suppress(OSError):  # the peer closed first
-                sock.shutdown(socket.SHUT_RDWR)
-            thread.join(self._config.connect_timeout_s)
-
-    def _check_peer(self, remote: Remote) -> bytes:
-        if remote.purpose != PURPOSE:
-            raise HandshakeError(f"{self._me.name} serves experts, not {remote.purpose}")
-        check_terms(read_terms(remote.extra, remote.name), self._terms, remote.name, 0)
-        return msgspec.msgpack.encode(self._terms)
-
-    def _accept(self, sock: socket.socket, remote: Remote) -> None:
-        """Serve a connection; it replaces an earlier one of the same peer."""
-        name = f"{self._me.name}-gives-{remote.name}"
-        thread = threading.Thread(
-            target=self._serve, args=(sock, remote.name), name=name, daemon=True
-        )
-        with self._lock:
-            if self._closed:
-                sock.close()
-                return
-            before = self._serving.pop(remote.name, None)
-            self._serving[remote.name] = sock, thread
-        if before is not None:
-            with contextlib.suppress(OSError):
-                before[0].shutdown(socket.SHUT_RDWR)
-        thread.start()
+        super().__init__(me, terms, config)
+        self._find = find
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
-        try:
-            with sock:
-                lower_thread_priority()
-                _set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)  # idle between moves
-                _set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_SNDTIMEO)
-                while True:
-                    request = bytearray(REQUEST.size)
-                    _receive(sock, memoryview(request), peer)
-                    self._send_expert(sock, *REQUEST.unpack(request))
-        except (OSError, PeerError) as error:
-            event(log, "expert_client_disconnected", logging.DEBUG, peer=peer, reason=error)
+        lower_thread_priority()
+        request = bytearray(REQUEST.size)
+        while True:
+            receive_into(sock, memoryview(request), peer)
+            self._send_expert(sock, *REQUEST.unpack(request))
 
     def _send_expert(self, sock: socket.socket, layer: int, expert: int) -> None:
         memory = self._find(layer, expert)
@@ -165,7 +108,7 @@ class ExpertSender:
             for first in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[first : first + _CHUNK_BYTES]
                 sock.sendall(chunk)
-                self.sent_bytes += len(chunk)
+                self._count(len(chunk))
 
 
 class ExpertReceiver:
@@ -211,12 +154,12 @@ class ExpertReceiver:
         link = self._links.get(peer) or self._dial(peer)
         link.sendall(REQUEST.pack(*key))
         head = bytearray(REPLY.size)
-        _receive(link, memoryview(head), peer)
+        receive_into(link, memoryview(head), peer)
         kind, num_bytes = REPLY.unpack(head)
         pieces = bytes_of(into)
         if kind == FAILED:
             text = bytearray(min(num_bytes, _MOST_TEXT_BYTES))
-            _receive(link, memoryview(text), peer)
+            receive_into(link, memoryview(text), peer)
             raise PeerError(f"{peer}: {text.decode(errors='replace')}", peer)
         if kind != DATA or num_bytes != sum(map(len, pieces)):
             expected_bytes = sum(map(len, pieces))
@@ -226,7 +169,7 @@ class ExpertReceiver:
         for piece in pieces:
             for first in range(0, len(piece), _CHUNK_BYTES):
                 chunk = piece[first : first + _CHUNK_BYTES]
-                _receive(link, chunk, peer)
+                receive_into(link, chunk, peer)
                 self.received_bytes += len(chunk)
                 limiter.acquire(len(chunk))
 
@@ -249,9 +192,7 @@ class ExpertReceiver:
         except ChannelError:
             sock.close()
             raise
-        _set_timeouts(
-            sock, self._config.heartbeat_timeout_s, socket.SO_RCVTIMEO, socket.SO_SNDTIMEO
-        )
+        set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
         self._links[peer] = sock
         return sock
 
@@ -261,27 +202,7 @@ class ExpertReceiver:
             link.close()
 
 
-def _set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
-    """Wait in the kernel for whole chunks: partial wake-ups would take the GIL from the loop.
-
-    options: SO_RCVTIMEO, SO_SNDTIMEO.
-    """
-    sock.setblocking(True)
-    whole, part = divmod(seconds, 1.0)
-    for option in options:
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(1e6 * part)))
-
-
 def lower_thread_priority() -> None:
     """Lower the priority of the calling thread below the loop's."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-
-
-def _receive(sock: socket.socket, into: memoryview, peer: str) -> None:
-    """Fill `into`. Raises PeerDeadError; BlockingIOError on the timeout of `_set_timeouts`."""
-    while len(into):
-        count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
-        if not count:
-            raise connection_closed(peer)
-        into = into[count:]

@@ -10,6 +10,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -91,6 +92,26 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
     """Return the writable memory of contiguous CPU tensors, without empty ones."""
     flat = (tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel())
     return [piece.numpy().data for piece in flat]
+
+
+def set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
+    """Wait in the kernel for whole chunks: partial wake-ups would take the GIL from the loop.
+
+    options: SO_RCVTIMEO, SO_SNDTIMEO.
+    """
+    sock.setblocking(True)
+    whole, part = divmod(seconds, 1.0)
+    for option in options:
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(1e6 * part)))
+
+
+def receive_into(sock: socket.socket, into: memoryview, peer: str) -> None:
+    """Fill `into`. Raises PeerDeadError; BlockingIOError on the timeout of `set_timeouts`."""
+    while len(into):
+        count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
+        if not count:
+            raise connection_closed(peer)
+        into = into[count:]
 
 
 class WeightLink:

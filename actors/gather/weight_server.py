@@ -1,27 +1,25 @@
-"""Serves a worker's part of the experts to its peers, beside the compute.
+"""Servers of expert weights, beside the compute.
 
-One thread that copies nothing: over TCP the kernel sends from the segment's pages (sendfile), over
-shared memory the peer reads them. Where peers may be on other nodes it serves both ways at once,
-because a replaced worker may no longer share memory.
+Each peer has a connection and a thread that mostly waits in the kernel. `WeightServer` copies
+nothing: over TCP the kernel sends from the segment's pages (sendfile), over shared memory the peer
+reads them. Where peers may be on other nodes it serves both ways, because a replaced worker may no
+longer share memory.
 """
 
 from __future__ import annotations
 
-import contextlib
+import abc
 import logging
 import os
-import select
 import socket
 import threading
-from collections import deque
 
 import msgspec
 
-from actors.channels import local_process
-from actors.channels.base import connection_closed
 from actors.channels.handshake import Identity, Remote
 from actors.channels.listener import ADDRESS_SEPARATOR, HandshakeListener, listen_tcp, listen_unix
-from actors.channels.local_process import is_hung
+from actors.channels.local_process import LocalProcess, is_hung, peer_process
+from actors.channels.pending_handshakes import shut_down
 from actors.gather.protocol import (
     DATA,
     DONE,
@@ -35,7 +33,8 @@ from actors.gather.protocol import (
     check_terms,
     read_terms,
 )
-from actors.gather.weight_shard import Shard, WindowedShard
+from actors.gather.weight_link import receive_into, set_timeouts
+from actors.gather.weight_shard import Shard
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError, PeerError, PeerHungError
@@ -43,224 +42,171 @@ from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-_SEND_BYTES = 1 << 20  # per turn of a peer
+_SEND_BYTES = 1 << 20  # progress is recorded at least this often
 
 
-class _Peer:
-    """One connection. A layer is requested, then held while it is sent, then released at DONE."""
+class PeerServer(abc.ABC):
+    """Serves peers with matching terms, each on its own thread. sent_bytes: so far."""
 
-    def __init__(self, sock: socket.socket, name: str, now_s: float) -> None:
-        sock.setblocking(False)
-        self.sock, self.name = sock, name
-        self.shared = sock.family == socket.AF_UNIX
-        self.local_process = local_process.peer_process(sock)
-        self.unparsed = b""  # part of a request
-        self.requested: int | None = None
-        self.held: int | None = None
-        self.head = b""  # unsent head of a reply
-        self.offset, self.left = 0, 0
-        self.progress_s = now_s
+    purpose: str
 
-    @property
-    def is_served(self) -> bool:
-        return bool(self.requested is not None or self.head or self.left)
+    def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
+        self._me, self._terms, self._config = me, terms, config
+        self._lock = threading.Lock()  # guards all below
+        self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
+        self._epochs: dict[str, int] = {}  # the newest of each name
+        self._closed = False
+        self._listeners: list[HandshakeListener] = []
+        self.sent_bytes = 0
+
+    def listen(self, host: str, *, shared_memory: bool, tcp: bool = True) -> str:
+        """Start serving on a Unix socket, on TCP, or on both. Returns the address for peers."""
+        opened = [*([listen_unix()] if shared_memory else []), *([listen_tcp(host)] if tcp else [])]
+        for sock, _ in opened:
+            self._listeners.append(
+                HandshakeListener(sock, self._me, answer=self._check_peer, accepted=self._accept)
+            )
+        return ADDRESS_SEPARATOR.join(address for _, address in opened)
 
     def close(self) -> None:
-        self.sock.close()
-        if self.local_process is not None:
-            self.local_process.close()
+        """End all connections and threads. May be called twice."""
+        with self._lock:
+            self._closed = True
+            serving, self._serving = list(self._serving.values()), {}
+        for listener in self._listeners:
+            listener.close(self._config.connect_timeout_s)
+        for sock, thread in serving:
+            shut_down(sock)
+            thread.join(self._config.connect_timeout_s)
+
+    @abc.abstractmethod
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        """Answer requests until the connection ends. Raises OSError, PeerError."""
+
+    def _check_peer(self, remote: Remote) -> bytes:
+        if remote.purpose != self.purpose:
+            raise HandshakeError(f"{self._me.name} serves {self.purpose}, not {remote.purpose}")
+        terms = read_terms(remote.extra, remote.name)
+        with self._lock:
+            check_terms(terms, self._terms, remote.name, self._epochs.get(remote.name, 0))
+            self._epochs[remote.name] = terms.epoch
+        return msgspec.msgpack.encode(self._terms)
+
+    def _accept(self, sock: socket.socket, remote: Remote) -> None:
+        """Serve a connection; it replaces an earlier one of the same peer."""
+        name = f"{self._me.name}-{self.purpose}-{remote.name}"
+        thread = threading.Thread(
+            target=self._run, args=(sock, remote.name), name=name, daemon=True
+        )
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            before = self._serving.pop(remote.name, None)
+            self._serving[remote.name] = sock, thread
+        if before is not None:
+            shut_down(before[0])
+        thread.start()
+
+    def _run(self, sock: socket.socket, peer: str) -> None:
+        try:
+            with sock:
+                set_timeouts(sock, 0.0, socket.SO_RCVTIMEO)  # idle peers request nothing
+                set_timeouts(sock, self._config.heartbeat_timeout_s, socket.SO_SNDTIMEO)
+                self._serve(sock, peer)
+        except PeerHungError as error:
+            event(log, "weights_peer_lost", logging.WARNING, peer=peer, reason=error)
+        except (OSError, PeerError) as error:
+            event(log, "weights_peer_disconnected", logging.DEBUG, peer=peer, reason=error)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.sent_bytes += num_bytes
 
 
-class WeightServer:
-    """Serves any number of peers after `listen`."""
+class WeightServer(PeerServer):
+    """Serves the layers of a shard. sent_bytes includes reads from shared memory."""
+
+    purpose = PURPOSE
 
     def __init__(
         self, me: Identity, terms: Terms, shard: Shard, part_bytes: int, config: ChannelConfig
     ) -> None:
-        self._me, self._terms, self._shard, self._config = me, terms, shard, config
-        self._part_bytes = part_bytes
-        self.sent_bytes = 0  # including those that peers read from shared memory
-        self._epochs: dict[str, int] = {}  # the newest of each name
-        self._arrived: deque[tuple[socket.socket, str]] = deque()
-        self._peers: dict[int, _Peer] = {}
-        self._listeners: list[HandshakeListener] = []
-        self._closed = False
-        self._lock = threading.Lock()  # guards _wake_fd
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        self._poll.register(self._wake_fd, select.POLLIN)
-        if isinstance(shard, WindowedShard):
-            shard.ready = self._wake
-        self._thread = threading.Thread(target=self._run, name=f"{me.name}-weights", daemon=True)
+        super().__init__(me, terms, config)
+        self._shard, self._part_bytes = shard, part_bytes
 
-    def listen(self, host: str, *, shared_memory: bool, tcp: bool) -> str:
-        """Start serving, in one way or both. Returns the address for the peers' `connect`."""
-        opened = [*([listen_unix()] if shared_memory else []), *([listen_tcp(host)] if tcp else [])]
-        self._thread.start()
-        for sock, _ in opened:
-            listener = HandshakeListener(
-                sock, self._me, answer=self._check_peer, accepted=self._accept
-            )
-            self._listeners.append(listener)
-        return ADDRESS_SEPARATOR.join(address for _, address in opened)
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        for listener in self._listeners:
-            listener.close(self._config.connect_timeout_s)
-        if self._listeners:
-            self._wake()
-            self._thread.join(self._config.connect_timeout_s)
-        for peer in list(self._peers.values()):
-            self._drop(peer)
-        for sock, _ in self._arrived:
-            sock.close()
-        with self._lock:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-
-    # --- handshake threads
-
-    def _check_peer(self, remote: Remote) -> bytes:
-        if remote.purpose != PURPOSE:
-            raise HandshakeError(f"{self._me.name} serves weights, not {remote.purpose}")
-        remote_terms = read_terms(remote.extra, remote.name)
-        check_terms(remote_terms, self._terms, remote.name, self._epochs.get(remote.name, 0))
-        self._epochs[remote.name] = remote_terms.epoch
-        return msgspec.msgpack.encode(self._terms)
-
-    def _accept(self, sock: socket.socket, remote: Remote) -> None:
+    def _serve(self, sock: socket.socket, peer: str) -> None:
         if sock.family == socket.AF_UNIX:
-            try:
-                socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
-            except OSError:
-                sock.close()
-                return
-        self._arrived.append((sock, remote.name))
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._lock:
-            if self._wake_fd >= 0:
-                os.eventfd_write(self._wake_fd, 1)
-
-    # --- the serving thread
-
-    def _run(self) -> None:
-        while not self._closed:
-            busy = any(peer.is_served for peer in self._peers.values())
-            events = self._poll.poll(1e3 * self._config.heartbeat_interval_s if busy else None)
-            while self._arrived:
-                self._add(*self._arrived.popleft())
-            for fd, mask in events:
-                if fd == self._wake_fd:
-                    os.eventfd_read(fd)
-                elif (peer := self._peers.get(fd)) is not None:
-                    self._try(peer, readable=bool(mask & ~select.POLLOUT))
-            now_s = monotonic_s()
-            for peer in list(self._peers.values()):
-                self._maintain(peer, now_s)
-
-    def _add(self, sock: socket.socket, name: str) -> None:
-        for peer in list(self._peers.values()):
-            if peer.name == name:  # it reconnected
-                self._drop(peer)
-        self._peers[sock.fileno()] = _Peer(sock, name, monotonic_s())
-        self._poll.register(sock, select.POLLIN)
-
-    def _drop(self, peer: _Peer) -> None:
-        """Close a connection and free its slot; the peer must not use the slot afterwards."""
-        del self._peers[peer.sock.fileno()]
-        self._poll.unregister(peer.sock)
-        peer.close()
-        if peer.requested is not None:
-            self._shard.cancel(peer.requested)
-        if peer.held is not None:
-            self._shard.release(peer.held)
-
-    def _try(self, peer: _Peer, *, readable: bool) -> None:
+            socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
+        process = peer_process(sock)
         try:
-            if readable:
-                self._read_requests(peer)
-            self._send(peer)
-        except (PeerError, OSError) as error:
-            event(log, "weights_peer_disconnected", peer=peer.name, reason=error)
-            self._drop(peer)
+            while True:
+                self._serve_layer(sock, peer, self._receive(sock, peer, FETCH), process)
+        finally:
+            if process is not None:
+                process.close()
 
-    def _maintain(self, peer: _Peer, now_s: float) -> None:
-        """Send finished layers and keepalives; drop a peer that stopped receiving."""
-        try:
-            if peer.requested is not None:
-                self._reply(peer, peer.requested, now_s)
-            elif (peer.head or peer.left) and is_hung(
-                now_s - peer.progress_s, self._config.heartbeat_timeout_s, peer.local_process
-            ):
-                heartbeat_timeout_s = self._config.heartbeat_timeout_s
-                raise PeerHungError(
-                    f"{peer.name} received nothing for {heartbeat_timeout_s:g} s", peer.name
-                )
-        except (PeerError, OSError) as error:
-            event(log, "weights_peer_lost", logging.WARNING, peer=peer.name, reason=error)
-            self._drop(peer)
+    def _receive(self, sock: socket.socket, peer: str, expected: int) -> int:
+        """Return the layer of the next request, which must be of that kind."""
+        request = bytearray(REQUEST.size)
+        receive_into(sock, memoryview(request), peer)
+        kind, layer = REQUEST.unpack(request)
+        if kind != expected:
+            raise PeerError(f"{peer} sent a request out of turn", peer)
+        return int(layer)
 
-    def _read_requests(self, peer: _Peer) -> None:
+    def _serve_layer(
+        self, sock: socket.socket, peer: str, layer: int, process: LocalProcess | None
+    ) -> None:
+        slot = self._wait_for(sock, peer, layer)
         try:
-            data = peer.sock.recv(256)
-        except BlockingIOError:
-            return
-        if not data:
-            raise connection_closed(peer.name)
-        peer.unparsed += data
-        while len(peer.unparsed) >= REQUEST.size:
-            kind, layer = REQUEST.unpack_from(peer.unparsed)
-            peer.unparsed = peer.unparsed[REQUEST.size :]
-            if kind == DONE and layer == peer.held:
-                peer.held = None
-                self._shard.release(layer)
-            elif kind == FETCH and peer.requested is None and peer.held is None:
-                try:
-                    self._shard.request(layer)
-                except ChannelError as error:
-                    raise PeerError(f"{peer.name}: {error.message}", peer.name) from None
-                peer.requested = layer
-                self._reply(peer, layer, monotonic_s())
-            else:
-                raise PeerError(f"{peer.name} sent a request out of turn", peer.name)
+            self._send(sock, peer, layer, slot, process)
+            if self._receive(sock, peer, DONE) != layer:
+                raise PeerError(f"{peer} sent a request out of turn", peer)
+        except BaseException:
+            shut_down(sock)  # the peer must see the end before its slot is used again
+            raise
+        finally:
+            self._shard.release(layer)
 
-    def _reply(self, peer: _Peer, layer: int, now_s: float) -> None:
+    def _wait_for(self, sock: socket.socket, peer: str, layer: int) -> int:
+        """Return the layer's slot once it is loaded; send keepalives meanwhile."""
         try:
-            slot = self._shard.take(layer)
+            self._shard.request(layer)
         except ChannelError as error:
+            raise PeerError(f"{peer}: {error.message}", peer) from None
+        try:
+            while (slot := self._shard.take(layer, self._config.heartbeat_interval_s)) is None:
+                sock.sendall(REPLY.pack(KEEPALIVE, layer, 0))
+        except BaseException as error:
+            self._shard.cancel(layer)
+            if not isinstance(error, ChannelError):
+                raise
             text = error.message.encode()
-            peer.sock.sendall(REPLY.pack(FAILED, layer, len(text)) + text)
-            raise PeerError(error.message, peer.name) from None
-        if slot is None:
-            if now_s - peer.progress_s >= self._config.heartbeat_interval_s:
-                peer.progress_s = now_s
-                peer.sock.sendall(REPLY.pack(KEEPALIVE, layer, 0))
-            return
-        peer.requested, peer.held, peer.progress_s = None, layer, now_s
-        self.sent_bytes += self._part_bytes
-        peer.offset = self._shard.slots.offset_bytes(slot)
-        if peer.shared:
-            peer.head = REPLY.pack(DATA, layer, peer.offset)
-        else:
-            peer.head, peer.left = REPLY.pack(DATA, layer, self._part_bytes), self._part_bytes
-        self._send(peer)
+            sock.sendall(REPLY.pack(FAILED, layer, len(text)) + text)
+            raise PeerError(error.message, peer) from None
+        return slot
 
-    def _send(self, peer: _Peer) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while peer.head:
-                peer.head = peer.head[peer.sock.send(peer.head) :]
-            if peer.left:
-                count = min(peer.left, _SEND_BYTES)
-                sent = os.sendfile(peer.sock.fileno(), self._shard.slots.fd, peer.offset, count)
-                peer.offset += sent
-                peer.left -= sent
-                peer.progress_s = monotonic_s()
-                if not peer.left:  # sendfile may leave the last segment corked for 200 ms
-                    peer.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        pending = peer.head or peer.left
-        self._poll.modify(peer.sock, select.POLLIN | (select.POLLOUT if pending else 0))
+    def _send(
+        self, sock: socket.socket, peer: str, layer: int, slot: int, process: LocalProcess | None
+    ) -> None:
+        offset = self._shard.slots.offset_bytes(slot)
+        self._count(self._part_bytes)
+        if sock.family == socket.AF_UNIX:
+            sock.sendall(REPLY.pack(DATA, layer, offset))
+            return
+        sock.sendall(REPLY.pack(DATA, layer, self._part_bytes))
+        end, progress_s = offset + self._part_bytes, monotonic_s()
+        timeout_s = self._config.heartbeat_timeout_s
+        while offset < end:
+            try:
+                count = min(end - offset, _SEND_BYTES)
+                offset += os.sendfile(sock.fileno(), self._shard.slots.fd, offset, count)
+                progress_s = monotonic_s()
+            except BlockingIOError:  # SO_SNDTIMEO
+                if is_hung(monotonic_s() - progress_s, timeout_s, process):
+                    raise PeerHungError(
+                        f"{peer} received nothing for {timeout_s:g} s", peer
+                    ) from None
+        # sendfile may leave the last segment corked for 200 ms
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

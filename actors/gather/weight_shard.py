@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from actors.channels.link import ALIGNMENT_BYTES
 from actors.channels.segments import FLAG_BYTES, HostMemory, create_memfd
-from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from models.experts.expert_layout import ExpertLayout
 
@@ -82,8 +81,8 @@ class Shard(Protocol):
     def request(self, layer: int) -> None:
         """Raise ChannelError for a layer that is not in the shard."""
 
-    def take(self, layer: int) -> int | None:
-        """Return the slot of a loaded layer, unchanged until `release`; None: not loaded yet.
+    def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
+        """Return the slot of a layer, unchanged until `release`; None: not loaded in timeout_s.
 
         Raises ChannelError if it could not be read.
         """
@@ -111,7 +110,7 @@ class ResidentShard:
         if layer not in self._slot_of:
             raise ChannelError(f"layer {layer} is not in this shard")
 
-    def take(self, layer: int) -> int | None:
+    def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
         return self._slot_of[layer]
 
     def cancel(self, layer: int) -> None:
@@ -129,7 +128,7 @@ class ResidentShard:
 
 
 class WindowedShard:
-    """`window` layers, filled by a thread that calls `ready` after each.
+    """`window` layers, filled by a thread.
 
     Requested layers are read first, then those after the layer taken last, in the order of a pass.
     A slot is refilled when its layer is neither requested nor in use, the least recently used
@@ -139,7 +138,6 @@ class WindowedShard:
     def __init__(
         self, layers: Sequence[int], part: ExpertRange, source: PartSource, window: int
     ) -> None:
-        self.ready: Callable[[], None] = lambda: None
         self.slots = ShardSlots(part, min(window, len(layers)))
         self._layers, self._part, self._source = list(layers), part, source
         self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
@@ -160,8 +158,11 @@ class WindowedShard:
             self._requested[layer] += 1
             self._changed.notify_all()
 
-    def take(self, layer: int) -> int | None:
+    def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
         with self._changed:
+            self._changed.wait_for(
+                lambda: layer in self._held or self._error is not None or self._closed, timeout_s
+            )
             if self._error is not None:
                 raise ChannelError(self._error)
             slot = self._held.pop(layer, None)
@@ -187,17 +188,13 @@ class WindowedShard:
             self._changed.notify_all()
 
     def wait(self, layer: int, deadline_s: float) -> int:
-        end_s = monotonic_s() + deadline_s
         self.request(layer)
-        with self._changed:
-            while (slot := self.take(layer)) is None:
-                left_s = end_s - monotonic_s()
-                if left_s <= 0.0 or self._closed:
-                    self._forget(self._requested, layer)
-                    raise ChannelError(
-                        f"layer {layer} did not come from the host store in {deadline_s:g} s"
-                    )
-                self._changed.wait(left_s)
+        slot = self.take(layer, deadline_s)
+        if slot is None:
+            self.cancel(layer)
+            raise ChannelError(
+                f"layer {layer} did not come from the host store in {deadline_s:g} s"
+            )
         return slot
 
     def close(self) -> None:
@@ -225,7 +222,6 @@ class WindowedShard:
                 self._error = error
                 self._held[layer] = slot
                 self._changed.notify_all()
-            self.ready()
             if error is not None:
                 return
 
