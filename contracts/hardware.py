@@ -124,13 +124,18 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fit(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Quality of a fit. median_error_fraction: of |modelled - measured| over measured."""
+    """Quality of a fit.
+
+    median_error_fraction: of |modelled - measured| over measured. uncertain: a slope vanished in
+    the noise of the measurement and is bounded from below instead.
+    """
 
     stage: Name
     size_unit: Name
     r2: float
     median_error_fraction: Fraction
     points: list[Point] = []
+    uncertain: bool = False
 
 
 class Hardware(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True):

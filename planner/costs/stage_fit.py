@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from contracts.hardware import (
     AttentionCost,
@@ -16,11 +17,12 @@ from contracts.hardware import (
     ServingCost,
     SharedCost,
 )
-from planner.costs.fit import NonNegativeFit, fit_nonnegative
+from planner.costs.fit import fit_nonnegative
 from planner.costs.model_shape import ModelShape, batch_work
 
 _LEAST_MS = 1e-3  # of what is left of a measured time
 _LINEAR = 2  # among attention's coefficients
+_FLOOR_FRACTION = 0.05  # of the fastest sample's time per unit of size
 
 
 class AttentionSample(NamedTuple):
@@ -72,7 +74,7 @@ def fit_attention(
     """Without calls where these would stand for FLOPs too, as they may where a product is so small
     that only its launch shows. Raises ValueError for samples that cannot be fitted."""
     fit = _attention_fit(shape, samples, with_calls=True)
-    if fit.coefficients_F[_LINEAR] == 0:
+    if fit.uncertain:
         fit = _attention_fit(shape, samples, with_calls=False)
     call, sequence, linear, attended, context, prompt_call, decode_call, packet, copied = (
         fit.coefficients_F.tolist()
@@ -94,7 +96,7 @@ def fit_attention(
 
 def _attention_fit(
     shape: ModelShape, samples: Sequence[AttentionSample], *, with_calls: bool
-) -> NonNegativeFit:
+) -> _BoundedFit:
     works = []
     row_bytes = shape.hidden_size * shape.element_bytes
     for sample in samples:
@@ -104,7 +106,7 @@ def _attention_fit(
         rows = sum(stop - start for start, stop in sample.chunks)
         copied_bytes = (sample.copies - 1) * rows * row_bytes
         works.append((1.0, *work, sample.ranks - 1.0, copied_bytes))
-    return _fitted(works, [sample.ms for sample in samples])
+    return _fitted(works, [sample.ms for sample in samples], slope=_LINEAR)
 
 
 def fit_serving(
@@ -128,7 +130,7 @@ def fit_serving(
 def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[SharedCost, Fit]:
     """Raises ValueError for samples that cannot be fitted."""
     flops = [(1.0, 2.0 * shape.shared_elements * sample.tokens) for sample in samples]
-    fit = _fitted(flops, [sample.ms for sample in samples])
+    fit = _fitted(flops, [sample.ms for sample in samples], slope=1)
     call, per_flop = fit.coefficients_F.tolist()
     report = _report("shared", "tokens", fit, [sample.tokens for sample in samples], samples)
     return SharedCost(call_ms=call, ms_per_flop=per_flop), report
@@ -137,7 +139,7 @@ def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[Shar
 def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[ExpertCost, Fit]:
     """Raises ValueError for samples that cannot be fitted."""
     works = [(1.0, sample.active, sample.pairs * shape.pair_flops) for sample in samples]
-    fit = _fitted(works, [sample.ms for sample in samples])
+    fit = _fitted(works, [sample.ms for sample in samples], slope=2)
     call, per_expert, per_flop = fit.coefficients_F.tolist()
     pairs = [sample.pairs for sample in samples]
     report = _report("expert", "(token, expert) pairs", fit, pairs, samples)
@@ -149,23 +151,49 @@ def fit_link(
 ) -> tuple[LinkCost, Fit]:
     """Raises ValueError for samples that cannot be fitted."""
     sizes = [(1.0, float(sample.num_bytes)) for sample in samples]
-    fit = _fitted(sizes, [sample.ms for sample in samples])
+    fit = _fitted(sizes, [sample.ms for sample in samples], slope=1)
     alpha, per_byte = fit.coefficients_F.tolist()
     cost = LinkCost(backend=backend, direction=direction, alpha_ms=alpha, ms_per_byte=per_byte)
     num_bytes = [sample.num_bytes for sample in samples]
     return cost, _report(f"{direction} {backend}", "bytes", fit, num_bytes, samples)
 
 
-def _fitted(features: Sequence[Sequence[float]], times_ms: Sequence[float]) -> NonNegativeFit:
-    return fit_nonnegative(
-        np.array(features, dtype=np.float64), np.array(times_ms, dtype=np.float64)
-    )
+class _BoundedFit(NamedTuple):
+    """As NonNegativeFit. uncertain: the slope vanished and is bounded from below."""
+
+    coefficients_F: NDArray[np.float64]
+    predicted_N: NDArray[np.float64]
+    r2: float
+    median_error_fraction: float
+    uncertain: bool
+
+
+def _fitted(
+    features: Sequence[Sequence[float]], times_ms: Sequence[float], slope: int | None = None
+) -> _BoundedFit:
+    """slope: the feature whose coefficient must not be 0. Where noise makes it vanish, it is a
+    twentieth of the least time per unit that any sample took: slower than no hardware."""
+    features_NF = np.array(features, dtype=np.float64)
+    times_N = np.array(times_ms, dtype=np.float64)
+    fit = fit_nonnegative(features_NF, times_N)
+    if slope is None or fit.coefficients_F[slope] > 0:
+        return _BoundedFit(*fit, uncertain=False)
+    sizes_N = features_NF[:, slope]
+    used_N = sizes_N > 0
+    if not used_N.any():
+        return _BoundedFit(*fit, uncertain=False)
+    floor = _FLOOR_FRACTION * float((times_N[used_N] / sizes_N[used_N]).min())
+    rest = fit_nonnegative(np.delete(features_NF, slope, axis=1), times_N - floor * sizes_N)
+    coefficients_F = np.insert(rest.coefficients_F, slope, floor)
+    predicted_N = features_NF @ coefficients_F
+    error = float(np.median(np.abs(predicted_N - times_N) / times_N))
+    return _BoundedFit(coefficients_F, predicted_N, rest.r2, error, uncertain=True)
 
 
 def _report(
     stage: str,
     size_unit: str,
-    fit: NonNegativeFit,
+    fit: _BoundedFit,
     sizes: Sequence[float],
     samples: Sequence[AttentionSample | ServingSample | SharedSample | ExpertSample | LinkSample],
 ) -> Fit:
@@ -179,4 +207,5 @@ def _report(
         r2=fit.r2,
         median_error_fraction=fit.median_error_fraction,
         points=points,
+        uncertain=fit.uncertain,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -18,7 +18,16 @@ from actors.ranks.memory import bound_memory
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
-from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost, SharedCost
+from contracts.hardware import (
+    FORMAT_VERSION,
+    AttentionCost,
+    ExpertCost,
+    Fit,
+    Hardware,
+    LinkCost,
+    ServingCost,
+    SharedCost,
+)
 from contracts.traces import Stage
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
@@ -40,6 +49,7 @@ BACKENDS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
 SEEDS = 3  # of a batch's tokens, in turn: routing differs, sizes of products come again
 MAX_ROUNDS = 15
 LEAST_ROUNDS = 3
+MAX_ATTEMPTS = 3  # where noise makes a slope vanish
 LINK_ROUNDS = 30
 LINK_BYTES = (64, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 MAX_BATCH_TOKENS = 8192
@@ -51,6 +61,7 @@ MAX_SEVERAL_TOKENS = 2048
 SERVED = ((1, 64), (4, 64), (16, 64), (32, 64), (64, 16), (1, 1024), (4, 512))  # count, tokens
 
 Chunks = tuple[tuple[int, int], ...]
+Found = TypeVar("Found")
 
 
 class ProfileSettings(NamedTuple):
@@ -71,17 +82,15 @@ def profile(settings: ProfileSettings) -> Hardware:
     spec = check_checkpoint(settings.model_folder)
     dtype = resolve_dtype(spec, settings.dtype)
     bound_memory()  # as ranks do
-    with _one_thread():
-        stages, several, served = _measure_stages(settings, spec, dtype)
-        links, link_fits = _measure_links(LINK_SHARE * settings.seconds)
     shape = shape_of(spec, dtype)
-    attention_samples = _attention_samples(spec, stages) + _attention_samples(
-        spec, several, min(SEVERAL, spec.num_experts)
-    )
-    attention, attention_fit = fit_attention(shape, attention_samples)
-    expert, expert_fit = fit_expert(shape, _expert_samples(stages) + _expert_samples(several))
-    shared, shared_fits = _shared(shape, stages)
-    serving, serving_fit = fit_serving(shape, attention, served)
+    with _one_thread():
+        costs = _until_certain(
+            lambda: _fit_stages(spec, shape, _measure_stages(settings, spec, dtype)),
+            lambda found: found.fits,
+        )
+        links, link_fits = _until_certain(
+            lambda: _measure_links(LINK_SHARE * settings.seconds), lambda found: found[1]
+        )
     cores = machine.whole_cores()
     precision = str(dtype)[6:]
     return Hardware(
@@ -94,13 +103,45 @@ def profile(settings: ProfileSettings) -> Hardware:
         devices=cores,
         shareable=True,
         memory_bytes=machine.total_bytes() // cores,
-        attention=attention,
-        shared=shared,
-        serving=serving,
-        expert=expert,
+        attention=costs.attention,
+        shared=costs.shared,
+        serving=costs.serving,
+        expert=costs.expert,
         links=links,
-        fits=[attention_fit, *shared_fits, expert_fit, serving_fit, *link_fits],
+        fits=[*costs.fits, *link_fits],
     )
+
+
+class _StageCosts(NamedTuple):
+    attention: AttentionCost
+    shared: SharedCost | None
+    serving: ServingCost
+    expert: ExpertCost
+    fits: list[Fit]
+
+
+def _until_certain(measure: Callable[[], Found], fits_of: Callable[[Found], list[Fit]]) -> Found:
+    """Measure again while a slope vanishes in noise; the last attempt is taken as it is."""
+    for _ in range(MAX_ATTEMPTS - 1):
+        found = measure()
+        if not any(fit.uncertain for fit in fits_of(found)):
+            return found
+    return measure()
+
+
+def _fit_stages(
+    spec: ModelSpec, shape: ModelShape, measured: tuple[_Measured, _Measured, list[ServingSample]]
+) -> _StageCosts:
+    stages, several, served = measured
+    attention_samples = _attention_samples(spec, stages) + _attention_samples(
+        spec, several, min(SEVERAL, spec.num_experts)
+    )
+    attention, attention_fit = fit_attention(shape, attention_samples)
+    expert, expert_fit = fit_expert(shape, _expert_samples(stages) + _expert_samples(several))
+    shared, shared_fits = _shared(shape, stages)
+    serving, serving_fit = fit_serving(shape, attention, served)
+    fits = [attention_fit, *shared_fits, expert_fit, serving_fit]
+    return _StageCosts(attention, shared, serving, expert, fits)
 
 
 @contextmanager

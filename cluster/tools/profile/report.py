@@ -34,9 +34,14 @@ def print_profile(hardware: Hardware) -> None:
     for heading in ("stage", "model (ms)", "points", "R²", "median error"):
         table.add_column(heading, justify="left" if heading in ("stage", "model (ms)") else "right")
     for fit in hardware.fits:
-        row = (str(len(fit.points)), f"{fit.r2:.4f}", f"{fit.median_error_fraction:.1%}")
+        error = f"{fit.median_error_fraction:.1%}" + (" (uncertain)" if fit.uncertain else "")
+        row = (str(len(fit.points)), f"{fit.r2:.4f}", error)
         table.add_row(fit.stage, _formula(hardware, fit.stage), *row)
     console.print(table)
+    if any(fit.uncertain for fit in hardware.fits):
+        console.print(
+            "uncertain: noise hid how times grow with size; profile again on an idle machine"
+        )
 
 
 def draw_profile(hardware: Hardware, path: Path) -> None:

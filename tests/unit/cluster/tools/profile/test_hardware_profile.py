@@ -3,7 +3,9 @@ test's business; that sizes are told apart is in tests/property/test_fit.py."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +16,9 @@ from hypothesis import strategies as st
 
 from cluster.cli.main import main
 from cluster.fleet.hardware import known_hardware, load_hardware, write_hardware
-from cluster.tools.profile.hardware_profile import batches
+from cluster.tools.profile.hardware_profile import MAX_ATTEMPTS, _until_certain, batches
 from contracts.errors import ConfigError
-from contracts.hardware import Hardware
+from contracts.hardware import Fit, Hardware
 from planner.costs.cost_model import batch_attention_ms
 from planner.costs.model_shape import batch_work, chunk_work
 from planner.costs.stage_fit import (
@@ -230,3 +232,50 @@ def test_hardware_knows_no_field_that_it_does_not_have() -> None:
     with pytest.raises(ConfigError, match="gemm"):
         load_hardware({**tree, "gemm": 1})
     assert isinstance(load_hardware(tree), Hardware)
+
+
+def noisy_experts(seed: int, noise: float) -> list[ExpertSample]:
+    """Times that hardly depend on FLOPs, as on a busy machine."""
+    rng = random.Random(seed)
+    return [
+        ExpertSample(
+            str(pairs), active=4.0, pairs=pairs, ms=1.0 + noise * rng.random() - pairs * 1e-5
+        )
+        for pairs in (1, 16, 256, 4096)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_vanished_slope_is_bounded_from_below_and_uncertain(seed: int) -> None:
+    cost, fit = fit_expert(QWEN, noisy_experts(seed, noise=0.01))
+    assert fit.uncertain
+    assert 0 < cost.ms_per_flop * 4096 * QWEN.pair_flops < 0.1
+    assert fit.median_error_fraction < 0.1
+
+
+def test_clear_slope_is_certain() -> None:
+    samples = [ExpertSample(str(n), active=4.0, pairs=n, ms=1.0 + n * 1e-2) for n in (1, 16, 256)]
+    _, fit = fit_expert(QWEN, samples)
+    assert not fit.uncertain
+
+
+def test_vanished_slope_of_link_is_bounded() -> None:
+    samples = [LinkSample(str(n), n, 1.0 - n * 1e-9) for n in (64, 4096, 1 << 20)]
+    cost, fit = fit_link("tcp", "a2e", samples)
+    assert fit.uncertain
+    assert cost.ms_per_byte > 0
+
+
+@pytest.mark.parametrize(("vanishing", "measured"), [(0, 1), (1, 2), (9, MAX_ATTEMPTS)])
+def test_uncertain_fit_is_measured_again(vanishing: int, measured: int) -> None:
+    attempts = itertools.count()
+
+    def measure() -> list[Fit]:
+        uncertain = next(attempts) < vanishing
+        return [
+            Fit(stage="a", size_unit="b", r2=1.0, median_error_fraction=0.0, uncertain=uncertain)
+        ]
+
+    fits = _until_certain(measure, lambda found: found)
+    assert next(attempts) == measured
+    assert fits[0].uncertain == (vanishing >= MAX_ATTEMPTS)
