@@ -27,7 +27,7 @@ ENTRY_POINTS = {
 }
 
 
-def test_imports_go_one_way() -> None:
+def test_imports_follow_the_layers() -> None:
     # In a process of its own: it sets up logging, and with that turns off every logger there is.
     tool = Path(sys.executable).parent / "lint-imports"
     run = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
@@ -39,7 +39,7 @@ def test_only_entry_points_read_the_environment() -> None:
     assert readers <= ENTRY_POINTS
 
 
-def test_what_is_logged_is_an_event_with_fields() -> None:
+def test_log_records_are_events_with_fields() -> None:
     """Of one form, under a name that does not vary; only what is for debugging may be prose."""
     levels = {"info", "warning", "error", "critical", "exception"}
     for name, tree in modules().items():
@@ -53,7 +53,7 @@ def test_what_is_logged_is_an_event_with_fields() -> None:
                 assert not logged, f"{name}:{node.lineno}: use contracts.logs.event"
 
 
-def test_decoders_of_a_type_are_made_at_import() -> None:
+def test_typed_decoders_are_created_at_import() -> None:
     """msgspec crashes where two threads make what it knows of a type, or of one within, at once.
     Commands decode in one thread; the ledger is read before a launcher has others."""
     alone = (
@@ -75,7 +75,7 @@ def test_packages_re_export_nothing_but_the_configuration() -> None:
             assert not code, f"{name} holds more than its docstring"
 
 
-def test_kernels_cannot_be_taken_for_the_package_of_that_name() -> None:
+def test_kernels_is_not_mistaken_for_the_pypi_package() -> None:
     """`transformers` probes for a PyPI package `kernels`, by import and by version."""
     assert not hasattr(kernels, "__version__")
     with pytest.raises(importlib.metadata.PackageNotFoundError):
@@ -83,7 +83,7 @@ def test_kernels_cannot_be_taken_for_the_package_of_that_name() -> None:
 
 
 @pytest.mark.parametrize("kind", [TandemError, *TandemError.__subclasses__()])
-def test_errors_survive_the_way_between_actors(kind: type[TandemError]) -> None:
+def test_errors_pickle(kind: type[TandemError]) -> None:
     for error_type in _family(kind):
         error = error_type("what went wrong", *_more_arguments(error_type))
         copy = pickle.loads(pickle.dumps(error))

@@ -25,7 +25,7 @@ _ELSEWHERE = ("http:", "https:", "mailto:")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_that_a_document_names_exists(document: Path) -> None:
+def test_files_named_in_documents_exist(document: Path) -> None:
     missing = [
         name
         for name in _named_files(document)
@@ -35,7 +35,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_heading_that_a_document_links_to_is_there(document: Path) -> None:
+def test_linked_headings_exist(document: Path) -> None:
     missing = [
         f"{name}#{heading}"
         for name, heading in _HEADED.findall(document.read_text(encoding="utf-8"))
@@ -46,14 +46,14 @@ def test_every_heading_that_a_document_links_to_is_there(document: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/structure.md"])
-def test_what_is_read_first_is_short(name: str) -> None:
+def test_introductory_documents_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= MAX_LINES, f"{name}: {len(lines)} lines; the rest has pages of its own"
     prose = [line for line in lines if not line.startswith(("|", "!"))]
     assert not [line for line in prose if len(line) > MAX_COLUMNS]
 
 
-def test_no_tracked_file_names_a_place_of_one_machine() -> None:
+def test_no_file_names_local_paths() -> None:
     folders = "|".join(("work", "home", "Users"))
     pattern = re.compile(rf"(?<![\w.}}$])/({folders})/\w")
     found: list[str] = []
@@ -64,7 +64,7 @@ def test_no_tracked_file_names_a_place_of_one_machine() -> None:
     assert not found
 
 
-def test_serve_files_hold_configurations_that_load() -> None:
+def test_serve_files_load() -> None:
     trees: list[dict[str, Any]] = []
     for path in sorted((ROOT / "deploy").glob("*.yaml")):
         for document in yaml.safe_load_all(path.read_text(encoding="utf-8")):
@@ -74,7 +74,7 @@ def test_serve_files_hold_configurations_that_load() -> None:
         assert serve_config(tree).http.front == "serve"
 
 
-def test_the_documented_configuration_loads(tmp_path: Path) -> None:
+def test_documented_configuration_loads(tmp_path: Path) -> None:
     from contracts.loading import load_config
 
     text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")

@@ -46,12 +46,12 @@ def _method(called: ast.expr) -> str:
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_every_declared_metric_is_set_as_its_kind_is(name: str) -> None:
+def test_every_declared_metric_is_updated(name: str) -> None:
     methods = _set_metrics().get(name, set())
     assert methods & SETTERS[DECLARED[name].kind], f"{name} is declared, but nothing sets it"
 
 
-def test_what_is_set_is_in_the_table_and_in_all() -> None:
+def test_updated_metrics_are_declared() -> None:
     unknown = {
         name
         for name, methods in _set_metrics().items()
@@ -61,7 +61,7 @@ def test_what_is_set_is_in_the_table_and_in_all() -> None:
     assert set(DECLARED.values()) == set(metrics.ALL)
 
 
-def test_prometheus_objects_are_made_from_the_table_only() -> None:
+def test_prometheus_client_is_used_in_telemetry_only() -> None:
     for path, tree in modules().items():
         if not path.startswith(("actors/", "cluster/", "models/", "kernels/", "planner/")):
             continue
@@ -73,6 +73,6 @@ def test_prometheus_objects_are_made_from_the_table_only() -> None:
                 assert path == "actors/telemetry/exporter.py"
 
 
-def test_no_metric_has_a_label_that_only_a_scraper_gives() -> None:
+def test_metrics_have_no_target_labels() -> None:
     for metric in metrics.ALL:
         assert not LABELS_OF_TARGETS & set(metric.labels), metric.name

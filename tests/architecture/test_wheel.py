@@ -65,7 +65,7 @@ def python(site: Path, folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.long
-def test_nothing_is_missing_in_the_wheel(wheel: Path) -> None:
+def test_wheel_is_complete(wheel: Path) -> None:
     """FINDINGS C: the wheel lacks `dashboards/`, which the documents refer to."""
     held = set(zipfile.ZipFile(wheel).namelist())
     assert set(sources()) - OF_A_CLONE <= held
@@ -74,7 +74,7 @@ def test_nothing_is_missing_in_the_wheel(wheel: Path) -> None:
 
 
 @pytest.mark.long
-def test_commands_run_from_the_wheel_in_an_empty_folder(site: Path, tmp_path: Path) -> None:
+def test_commands_run_from_the_wheel(site: Path, tmp_path: Path) -> None:
     where = python(site, tmp_path, "-c", "import cluster.cli.main as cli; print(cli.__file__)")
     assert Path(where.strip()).is_relative_to(site)
     assert "serve" in python(site, tmp_path, "-m", "cluster", "--help")
@@ -101,9 +101,7 @@ def environment(wheel: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_a_server_runs_from_the_wheel_in_a_fresh_environment(
-    environment: Path, tmp_path: Path
-) -> None:
+def test_server_runs_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "empty"
     folder.mkdir()
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RAY_ADDRESS")}

@@ -31,9 +31,7 @@ from contracts.loading import config_from, load_config
         ([{"key": "secret", "class": "be"}], "class"),
     ],
 )
-def test_a_key_that_opens_to_all_or_to_none_is_refused_by_its_place(
-    keys: list[Any], place: str
-) -> None:
+def test_invalid_key_is_rejected_by_position(keys: list[Any], place: str) -> None:
     """FINDINGS B9: an empty string among api_keys opened the server."""
     with pytest.raises(ConfigError) as caught:
         config_from({"http": {"api_keys": keys}}, source="here")
@@ -44,13 +42,13 @@ def test_a_key_that_opens_to_all_or_to_none_is_refused_by_its_place(
 
 
 @pytest.mark.parametrize("key", ["", " ", "ä"])
-def test_the_metrics_key_is_held_to_the_same_rules(key: str) -> None:
+def test_invalid_metrics_key_is_rejected(key: str) -> None:
     """FINDINGS B9."""
     with pytest.raises(ConfigError, match="metrics_key"):
         config_from({"http": {"metrics_key": key}}, source="here")
 
 
-def test_usual_keys_are_taken() -> None:
+def test_valid_keys_are_accepted() -> None:
     keys = ["sk-abcDEF0123", "a/b+c==", "0" * 200]
     config = config_from({"http": {"api_keys": keys}}, source="here")
     assert config.http.api_keys == keys
@@ -65,6 +63,6 @@ def test_usual_keys_are_taken() -> None:
         ("http.root_path=/llm/", "root_path"),
     ],
 )
-def test_half_a_certificate_and_a_path_that_is_none_are_refused(override: str, what: str) -> None:
+def test_incomplete_tls_and_invalid_root_path_are_rejected(override: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         load_config(None, [override])

@@ -8,14 +8,14 @@ BLOCK = 4
 FIRST, OTHER, NEXT = [1, 2, 3, 4], [1, 2, 3, 5], [6, 7, 8, 9]
 
 
-def test_equal_blocks_after_different_ones_have_different_hashes() -> None:
+def test_hash_depends_on_all_previous_blocks() -> None:
     one, two = chain_hashes(FIRST + NEXT, BLOCK), chain_hashes(OTHER + NEXT, BLOCK)
     assert one[0] != two[0]
     assert one[1] != two[1]
     assert chain_hashes(NEXT + NEXT, BLOCK)[0] != chain_hashes(NEXT + NEXT, BLOCK)[1]
 
 
-def test_a_chain_goes_on_from_what_is_known_and_begins_with_the_salt() -> None:
+def test_chain_continues_known_hashes_and_starts_with_the_salt() -> None:
     whole = chain_hashes(FIRST + NEXT + [1], BLOCK)
     assert len(whole) == 2
     assert chain_hashes(FIRST + NEXT, BLOCK, known=whole[:1]) == whole

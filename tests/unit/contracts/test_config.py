@@ -16,7 +16,7 @@ from contracts.loading import config_from, load_config
 from contracts.plan import Order
 
 
-def test_no_file_and_no_override_are_the_defaults() -> None:
+def test_defaults_without_file_and_overrides() -> None:
     assert load_config() == TandemConfig()
 
 
@@ -35,12 +35,12 @@ def test_yaml_and_toml_are_equivalent(tmp_path: Path, name: str, text: str) -> N
     assert config.kv == TandemConfig().kv
 
 
-def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+def test_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("# nothing yet\n")
     assert load_config(tmp_path / "a.yaml") == TandemConfig()
 
 
-def test_later_overrides_win_and_values_are_yaml() -> None:
+def test_last_override_wins_and_values_are_yaml() -> None:
     config = load_config(
         None,
         [
@@ -79,7 +79,7 @@ def test_later_overrides_win_and_values_are_yaml() -> None:
         {"experts": {"speculative": "speculated", "slots": 9, "predictor": "none"}},
     ],
 )
-def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, object]) -> None:
+def test_bounds_and_cross_field_rules_fail_with_one_line(tree: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from(tree, source="here")
     assert caught.value.message.startswith("here: ")
@@ -95,26 +95,24 @@ def test_bounds_and_rules_across_fields_are_errors_of_one_line(tree: dict[str, o
         ("groups.placement=near", "pack, spread"),
     ],
 )
-def test_a_value_that_is_no_choice_is_answered_with_the_choices(
-    override: str, choices: str
-) -> None:
+def test_invalid_choice_error_lists_the_choices(override: str, choices: str) -> None:
     with pytest.raises(ConfigError, match=f"choose {choices}"):
         load_config(None, [override])
 
 
-def test_a_configuration_survives_its_way_to_the_actors() -> None:
+def test_configuration_pickles() -> None:
     config = load_config(None, ["groups.expert_ranks=3", "schedule.order=pppipe", "http.port=1234"])
     assert decode_config(encode_config(config)) == config
 
 
-def test_a_configuration_cannot_be_changed() -> None:
+def test_configuration_is_immutable() -> None:
     with pytest.raises(AttributeError):
         TandemConfig().groups.expert_ranks = 2  # type: ignore[misc]
     changed = msgspec.structs.replace(TandemConfig().groups, expert_ranks=2)
     assert (changed.expert_ranks, TandemConfig().groups.expert_ranks) == (2, 1)
 
 
-def test_relative_paths_are_those_of_the_command_line_wherever_ranks_start(tmp_path: Path) -> None:
+def test_relative_paths_are_relative_to_the_command_line(tmp_path: Path) -> None:
     """FINDINGS B8: ranks start in a folder of their own."""
     for name in ("bundled", "a", "deeper"):
         (tmp_path / name).mkdir()
@@ -129,7 +127,7 @@ def test_relative_paths_are_those_of_the_command_line_wherever_ranks_start(tmp_p
 
 
 @pytest.mark.parametrize("name", ["", "Tandem", "a b", "-a", "a-", "a/b", "a" * 41, "ä"])
-def test_a_name_that_cannot_be_an_applications_is_refused(name: str) -> None:
+def test_invalid_application_name_is_rejected(name: str) -> None:
     """FINDINGS B5."""
     with pytest.raises(ConfigError, match=r"1 to 40 of a-z, 0-9 and -.* `serve`"):
         config_from({"serve": {"name": name}}, source="here")

@@ -65,7 +65,7 @@ def across_a_pipe(error: Exception) -> BaseException | None:
 
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
-def test_an_error_is_the_same_after_pickle(kind: type[TandemError]) -> None:
+def test_error_pickles(kind: type[TandemError]) -> None:
     """FINDINGS B14."""
     error = made(kind)
     again = pickle.loads(pickle.dumps(error))
@@ -74,7 +74,7 @@ def test_an_error_is_the_same_after_pickle(kind: type[TandemError]) -> None:
 
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
-def test_an_error_is_the_same_after_a_pipe(kind: type[TandemError]) -> None:
+def test_error_round_trips_through_a_pipe(kind: type[TandemError]) -> None:
     """FINDINGS B14: RankError takes three arguments, and was made again of one."""
     error = made(kind)
     again = across_a_pipe(error)
@@ -92,7 +92,7 @@ def test_foreign_error_is_reported_by_class_name() -> None:
     assert str(answer) == "ZeroDivisionError: by zero"
 
 
-def test_what_errors_know_besides_their_message_survives() -> None:
+def test_error_attributes_survive_pickle() -> None:
     """FINDINGS B14."""
     hung = across_a_pipe(PeerHungError("expert-1 is silent", "expert-1"))
     assert isinstance(hung, PeerHungError)

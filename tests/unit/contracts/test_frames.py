@@ -20,13 +20,13 @@ def read(data: bytes, max_bytes: int) -> bytes:
     return asyncio.run(run())
 
 
-def test_a_frame_is_read_as_it_was_written() -> None:
+def test_frame_round_trips() -> None:
     assert encode_frame(b"abc") == b"\x03\0\0\0abc"
     assert read(encode_frame(b"abc") + b"next", 3) == b"abc"
 
 
 @pytest.mark.parametrize("size", [0, 4, 2**32 - 1])
-def test_a_length_beyond_the_bound_is_refused_before_anything_is_read_of_it(size: int) -> None:
+def test_frame_above_the_limit_is_rejected_before_its_body_is_read(size: int) -> None:
     prefix = size.to_bytes(4, "little")
     with pytest.raises(msgspec.DecodeError, match=f"a frame of {size} bytes, where 1 to 3"):
         frame_size(prefix, 3)
@@ -34,6 +34,6 @@ def test_a_length_beyond_the_bound_is_refused_before_anything_is_read_of_it(size
         read(prefix, 3)
 
 
-def test_a_frame_that_breaks_off_is_the_end_of_its_stream() -> None:
+def test_incomplete_frame_ends_the_stream() -> None:
     with pytest.raises(EOFError):
         read(encode_frame(b"abc")[:-1], 3)

@@ -43,7 +43,7 @@ def run(*command: str, cwd: Path, path: str = f"{ROOT}") -> subprocess.Completed
 
 
 @pytest.mark.long
-def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
+def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> None:
     """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
     command = "from cluster.cli.main import main; main(['--help'])"
@@ -56,14 +56,14 @@ def test_the_command_line_imports_nothing_from_the_current_folder(tmp_path: Path
 
 
 @pytest.mark.long
-def test_python_m_cluster_in_a_folder_with_a_module_of_ours(tmp_path: Path) -> None:
+def test_python_m_cluster_ignores_shadowing_modules(tmp_path: Path) -> None:
     """FINDINGS B8."""
     done = run("-m", "cluster", "--help", cwd=hostile(tmp_path, "contracts", "planner"))
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.long
-def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None:
+def test_rank_process_ignores_shadowing_modules(tmp_path: Path) -> None:
     """FINDINGS B8."""
     command = module_command("tests.support.rank_process")
     assert command[0] == sys.executable
@@ -71,25 +71,25 @@ def test_a_rank_in_a_process_of_its_own_in_such_a_folder(tmp_path: Path) -> None
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_process_stands_elsewhere_only_inside(tmp_path: Path) -> None:
+def test_working_directory_is_restored(tmp_path: Path) -> None:
     before = Path.cwd()
     with working_directory(tmp_path):
         assert Path.cwd() == tmp_path.resolve()
     assert Path.cwd() == before
 
 
-def test_workers_are_given_our_folder_and_no_other() -> None:
+def test_workers_path_is_the_repository_or_empty() -> None:
     assert workers_path() in ([], [str(ROOT)])
     assert (ROOT / "cluster").is_dir()
 
 
-def test_what_shadows_our_packages_is_named(tmp_path: Path) -> None:
+def test_shadowing_names_are_listed(tmp_path: Path) -> None:
     (tmp_path / "notes.py").touch()
     assert shadowed_packages(tmp_path) == []
     assert shadowed_packages(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
     assert shadowed_packages(ROOT) == []
 
 
-def test_all_our_packages_are_known() -> None:
+def test_package_list_is_complete() -> None:
     folders = {entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").is_file()}
     assert set(PACKAGES) <= folders

@@ -72,7 +72,7 @@ def test_kept_record_holds_no_traceback_frames(
     assert caplog.messages == ["lost reason=no"]
 
 
-def test_with_a_file_standard_error_has_warnings_only_and_no_tracebacks(
+def test_stderr_has_warnings_without_tracebacks_if_there_is_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = set_up_logging("a", LogConfig(folder=str(tmp_path), level="debug"))
@@ -88,7 +88,7 @@ def test_with_a_file_standard_error_has_warnings_only_and_no_tracebacks(
     assert capsys.readouterr().err == head + "\n"
 
 
-def test_without_a_folder_standard_error_has_everything(
+def test_stderr_has_everything_without_a_folder(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert set_up_logging("a", LogConfig()) is None
@@ -100,7 +100,7 @@ def test_without_a_folder_standard_error_has_everything(
     assert [line.split()[-1] for line in lines] == ["one", "three"], "once each"
 
 
-def test_lines_that_are_written_together_keep_their_times_and_their_order(tmp_path: Path) -> None:
+def test_lines_of_one_record_keep_times_and_order(tmp_path: Path) -> None:
     path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
     log_lines(logging.getLogger(ACCESS), [(0.0, "", {"path": "/a"}), (1.25, "", {"path": "/b"})])
     event(log, "happened")
@@ -111,7 +111,7 @@ def test_lines_that_are_written_together_keep_their_times_and_their_order(tmp_pa
     assert in_file(path)[2].endswith("happened")
 
 
-def test_as_json_each_line_is_an_object_with_the_same_fields(tmp_path: Path) -> None:
+def test_json_lines_have_the_same_fields(tmp_path: Path) -> None:
     path = set_up_logging("expert-1", LogConfig(folder=str(tmp_path), format="json"))
     event(log, "rank_lost", logging.WARNING, rank="expert-0", after_s=1 / 3, at="not ours")
     log_lines(logging.getLogger(ACCESS), [(0.0, "", {"path": "/é", "ms": 1.5}), (1.0, "b", {})])
@@ -133,7 +133,7 @@ def test_as_json_each_line_is_an_object_with_the_same_fields(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("form", ["text", "json"])
 @pytest.mark.parametrize("prompts", [False, True])
-def test_a_private_errors_message_is_there_only_where_prompts_are_allowed(
+def test_private_error_message_requires_log_prompts(
     tmp_path: Path, form: Literal["text", "json"], prompts: bool
 ) -> None:
     config = LogConfig(folder=str(tmp_path), format=form, prompts=prompts)
@@ -149,9 +149,7 @@ def test_a_private_errors_message_is_there_only_where_prompts_are_allowed(
 
 
 @pytest.mark.parametrize("lines", [1, WRITTEN_LINES])
-def test_the_access_log_is_written_soon_and_at_once_when_there_is_much(
-    tmp_path: Path, lines: int
-) -> None:
+def test_access_log_is_flushed_by_time_and_by_size(tmp_path: Path, lines: int) -> None:
     path = set_up_logging("ingress", LogConfig(folder=str(tmp_path)))
 
     async def serve() -> list[str]:
@@ -170,7 +168,7 @@ def test_the_access_log_is_written_soon_and_at_once_when_there_is_much(
     assert paths == [*(f"/{number}" for number in range(lines)), "/last"]
 
 
-def test_a_file_begins_anew_at_its_size_and_the_part_before_stays(tmp_path: Path) -> None:
+def test_log_file_rotates_at_its_size(tmp_path: Path) -> None:
     config = LogConfig(folder=str(tmp_path), max_file_bytes=1 << 16)
     path = set_up_logging("ingress", config)
     for number in range(1000):
@@ -195,7 +193,7 @@ def test_unwritable_log_folder_falls_back_to_stderr(
     assert one.endswith("one")
 
 
-def test_a_run_has_a_folder_of_its_own_which_outlives_it(tmp_path: Path) -> None:
+def test_run_folder_is_kept_after_the_run(tmp_path: Path) -> None:
     """FINDINGS C: logs were deleted at exit, and their folder never named."""
     environment = {"XDG_STATE_HOME": str(tmp_path)}
     with log_folder(load_config(None, ["serve.name=a"]), environment) as config:
@@ -206,7 +204,7 @@ def test_a_run_has_a_folder_of_its_own_which_outlives_it(tmp_path: Path) -> None
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_old_runs_go_but_none_that_still_runs_and_nothing_of_others(tmp_path: Path) -> None:
+def test_old_run_folders_are_removed_except_active_and_foreign_ones(tmp_path: Path) -> None:
     def run(name: str) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / LOCK).touch()
@@ -226,7 +224,7 @@ def test_old_runs_go_but_none_that_still_runs_and_nothing_of_others(tmp_path: Pa
     assert left == {"notes", "a.log", running.name, old[-1].name, latest}
 
 
-def test_a_log_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_log_folder_error_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = load_config(None, [f"log.folder={tmp_path}/file/a"])
     with pytest.raises(ConfigError, match=r"log\.folder=.*cannot be written"):

@@ -51,13 +51,13 @@ def at(folder: str, files: dict[str, str]) -> dict[str, str]:
     return {f"{folder}/{name}": text for name, text in files.items()}
 
 
-def test_without_control_groups_the_hosts_free_memory_counts(tmp_path: Path) -> None:
+def test_host_memory_applies_without_control_groups(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, "0::/\n", {})) == 40 * GIB
     assert total_bytes(tmp_path) == 64 * GIB
     assert usable_cores(tmp_path) == CORES
 
 
-def test_a_containers_limit_counts_less_what_is_in_use_and_cannot_be_given_back(
+def test_container_limit_is_reduced_by_unreclaimable_memory(
     tmp_path: Path,
 ) -> None:
     machine(tmp_path, "0::/\n", limited(str(2 * GIB), 1.5, 0.5))
@@ -66,7 +66,7 @@ def test_a_containers_limit_counts_less_what_is_in_use_and_cannot_be_given_back(
 
 
 @pytest.mark.parametrize("tight", ["pod", "pod/container"])
-def test_the_tightest_level_above_a_process_counts(tmp_path: Path, tight: str) -> None:
+def test_lowest_limit_of_the_hierarchy_applies(tmp_path: Path, tight: str) -> None:
     files = {
         **at("pod", limited("max", 5)),
         **at("pod/container", limited("max", 1)),
@@ -75,21 +75,21 @@ def test_the_tightest_level_above_a_process_counts(tmp_path: Path, tight: str) -
     assert available_bytes(machine(tmp_path, "0::/pod/container\n", files)) == 2 * GIB
 
 
-def test_a_level_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+def test_level_over_its_limit_has_no_memory_left(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, "0::/\n", limited(str(GIB), 2))) == 0
 
 
-def test_a_path_that_is_outside_the_container_leaves_its_own_root(tmp_path: Path) -> None:
+def test_path_outside_the_container_falls_back_to_its_root(tmp_path: Path) -> None:
     machine(tmp_path, "0::/../../docker/ab12\n", limited(str(2 * GIB), 1))
     assert available_bytes(tmp_path) == 1 * GIB
 
 
-def test_memory_high_holds_a_process_up_as_a_limit_does(tmp_path: Path) -> None:
+def test_memory_high_counts_as_a_limit(tmp_path: Path) -> None:
     files = {**limited(str(8 * GIB), 1), "memory.high": str(3 * GIB)}
     assert available_bytes(machine(tmp_path, "0::/\n", files)) == 2 * GIB
 
 
-def test_version_1_has_other_names(tmp_path: Path) -> None:
+def test_version_1_files_are_read(tmp_path: Path) -> None:
     memory = {
         "memory.limit_in_bytes": str(4 * GIB),
         "memory.usage_in_bytes": str(3 * GIB),
@@ -112,14 +112,12 @@ def test_version_1_has_other_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quota", "cores", "threads"), [("max 100000", CORES, CORES), ("50000 100000", 0.5, 1)]
 )
-def test_a_quota_of_processor_time_counts(
-    tmp_path: Path, quota: str, cores: float, threads: int
-) -> None:
+def test_cpu_quota_limits_cores(tmp_path: Path, quota: str, cores: float, threads: int) -> None:
     machine(tmp_path, "0::/a\n", {"a/cpu.max": quota, "cpu.max": "max 100000"})
     assert (usable_cores(tmp_path), whole_cores(tmp_path)) == (cores, threads)
 
 
-def test_a_kv_pool_is_sized_by_the_containers_memory(
+def test_kv_pool_size_follows_container_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS B12: 3.9 GiB in a group of 2 GiB."""
@@ -136,7 +134,7 @@ def test_a_kv_pool_is_sized_by_the_containers_memory(
         kept(kept_bytes=GIB)
 
 
-def test_a_folder_in_memory_has_no_more_room_than_memory(
+def test_memory_file_system_is_limited_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS B12."""

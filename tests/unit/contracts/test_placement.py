@@ -18,7 +18,7 @@ SOME = Placement(
 )
 
 
-def test_a_rank_has_experts_of_its_own_in_each_layer() -> None:
+def test_experts_of_a_rank_differ_by_layer() -> None:
     assert SOME.ranks == 2
     assert SOME.experts_of(0) == {1: (2, 0), 2: (0, 1)}
     assert SOME.experts_of(1) == {1: (1, 2), 2: (1, 2)}
@@ -36,12 +36,12 @@ def test_a_rank_has_experts_of_its_own_in_each_layer() -> None:
         ({"expert_of_slot": ((0, 1, 2, 2),)}, r"expert_of_slot\[0\]: rank 1 has an expert twice"),
     ],
 )
-def test_what_is_no_placement_is_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_placement_is_rejected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         msgspec.structs.replace(SOME, **change)
 
 
-def test_equal_placements_have_equal_digests_and_others_have_others() -> None:
+def test_digest_identifies_a_placement() -> None:
     assert pickle.loads(pickle.dumps(SOME)).digest == SOME.digest
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(SOME), type=Placement)
     assert decoded == SOME
@@ -52,7 +52,7 @@ def test_equal_placements_have_equal_digests_and_others_have_others() -> None:
 
 
 @pytest.mark.parametrize(("experts", "ranks"), [(7, 3), (8, 2), (4, 1), (2, 3), (5, 0)])
-def test_contiguous_experts_are_divided_evenly_and_in_order(experts: int, ranks: int) -> None:
+def test_contiguous_placement_is_even_and_ordered(experts: int, ranks: int) -> None:
     placement = contiguous(experts, ranks, num_layers=3, moe_layers=[1, 2])
     assert placement.ranks == ranks
     if ranks:
@@ -67,7 +67,7 @@ def test_contiguous_experts_are_divided_evenly_and_in_order(experts: int, ranks:
         ]
 
 
-def test_ranges_of_experts_that_are_not_in_order_are_refused() -> None:
+def test_unordered_expert_ranges_are_rejected() -> None:
     placement = replicated(6, [0, 1], num_layers=2, moe_layers=[1], seed=1)
     with pytest.raises(ConfigError, match="layer 1's experts in another order, or more than once"):
         expert_ranges(placement)
@@ -76,7 +76,7 @@ def test_ranges_of_experts_that_are_not_in_order_are_refused() -> None:
 @pytest.mark.parametrize(
     ("ranks", "experts", "layers"), [(3, 3, (1, 2)), (2, 4, (1, 2)), (2, 3, (0, 1)), (2, 3, (1,))]
 )
-def test_a_placement_of_another_group_or_model_is_refused(
+def test_placement_of_another_group_or_model_is_rejected(
     ranks: int, experts: int, layers: tuple[int, ...]
 ) -> None:
     check_fits(SOME, 2, 3, (1, 2))

@@ -10,7 +10,7 @@ import pytest
 from contracts.plan import Order, Plan
 
 
-def test_a_plan_beyond_the_paper_travels_as_json() -> None:
+def test_plan_beyond_the_paper_round_trips_through_json() -> None:
     plan = Plan(
         r1=4, r2=2, ma=2, shared_lag=1,
         micro_batch_samples=(2, 1), sequence_chunks=(0.625, 1.0),
@@ -51,6 +51,6 @@ def test_plan_is_beyond_paper(fields: dict[str, Any], beyond: bool) -> None:
         ({"sequence_chunks": (0.0, 1.0), "r1": 2}, "sequence_chunks"),
     ],
 )
-def test_fields_that_do_not_go_together_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_inconsistent_fields_are_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Plan(**fields)

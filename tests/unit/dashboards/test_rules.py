@@ -94,7 +94,7 @@ CASES = {
 }
 
 
-def test_every_alert_has_a_case_and_the_runbook_that_it_names() -> None:
+def test_every_alert_has_a_case_and_a_runbook_section() -> None:
     assert sorted(CASES) == sorted(alert.name for alert in ALERTS)
     text = (ROOT / "docs/runbooks.md").read_text(encoding="utf-8")
     sections = dict(re.findall(r"^## (.+)\n((?:(?!^## ).*\n?)*)", text, re.MULTILINE))
@@ -109,7 +109,7 @@ def test_every_alert_has_a_case_and_the_runbook_that_it_names() -> None:
         assert heading in map(anchor, sections)
 
 
-def test_rules_are_made_of_metrics_that_are_declared_and_of_recorded_series() -> None:
+def test_rules_use_declared_metrics_and_recorded_series() -> None:
     known = set(recording_rules()) | {"up", "ALERTS"}
     for metric in metrics.ALL:
         suffixes = ("_bucket", "_sum", "_count") if metric.kind is MetricKind.HISTOGRAM else ("",)
@@ -120,7 +120,7 @@ def test_rules_are_made_of_metrics_that_are_declared_and_of_recorded_series() ->
         assert used <= known, used - known
 
 
-def test_another_pace_shortens_windows_and_keeps_names() -> None:
+def test_faster_pace_shortens_windows_and_keeps_names() -> None:
     quick = TimeScale(faster=60.0, interval_s=0.5)
     assert [alert.name for alert in alerts(quick)] == [alert.name for alert in ALERTS]
     assert list(recording_rules(quick)) == list(recording_rules())
@@ -132,21 +132,21 @@ def test_another_pace_shortens_windows_and_keeps_names() -> None:
 
 
 @needs_promtool
-def test_promtool_takes_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     rules = ROOT / "dashboards" / "rules"
     done = _promtool("check", "rules", rules / "recording.yml", rules / "alerts.yml")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_promtool
-def test_promtool_takes_the_committed_configuration() -> None:
+def test_promtool_accepts_the_committed_configuration() -> None:
     done = _promtool("check", "config", ROOT / "dashboards" / "prometheus.yml")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 rule files" in done.stdout + done.stderr
 
 
 @needs_promtool
-def test_a_rank_that_the_launcher_finds_of_no_use_is_down(tmp_path: Path) -> None:
+def test_unavailable_rank_counts_as_down(tmp_path: Path) -> None:
     _run_cases(
         tmp_path, {"TandemRankDown": Case({f"tandem_rank_up{{{_RANK}}}": "1 0+0x10 1+0x20"}, 5, 15)}
     )
@@ -158,7 +158,7 @@ def test_every_alert_fires_on_its_condition_and_resolves_after(tmp_path: Path) -
 
 
 @needs_promtool
-def test_a_case_in_which_nothing_happens_fails(tmp_path: Path) -> None:
+def test_case_without_events_fails(tmp_path: Path) -> None:
     quiet = CASES["TandemRankDown"]._replace(
         series={f"tandem_rank_busy_fraction{{{_RANK}}}": "0.5+0x60"}
     )

@@ -35,7 +35,7 @@ def value(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def test_the_entrypoint_gets_as_far_as_the_cluster(
+def test_entrypoint_passes_all_checks_before_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Options, template, columns and folders are checked before Ray is asked for anything."""
@@ -53,7 +53,7 @@ def test_the_entrypoint_gets_as_far_as_the_cluster(
     assert STOPPED in capsys.readouterr().err
 
 
-def test_it_can_be_applied_again_and_its_paths_are_on_a_volume_of_the_head_pod() -> None:
+def test_job_resumes_and_uses_a_persistent_volume() -> None:
     words = entrypoint()
     assert "--resume" in words
     service = document("kubernetes/base/rayservice.yaml")

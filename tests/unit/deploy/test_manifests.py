@@ -93,7 +93,7 @@ def config(overlay: str) -> TandemConfig:
 
 
 @pytest.mark.parametrize("manifest", EVERY)
-def test_a_manifest_is_valid_by_the_schema_of_its_kind(manifest: Manifest) -> None:
+def test_manifest_is_valid_by_its_schema(manifest: Manifest) -> None:
     assert not list(faults(manifest))
 
 
@@ -110,7 +110,7 @@ def test_a_manifest_is_valid_by_the_schema_of_its_kind(manifest: Manifest) -> No
         ("spec/serveConfig", ""),
     ],
 )
-def test_a_slip_is_found(path: str, value: object) -> None:
+def test_schema_check_finds_mistakes(path: str, value: object) -> None:
     manifest = copy.deepcopy(service("base"))
     *parents, last = path.split("/")
     at: Any = manifest
@@ -120,7 +120,7 @@ def test_a_slip_is_found(path: str, value: object) -> None:
     assert list(faults(manifest))
 
 
-def test_every_file_of_the_folder_is_rendered() -> None:
+def test_every_file_is_rendered() -> None:
     named = {KUBERNETES / name for name in ALONE}
     for overlay in OVERLAYS:
         document = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
@@ -130,13 +130,13 @@ def test_every_file_of_the_folder_is_rendered() -> None:
     assert set(KUBERNETES.rglob("*.yaml")) <= named
 
 
-def test_the_cluster_alone_is_that_of_the_service_with_gpus() -> None:
+def test_raycluster_equals_cluster_of_gpu_service() -> None:
     (cluster,) = RENDERED["cluster/raycluster.yaml"]
     assert cluster["spec"] == service("gpu")["spec"]["rayClusterConfig"]
 
 
 @pytest.mark.parametrize("overlay", SERVICES)
-def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
+def test_ranks_fit_into_pods_of_their_group(overlay: str) -> None:
     found, wanted = groups(service(overlay)["spec"]["rayClusterConfig"]), config(overlay).groups
     for group, ranks, resources in (
         ("attention", wanted.attention_ranks, wanted.attention_resources),
@@ -160,7 +160,7 @@ def test_ranks_fit_into_the_pods_of_their_groups(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", SERVICES)
-def test_the_serve_configuration_names_what_there_is(overlay: str) -> None:
+def test_serve_configuration_names_existing_objects(overlay: str) -> None:
     document = serve_file(overlay)
     (application,) = document["applications"]
     deployed = build_serve_app(config(overlay))
@@ -175,7 +175,7 @@ def test_the_serve_configuration_names_what_there_is(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("template", PODS)
-def test_pods_may_nothing_that_they_do_not_need(template: Manifest) -> None:
+def test_pods_run_with_least_privilege(template: Manifest) -> None:
     spec = template["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -206,7 +206,7 @@ def test_mounts_have_volumes_and_shared_memory_is_within_the_limit(template: Man
             assert amount(memory["sizeLimit"]) <= limit / 2
 
 
-def test_rays_object_store_leaves_room_in_the_shared_memory() -> None:
+def test_object_store_uses_at_most_half_of_shared_memory() -> None:
     for overlay in SERVICES:
         for spec in groups(service(overlay)["spec"]["rayClusterConfig"]).values():
             volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
@@ -231,7 +231,7 @@ def _secret_at(template: Manifest, path: str) -> str:
     return ""
 
 
-def test_keys_are_a_secrets_file_where_the_ingress_is_and_nowhere_else() -> None:
+def test_keys_are_mounted_only_where_the_ingress_runs() -> None:
     """As a whole folder: of a single file (subPath) no change would arrive."""
     for name, template in pod_templates():
         overlay, _, group = name.partition(":")
@@ -282,7 +282,7 @@ def _command(probe: Manifest) -> list[str]:
     return command
 
 
-def test_the_operator_waits_for_no_application_before_it_deploys_it() -> None:
+def test_head_readiness_does_not_depend_on_the_application() -> None:
     """The head's readiness is Ray's: KubeRay submits the application to a head that is ready."""
     for overlay in SERVICES:
         head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
@@ -293,13 +293,13 @@ def test_the_operator_waits_for_no_application_before_it_deploys_it() -> None:
 
 
 @pytest.mark.parametrize("template", PODS)
-def test_the_environment_is_known(template: Manifest) -> None:
+def test_environment_variables_are_known(template: Manifest) -> None:
     known = {KEY_VARIABLE, "HOME", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"}
     for container in template["spec"]["containers"]:
         assert {one["name"] for one in container.get("env", ())} <= known
 
 
-def test_images_are_those_that_the_dockerfile_makes() -> None:
+def test_images_match_the_dockerfile() -> None:
     head = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
     version = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version
@@ -313,7 +313,7 @@ def test_images_are_those_that_the_dockerfile_makes() -> None:
         assert service(overlay)["spec"]["rayClusterConfig"]["rayVersion"] == pinned[1]
 
 
-def test_the_single_pods_command_is_one_that_the_command_line_takes() -> None:
+def test_command_of_the_single_pod_parses() -> None:
     (deployment,) = of_kind("Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"][:2] == ["tandem", "serve"]
@@ -345,7 +345,7 @@ def test_only_the_ingress_port_is_public() -> None:
                 assert not is_worker, "clients have nothing to do with ranks"
 
 
-def test_policies_open_ports_that_something_listens_on() -> None:
+def test_policies_open_only_container_ports() -> None:
     open_ports = {
         port["containerPort"]
         for _, template in pod_templates()
@@ -357,7 +357,7 @@ def test_policies_open_ports_that_something_listens_on() -> None:
             assert {port["port"] for port in rule.get("ports", ())} <= open_ports
 
 
-def test_a_drain_takes_no_rank_without_which_the_others_cannot_serve() -> None:
+def test_disruption_budgets_protect_attention_and_expert_ranks() -> None:
     for overlay in SERVICES:
         found = groups(service(overlay)["spec"]["rayClusterConfig"])
         budgets = {
@@ -377,7 +377,7 @@ def test_a_drain_takes_no_rank_without_which_the_others_cannot_serve() -> None:
             assert budgets[group]["minAvailable"] == found[group]["replicas"]
 
 
-def test_prometheus_and_grafana_find_what_is_there() -> None:
+def test_monitoring_finds_pods_and_dashboards() -> None:
     (monitor,) = of_kind("PodMonitor")
     ports: set[str] = set()
     for name, template in pod_templates():

@@ -12,5 +12,5 @@ CARD = Path(__file__).resolve().parents[3] / "models" / "bundled" / "README.md"
 
 
 @pytest.mark.parametrize("section", [card.USE, card.UCI_NOTE, card.ROUTING_FILE])
-def test_a_section_of_the_card_is_that_of_the_code(section: str) -> None:
+def test_card_section_equals_the_code(section: str) -> None:
     assert section in CARD.read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ def exporting() -> Iterator[Exporting]:
     made.exporter.close()
 
 
-def test_a_scrape_has_all_that_was_counted(exporting: Exporting) -> None:
+def test_scrape_contains_all_metrics(exporting: Exporting) -> None:
     exporting.telemetry.count(metrics.PREEMPTIONS, by=3)
     answer = exporting.get()
     (family,) = text_string_to_metric_families(answer.text)
@@ -75,7 +75,7 @@ def test_openmetrics_is_served_on_request_with_an_exemplar_per_bucket(
     assert "req-a" not in exporting.get().text
 
 
-def test_another_processs_path_is_not_answered(exporting: Exporting) -> None:
+def test_path_of_another_process_is_not_found(exporting: Exporting) -> None:
     """Its port may once have been another one's, whom a Prometheus still looks for."""
     other = Exporting()
     try:
@@ -118,7 +118,7 @@ def test_client_without_http_is_disconnected_and_others_are_served(
     assert exporting.get().status_code == 200
 
 
-def test_a_method_that_changes_things_is_refused(exporting: Exporting) -> None:
+def test_delete_is_not_allowed(exporting: Exporting) -> None:
     host = exporting.address.partition("/")[0]
     connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
     connection.request("DELETE", "/metrics")
@@ -126,7 +126,7 @@ def test_a_method_that_changes_things_is_refused(exporting: Exporting) -> None:
     connection.close()
 
 
-def test_slow_scrapers_that_hold_every_slot_are_let_go_and_the_next_one_is_answered(
+def test_slow_scrapers_are_disconnected_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch, exporting: Exporting
 ) -> None:
     monkeypatch.setattr(exporter, "DEADLINE_S", 0.2)

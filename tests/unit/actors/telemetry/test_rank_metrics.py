@@ -46,7 +46,7 @@ def value(metrics: RankMetrics, name: str) -> float:
     return float(found)
 
 
-def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
+def test_busy_fraction_covers_time_since_last_scrape() -> None:
     time = Time()
     metrics = made(time)
     timeline = Timeline(10, metrics.span)
@@ -60,14 +60,14 @@ def test_a_ranks_busy_share_is_that_of_the_time_since_the_last_scrape() -> None:
     assert value(metrics, "tandem_stage_seconds_sum") == pytest.approx(2.5)
 
 
-def test_bytes_sent_are_a_counter_of_all_that_was_sent_however_often_it_is_read() -> None:
+def test_bytes_sent_do_not_depend_on_number_of_scrapes() -> None:
     metrics, sent = made(Time()), [0]
     metrics.attach(Timeline(0), lambda: (sent[0], 7))
     for sent[0] in (10, 10, 35):
         assert value(metrics, "tandem_channel_bytes_total") == sent[0]
 
 
-def test_blocks_and_epoch_are_what_they_are_when_read() -> None:
+def test_blocks_and_epoch_are_read_at_scrape() -> None:
     metrics, counts = made(Time()), {"free": 4, "used": 0}
     metrics.read_blocks(lambda: counts)
     assert value(metrics, "tandem_group_epoch") == 3
@@ -92,7 +92,7 @@ def shown(telemetry: Telemetry) -> dict[str, float]:
         st.lists(st.sampled_from((0.0, 1e-5, 2e-5, 0.1, 0.3, 1.0, 5.0)), min_size=1), min_size=1
     )
 )
-def test_what_is_noted_is_shown_as_if_it_had_been_observed(scrapes: list[list[float]]) -> None:
+def test_buffered_observations_equal_direct_ones(scrapes: list[list[float]]) -> None:
     """In the buckets' bounds and beyond them, however often somebody asks between, and however many
     there are."""
     noted, observed = Telemetry(), Telemetry()

@@ -30,7 +30,7 @@ def followed(path: Path, time: Time, configured: str | None = None) -> ScrapeKey
 
 
 @pytest.mark.parametrize(("configured", "needed"), [(None, None), ("configured", "configured")])
-def test_without_a_file_or_a_key_in_it_the_configured_one_counts(
+def test_configured_key_applies_without_a_key_in_the_file(
     tmp_path: Path, configured: str | None, needed: str | None
 ) -> None:
     assert ScrapeKey(HttpConfig(metrics_key=configured))() == needed
@@ -38,7 +38,7 @@ def test_without_a_file_or_a_key_in_it_the_configured_one_counts(
     assert followed(tmp_path / "on another machine", Time(), configured)() == needed
 
 
-def test_the_files_key_goes_before_and_a_new_one_counts_when_it_has_stood(tmp_path: Path) -> None:
+def test_key_of_the_file_takes_precedence_and_changes_after_settling(tmp_path: Path) -> None:
     time, path = Time(), written(tmp_path / "keys", "metrics_key: first")
     key = followed(path, time, "configured")
     assert key() == "first"
@@ -48,7 +48,7 @@ def test_the_files_key_goes_before_and_a_new_one_counts_when_it_has_stood(tmp_pa
     assert key() == "second"
 
 
-def test_a_file_in_the_middle_of_being_written_opens_nothing(tmp_path: Path) -> None:
+def test_incomplete_file_keeps_the_key(tmp_path: Path) -> None:
     """Without its last line it is a file like another."""
     time, path = Time(), written(tmp_path / "keys", "metrics_key: first")
     key = followed(path, time)
@@ -63,7 +63,7 @@ def test_a_file_in_the_middle_of_being_written_opens_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["gone", "no keys"])
-def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, damage: str) -> None:
+def test_invalid_file_keeps_the_key(tmp_path: Path, damage: str) -> None:
     time, path = Time(), written(tmp_path / "keys", "metrics_key: first")
     key = followed(path, time)
     if damage == "gone":
@@ -75,7 +75,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(tmp_path: Path, damage: str)
         assert key() == "first"
 
 
-def test_an_exporter_wants_the_files_key(tmp_path: Path) -> None:
+def test_exporter_requires_the_key_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path / "keys", "metrics_key: watcher")
     key = ScrapeKey(HttpConfig(keys_file=str(path)))
     exporter = Exporter(Telemetry(), key=key, name="attention-0")

@@ -20,7 +20,7 @@ def span(stage: Stage, start_s: float, end_s: float, resource: str = "attention-
     return TaskSpan(resource, stage, start_s, end_s, 3, 1, 2, 0, 40)
 
 
-def test_communication_under_computation_is_not_exposed() -> None:
+def test_overlapped_communication_is_not_exposed() -> None:
     spans = [
         span(Stage.ATTENTION, 0.0, 10.0),
         span(Stage.A2E, 2.0, 6.0, "attention-0>expert-0"),
@@ -29,7 +29,7 @@ def test_communication_under_computation_is_not_exposed() -> None:
     assert exposed_communication(spans) == (0.0, 0.0)
 
 
-def test_exposed_seconds_are_transfer_time_without_computation() -> None:
+def test_exposed_time_is_transfer_time_without_compute() -> None:
     """attention 0-4        8-9              finish 16-17
     a2e           3--6  5---8                              exposed 4-8: 4 s
     expert                   9-12
@@ -50,7 +50,7 @@ def test_exposed_seconds_are_transfer_time_without_computation() -> None:
     assert fraction == pytest.approx(7.0 / 17.0)
 
 
-def test_no_spans_and_spans_of_no_length_expose_nothing() -> None:
+def test_empty_spans_expose_nothing() -> None:
     assert exposed_communication([]) == (0.0, 0.0)
     assert exposed_communication([span(Stage.A2E, 1.0, 1.0)]) == (0.0, 0.0)
 
@@ -62,7 +62,7 @@ stages = st.sampled_from(
 
 
 @given(st.lists(st.tuples(stages, intervals), min_size=1, max_size=15))
-def test_exposed_seconds_equal_those_counted_second_by_second(
+def test_exposed_time_equals_count_by_second(
     drawn: list[tuple[Stage, tuple[int, int]]],
 ) -> None:
     spans = [span(stage, float(start), float(end)) for stage, (start, end) in drawn]
@@ -82,7 +82,7 @@ def test_exposed_seconds_equal_those_counted_second_by_second(
     assert busy_seconds(spans, compute) == pytest.approx(busy)
 
 
-def test_a_timeline_keeps_the_last_spans_and_all_seconds() -> None:
+def test_timeline_keeps_last_spans_and_total_seconds() -> None:
     seen: list[TaskSpan] = []
     timeline = Timeline(2, seen.append)
     for number in range(5):
@@ -109,7 +109,7 @@ def test_only_the_part_of_a_transfer_within_a_wait_counts_as_exposed() -> None:
     assert timeline.exposed_s == pytest.approx(4.0)
 
 
-def test_a_trace_has_complete_events_for_ranks_and_matching_pairs_for_links(tmp_path: Path) -> None:
+def test_trace_has_complete_events_for_ranks_and_pairs_for_links(tmp_path: Path) -> None:
     spans = [
         span(Stage.ATTENTION, 100.0, 100.5),
         span(Stage.WAIT, 100.5, 101.0),
@@ -136,7 +136,7 @@ def test_a_trace_has_complete_events_for_ranks_and_matching_pairs_for_links(tmp_
     assert resource == "expert-0"
 
 
-def test_a_trace_of_nothing_is_still_a_trace(tmp_path: Path) -> None:
+def test_empty_trace_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_chrome_trace([], path)
     assert json.loads(path.read_text())["traceEvents"]
