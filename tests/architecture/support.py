@@ -1,4 +1,4 @@
-"""What the architecture tests look at: tracked files, their syntax trees, the metrics in use."""
+"""Files and syntax trees for the architecture tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("contracts", "kernels", "planner", "models", "actors", "cluster", "d
 
 @functools.cache
 def tracked_files() -> tuple[Path, ...]:
-    """Files that git tracks, or without git all that are not hidden or built."""
+    """Return files that git tracks; without git all that are not hidden."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
@@ -26,7 +26,7 @@ def tracked_files() -> tuple[Path, ...]:
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """Syntax trees of our packages' modules, by path from the root."""
+    """Return path → syntax tree of the packages' modules."""
     return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
         for package in PACKAGES

@@ -1,4 +1,4 @@
-"""Rules that hold for all code: who imports whom, who reads the environment, what errors carry."""
+"""Rules for all code: imports, environment, logging, decoders, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def test_only_entry_points_read_the_environment() -> None:
 
 
 def test_log_records_are_events_with_fields() -> None:
-    """Of one form, under a name that does not vary; only what is for debugging may be prose."""
     levels = {"info", "warning", "error", "critical", "exception"}
     for name, tree in modules().items():
         if name.startswith(("benchmarks/", "training/", "tests/")) or name == "contracts/logs.py":
@@ -54,8 +53,10 @@ def test_log_records_are_events_with_fields() -> None:
 
 
 def test_typed_decoders_are_created_at_import() -> None:
-    """msgspec crashes where two threads make what it knows of a type, or of one within, at once.
-    Commands decode in one thread; the ledger is read before a launcher has others."""
+    """msgspec crashes if two threads build the decoder of one type at the same time.
+
+    Commands decode in one thread; the fleet store is read before the launcher has other threads.
+    """
     alone = (
         "cluster/cli/",
         "cluster/observe/",
@@ -117,7 +118,7 @@ def _environment_reads(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _typed_decoders(tree: ast.Module) -> Iterator[ast.Call]:
-    """Those made within functions, by name or on the way of `decode`."""
+    """Yield decoders created within functions."""
     functions = (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef))
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("msgspec."):
@@ -138,7 +139,7 @@ def _family(kind: type[TandemError]) -> Iterator[type[TandemError]]:
 
 
 def _more_arguments(kind: type[TandemError]) -> tuple[object, ...]:
-    """The arguments after the message, as each class's docstring names them."""
+    """Return the arguments after the message."""
     for base, arguments in (
         (RankError, ("some_code", 503)),
         (PeerError, ("expert-1",)),

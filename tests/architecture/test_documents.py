@@ -1,4 +1,4 @@
-"""What documents and deployment files say must exist."""
+"""Files, headings and configurations in documents exist and load."""
 
 from __future__ import annotations
 

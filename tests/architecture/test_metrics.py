@@ -1,4 +1,4 @@
-"""Every metric that is declared is set by what measures it, and nothing else is exported."""
+"""Every declared metric is updated, and nothing else is exported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LABELS_OF_TARGETS = {
 
 @functools.cache
 def _set_metrics() -> dict[str, set[str]]:
-    """Name in the table -> methods that it is the first argument of, by code that serves."""
+    """Return metric name → `Telemetry` methods that update it in product code."""
     found: dict[str, set[str]] = {}
     for path, tree in modules().items():
         if not path.startswith(("actors/", "cluster/")):

@@ -1,4 +1,4 @@
-"""The wheel, as a user has it: unpacked, first on the path, from an empty folder."""
+"""The wheel works unpacked, first on the path, from an empty folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,6 @@ def python(site: Path, folder: Path, *arguments: str) -> str:
 
 @pytest.mark.long
 def test_wheel_is_complete(wheel: Path) -> None:
-    """FINDINGS C: the wheel lacks `dashboards/`, which the documents refer to."""
     held = set(zipfile.ZipFile(wheel).namelist())
     assert set(sources()) - OF_A_CLONE <= held
     foreign = {name.partition("/")[0] for name in held} - set(SHIPPED)

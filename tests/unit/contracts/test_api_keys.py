@@ -1,4 +1,4 @@
-"""API keys that would let everybody in, or nobody, are refused when the configuration is read."""
+"""Validation of API keys when the configuration is loaded."""
 
 from __future__ import annotations
 

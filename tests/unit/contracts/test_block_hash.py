@@ -1,4 +1,4 @@
-"""A block's hash names all that is before it: equal tokens after different ones are not shared."""
+"""Block hashes cover all previous tokens and the salt."""
 
 from __future__ import annotations
 

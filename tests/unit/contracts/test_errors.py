@@ -1,4 +1,4 @@
-"""Every error arrives as it was raised: across Ray (pickle) and between plain processes (JSON)."""
+"""Errors keep their attributes across Ray (pickle) and between processes (JSON)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of the folder that a user stands in are never taken for ours (FINDINGS B8)."""
+"""Modules in the current folder do not shadow this package (FINDINGS B8)."""
 
 from __future__ import annotations
 

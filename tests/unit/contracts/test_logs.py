@@ -1,4 +1,4 @@
-"""One line a record, in files that outlive a run (FINDINGS C, logs)."""
+"""Log format, files and run folders (FINDINGS C)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and processors by control groups, on made-up files of /proc and /sys (FINDINGS B12)."""
+"""Memory and processors within control groups, on fake files of /proc and /sys (FINDINGS B12)."""
 
 from __future__ import annotations
 

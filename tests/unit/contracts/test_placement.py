@@ -1,4 +1,4 @@
-"""Placements: what one must be, and what tells two apart."""
+"""Validation and digests of placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: which fields go together."""
+"""Consistency of plan fields."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Every alert fires on series that say what it is about, resolves after, and has a runbook. Against
-a real Prometheus' own checker; without one these tests skip."""
+"""Alerts fire on their condition, resolve after it, and have a runbook section.
+
+The tests use Prometheus's own checker and are skipped without it.
+"""
 
 from __future__ import annotations
 

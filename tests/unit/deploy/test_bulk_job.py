@@ -1,5 +1,4 @@
-"""The RayJob of deploy/kubernetes: its entrypoint is a command of our command line, on paths that
-the pod it runs in has."""
+"""The RayJob of deploy/kubernetes: its command parses, and its paths exist in its pod."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def document(name: str) -> dict[str, Any]:
 
 
 def entrypoint() -> list[str]:
-    """The arguments of `python -m cluster.bulk`, as a shell hands them over."""
+    """Return the arguments of `python -m cluster.bulk`."""
     words = shlex.split(document("kubernetes/bulk_job.yaml")["spec"]["entrypoint"])
     assert words[:3] == ["python", "-m", "cluster.bulk"]
     return words[3:]

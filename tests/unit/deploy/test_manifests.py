@@ -1,5 +1,4 @@
-"""deploy/kubernetes as kustomize renders it: valid by the kinds' schemas, and what it names is
-there: ports, routes, resources, environment, images, paths."""
+"""Rendered manifests are valid, and their ports, routes, resources, images and paths exist."""
 
 from __future__ import annotations
 
@@ -54,13 +53,13 @@ def of_kind(kind: str) -> Iterator[Manifest]:
 
 
 def groups(cluster: Manifest) -> dict[str, Manifest]:
-    """head, and the worker groups by name."""
+    """Return the head and the worker groups by name."""
     workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
     return {"head": cluster["headGroupSpec"], **workers}
 
 
 def pod_templates() -> Iterator[tuple[str, Manifest]]:
-    """All that become pods, each with what KubeRay labels it with."""
+    """Yield all pod templates with the labels that KubeRay adds."""
     for name in SERVICES:
         for group, spec in groups(service(name)["spec"]["rayClusterConfig"]).items():
             template = copy.deepcopy(spec["template"])
@@ -223,7 +222,7 @@ def test_models_and_rows_are_mounted_at_configured_paths() -> None:
 
 
 def _secret_at(template: Manifest, path: str) -> str:
-    """The Secret whose key is the file at `path`; empty: none is there."""
+    """Return the Secret whose key is the file at `path`, or ""."""
     volumes = {one["name"]: one for one in template["spec"]["volumes"]}
     for mount in template["spec"]["containers"][0]["volumeMounts"]:
         if str(Path(path).parent) == mount["mountPath"]:
@@ -232,7 +231,7 @@ def _secret_at(template: Manifest, path: str) -> str:
 
 
 def test_keys_are_mounted_only_where_the_ingress_runs() -> None:
-    """As a whole folder: of a single file (subPath) no change would arrive."""
+    """The whole folder is mounted, because a single file (subPath) is not updated."""
     for name, template in pod_templates():
         overlay, _, group = name.partition(":")
         if overlay in SERVICES:
@@ -247,7 +246,7 @@ def test_keys_are_mounted_only_where_the_ingress_runs() -> None:
 
 
 def routes() -> set[str]:
-    """Of the API, as its source lists them."""
+    """Return the routes in the source of the API."""
     source = Path(str(build_app.__code__.co_filename)).read_text(encoding="utf-8")
     return set(re.findall(r'\("(/[\w/]+)", \w', source))
 
@@ -283,7 +282,7 @@ def _command(probe: Manifest) -> list[str]:
 
 
 def test_head_readiness_does_not_depend_on_the_application() -> None:
-    """The head's readiness is Ray's: KubeRay submits the application to a head that is ready."""
+    """KubeRay submits the application only to a head that is ready."""
     for overlay in SERVICES:
         head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
         for name in PROBES:

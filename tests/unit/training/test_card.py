@@ -1,4 +1,4 @@
-"""The bundled checkpoint's card says what a training would write again."""
+"""The bundled checkpoint's card equals what training would write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process's own metrics on a port of its own: whoever asks, however they ask."""
+"""HTTP server for the metrics of one process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_openmetrics_is_served_on_request_with_an_exemplar_per_bucket(
 
 
 def test_path_of_another_process_is_not_found(exporting: Exporting) -> None:
-    """Its port may once have been another one's, whom a Prometheus still looks for."""
+    """A process may get a port that Prometheus still scrapes for another one."""
     other = Exporting()
     try:
         path = "/" + other.address.partition("/")[2]

@@ -1,4 +1,4 @@
-"""What a rank exports: counted where it happens, or read when somebody asks."""
+"""Metrics of a rank, updated directly or read at each scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scraper must carry where keys stand in a file that changes."""
+"""Key of an exporter with http.keys_file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def test_key_of_the_file_takes_precedence_and_changes_after_settling(tmp_path: P
 
 
 def test_incomplete_file_keeps_the_key(tmp_path: Path) -> None:
-    """Without its last line it is a file like another."""
     time, path = Time(), written(tmp_path / "keys", "metrics_key: first")
     key = followed(path, time)
     written(path)

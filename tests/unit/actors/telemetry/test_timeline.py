@@ -1,4 +1,4 @@
-"""Recorded spans: seconds per stage, what of the communication was exposed, Chrome traces."""
+"""Recorded spans: seconds per stage, exposed communication, Chrome traces."""
 
 from __future__ import annotations
 
