@@ -28,7 +28,7 @@ from tests.support.local_model import LocalModel
 
 Checkpoints = Callable[..., Path]
 JOIN_S = 60.0
-SEEN_WITHIN_S = 2.0
+SEEN_WITHIN_S = 10.0
 CPU = torch.device("cpu")
 
 

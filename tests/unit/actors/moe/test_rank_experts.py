@@ -260,7 +260,7 @@ def test_the_loop_does_not_wait_in_a_read(opened: Callable[..., Rig]) -> None:
         start_s = monotonic_s()
         rig.server.step(0.0)
         assert rig.server._lacks_experts
-        assert monotonic_s() - start_s < 1.0
+        assert monotonic_s() - start_s < 10.0
         rig.finish()
     rig.check()
     assert rig.cache.traffic.waited_s > 0

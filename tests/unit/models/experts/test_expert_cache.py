@@ -371,7 +371,7 @@ def test_stalled_tier_is_named_after_timeout(layout: ExpertLayout) -> None:
     request, start_s = cache.request(1, [2, 3], LS), monotonic_s()
     with pytest.raises(ChannelError, match=r"experts \[2, 3\] of layer 1 .* from the disk"):
         compute(cache, request)
-    assert monotonic_s() - start_s < 2.0
+    assert monotonic_s() - start_s < 10.0
     cache.drop(request)
     tier.allowed = 1000
     cache.wait(0.0)
