@@ -185,7 +185,7 @@ class PeerHungError(PeerError):
     code = "peer_hung"
 
 
-class RepairTimeoutError(ChannelError):
+class RecoveryTimeoutError(ChannelError):
     """A rank is lost and was not replaced in time."""
 
     code = "peer_lost"

@@ -36,7 +36,7 @@ from actors.rebalance.placement_client import PlacementClient
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
-from contracts.errors import ChannelError, PeerError, PeerHungError, RepairTimeoutError
+from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps, add_tiled, row_tiles, zero_tiled
@@ -292,12 +292,12 @@ class RemoteBackend:
             self._check_repair(following)
 
     def _check_repair(self, following: PlacementClient) -> None:
-        """Raises RepairTimeoutError where what is under way has waited for too long."""
+        """Raises RecoveryTimeoutError where what is under way has waited for too long."""
         lost = min(following.absent.items(), key=lambda each: each[1].since_s, default=None)
         if lost is None or self._clock() - lost[1].since_s < self._recovery_timeout_s:
             return
         name, missing_rank = lost
-        raise RepairTimeoutError(
+        raise RecoveryTimeoutError(
             f"{name} is lost, and nobody was in its place within {self._recovery_timeout_s:g} s "
             f"(groups.recovery_timeout_s): {missing_rank.reason}"
         )

@@ -10,11 +10,11 @@ from actors.batching.batch_traces import FLUSH_AFTER_S, BatchTraces
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.telemetry.timeline import Timeline
-from contracts.clock import ManualClock
 from contracts.logs import LineFormatter
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority, Sampling
 from contracts.traces import MAX_NAMES
+from tests.support.manual_clock import ManualClock
 
 
 def sequence(number: int, name: str, *, done: bool = True) -> Sequence:

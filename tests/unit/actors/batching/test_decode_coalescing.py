@@ -11,11 +11,11 @@ from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
-from contracts.clock import ManualClock
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
 from planner.scheduling.batching import ALL_DECODES, BE_BATCH, LS_DECODES, Form, Phase
+from tests.support.manual_clock import ManualClock
 
 LS = Priority.LS
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from actors.batching.decode_coalescing import DueTimes
 from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
-from contracts.clock import ManualClock
 from contracts.config import PriorityConfig
 from contracts.messages import Submit
 from contracts.requests import Priority
+from tests.support.manual_clock import ManualClock
 
 CONFIG = PriorityConfig(ls_ttft_s=2.0, ls_tbt_s=0.5)
 PROMPT = [1, 2, 3]

@@ -18,10 +18,10 @@ from actors.channels.frame_link import FrameSocket
 from actors.channels.heartbeat import HeartbeatMonitor, HeartbeatThread
 from actors.channels.local_process import STOPPED_FACTOR
 from actors.channels.loop_watchdog import LoopWatchdog
-from contracts.clock import ManualClock
 from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError, PeerHungError
 from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.manual_clock import ManualClock
 
 CONFIG = ChannelConfig(
     backend="tcp",

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from actors.channels.loop_watchdog import MAX_CHECK_S, EventLoopWatchdog, LoopWatchdog
-from contracts.clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 STUCK_S = 5.0
 STACKS_S = 2.0

@@ -9,7 +9,6 @@ import torch
 
 from actors.channels.base import Packet, TensorSpec
 from actors.channels.segments import IDLE_S, check_memfd, create_memfd
-from contracts.clock import ManualClock
 from contracts.errors import ChannelError
 from tests.support.channels_support import (
     endpoint,
@@ -20,6 +19,7 @@ from tests.support.channels_support import (
     send,
     wait_for,
 )
+from tests.support.manual_clock import ManualClock
 
 SEGMENT_BYTES = 64 << 10
 

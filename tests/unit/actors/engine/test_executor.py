@@ -16,7 +16,6 @@ from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpe
 from actors.engine.executor import Executor, ExecutorParts
 from actors.moe.remote_backend import RemoteBackend
 from actors.telemetry.timeline import Timeline
-from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError, PeerHungError
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
@@ -29,6 +28,7 @@ from models.experts.router import RoutedTokens
 from planner.placement.slots import ExpertPlacement, contiguous
 from planner.scheduling.preemption import Preemption
 from planner.scheduling.task_order import Task, by_plan
+from tests.support.manual_clock import ManualClock
 
 LAYERS, EXPERTS, TOP_K, DIM = 2, 4, 2, 6
 RANKS = ["expert-0", "expert-1"]

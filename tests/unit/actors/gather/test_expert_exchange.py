@@ -18,7 +18,6 @@ from actors.gather.protocol import Terms, digest
 from actors.moe.rank_experts import ResidentExperts
 from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, make_specs
 from actors.rebalance.expert_loading import RateLimiter, StoppedError
-from contracts.clock import ManualClock
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerHungError
 from contracts.loading import config_from
@@ -28,6 +27,7 @@ from models.experts.expert_layout import ExpertLayout
 from models.spec.model import read_spec
 from models.weights.checkpoint import Checkpoint
 from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.manual_clock import ManualClock
 
 Checkpoints = Callable[..., Path]
 TOKEN = b"a token of 32 random bytes......"

@@ -12,12 +12,12 @@ from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpe
 from actors.moe.expert_server import ExpertServer, StaticPlacement
 from actors.moe.rank_experts import ResidentExperts
 from actors.telemetry.timeline import Timeline
-from contracts.clock import ManualClock
 from contracts.errors import PeerDeadError
 from contracts.requests import Priority
 from kernels.steps import Steps
 from planner.scheduling.expert_queues import QueueHead, oldest_of_highest_class
 from planner.scheduling.preemption import Preemption
+from tests.support.manual_clock import ManualClock
 
 LAYER = {Priority.LS: 1, Priority.BE: 2}  # so that the log tells one from the other
 

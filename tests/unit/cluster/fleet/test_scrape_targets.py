@@ -12,8 +12,8 @@ import pytest
 
 from cluster.fleet.codec import ScrapeTarget
 from cluster.fleet.scrape_targets import LEASE_S, RETRY_S, ScrapeTargets, TargetsFile
-from contracts.clock import ManualClock
 from contracts.config import TandemConfig
+from tests.support.manual_clock import ManualClock
 
 
 def target(rank: str, port: int = 1, host: str = "127.0.0.1") -> ScrapeTarget:

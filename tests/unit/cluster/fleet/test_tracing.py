@@ -19,8 +19,9 @@ from cluster.fleet.tracing import (
     gather_traces,
     trace_answer,
 )
-from contracts.clock import ManualClock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.traces import BatchSpan, Stage, TaskSpan, boot_identity
+from tests.support.manual_clock import ManualClock
 
 AHEAD_S = 1000.0
 

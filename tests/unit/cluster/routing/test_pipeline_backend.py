@@ -18,7 +18,6 @@ from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
 from cluster.routing.rank_socket import RankClientConfig
-from contracts.clock import ManualClock
 from contracts.errors import (
     HandshakeError,
     OverloadError,
@@ -29,6 +28,7 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import TOKEN, FakeRank
+from tests.support.manual_clock import ManualClock
 
 Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.clock import ManualClock
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool, kv_bytes_per_token
 from models.experts.expert_half import ExpertHalf
@@ -22,6 +21,7 @@ from models.spec.model import ModelSpec, read_spec
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
+from tests.support.manual_clock import ManualClock
 
 Make = Callable[..., Path]
 
