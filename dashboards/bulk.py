@@ -67,8 +67,7 @@ _WORK = PanelRow(
             "Sequences that wait for their first result.",
             "near 0 the workers run idle; far above 1,000 add workers.",
             line(total(metrics.REQUESTS_WAITING, "class", where=_PREFILL), "class"),
-            warn=1024,
-            bad=65536,
+            levels=(1024, 65536),
         ),
     ),
 )
@@ -88,8 +87,7 @@ _RANKS = PanelRow(
             "Queued work of a worker over the work that saturates it.",
             "below 100 % send more requests at a time; far above adds only latency.",
             line(SATURATION_FILL, "rank"),
-            warn=4.0,
-            bad=16.0,
+            levels=(4.0, 16.0),
         ),
         PanelSpec(
             "Model FLOPs utilization of workers",

@@ -120,9 +120,7 @@ def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeser
         .unit(spec.unit.grafana)
         .min(0)
         .thresholds(
-            dashboard.ThresholdsConfig()
-            .mode(ThresholdsMode.ABSOLUTE)
-            .steps(_steps(spec.warn, spec.bad))
+            dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(_steps(spec.levels))
         )
         .grid_pos(place)
     )
@@ -137,11 +135,12 @@ def _lines() -> timeseries.Panel:
     )
 
 
-def _steps(warn: float | None, bad: float | None) -> list[Threshold]:
-    if warn is None or bad is None:
+def _steps(levels: tuple[float, float] | None) -> list[Threshold]:
+    if levels is None:
         return [Threshold(value=None, color="green")]
+    warn, bad = levels
     if warn < bad:
-        levels = ((None, "green"), (warn, "yellow"), (bad, "red"))
+        steps = ((None, "green"), (warn, "yellow"), (bad, "red"))
     else:
-        levels = ((None, "red"), (bad, "yellow"), (warn, "green"))
-    return [Threshold(value=value, color=color) for value, color in levels]
+        steps = ((None, "red"), (bad, "yellow"), (warn, "green"))
+    return [Threshold(value=value, color=color) for value, color in steps]

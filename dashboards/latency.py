@@ -40,8 +40,7 @@ _BUDGETS = PanelRow(
                 PromQuery(objective.burn(window, OF_CLUSTER), f"over {window}")
                 for window in ("5m", "1h")
             ),
-            warn=1.0,
-            bad=14.4,
+            levels=(1.0, 14.4),
         )
         for objective in OBJECTIVES
     ),
@@ -55,8 +54,7 @@ _LATENCY = PanelRow(
             "Time from the arrival of a request to its first token, median and p95 by class.",
             "if it is high, see Waiting requests here and Bottleneck on board Capacity.",
             quantiles(metrics.TTFT, "class"),
-            warn=0.5,
-            bad=1.0,
+            levels=(0.5, 1.0),
         ),
         PanelSpec(
             "Time per output token",
@@ -64,8 +62,7 @@ _LATENCY = PanelRow(
             "Mean time per generated token of a sequence, median and p95 by class.",
             "if it is high, lower schedule.max_batch_tokens or add ranks.",
             quantiles(metrics.TPOT, "class"),
-            warn=0.1,
-            bad=0.2,
+            levels=(0.1, 0.2),
         ),
         PanelSpec(
             "Request latency",
@@ -73,8 +70,7 @@ _LATENCY = PanelRow(
             "Time from the arrival of a request to the end of its response, median and p95.",
             "compare with time to first token; the rest is generation.",
             quantiles(metrics.E2E_LATENCY, "pipeline", "class"),
-            warn=30.0,
-            bad=300.0,
+            levels=(30.0, 300.0),
         ),
     ),
 )
@@ -96,8 +92,7 @@ _REQUESTS = PanelRow(
             "(refused, other 4xx).",
             "on overload, add ranks or raise priority.ls_max_wait_s; on refused, see the log.",
             line(rate(metrics.REQUESTS, "class", "outcome", where=_REJECTED), "class", "outcome"),
-            warn=0.1,
-            bad=10.0,
+            levels=(0.1, 10.0),
         ),
         PanelSpec(
             "Waiting requests",
@@ -105,8 +100,7 @@ _REQUESTS = PanelRow(
             "Sequences that wait for their first result.",
             "if it keeps growing, traffic exceeds capacity; see board Capacity.",
             line(total(metrics.REQUESTS_WAITING, "pipeline", "class"), "pipeline", "class"),
-            warn=64,
-            bad=512,
+            levels=(64, 512),
         ),
     ),
 )
@@ -120,8 +114,7 @@ _BEST_EFFORT = PanelRow(
             "near the limit, add ranks or raise priority.be_share.",
             line(f"histogram_quantile(0.95, sum by (le) ({_BE_FIRST}))", name="p95")
             + line(largest(metrics.OBJECTIVE, where='objective="be_wait"'), name="limit"),
-            warn=240.0,
-            bad=300.0,
+            levels=(240.0, 300.0),
         ),
         PanelSpec(
             "Preemptions",
@@ -136,8 +129,7 @@ _BEST_EFFORT = PanelRow(
             "Upper bound on the wait of a latency-sensitive task for a running best-effort step.",
             "if it is high, lower schedule.max_batch_tokens.",
             quantiles(metrics.PREEMPTION_BLOCKING),
-            warn=0.05,
-            bad=0.2,
+            levels=(0.05, 0.2),
         ),
         PanelSpec(
             "Pause of preempted work",
@@ -145,8 +137,7 @@ _BEST_EFFORT = PanelRow(
             "Time that preempted best-effort work waited before it continued.",
             "if it is high, raise priority.be_share or add ranks.",
             quantiles(metrics.BE_WAIT),
-            warn=30.0,
-            bad=300.0,
+            levels=(30.0, 300.0),
         ),
         PanelSpec(
             "Best effort held back",
@@ -154,8 +145,7 @@ _BEST_EFFORT = PanelRow(
             "Time that a rank held best-effort work back for a latency-sensitive deadline.",
             "if it is high, raise priority.ls_ttft_s or priority.ls_tbt_s.",
             line(rate(metrics.BE_HELD, "rank"), "rank"),
-            warn=0.5,
-            bad=0.9,
+            levels=(0.5, 0.9),
         ),
         PanelSpec(
             "Configured targets",

@@ -51,9 +51,9 @@ class PromQuery(NamedTuple):
 class PanelSpec(NamedTuple):
     """A panel.
 
-    measures, action: description: what is shown, and what to do about a bad value. warn, bad:
-    thresholds for yellow and red; bad is below warn if less is worse. is_stat: show the latest
-    value as a number.
+    measures, action: description, and what to do about a bad value. levels: thresholds for yellow
+    and red; the second is below the first if less is worse. is_stat: show the latest value as a
+    number.
     """
 
     title: str
@@ -61,8 +61,7 @@ class PanelSpec(NamedTuple):
     measures: str
     action: str
     queries: tuple[PromQuery, ...]
-    warn: float | None = None
-    bad: float | None = None
+    levels: tuple[float, float] | None = None
     is_stat: bool = False
 
     @property

@@ -81,6 +81,7 @@ class Exporter:
         """Stop listening. May be called twice, from any thread."""
         server, self._server = self._server, None
         if server is not None:
+            server.is_closing = True
             server.shutdown()
             server.server_close()
 
@@ -118,16 +119,18 @@ class _Server(ThreadingWSGIServer):  # type: ignore[misc]
     """A thread per connection, at most MAX_CONNECTIONS, each for at most DEADLINE_S."""
 
     request_queue_size = MAX_CONNECTIONS
+    is_closing = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:
-        if self._slots.acquire(timeout=2 * DEADLINE_S):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        while not self._slots.acquire(timeout=POLL_S):
+            if self.is_closing:
+                self.shutdown_request(request)
+                return
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: socket.socket, client_address: Any) -> None:
         deadline = threading.Timer(DEADLINE_S, _disconnect, [request])

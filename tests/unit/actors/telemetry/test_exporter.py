@@ -9,6 +9,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -136,6 +137,16 @@ def test_slow_scrapers_are_disconnected_and_the_next_one_is_served(
     assert exporting.get().status_code == 200
     for connection in slow:
         assert connection.recv(1) == b""
+        connection.close()
+
+
+def test_close_does_not_wait_for_slow_scrapers() -> None:
+    exporting = Exporting()
+    slow = [exporting.connect() for _ in range(MAX_CONNECTIONS + 1)]
+    started_s = time.monotonic()
+    exporting.exporter.close()
+    assert time.monotonic() - started_s < exporter.READ_TIMEOUT_S
+    for connection in slow:
         connection.close()
 
 
