@@ -1,4 +1,4 @@
-"""A generation among choices, against a slow reading of them."""
+"""`ChoiceMatcher` against a slow reference."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ choice_lists = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, ma
 
 @settings(max_examples=200)
 @given(choice_lists, st.lists(st.one_of(tokens, st.just(EOS)), max_size=5))
-def test_it_is_at_its_end_where_no_choice_goes_on_and_allows_what_one_goes_on_with(
+def test_allowed_tokens_and_completion_match_slow_reference(
     choices: list[list[int]], generated: list[int]
 ) -> None:
-    way = ChoiceMatcher(choices)
+    matcher = ChoiceMatcher(choices)
     for token in generated:
-        way.step(token)
+        matcher.step(token)
     count = len(generated)
     matching = [choice for choice in choices if choice[:count] == generated]
     followers = {choice[count] for choice in matching if len(choice) > count}
-    assert way.is_complete == (not followers)
+    assert matcher.is_complete == (not followers)
     ends = not matching or any(len(choice) == count for choice in matching)
-    allowed = way.allowed_tokens([EOS])
+    allowed = matcher.allowed_tokens([EOS])
     assert set(allowed) == followers | ({EOS} if ends else set())
     assert len(allowed) == len(set(allowed))

@@ -1,9 +1,8 @@
-"""A real Prometheus with the committed rules, at fifteen times their pace, scrapes a server: alerts
-fire when their condition is caused, and resolve after. The tests run in order; minutes in all.
+"""Alerts on a real Prometheus, with the rules at 15 times their pace, that scrapes a server.
 
-Caused here: a scrape that is missing, a rank that is killed, an epoch that flaps, an attention rank
-that stands still until first tokens are late, latency-sensitive load that holds best effort back.
-The other alerts are caused in test_alerts_of_hours.py.
+The tests run in order and take minutes. Causes: a missing scrape, a killed rank, a flapping epoch,
+an attention rank that delays first tokens, and latency-sensitive load that delays best effort. For
+the other alerts see test_alerts_of_hours.py.
 """
 
 from __future__ import annotations
@@ -78,21 +77,21 @@ def world(tmp_path_factory: pytest.TempPathFactory, other_port: int) -> Iterator
         yield World(stack, tmp_path_factory.mktemp("prometheus"), watched, settings)
 
 
-def test_a_missing_scrape_is_an_alert_until_it_is_there(world: World, other_port: int) -> None:
+def test_missing_scrape_alert_fires_and_resolves(world: World, other_port: int) -> None:
     world.fires("TandemScrapeMissing")
     with quiet_process(other_port):
         world.resolves("TandemScrapeMissing")
     world.fires("TandemScrapeMissing")
 
 
-def test_a_rank_that_is_killed_is_an_alert_until_another_is_there(world: World) -> None:
+def test_rank_down_alert_fires_and_resolves_after_replacement(world: World) -> None:
     pid = world.kill("prefill-1")
     world.fires("TandemRankDown")
     until(lambda: world.pids().get("prefill-1", pid) != pid, "it was not replaced")
     world.resolves("TandemRankDown")
 
 
-def test_an_epoch_that_flaps_is_an_alert_until_it_stands_still(world: World) -> None:
+def test_flapping_epoch_alert_fires_and_resolves(world: World) -> None:
     """Three losses in a minute, which stands for a quarter of an hour."""
     for _ in range(3):
         pid = world.kill("prefill-0")
@@ -101,7 +100,7 @@ def test_an_epoch_that_flaps_is_an_alert_until_it_stands_still(world: World) -> 
     world.resolves("TandemEpochFlaps")
 
 
-def test_late_first_tokens_burn_the_objective_until_they_are_in_time(world: World) -> None:
+def test_late_first_tokens_alert_fires_and_resolves(world: World) -> None:
     pid = world.pids()["attention-0"]
 
     def fires() -> bool:
@@ -119,7 +118,7 @@ def test_late_first_tokens_burn_the_objective_until_they_are_in_time(world: Worl
     until(in_time, "it has not resolved")
 
 
-def test_best_effort_nears_its_bound_while_others_hold_it_back(world: World) -> None:
+def test_best_effort_near_limit_alert_fires_under_ls_load(world: World) -> None:
     def fires() -> bool:
         with ThreadPoolExecutor(1) as best_effort, busy(world, BE_MAX_WAIT_S):
             best_effort.submit(world.complete, "be")

@@ -1,12 +1,9 @@
-"""The alerts that take hours, or a fault of ours, at a hundred and twenty times their pace: a real
-Prometheus with the committed rules scrapes a server, each condition is caused, and ends again.
+"""Alerts that take hours or a planted fault, with the rules at 120 times their pace.
 
-Caused here: attention ranks that stand still now and then, so that objectives burn slowly and
-nobody can foretell a makespan; one that hangs until its requests end with 504; a threshold of
-saturation that is set far too high while prompts wait; and blocks that are not given back, by a
-fault that is planted in the ranks: the policy that they are configured with (docs/policies.md)
-takes the block manager's `release` away while a file is there. The tests run in order; minutes in
-all.
+The tests run in order and take minutes. Causes: attention ranks that pause, so that objectives burn
+slowly and predictions fail; a rank that hangs until requests time out; a saturation threshold that
+is too high; and leaked blocks, by a policy (docs/policies.md) that disables the block manager's
+`release` while a file exists.
 """
 
 from __future__ import annotations
@@ -91,7 +88,7 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
         yield World(stack, folder, Watched(PACE, scrape_s=0.5), settings)
 
 
-def test_objectives_burn_slowly_where_a_rank_stands_still_now_and_then(world: World) -> None:
+def test_slow_burn_alerts_fire_for_a_rank_that_pauses(world: World) -> None:
     alerts = {"TandemTtftBurnsSlow", "TandemTbtBurnsSlow", "TandemTbtBurnsFast"}
     with still_now_and_then(world, BETWEEN_CPU_S, STILL_S):
         world.fire(alerts)
@@ -113,7 +110,7 @@ def test_paused_rank_raises_prediction_alert(world: World) -> None:
         world.resolves("TandemPredictionsOff")
 
 
-def test_requests_that_end_with_504_burn_the_promise_of_an_answer(world: World) -> None:
+def test_timeouts_burn_the_answers_objective(world: World) -> None:
     """A rank that hangs for so long is replaced, and then the next one hangs."""
     alerts = {"TandemAnswersBurnsFast", "TandemAnswersBurnsSlow"}
     with still_now_and_then(world, BETWEEN_CPU_S, REQUEST_S):
@@ -122,7 +119,7 @@ def test_requests_that_end_with_504_burn_the_promise_of_an_answer(world: World) 
         world.all_resolve(alerts)
 
 
-def test_saturation_is_lost_while_prompts_wait_below_a_threshold_that_is_too_high(
+def test_saturation_lost_alert_fires_if_the_threshold_is_too_high(
     world: World,
 ) -> None:
     body = {"model": "bundled", "input": ROWS, "labels": [" no", " yes"]}
@@ -131,9 +128,7 @@ def test_saturation_is_lost_while_prompts_wait_below_a_threshold_that_is_too_hig
     world.resolves("TandemSaturationLost")
 
 
-def test_blocks_that_are_not_given_back_are_a_leak_until_they_are(
-    world: World, leak_file: Path
-) -> None:
+def test_block_leak_alert_fires_and_resolves(world: World, leak_file: Path) -> None:
     leak_file.touch()
     world.complete("ls")
     world.fires("TandemBlocksLeak")

@@ -1,5 +1,7 @@
-"""A real Prometheus, with the committed configuration, beside a real cluster of both pipelines
-under load: every panel and every rule has data, and its counts are the load generator's."""
+"""A real Prometheus scrapes both pipelines under load.
+
+Every panel and every rule has data, and counts equal the load generator's.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         yield Rig(served.url, prometheus)
 
 
-def test_requests_and_tokens_are_the_load_generators_exactly(rig: Rig) -> None:
+def test_requests_and_tokens_equal_the_load_generators(rig: Rig) -> None:
     sum_of, found = rig.prometheus.sum, rig.found
     of = f'cluster="{NAME}", group="ingress"'
     requests = f'sum({metrics.REQUESTS.name}{{{of}, pipeline="generation", outcome="ok"}})'
@@ -136,7 +138,7 @@ def test_requests_and_tokens_are_the_load_generators_exactly(rig: Rig) -> None:
     assert sum_of(rows) == ROWS
 
 
-def test_the_median_ttft_is_within_a_bucket_of_the_load_generators(rig: Rig) -> None:
+def test_median_ttft_is_within_a_bucket_of_the_load_generators(rig: Rig) -> None:
     """Theirs counts from when a request was due, and has the way there and back."""
     name = f'{metrics.TTFT.name}_bucket{{cluster="{NAME}", pipeline="generation"}}'
     counts = {
@@ -161,7 +163,7 @@ def test_every_panel_has_data(rig: Rig) -> None:
     assert not unexpected, "\n".join(sorted(unexpected))
 
 
-def test_every_rule_is_evaluated_without_an_error(rig: Rig) -> None:
+def test_every_rule_evaluates_without_error(rig: Rig) -> None:
     assert RULES
     rules = [
         rule for group in rig.prometheus.get("/api/v1/rules")["groups"] for rule in group["rules"]
@@ -180,7 +182,7 @@ def test_every_rule_is_evaluated_without_an_error(rig: Rig) -> None:
     assert not unexpected, "\n".join(sorted(unexpected))
 
 
-def test_latencies_name_requests(rig: Rig) -> None:
+def test_latency_exemplars_name_requests(rig: Rig) -> None:
     query = f'{metrics.TTFT.name}_bucket{{cluster="{NAME}"}}'
     now_s = time.time()
     found = rig.prometheus.get(

@@ -1,5 +1,4 @@
-"""A server with a real Prometheus beside it, whose rules are the committed ones at a quicker pace:
-what tests that cause an alert's condition share."""
+"""A server and a real Prometheus with the committed rules at a faster pace."""
 
 from __future__ import annotations
 
