@@ -195,10 +195,8 @@ def test_experts_of_a_gpu_are_counted_in_its_memory_and_in_the_hosts(tmp_path: P
     )
     assert "experts.slots=1: room for 1" in experts("experts.slots=1").found
     stored = experts("experts.slots=20", "experts.storage_format=true")
-    assert (stored.level, stored.found[:36]) == (
-        "error",
-        "experts.storage_format=true: not on a GPU: l",
-    )
+    assert stored.level == "error"
+    assert stored.found.startswith("experts.storage_format=true: not on a GPU")
     ranks = experts("experts.slots=20", "groups.expert_ranks=1", "groups.attention_ranks=1")
     assert ranks.level == "error"
     assert ranks.found.startswith("groups.expert_ranks=1: expert ranks keep all")

@@ -53,7 +53,7 @@ def test_no_more_comes_in_than_a_rank_has_slots_for() -> None:
         (
             {"bytes_per_s": 1e6, "move_timeout_s": 30.0},
             "warning",
-            "max_move_bytes at most 30000000",
+            "set max_move_bytes to 30000000 or less",
         ),
         ({"max_move_bytes": MIB, "bytes_per_s": 6e8}, "warning", "bytes_per_s at most 5e+08"),
     ],

@@ -18,7 +18,7 @@ from models.prediction.routing_profile import RoutingProfile
 from models.spec.model import read_spec
 from planner.placement.slots import LayerSlots
 
-FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
+FOLDER = Path(__file__).resolve().parents[5] / "models" / "bundled"
 SPEC = read_spec(FOLDER)
 TEXTS = FOLDER.parents[1] / "docs" / "usage.md"
 
