@@ -108,7 +108,7 @@ def _cells(rank: RankStatus, since: _EarlierStatus | None) -> Iterator[str]:
     yield str(rank.waiting)
     same = since is not None and before is not None and before.uptime_s <= rank.uptime_s
     seconds = since.seconds if since is not None and same else rank.uptime_s
-    for total in (_busy_s, _exposed_s):
+    for total in (busy_seconds, _exposed_seconds):
         spent_s = total(rank) - (total(before) if same and before is not None else 0.0)
         yield f"{min(1.0, spent_s / seconds):.0%}" if seconds > 0 else "–"
     blocks = rank.sections.get("kv_blocks", {})
@@ -116,12 +116,13 @@ def _cells(rank: RankStatus, since: _EarlierStatus | None) -> Iterator[str]:
     yield f"{whole - blocks.get('free', 0):,.0f} of {whole:,.0f}" if blocks else "–"
 
 
-def _busy_s(rank: RankStatus) -> float:
+def busy_seconds(rank: RankStatus) -> float:
+    """Return the seconds that a rank has computed since its start."""
     stages = rank.sections.get("stage_s", {})
     return sum(stages.get(stage, 0.0) for stage in BUSY)
 
 
-def _exposed_s(rank: RankStatus) -> float:
+def _exposed_seconds(rank: RankStatus) -> float:
     return rank.sections.get("totals", {}).get("exposed_s", 0.0)
 
 

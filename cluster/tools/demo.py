@@ -1,4 +1,4 @@
-"""What the demo sends: rows written for it, in the forms the bundled checkpoint has learned."""
+"""`tandem demo`: serves the bundled model, sends requests, and shows the answers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from rich.table import Table
 from actors.telemetry.chrome_trace import write_chrome_trace
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
+from cluster.observe.status_client import busy_seconds
 from cluster.observe.terminal import Terminal
 from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.loading import load_config
-from contracts.ranks import Group, RankStatus
-from contracts.traces import TaskSpan
-from planner.schedule.exposed_communication import exposed_communication
+from contracts.ranks import RankStatus
 
 
 class DemoTask(NamedTuple):
-    """Rows of one task of `models/bundled/tasks.json`, each with what a person would say."""
+    """Rows of one task of `models/bundled/tasks.json`, each with its expected label."""
 
     task: str
     rows: list[tuple[str, str]]
@@ -64,40 +63,22 @@ TASKS = [
             ("Which exchange rate do you use when I pay in dollars?", " exchange_rate"),
         ],
     ),
-    DemoTask(
-        "goemotions",
-        [
-            ("Thank you so much, this made my whole week!", " gratitude"),
-            ("I love this song so much.", " love"),
-        ],
-    ),
-    DemoTask(
-        "arxiv",
-        [
-            (
-                "We prove that every compact Kähler manifold with vanishing first Chern class "
-                "admits a finite cover that splits as a product.",
-                " mathematics",
-            ),
-        ],
-    ),
 ]
-
-
-class DemoChat(NamedTuple):
-    priority: str
-    question: str
-
-
-CHATS = [
-    DemoChat("be", "Is this message spam?\nYou have won a free phone! Call now to claim it."),
-    DemoChat("be", "What does this bank customer want?\nMy card was swallowed by the machine."),
-    DemoChat("ls", "What emotion does this post show?\nThank you so much, you made my day!"),
-    DemoChat("ls", "Is this review positive or negative?\nThe battery died after two days."),
-    DemoChat("ls", "Who are you?"),
+CHATS = [  # priority class, question
+    ("be", "Is this message spam?\nYou have won a free phone! Call now to claim it."),
+    ("be", "What does this bank customer want?\nMy card was swallowed by the machine."),
+    ("ls", "What emotion does this post show?\nThank you so much, you made my day!"),
+    ("ls", "Who are you?"),
 ]
-
-
+SETTINGS = (
+    "groups.attention_ranks=1",
+    "groups.expert_ranks=2",
+    "groups.prefill_ranks=2",
+    "serve.name=demo",
+    "schedule.r1=2",
+    "schedule.r2=2",
+    "kv.pool_tokens=32768",
+)
 MAX_CHAT_TOKENS = 48
 TIMEOUT_S = 60.0
 
@@ -113,73 +94,45 @@ class _TaskFile(msgspec.Struct):
 
 
 class ChatResult(NamedTuple):
-    chat: DemoChat
     answer: str
     ttft_s: float
     tpot_s: float
     tokens: int
-    cached_tokens: int
 
 
 def run_demo(trace: Path | None) -> int:
-    """Starts, asks, shows, stops. Returns the exit status."""
+    """Run the demo and return the exit status. trace: file for a Perfetto trace."""
     console = Terminal(width=None if sys.stdout.isatty() else 140)
-    config = _config()
+    started_s = time.monotonic()
+    config: TandemConfig = load_config(None, [*SETTINGS, f"http.port={free_port()}"])
     groups = config.groups
     console.print(
         f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks and "
         f"{groups.prefill_ranks} prefill workers on a local Ray cluster …"
     )
-    started_s = time.monotonic()
     with serving(config) as served:
         console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
-        for show in (_classification, _chats):
-            before = _busy_s(served)
-            console.print(show(served))
-            console.print(f"Answered by {_busy_ranks(before, _busy_s(served))}.\n")
-        spans = served.groups.spans.remote().result(timeout_s=TIMEOUT_S)
-        console.print(_ranks(served, spans))
+        for table in (_classification, _chats, _ranks):
+            console.print(table(served))
         if trace is not None:
-            write_chrome_trace(spans, trace)
+            write_chrome_trace(served.groups.spans.remote().result(timeout_s=TIMEOUT_S), trace)
             console.print(f"Trace: {trace} (open it in https://ui.perfetto.dev)")
     console.print(f"Done in {time.monotonic() - started_s:.1f} s; nothing is left running.")
     return 0
 
 
-def _config() -> TandemConfig:
-    return load_config(
-        None,
-        [
-            "groups.attention_ranks=1",
-            "groups.expert_ranks=2",
-            "groups.prefill_ranks=2",
-            "serve.name=demo",
-            "schedule.r1=2",
-            "schedule.r2=2",
-            "kv.pool_tokens=32768",
-            f"http.port={free_port()}",
-        ],
-    )
-
-
 def _classification(served: RunningServer) -> Table:
     path = resolve_model_folder(BUNDLED) / "tasks.json"
     known = {t.name: t for t in msgspec.json.decode(path.read_bytes(), type=_TaskFile).tasks}
-    table = Table(
-        title="Classification, one request per task, all at once (POST /v1/classify)",
-        title_justify="left",
-    )
-    for heading in ("task", "text", "answer"):
-        table.add_column(heading)
-    for heading in ("probability", "labels", "request ms"):
-        table.add_column(heading, justify="right")
+    title = "Classification, one request per task, all at once (POST /v1/classify)"
+    table = _table(title, ("task", "text", "answer"), ("probability", "labels", "request ms"))
     with (
         httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client,
         ThreadPoolExecutor(len(TASKS)) as threads,
     ):
         answers = threads.map(lambda task: _classify(client, task, known[task.task]), TASKS)
-        for task, (answer, milliseconds) in zip(TASKS, answers, strict=True):
-            for (text, expected), item in zip(task.rows, answer["data"], strict=True):
+        for task, (items, milliseconds) in zip(TASKS, answers, strict=True):
+            for (text, expected), item in zip(task.rows, items, strict=True):
                 mark = "[green]✓[/]" if item["label"] == expected else f"[yellow]≠{expected}[/]"
                 table.add_row(
                     task.task,
@@ -194,37 +147,31 @@ def _classification(served: RunningServer) -> Table:
 
 def _classify(
     client: httpx.Client, task: DemoTask, labels: _Labels
-) -> tuple[dict[str, Any], float]:
-    """The answer of one request with all rows of the task, and its milliseconds."""
+) -> tuple[list[dict[str, Any]], float]:
+    """Return the answers to the rows of a task, and the milliseconds of the request."""
     started_s = time.monotonic()
-    response = client.post(
-        "/v1/classify",
-        json={
-            "model": BUNDLED,
-            "input": [text for text, _ in task.rows],
-            "labels": labels.labels,
-            "template": labels.template,
-        },
-    )
+    body = {
+        "model": BUNDLED,
+        "input": [text for text, _ in task.rows],
+        "labels": labels.labels,
+        "template": labels.template,
+    }
+    response = client.post("/v1/classify", json=body)
     if response.status_code != 200:
         raise TandemError(f"/v1/classify answered {response.status_code}: {response.text}")
-    answer: dict[str, Any] = response.json()
-    return answer, 1e3 * (time.monotonic() - started_s)
+    return response.json()["data"], 1e3 * (time.monotonic() - started_s)
 
 
 def _chats(served: RunningServer) -> Table:
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", timeout=TIMEOUT_S)
     with ThreadPoolExecutor(len(CHATS)) as threads:
-        results = list(threads.map(lambda chat: _chat(client, chat), CHATS))
-    table = Table(title="Chats, streamed at the same time (openai client)", title_justify="left")
-    for heading in ("class", "question", "answer"):
-        table.add_column(heading)
-    for heading in ("tokens", "TTFT ms", "TPOT ms"):
-        table.add_column(heading, justify="right")
-    for result in results:
+        results = list(threads.map(lambda chat: _chat(client, *chat), CHATS))
+    title = "Chats, streamed at the same time (openai client)"
+    table = _table(title, ("class", "question", "answer"), ("tokens", "TTFT ms", "TPOT ms"))
+    for (priority, question), result in zip(CHATS, results, strict=True):
         table.add_row(
-            result.chat.priority.upper(),
-            _short(result.chat.question.replace("\n", " "), 44),
+            priority.upper(),
+            _short(question.replace("\n", " "), 44),
             _short(result.answer, 60),
             str(result.tokens),
             f"{1e3 * result.ttft_s:.0f}",
@@ -233,100 +180,55 @@ def _chats(served: RunningServer) -> Table:
     return table
 
 
-def _chat(client: openai.OpenAI, chat: DemoChat) -> ChatResult:
+def _chat(client: openai.OpenAI, priority: str, question: str) -> ChatResult:
     started_s = first_s = time.monotonic()
     pieces: list[str] = []
-    usage = None
     stream = client.chat.completions.create(
         model=BUNDLED,
-        messages=[{"role": "user", "content": chat.question}],
+        messages=[{"role": "user", "content": question}],
         max_tokens=MAX_CHAT_TOKENS,
         temperature=0,
         stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"priority": chat.priority},
+        extra_body={"priority": priority},
     )
     for chunk in stream:
-        usage = chunk.usage or usage
         if chunk.choices and chunk.choices[0].delta.content:
             if not pieces:
                 first_s = time.monotonic()
             pieces.append(chunk.choices[0].delta.content)
-    ended_s = time.monotonic()
-    tokens = usage.completion_tokens if usage else len(pieces)
-    details = usage.prompt_tokens_details if usage else None
-    return ChatResult(
-        chat,
-        "".join(pieces),
-        first_s - started_s,
-        (ended_s - first_s) / max(1, tokens - 1),
-        tokens,
-        (details.cached_tokens or 0) if details else 0,
-    )
+    tpot_s = (time.monotonic() - first_s) / max(1, len(pieces) - 1)
+    return ChatResult("".join(pieces), first_s - started_s, tpot_s, len(pieces))
 
 
-def _statuses(served: RunningServer) -> list[RankStatus]:
-    found: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
-    return found
-
-
-def _busy_s(served: RunningServer) -> dict[str, float]:
-    """Seconds that each rank has computed so far."""
-    return {status.name: _compute_s(status) for status in _statuses(served)}
-
-
-def _compute_s(status: RankStatus) -> float:
-    stage_s = status.sections.get("stage_s", {})
-    return sum(stage_s.get(stage, 0.0) for stage in ("attention", "expert", "finish"))
-
-
-def _busy_ranks(before: dict[str, float], after: dict[str, float]) -> str:
-    return ", ".join(name for name, busy_s in after.items() if busy_s > before.get(name, 0.0))
-
-
-def _ranks(served: RunningServer, spans: Sequence[TaskSpan]) -> Table:
-    routed = [span for span in spans if not span.resource.startswith(Group.PREFILL)]
-    _, exposed = exposed_communication(_within_batches(routed))
-    table = Table(
-        title=f"Ranks ({served.directory.backend} channels; exposed communication {exposed:.0%} "
-        "of the batches' time)",
-        title_justify="left",
-    )
-    for heading in ("rank", "plans (batches)", "chosen by"):
-        table.add_column(heading)
-    for heading in ("compute ms", "A2E+E2A sent kB", "KV blocks used"):
-        table.add_column(heading, justify="right")
-    for status in _statuses(served):
+def _ranks(served: RunningServer) -> Table:
+    statuses: list[RankStatus] = served.groups.status.remote().result(timeout_s=TIMEOUT_S)
+    title = f"Ranks ({served.directory.backend} channels)"
+    right = ("compute ms", "A2E+E2A sent kB", "KV blocks used")
+    table = _table(title, ("rank", "plans (batches)", "chosen by"), right)
+    for status in statuses:
         sections = defaultdict(dict[str, float], status.sections)
         blocks = sections["kv_blocks"]
         table.add_row(
             status.name,
-            _counted(sections["plans"]),
-            _counted(sections["chosen_by"]),
-            f"{1e3 * _compute_s(status):.0f}",
+            _most_frequent(sections["plans"]),
+            _most_frequent(sections["chosen_by"]),
+            f"{1e3 * busy_seconds(status):.0f}",
             f"{sections['channel_bytes'].get('sent', 0) / 1e3:.0f}",
             f"{sum(blocks.values()) - blocks['free']:.0f}" if blocks else "–",
         )
     return table
 
 
-def _counted(counts: dict[str, float]) -> str:
-    """The three most frequent."""
+def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(*left, title=title, title_justify="left")
+    for heading in right:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _most_frequent(counts: dict[str, float]) -> str:
     most = sorted(counts.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{name} ({count:.0f})" for name, count in most) or "–"
-
-
-def _within_batches(spans: Sequence[TaskSpan]) -> list[TaskSpan]:
-    """Spans with the idle time between batches cut out, so that shares are of busy time."""
-    shifted: list[TaskSpan] = []
-    end_s = skipped_s = 0.0
-    for span in sorted(spans, key=lambda span: span.start_s):
-        if not shifted or span.start_s > end_s:
-            skipped_s += span.start_s - end_s
-        end_s = max(end_s, span.end_s)
-        moved = {"start_s": span.start_s - skipped_s, "end_s": span.end_s - skipped_s}
-        shifted.append(msgspec.structs.replace(span, **moved))
-    return shifted
 
 
 def _short(text: str, width: int) -> str:

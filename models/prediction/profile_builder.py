@@ -2,7 +2,7 @@
 
 1  mean outputs and frequencies of experts, and the first layer's by token; which went where
 2  least squares, and samples of which a network is trained
-3  on rows held out: how precise each kind of guess is, by layer and rank; which went where
+3  on rows held out: how precise each kind of guess is, by layer and rank
 """
 
 from __future__ import annotations
@@ -36,13 +36,6 @@ from models.prediction.text_runner import LayerActivations, Rows, TextRunner, Vi
 HELD_OUT: Final = 5  # one row of so many
 SAMPLE_BYTES: Final = 512 << 20  # that a network is trained with
 _RIDGE: Final = 1e-3  # of the mean diagonal
-
-
-class SplitCounters(NamedTuple):
-    """Of routing as it comes: that of the texts a profile is made of, and of those held out."""
-
-    kept: RoutingCounter
-    held_out: RoutingCounter
 
 
 class LeastSquares:
@@ -82,9 +75,9 @@ class ProfileBuilder:
         store: ExpertStore,
         rows: Rows,
         progress: Callable[[float], None] = lambda part: None,
-        counters: SplitCounters | None = None,
+        counter: RoutingCounter | None = None,
     ) -> None:
-        self._counters = counters
+        self._counter = counter
         self._half, self._progress = half, progress
         self._texts = TextRunner(half, store)
         self._kept = [row for number, row in enumerate(rows) if number % HELD_OUT]
@@ -222,14 +215,14 @@ class ProfileBuilder:
             result = predicted_routing_after(half, known, layer, after, activations.after_TD)
             guessed[AFTER] = result.topk_ids_TK
 
-        self._run(rows, self._with_counter(visit, held_out=True))
+        self._run(rows, visit)
         return {kind: each / max(1, tokens) for kind, each in hits.items()}
 
-    def _with_counter(self, visit: Visit, *, held_out: bool = False) -> Visit:
-        """`visit`, and whole paths to a counter."""
-        if self._counters is None:
+    def _with_counter(self, visit: Visit) -> Visit:
+        """Return `visit`, which also adds whole paths to the counter."""
+        counter = self._counter
+        if counter is None:
             return visit
-        counter = self._counters.held_out if held_out else self._counters.kept
         paths: list[NDArray[np.int64]] = []
 
         def visit_and_count(activations: LayerActivations) -> None:

@@ -106,9 +106,10 @@ def _routing(options: argparse.Namespace) -> int:
         counts = merge_counts(report.counts, options.add, folder).truncate(limits)
         report.profile.write(path, folder, counts)
         if options.json:
-            print(pretty(report.quality))
+            layers = [precision._asdict() for precision in report.layers]
+            print(pretty({"tokens": report.tokens, "layers": layers}))
             return 0
-        print_routing(report.quality)
+        print_routing(report)
     elif options.add:
         merge_counts(None, options.add, folder).truncate(limits).write(path)
     else:

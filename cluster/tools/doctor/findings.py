@@ -1,4 +1,4 @@
-"""What `tandem doctor` finds, line by line."""
+"""Findings of `tandem doctor`: the record, its table, and the check of API keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line. `advice`: what to change; empty when all is well."""
+    """The result of one check. advice: what to change; empty for level "ok"."""
 
     check: str
     level: Level
@@ -30,32 +30,28 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "check", "found", "advice"):
-        table.add_column(heading)
+    table = Table("", "check", "found", "advice", box=None, pad_edge=False)
     for finding in findings:
         level = Text(finding.level, style=_COLOURS[finding.level])
         table.add_row(level, *map(Text, (finding.check, finding.found, finding.advice)))
     Terminal().print(table)
 
 
-_OTHERS = stat.S_IRWXO
-
-
 def check_keys(config: TandemConfig) -> Finding:
-    """Of this machine's file."""
+    """Check this machine's keys file and its mode."""
     http = config.http
     if http.keys_file is None:
         count = len(http.api_keys)
-        found = f"{count} in the configuration" if count else "none: open to all who reach the port"
+        found = f"{count} in the configuration" if count else "none: open to every client"
         return Finding("keys", "ok", found)
     path = Path(http.keys_file)
     try:
         keys, mode = read_keys(path), stat.S_IMODE(path.stat().st_mode)
     except (ConfigError, OSError) as error:
-        return Finding("keys", "error", str(error), "servers start and change keys by this file")
+        advice = "servers read their keys from this file at the start and on each change"
+        return Finding("keys", "error", str(error), advice)
     found = f"{path}: {len(keys.api_keys)} keys, mode {mode:04o}"
-    if mode & _OTHERS:
+    if mode & stat.S_IRWXO:
         advice = f"all users of this machine may read or change it: chmod o-rwx {path}"
         return Finding("keys", "warning", found, advice)
     if keys.metrics_key and http.metrics_key is None and config.metrics.exporters:

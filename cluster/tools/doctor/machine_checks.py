@@ -1,22 +1,18 @@
-"""What in this machine keeps Tandem from running well, a finding per check."""
+"""Checks of this machine for `tandem doctor`, one finding each."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import mmap
 import os
 import platform
 import resource
 import sys
-import tempfile
 from pathlib import Path
-from typing import Final, NamedTuple
 
 import torch
 
 from cluster.tools.doctor.findings import Finding
 from contracts import machine
-from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
 from contracts.import_path import shadowed_packages
 
@@ -50,7 +46,7 @@ def cores(config: TandemConfig) -> Finding:
     ranks = config.groups.ranks
     found = f"{cores:g} cores for {ranks} ranks of {config.groups.torch_threads} thread(s)"
     if ranks * config.groups.torch_threads > cores:
-        return Finding("cores", "warning", found, "ranks share cores: right, but slower")
+        return Finding("cores", "warning", found, "ranks share cores: correct, but slower")
     return Finding("cores", "ok", found)
 
 
@@ -69,15 +65,15 @@ def shared_memory() -> Finding:
     free = machine.free_bytes(folder)
     found = f"{free / GIB:.1f} GiB free in /dev/shm"
     if free < GIB // 2:
-        advice = "Ray's object store wants 256 MiB there; docker: --shm-size=1g"
+        advice = "Ray's object store needs 256 MiB there; docker: --shm-size=1g"
         return Finding("shared memory", "warning", found, advice)
     return Finding("shared memory", "ok", found)
 
 
 def gpu(config: TandemConfig) -> Finding:
     if config.channel.backend == "ipc":
-        found = "channel.backend=ipc: others read what lies in a rank's memory, which ends with it"
-        advice = "a rank that is killed may spoil packets under way: use nccl or shm in earnest"
+        found = "channel.backend=ipc: peers read a rank's memory, which ends with its process"
+        advice = "a killed rank may corrupt packets in transit: use nccl or shm in production"
         return Finding("gpu", "warning", found, advice)
     if not torch.cuda.is_available():
         return Finding("gpu", "ok", "none: CPU ranks, shm or tcp channels")
@@ -98,7 +94,7 @@ def descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} file descriptors, {hard} at most"
     if soft < MIN_DESCRIPTORS:
-        advice = f"each client and each rank takes some: ulimit -n {MIN_DESCRIPTORS} or more"
+        advice = f"each client and each rank uses some: ulimit -n {MIN_DESCRIPTORS} or more"
         return Finding("descriptors", "warning", found, advice)
     return Finding("descriptors", "ok", found)
 
@@ -106,7 +102,7 @@ def descriptors() -> Finding:
 def niceness() -> Finding:
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice > 0:
-        advice = "ranks inherit it, and count as hung when they get no time: start without nice"
+        advice = "ranks inherit it and count as hung without CPU time: start without nice"
         return Finding("niceness", "warning", f"nice {nice}", advice)
     return Finding("niceness", "ok", f"nice {nice}")
 
@@ -114,44 +110,7 @@ def niceness() -> Finding:
 def current_folder() -> Finding:
     names = shadowed_packages(Path.cwd())
     if names:
-        found = f"{', '.join(names)}: named as packages of ours"
-        advice = "python -m and PYTHONPATH may take them for ours: start elsewhere"
+        found = f"{', '.join(names)}: named as packages of Tandem"
+        advice = "python -m and PYTHONPATH may import them instead: start in another folder"
         return Finding("current folder", "warning", found, advice)
-    return Finding("current folder", "ok", "nothing here is taken for our packages")
-
-
-BYTES: Final = 32 << 20
-_PART: Final = 1 << 20  # as experts are read
-
-
-class DiskRate(NamedTuple):
-    """is_direct: measured past the page cache; else what the system remembers."""
-
-    bytes_per_s: float
-    is_direct: bool
-
-
-def disk_rate(folder: Path) -> DiskRate:
-    """Writes a file there and reads it, which takes a moment. Raises OSError."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="tandem-rate-") as file:
-        part = mmap.mmap(-1, _PART)  # page-aligned, as direct reads want it
-        part.write(os.urandom(_PART))
-        for _ in range(BYTES // _PART):
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-        try:
-            return DiskRate(_read(file.name, os.O_DIRECT, part), is_direct=True)
-        except OSError:
-            return DiskRate(_read(file.name, 0, part), is_direct=False)
-
-
-def _read(path: str, flags: int, part: mmap.mmap) -> float:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    try:
-        start_s = monotonic_s()
-        for first in range(0, BYTES, _PART):
-            os.preadv(descriptor, [part], first)
-        return BYTES / max(1e-9, monotonic_s() - start_s)
-    finally:
-        os.close(descriptor)
+    return Finding("current folder", "ok", "no file here has the name of a package of Tandem")

@@ -1,4 +1,4 @@
-"""How many bytes of weights the ranks of a configuration hold."""
+"""Bytes of weights in the ranks of a configuration."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from models.weights.loading import total_bytes
 
 
 def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]:
-    """Bytes of weights in each attention rank, and in all expert ranks together. Raises
-    ConfigError."""
+    """Return the bytes in each attention rank, and in all expert ranks. Raises ConfigError."""
     dtype, expert_bytes = resolve_dtype(spec, config.model.dtype), bytes_per_expert(config, spec)
     ranks = config.groups.expert_ranks
     experts = placed_experts(config, spec) if ranks else len(spec.moe_layers) * spec.num_experts
@@ -26,7 +25,7 @@ def group_weight_bytes(config: TandemConfig, spec: ModelSpec) -> tuple[int, int]
 
 
 def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
-    """Bytes of weights in a prefill worker's own memory: copies use two layers' buffers."""
+    """Return the bytes in a prefill worker's own memory: copies use two layers' buffers."""
     prefill, workers = config.prefill, config.groups.prefill_ranks
     dtype = resolve_dtype(spec, config.model.dtype)
     expert_bytes = layout.expert_elements(spec) * dtype.itemsize
@@ -50,7 +49,7 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
 
 
 def placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
-    """Slots of the group that has the placement, in all layers together. Raises ConfigError."""
+    """Return the number of slots of the placed group over all layers. Raises ConfigError."""
     folder, placing = resolve_model_folder(config.model.path), config.placement
     placement = check_placement_file(config, folder, spec)
     if placement is not None:
@@ -60,7 +59,7 @@ def placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
 
 
 def bytes_per_expert(config: TandemConfig, spec: ModelSpec) -> int:
-    """Of one, where workers keep as many as there are slots for. Raises CheckpointError."""
+    """Return the bytes of one expert as a cache stores it. Raises CheckpointError."""
     dtype = resolve_dtype(spec, config.model.dtype)
     if config.experts.is_bounded and config.experts.storage_format:
         checkpoint = Checkpoint(resolve_model_folder(config.model.path))
@@ -69,7 +68,7 @@ def bytes_per_expert(config: TandemConfig, spec: ModelSpec) -> int:
 
 
 def _lockstep_share(config: TandemConfig, spec: ModelSpec) -> float:
-    """Layers' worth of experts in a worker of all_to_all."""
+    """Return the experts of an all_to_all worker, in layers."""
     slots = len(spec.moe_layers) * spec.num_experts
     if config.placement.file is not None and config.groups.expert_ranks == 0:
         slots = placed_experts(config, spec)

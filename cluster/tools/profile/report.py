@@ -1,8 +1,7 @@
-"""What `tandem profile` shows: a table of the fits, and a picture of points and lines."""
+"""Output of `tandem profile`: a table and a plot of the fits, and the routing report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,8 @@ from rich.table import Table
 
 from cluster.observe.terminal import Terminal
 from cluster.tools.plots import check_format, pyplot, saving_figure
-from cluster.tools.profile.routing_quality import RoutingQuality
+from cluster.tools.profile.routing_profile import RoutingReport
 from contracts.hardware import Fit, Hardware
-from models.prediction.count_predictor import (
-    BOTH,
-    MARGINAL,
-    MORE_CONFIDENT,
-    PREVIOUS,
-    TOKEN,
-    TWO_LAYERS,
-    TWO_TOKENS,
-)
 from models.prediction.signals import AFTER, PREDICTOR_KINDS
 
 OPTION = "--plot"
@@ -45,7 +35,7 @@ def print_profile(hardware: Hardware) -> None:
 
 
 def draw_profile(hardware: Hardware, path: Path) -> None:
-    """Measured against modelled times, and both over size. Raises ConfigError."""
+    """Draw measured and modelled times over size. Raises ConfigError."""
     check_format(path, OPTION)
     plt = pyplot(OPTION)
     fits = hardware.fits
@@ -61,7 +51,7 @@ def draw_profile(hardware: Hardware, path: Path) -> None:
 
 
 def _draw_fit(axis: Any, fit: Fit) -> None:
-    """Points are measured, the line is the model; a model of several sizes is drawn by rank."""
+    """Draw measured points and the model's line, over modelled times if the context varies."""
     from matplotlib.ticker import NullFormatter
 
     points = sorted(fit.points, key=lambda point: (point.size, point.modelled_ms))
@@ -115,63 +105,15 @@ def _formula(hardware: Hardware, stage: str) -> str:
     return ""
 
 
-_ENTROPIES = {MARGINAL: "H(e)", TOKEN: "H(e|token)", PREVIOUS: "H(e|previous)"}
-
-
-def print_routing(quality: RoutingQuality) -> None:
-    console = Terminal()
-    console.print(
-        f"{quality.counted} tokens of {quality.ids} ids counted, a fifth held out: "
-        f"{quality.held_out}, {quality.unseen_fraction:.1%} of other ids"
-    )
-    for table in (
-        _entropies(quality),
-        _predictions(quality),
-        _guesses(quality),
-        _contiguous(quality),
-    ):
-        console.print()
-        console.print(table)
-
-
-def _entropies(quality: RoutingQuality) -> Table:
-    table = _table("an expert in bits, by what is known", ("layer", *_ENTROPIES.values()))
-    for of in quality.layers:
-        table.add_row(str(of.layer), *_shown(of.entropy_bits, _ENTROPIES, "{:.2f}"))
-    return table
-
-
-def _predictions(quality: RoutingQuality) -> Table:
-    kinds = (MARGINAL, TOKEN, TWO_TOKENS, PREVIOUS, TWO_LAYERS, BOTH, MORE_CONFIDENT)
-    table = _table("experts that are found, by what is known", ("layer", *kinds))
-    for of in quality.layers:
-        table.add_row(str(of.layer), *_shown(of.hit_fraction, kinds, "{:.3f}"))
-    return table
-
-
-def _guesses(quality: RoutingQuality) -> Table:
+def print_routing(report: RoutingReport) -> None:
     kinds = (*PREDICTOR_KINDS, AFTER)
-    table = _table("experts that are found, by guesses made in the layer before", ("layer", *kinds))
-    for of in quality.layers:
-        table.add_row(str(of.layer), *_shown(of.hit_fraction, kinds, "{:.3f}"))
-    return table
-
-
-def _contiguous(quality: RoutingQuality) -> Table:
-    headings = ("ranks", "copies", "LAR by token id", "load", "load, worst layer")
-    table = _table("contiguous experts, means over layers", headings)
-    for of in quality.ranks:
-        figures = (of.copies, of.local_fraction, of.load, of.worst_load)
-        table.add_row(str(of.ranks), *(f"{figure:.3f}" for figure in figures))
-    return table
-
-
-def _table(title: str, headings: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
-
-
-def _shown(found: Mapping[str, float], names: Iterable[str], form: str) -> list[str]:
-    return [form.format(found[name]) if name in found else "–" for name in names]
+    table = Table("layer", *kinds, box=None, pad_edge=False, title_justify="left")
+    table.title = (
+        "fraction of experts that guesses made in the layer before predict, on held-out text"
+    )
+    for precision in report.layers:
+        found = (f"{precision.hit_fraction[kind]:.3f}" for kind in kinds)
+        table.add_row(str(precision.layer), *found)
+    console = Terminal()
+    console.print(f"{report.counts.counted} of {report.tokens} tokens counted")
+    console.print(table)

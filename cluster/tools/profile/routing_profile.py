@@ -1,4 +1,4 @@
-"""`tandem profile --routing`: what foretells a checkpoint's routing, from texts."""
+"""`tandem profile --routing`: a profile of a checkpoint's routing, from texts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from cluster.tools.profile.routing_quality import RoutingQuality, evaluate_routing
 from contracts.errors import ConfigError
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
-from models.prediction.count_predictor import NearestTokens
-from models.prediction.profile_builder import ProfileBuilder, SplitCounters
+from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.profile_file import checkpoint_digest
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import COUNT_LIMITS, MIN_TOKENS, CountLimits, RoutingCounts
@@ -26,15 +24,12 @@ from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 
-MEASUREMENT_LIMITS: Final = CountLimits(pairs=1 << 17, paths=1 << 16)
-"""Larger than the file's: what is printed is judged with all of it."""
-HELD_OUT_LIMITS: Final = CountLimits(pairs=4096, paths=1 << 16)  # whose paths alone are looked at
-_DEADLINE_S: Final = 600.0  # to make the file of experts, or to read a layer's
+MEASUREMENT_LIMITS: Final = CountLimits(pairs=1 << 17, paths=1 << 16)  # larger than the file's
+_DEADLINE_S: Final = 600.0  # to write the file of experts, or to read a layer's
 
 
 class RoutingSettings(NamedTuple):
-    """most_tokens: of all texts together; of one at most row_tokens. limits: of what is counted,
-    in the file."""
+    """most_tokens: of all texts together. row_tokens: of one text. limits: counts in the file."""
 
     model_folder: Path
     dtype: Literal["auto", "bfloat16", "float32"]
@@ -43,14 +38,29 @@ class RoutingSettings(NamedTuple):
     limits: CountLimits = COUNT_LIMITS
 
 
+class LayerPrecision(NamedTuple):
+    """The fraction of a layer's experts that each kind of guess predicts on texts held out."""
+
+    layer: int
+    hit_fraction: dict[str, float]
+
+
 class RoutingReport(NamedTuple):
-    """counts: as they go into the file. tokens: that were looked at."""
+    """tokens: of the texts; four fifths of these are counted."""
 
     profile: RoutingProfile
     counts: RoutingCounts
-    quality: RoutingQuality
-    spec: ModelSpec
     tokens: int
+
+    @property
+    def layers(self) -> list[LayerPrecision]:
+        kinds = (*PREDICTOR_KINDS, AFTER)
+        return [
+            LayerPrecision(
+                layer, {kind: float(self.profile.precision[kind][layer].mean()) for kind in kinds}
+            )
+            for layer in list(self.profile.means)[1:]
+        ]
 
 
 def routing_profile(
@@ -58,8 +68,11 @@ def routing_profile(
     texts: Iterable[str],
     progress: Callable[[float], None] = lambda part: None,
 ) -> RoutingReport:
-    """On the CPU; layers' experts are streamed, so that a model larger than memory can be profiled.
-    progress: told the part that is done. Raises CheckpointError, ResourceError, ConfigError."""
+    """Run the model on the CPU with streamed experts, so that it may be larger than memory.
+
+    progress: called with the completed fraction. Raises CheckpointError, ResourceError,
+    ConfigError.
+    """
     folder = settings.model_folder
     spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
     dtype = resolve_dtype(spec, settings.dtype)
@@ -74,28 +87,14 @@ def routing_profile(
     store = CopyingStore(source, {}, layout, deadline_s=_DEADLINE_S)
     try:
         half = AttentionHalf.load(checkpoint, spec, dtype=dtype)
-        counters = SplitCounters(
-            _counter(folder, spec, MEASUREMENT_LIMITS), _counter(folder, spec, HELD_OUT_LIMITS)
-        )
-        profile = ProfileBuilder(half, store, rows, progress, counters).profile()
-        counts, held_out = counters.kept.counts(), counters.held_out.counts()
-        quality = evaluate_routing(counts, held_out, _means(profile), NearestTokens(half.embedding))
-        return RoutingReport(profile, counts.truncate(settings.limits), quality, spec, tokens)
+        counter = _counter(folder, spec)
+        profile = ProfileBuilder(half, store, rows, progress, counter).profile()
+        return RoutingReport(profile, counter.counts().truncate(settings.limits), tokens)
     finally:
         store.close()
 
 
-def _means(profile: RoutingProfile) -> dict[str, dict[int, float]]:
-    """By kind of guess and layer: how often one was right."""
-    return {
-        kind: {
-            layer: float(profile.precision[kind][layer].mean()) for layer in list(profile.means)[1:]
-        }
-        for kind in (*PREDICTOR_KINDS, AFTER)
-    }
-
-
-def _counter(folder: Path, spec: ModelSpec, limits: CountLimits) -> RoutingCounter:
+def _counter(folder: Path, spec: ModelSpec) -> RoutingCounter:
     of = CountedModel(
         checkpoint_digest(folder),
         tokenizer_digest(folder),
@@ -104,13 +103,13 @@ def _counter(folder: Path, spec: ModelSpec, limits: CountLimits) -> RoutingCount
         spec.top_k,
         spec.vocab_size,
     )
-    return RoutingCounter(of, limits)
+    return RoutingCounter(of, MEASUREMENT_LIMITS)
 
 
 def merge_counts(
     counts: RoutingCounts | None, files: Sequence[Path], folder: Path
 ) -> RoutingCounts:
-    """`counts` and those of the files; one of them is given. Raises CheckpointError."""
+    """Add the counts of the files to `counts`; one of both is given. Raises CheckpointError."""
     spec = check_checkpoint(folder)
     for path in files:
         other = RoutingCounts.read(path, folder, spec, min_tokens=1)

@@ -98,7 +98,7 @@ def test_foreign_or_endless_exporter_is_reported(
     assert "no end" in check_exporters(path, [], KEY).found
     monkeypatch.undo()
     monkeypatch.setattr(server_checks, "_SERIES", b"of_ours_")
-    assert "not as Tandem does" in check_exporters(path, [], KEY).found
+    assert "does not answer as Tandem" in check_exporters(path, [], KEY).found
 
 
 def test_the_list_is_that_of_the_application_and_of_none_other(
