@@ -211,13 +211,6 @@ _MODEL = PanelRow(
             line(largest(metrics.CAPACITY_IN_USE, "resource"), "resource"),
         ),
         PanelSpec(
-            "Relative gain from one more rank",
-            PERCENT,
-            "Additional capacity from one more rank, as a share of current capacity.",
-            "if capacity is short, add the kind with the largest gain.",
-            line(largest(metrics.CAPACITY_GAIN, "kind"), "kind"),
-        ),
-        PanelSpec(
             "Model FLOPs utilization",
             PERCENT,
             "Model FLOPs per second over the peak of the hardware, if the peak is known.",

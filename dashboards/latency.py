@@ -147,13 +147,6 @@ _BEST_EFFORT = PanelRow(
             line(rate(metrics.BE_HELD, "rank"), "rank"),
             levels=(0.5, 0.9),
         ),
-        PanelSpec(
-            "Configured targets",
-            SECONDS,
-            "Targets of section priority: ls_ttft, ls_tbt, be_wait.",
-            "none; compare with the latency panels.",
-            line(largest(metrics.OBJECTIVE, "objective"), "objective"),
-        ),
     ),
     collapsed=True,
 )

@@ -102,7 +102,7 @@ def _burn_rates() -> list[Alert]:
                     f"{short} > {burn:g} and {long} > {burn:g}",
                     for_s,
                     severity,
-                    "An objective burns",
+                    "Error budget burns",
                     f"{objective.promise}: error budget burns at least {burn:g} times too fast",
                 )
             )
@@ -126,7 +126,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             f"or {per_rank} ({metrics.RANK_UP.name}) == 0",
             30.0,
             "page",
-            "A rank is down",
+            "Rank down",
             "{{ $labels.rank }} is not available, or was last seen within ten minutes",
         ),
         Alert(
@@ -134,7 +134,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             f"max by (cluster, group) (changes({epoch}[{pace.of(15 * _MINUTE)}])) > 2",
             0.0,
             "page",
-            "An epoch flaps",
+            "Group epoch flaps",
             "Group {{ $labels.group }} was reformed {{ $value }} times in 15 minutes",
         ),
         Alert(
@@ -142,7 +142,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             'up{job="tandem"} == 0 or absent(up{job="tandem"})',
             _MINUTE,
             "ticket",
-            "A scrape is missing",
+            "Scrape missing",
             "Prometheus cannot scrape {{ $labels.instance }}",
         ),
         Alert(
@@ -152,7 +152,7 @@ def _rank_alerts(pace: TimeScale) -> list[Alert]:
             f"or changes({size}[{ten}]) > 0 and {size} > 0",
             5 * _MINUTE,
             "ticket",
-            "Blocks leak",
+            "KV block leak",
             "KV blocks of {{ $labels.rank }} are in use although it is idle, or blocks are missing",
         ),
     ]
@@ -169,7 +169,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
             f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16',
             2 * _MINUTE,
             "ticket",
-            "Saturation is lost",
+            "Saturation lost",
             "{{ $labels.rank }} has less than half of its saturating work and over 16 prompts wait",
         ),
         Alert(
@@ -177,7 +177,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
             f"avg_over_time({error}[{five}]) > 0.5",
             10 * _MINUTE,
             "ticket",
-            "Predictions are off",
+            "Inaccurate predictions",
             "Predicted batch times differ by {{ $value | humanizePercentage }} on average",
         ),
         Alert(
@@ -185,7 +185,7 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
             f'{first} > on (cluster) 0.8 * max by (cluster) ({bound}{{objective="be_wait"}})',
             2 * _MINUTE,
             "ticket",
-            "Best effort nears its bound",
+            "Best effort near its limit",
             "Best-effort requests wait {{ $value | humanizeDuration }} for a first token (p95)",
         ),
     ]

@@ -114,6 +114,14 @@ def test_every_series_is_selected_by_the_dashboard_variables(board: Board) -> No
         assert expression.count("tandem_") == expression.count('cluster=~"$cluster"'), expression
 
 
+def test_panels_named_in_runbooks_exist() -> None:
+    text = (ROOT / "docs/runbooks.md").read_text(encoding="utf-8")
+    named = re.findall(r'\*(Capacity|Objectives|Pipeline|Bulk)\*, "([^"]+)"', text)
+    assert named
+    for board, title in named:
+        assert title in {panel["title"] for panel in _panels(Board(board.lower()))}, title
+
+
 def test_provisioning_files_name_the_dashboard_folder() -> None:
     [provider] = _yaml("provisioning/dashboards.yaml")["providers"]
     assert provider["type"] == "file"
