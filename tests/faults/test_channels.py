@@ -39,10 +39,9 @@ def no_descriptors(*_: object, **__: object) -> Any:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def test_a_receiving_thread_that_cannot_go_on_is_a_lost_peer_by_name(
+def test_failed_receiver_thread_loses_the_peer_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B3: it died, and nobody was told."""
     with linked("tcp") as (left, right):
         link: Any = right._links["left"]  # type: ignore[attr-defined]
         monkeypatch.setattr(link._pool, "acquire", fail)
@@ -52,10 +51,9 @@ def test_a_receiving_thread_that_cannot_go_on_is_a_lost_peer_by_name(
         assert "cannot receive from left: MemoryError: no room" in str(lost.error)
 
 
-def test_a_sending_thread_that_cannot_go_on_is_a_lost_peer_by_name(
+def test_failed_sender_thread_loses_the_peer_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B3."""
     with linked("tcp") as (left, _):
         link: Any = left._links["right"]  # type: ignore[attr-defined]
         monkeypatch.setattr(link, "_send_some", fail)
@@ -64,10 +62,9 @@ def test_a_sending_thread_that_cannot_go_on_is_a_lost_peer_by_name(
         assert "cannot send to right: MemoryError" in str(lost.error)
 
 
-def test_a_frame_whose_segment_cannot_be_mapped_is_a_lost_peer_by_name(
+def test_unmappable_segment_loses_the_peer_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B3: whatever is raised while a frame is taken."""
     with linked("shm") as (left, right):
         link: Any = right._links["left"]  # type: ignore[attr-defined]
         monkeypatch.setattr(link, "_map", fail)
@@ -77,8 +74,7 @@ def test_a_frame_whose_segment_cannot_be_mapped_is_a_lost_peer_by_name(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nested_frame_of_a_peer_is_a_bad_frame(backend: str) -> None:
-    """FINDINGS A8."""
+def test_deeply_nested_frame_is_malformed(backend: str) -> None:
     with linked(backend) as (left, right):
         link: Any = left._links["right"]  # type: ignore[attr-defined]
         sock = link._sock if backend == "tcp" else link._frames.sock
@@ -89,10 +85,9 @@ def test_a_nested_frame_of_a_peer_is_a_bad_frame(backend: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["contracts.machine._meminfo", "os.memfd_create", "mmap.mmap"])
-def test_a_payload_for_which_there_are_no_descriptors_is_refused_by_name_and_the_link_stays(
+def test_lack_of_descriptors_fails_the_payload_and_keeps_the_link(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS A8: reading /proc/meminfo was the end of the rank."""
     with linked("shm") as (left, right):
         with monkeypatch.context() as patch:
             patch.setattr(what, no_descriptors)
@@ -102,10 +97,9 @@ def test_a_payload_for_which_there_are_no_descriptors_is_refused_by_name_and_the
         first_packet(right).release()
 
 
-def test_how_a_peer_fares_is_known_without_a_free_descriptor(
+def test_peer_state_is_known_without_free_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS A8: it was read from /proc at every look."""
     watched = local_process.LocalProcess(os.getpid())
     monkeypatch.setattr(os, "open", no_descriptors)
     monkeypatch.setattr("builtins.open", no_descriptors)
@@ -114,8 +108,7 @@ def test_how_a_peer_fares_is_known_without_a_free_descriptor(
     assert not watched.is_running
 
 
-def test_a_peer_that_gets_no_answer_is_let_go_by_name() -> None:
-    """FINDINGS B3: an attention rank would wait for it."""
+def test_peer_without_answer_is_dropped_by_name() -> None:
     with linked("tcp") as (left, right):
         right.drop("left", "left got no answer: no memory")
         (lost,) = wait_for(right, PeerLost)
@@ -126,10 +119,9 @@ def test_a_peer_that_gets_no_answer_is_let_go_by_name() -> None:
 
 
 @pytest.mark.parametrize("ahead_s", [1000.0, -1000.0])
-def test_a_transfer_between_machines_lasts_as_long_as_on_one_clock(
+def test_transfer_times_between_machines_use_one_clock(
     ahead_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B14: two clocks were subtracted."""
     boots = iter(("one", "other", "one", "other"))  # each side looks once per socket
     monkeypatch.setattr(link_setup, "boot_id", lambda: next(boots, "other still"))
     left = endpoint("left", "tcp", clock=lambda: monotonic_s() + ahead_s)
@@ -152,8 +144,7 @@ def test_a_transfer_between_machines_lasts_as_long_as_on_one_clock(
         right.close()
 
 
-def test_on_one_machine_clocks_are_not_compared() -> None:
-    """FINDINGS B14."""
+def test_clocks_of_one_machine_are_not_compared() -> None:
     with linked("tcp") as (left, right):
         send(left, "right", [torch.ones(3)], _sent(header(), 12.5))
         packet = first_packet(right)

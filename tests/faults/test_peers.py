@@ -45,7 +45,7 @@ def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) -> None:
+def test_both_saturated_directions_do_not_deadlock(backend: str) -> None:
     packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
     options = {"packets": packets, "elements": elements, "heartbeat_timeout_s": 20.0}
     with with_peer(backend, "flood", options=options, heartbeat_timeout_s=20.0) as (main, peer):
@@ -60,7 +60,7 @@ def test_both_directions_saturated_at_once_end_without_a_deadlock(backend: str) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
+def test_killed_peer_is_dead_by_name(backend: str) -> None:
     with with_peer(backend, "hold", options={"elements": 1 << 20}) as (main, peer):
         send(main, "peer", [torch.ones(1 << 20)], header())
         packet = first_packet(main)
@@ -76,7 +76,7 @@ def test_a_killed_peer_is_dead_by_name(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stopped_peer_is_hung_by_name(backend: str) -> None:
+def test_stopped_peer_is_hung_by_name(backend: str) -> None:
     with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
         peer.signal(signal.SIGSTOP)
         lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
@@ -87,7 +87,7 @@ def test_a_stopped_peer_is_hung_by_name(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -> None:
+def test_stopped_peer_is_hung_while_payload_is_sent_to_it(backend: str) -> None:
     with with_peer(backend, "hold", options={"elements": 4}) as (main, peer):
         peer.signal(signal.SIGSTOP)
         for number in range(4):
@@ -97,7 +97,7 @@ def test_a_stopped_peer_is_hung_even_while_payload_is_sent_to_it(backend: str) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str) -> None:
+def test_busy_receiver_reports_no_healthy_peer(backend: str) -> None:
     with with_peer(backend, "echo", heartbeat_timeout_s=2.0, heartbeat_interval_s=0.1) as (main, _):
         end_s = monotonic_s() + 4.0
         matrix = torch.rand(400, 400)
@@ -110,7 +110,7 @@ def test_a_receiver_that_computes_for_long_accuses_no_healthy_peer(backend: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
+def test_resumed_process_reports_no_peer(backend: str) -> None:
     options = {"heartbeat_timeout_s": 1.5, "heartbeat_interval_s": 0.1}
     with with_peer(backend, "echo", options=options, heartbeat_timeout_s=30.0) as (main, peer):
         peer.signal(signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_a_process_that_was_stopped_itself_accuses_nobody(backend: str) -> None:
         packet.release()
 
 
-def test_a_peer_killed_in_the_middle_of_a_payload_is_dead_by_name() -> None:
+def test_peer_killed_during_a_payload_is_dead_by_name() -> None:
     with with_peer("tcp", "half", options=HALF) as (main, peer):
         assert peer.line() == "half"
         peer.signal(signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_peer_killed_in_the_middle_of_a_payload_is_dead_by_name() -> None:
         assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
 
 
-def test_a_peer_stopped_in_the_middle_of_a_payload_is_hung_by_name() -> None:
+def test_peer_stopped_during_a_payload_is_hung_by_name() -> None:
     with with_peer("tcp", "half", options=HALF) as (main, peer):
         assert peer.line() == "half"
         peer.signal(signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_a_peer_stopped_in_the_middle_of_a_payload_is_hung_by_name() -> None:
         assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
 
 
-def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
+def test_peer_killed_while_receiving_is_dead_by_name() -> None:
     with with_peer("tcp", "echo", heartbeat_timeout_s=30.0) as (main, peer):
         peer.signal(signal.SIGSTOP)  # so that the payload certainly stays under way
         for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_peer_killed_while_a_payload_is_sent_to_it_is_dead_by_name() -> None:
         assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
 
 
-def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
+def test_send_without_progress_at_the_deadline_is_a_hung_peer() -> None:
     with with_peer("tcp", "echo", heartbeat_timeout_s=30.0, connect_timeout_s=2.0) as (main, peer):
         peer.signal(signal.SIGSTOP)
         for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_send_without_progress_for_the_deadline_is_a_hung_peer() -> None:
         assert "has received nothing for 2 s" in str(lost.error)
 
 
-def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
+def test_heartbeats_pass_while_a_large_payload_waits() -> None:
     with with_peer("tcp", "echo", heartbeat_timeout_s=3.0, heartbeat_interval_s=0.1) as (main, _):
         send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
         time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
@@ -167,7 +167,7 @@ def test_heartbeats_pass_while_a_large_payload_waits_to_be_read() -> None:
         packet.release()
 
 
-def test_nothing_is_left_on_the_machine_after_a_peer_was_killed(
+def test_killed_peer_leaves_nothing_on_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     segments = set(os.listdir("/dev/shm"))

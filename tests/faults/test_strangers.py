@@ -153,14 +153,12 @@ def ended(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_peer_gets_in_past_any_number_of_silent_strangers(listening: Listening) -> None:
-    """FINDINGS A8: they had all places for five seconds at a time."""
+def test_peer_joins_past_any_number_of_silent_strangers(listening: Listening) -> None:
     with strangers(listening.address, CROWD):
         listening.prove(3.0)
 
 
-def test_strangers_hold_no_more_descriptors_than_there_are_places(listening: Listening) -> None:
-    """FINDINGS A8: each had one, up to the process's last."""
+def test_strangers_hold_bounded_descriptors(listening: Listening) -> None:
     before = sockets()
     with strangers(listening.address, CROWD):
         end_s = time.monotonic() + pending_handshakes.HANDSHAKE_S / 2
@@ -169,20 +167,18 @@ def test_strangers_hold_no_more_descriptors_than_there_are_places(listening: Lis
             time.sleep(0.02)
 
 
-def test_one_that_says_nothing_is_gone_before_the_whole_deadline(
+def test_silent_stranger_is_closed_before_the_whole_deadline(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS A8."""
     monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.2)
     monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 10 * PATIENCE_S)
     with dial(listening.address, 5.0) as stranger:
         assert ended(stranger)
 
 
-def test_one_that_says_a_byte_now_and_then_has_no_more_time(
+def test_slow_stranger_gets_no_more_time(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS A8."""
     monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.3)
     monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 0.6)
     with dial(listening.address, 5.0) as stranger:
@@ -199,8 +195,7 @@ def test_one_that_says_a_byte_now_and_then_has_no_more_time(
         listening.prove(5.0)
 
 
-def test_megabytes_of_nonsense_are_not_taken(listening: Listening) -> None:
-    """FINDINGS A8: what is no handshake ends the connection at its first four bytes."""
+def test_megabytes_of_garbage_are_not_read(listening: Listening) -> None:
     with dial(listening.address, 5.0) as stranger:
         stranger.settimeout(PATIENCE_S)
         with pytest.raises(ConnectionError):
@@ -208,18 +203,16 @@ def test_megabytes_of_nonsense_are_not_taken(listening: Listening) -> None:
         listening.prove(5.0)
 
 
-def test_a_deeply_nested_hello_is_refused_like_any_other(listening: Listening) -> None:
-    """FINDINGS A8: msgspec gives up on it with RecursionError."""
+def test_deeply_nested_hello_is_refused(listening: Listening) -> None:
     with dial(listening.address, 5.0) as stranger:
         stranger.sendall(len(NESTED).to_bytes(4, "little") + NESTED)
         assert ended(stranger)
         listening.prove(5.0)
 
 
-def test_an_accept_without_descriptors_is_tried_again_without_spinning(
+def test_accept_without_descriptors_is_retried_without_spinning(
     listening: Listening, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS A8."""
     tries: list[str] = []
     log_limited = pending_handshakes.PendingHandshakes.log_limited
 

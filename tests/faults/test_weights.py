@@ -53,7 +53,7 @@ def copied(source: PeerSource, folder: Path, layer: int) -> ExpertBuffer:
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_peer_that_hangs_is_done_without_and_taken_back_and_may_then_be_killed(
+def test_hung_peer_is_replaced_by_the_fallback_and_rejoined(
     tiny_checkpoint: Checkpoints, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors.gather.peer_dialer, "REDIAL_S", 0.1)

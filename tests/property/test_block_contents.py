@@ -14,7 +14,7 @@ drops = st.integers(0, 7)
 
 
 @given(steps=st.lists(puts | drops, max_size=30), parent=parents, wanted=tokens)
-def test_the_longest_head_is_found_whatever_was_put_and_dropped(
+def test_longest_head_is_found_after_any_puts_and_drops(
     steps: list[tuple[int, bytes, list[int]] | int], parent: bytes, wanted: list[int]
 ) -> None:
     contents = BlockContents()

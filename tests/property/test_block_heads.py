@@ -39,7 +39,7 @@ def test_shared_tokens_are_those_of_the_most_similar_block_in_steps(
     assert heads.shared_tokens(block_head_keys(parent, tokens)) == expected
 
 
-def test_the_latest_heads_are_remembered() -> None:
+def test_latest_heads_are_remembered() -> None:
     heads = BlockHeadIndex()
     for number in range(MAX_HEADS + 1):
         heads.note(0, block_head_keys(b"", [number] * STEP_TOKENS))
@@ -63,7 +63,7 @@ def homes(rows: list[list[int]], *, with_tokens: bool) -> list[int]:
     return found
 
 
-def test_siblings_that_part_inside_a_block_have_one_home_and_pairs_have_several() -> None:
+def test_siblings_that_diverge_inside_a_block_have_one_home() -> None:
     rows = [[n // 2] * 8 + [1000 + n] * (12 + n % 3) for n in range(60)]
     apart, together = (homes(rows, with_tokens=known) for known in (False, True))
     assert any(one != other for one, other in zip(apart[::2], apart[1::2], strict=True))
@@ -71,7 +71,7 @@ def test_siblings_that_part_inside_a_block_have_one_home_and_pairs_have_several(
     assert min(together.count(worker) for worker in range(WORKERS)) >= 12
 
 
-def test_a_few_tokens_in_common_do_not_keep_long_prompts_together() -> None:
+def test_few_common_tokens_do_not_group_long_prompts() -> None:
     rows = [[7] * 12 + [1000 + number] * 388 for number in range(2 * WORKERS)]
     found = homes(rows, with_tokens=True)
     assert [found.count(worker) for worker in range(WORKERS)] == [2] * WORKERS

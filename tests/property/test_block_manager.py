@@ -95,7 +95,7 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-def test_a_sequence_of_the_same_batch_shares_pending_blocks_and_another_batch_does_not() -> None:
+def test_pending_blocks_are_shared_within_their_batch_only() -> None:
     blocks = BlockManager(8)
     hashes = chain_hashes(range(8), BLOCK)
     table = blocks.take([], 3)
@@ -126,8 +126,7 @@ def test_blocks_of_a_failed_batch_are_not_found() -> None:
     assert blocks.counts == {"free": 8, "cached": 0, "used": 0}
 
 
-def test_cached_blocks_that_are_taken_again_are_not_there_for_others() -> None:
-    """FINDINGS B18: a planted bug survived."""
+def test_retaken_cached_blocks_are_not_available() -> None:
     blocks = BlockManager(4)
     table = blocks.take([], 3)
     assert table is not None
@@ -139,7 +138,7 @@ def test_cached_blocks_that_are_taken_again_are_not_there_for_others() -> None:
     assert blocks.take(table[:2], 2) is not None
 
 
-def test_a_block_without_a_hash_is_cached_for_its_head_until_it_is_evicted() -> None:
+def test_block_without_hash_is_cached_for_its_head() -> None:
     blocks = BlockManager(2)
     table = blocks.take([], 1)
     assert table is not None
@@ -152,7 +151,7 @@ def test_a_block_without_a_hash_is_cached_for_its_head_until_it_is_evicted() -> 
     assert blocks.head(b"", [5, 6, 1], batch=1) is None
 
 
-def test_with_partial_sharing_off_only_full_blocks_are_found() -> None:
+def test_only_full_blocks_are_found_without_partial_sharing() -> None:
     blocks = BlockManager(4, share_partial=False)
     table = blocks.take([], 2)
     assert table is not None
@@ -164,7 +163,7 @@ def test_with_partial_sharing_off_only_full_blocks_are_found() -> None:
     assert blocks.counts == {"free": 3, "cached": 1, "used": 0}
 
 
-def test_the_least_recently_used_chain_is_evicted_from_its_end() -> None:
+def test_least_recently_used_chain_is_evicted_from_its_end() -> None:
     blocks = BlockManager(4)
     old, new = chain_hashes(range(8), BLOCK), chain_hashes(range(100, 108), BLOCK)
     for batch, first in enumerate((0, 100)):
@@ -190,7 +189,7 @@ def cache(blocks: BlockManager, first: int, *, batch: int, best_effort: bool) ->
     return hashes
 
 
-def test_what_be_left_is_evicted_first_however_new_it_is() -> None:
+def test_be_blocks_are_evicted_first() -> None:
     blocks = BlockManager(4)
     of_ls = cache(blocks, 0, batch=0, best_effort=False)
     of_be = cache(blocks, 100, batch=1, best_effort=True)
@@ -203,7 +202,7 @@ def test_what_be_left_is_evicted_first_however_new_it_is() -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_ls_uses_again_counts_as_its_own(again: bool) -> None:
+def test_blocks_reused_by_ls_count_as_ls(again: bool) -> None:
     blocks = BlockManager(6)
     shared = cache(blocks, 0, batch=0, best_effort=True)
     of_ls = cache(blocks, 100, batch=1, best_effort=False)
@@ -217,14 +216,14 @@ def test_what_ls_uses_again_counts_as_its_own(again: bool) -> None:
     blocks.check([[block] for block in range(6) if blocks._references[block]])
 
 
-def test_taking_more_blocks_than_there_are_changes_nothing() -> None:
+def test_taking_too_many_blocks_changes_nothing() -> None:
     blocks = BlockManager(3)
     assert blocks.take([], 4) is None
     blocks.check([])
     assert blocks.available == 3
 
 
-def test_the_integrity_check_names_a_lost_block() -> None:
+def test_integrity_check_reports_a_lost_block() -> None:
     blocks = BlockManager(3)
     blocks.take([], 1)
     with pytest.raises(RuntimeError, match="reference counts differ"):

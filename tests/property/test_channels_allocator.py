@@ -27,7 +27,7 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 16)), max_size=120)
 
 @given(steps=STEPS)
 @settings(deadline=None, max_examples=300)
-def test_the_allocator_never_hands_out_a_byte_twice_and_finds_a_gap_if_there_is_one(
+def test_allocator_never_overlaps_and_finds_the_first_gap(
     steps: list[tuple[bool, int]],
 ) -> None:
     allocator = FirstFit(SIZE)
@@ -84,7 +84,7 @@ class PlainMemory:
 
 @given(steps=STEPS)
 @settings(deadline=None, max_examples=200)
-def test_payloads_keep_their_bytes_whatever_is_released_in_whatever_order(
+def test_payloads_keep_their_bytes_under_any_release_order(
     steps: list[tuple[bool, int]],
 ) -> None:
     made: dict[int, PlainMemory] = {}
@@ -126,7 +126,7 @@ def bytes_of(made: dict[int, PlainMemory], place: PayloadLocation, size: int) ->
     return memory[place.offset_bytes : place.offset_bytes + size]
 
 
-def test_a_segment_has_a_slot_for_every_packet_or_another_segment_is_added() -> None:
+def test_segment_without_free_slots_adds_another() -> None:
     made: list[int] = []
 
     def new_memory(number: int, num_bytes: int) -> SegmentMemory:

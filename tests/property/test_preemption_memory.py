@@ -179,7 +179,7 @@ TestGivingWay = GivingWay.TestCase
 TestGivingWay.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_idle_sequences_of_be_give_way_least_computed_first_and_at_last_its_batch() -> None:
+def test_idle_be_sequences_are_preempted_least_computed_first() -> None:
     sim = TwoClasses(max_batch_tokens=24)
     more, less = sim.add([0] * 7, 8, priority=BE), sim.add([1] * 4, 8, priority=BE)
     sim.form()
@@ -210,7 +210,7 @@ def test_prompt_too_long_for_the_batch_preempts_no_best_effort_work() -> None:
     assert sim.dropped == 0
 
 
-def test_what_a_batch_of_be_copies_from_is_evicted_before_what_ls_has_left() -> None:
+def test_copy_sources_of_be_are_evicted_before_ls_blocks() -> None:
     sim = TwoClasses()
     for tokens, priority in (([0, 0, 1], BE), ([1] * 4, LS), ([0, 0, 0], BE)):
         sim.add(tokens, priority=priority)

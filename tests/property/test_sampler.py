@@ -134,7 +134,6 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_seed_draws_from_exactly_the_requested_distribution(fields: dict[str, Any]) -> None:
-    """FINDINGS B18: nothing held what temperature, top_k, top_p and seeds do."""
     sampling = Sampling(seed=5, **fields)
     expected = probabilities_by_hand(shaped_by_hand(LOGITS, sampling, [1, 2, 3], []), sampling)
     sequence, logits_RV = sequence_of(sampling), torch.tensor([LOGITS])
@@ -146,8 +145,7 @@ def test_seed_draws_from_exactly_the_requested_distribution(fields: dict[str, An
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.75}, {"top_k": 3}], ids=str)
-def test_first_tokens_of_many_seeds_are_from_that_distribution_too(fields: dict[str, Any]) -> None:
-    """FINDINGS B18: as the n choices of a prompt are drawn, from seed, seed + 1, ..."""
+def test_first_tokens_of_many_seeds_follow_the_distribution(fields: dict[str, Any]) -> None:
     sampler = TokenSampler(torch.tensor([LOGITS]))
     settings = [Sampling(seed=seed, **fields) for seed in range(DRAWS)]
     drawn = [sampler.sample(0, sequence_of(sampling))[0] for sampling in settings]
@@ -167,8 +165,7 @@ def drawn_next(sampler: TokenSampler, sequence: Sequence) -> int:
     return sequence.token_ids[-1]
 
 
-def test_a_seed_draws_the_same_tokens_whatever_rows_are_around_it() -> None:
-    """FINDINGS B18."""
+def test_seeded_draws_are_independent_of_other_rows() -> None:
     generator = torch.Generator().manual_seed(1)
     steps = [torch.randn(50, generator=generator) for _ in range(30)]
     sampling = Sampling(seed=9, top_p=0.9, presence_penalty=0.5, max_tokens=100)
@@ -193,7 +190,7 @@ SIZES = st.floats(-6, 6, width=32)
 
 
 @given(requests(), st.lists(st.lists(SIZES, min_size=12, max_size=12), min_size=1, max_size=6))
-def test_every_field_does_what_a_slow_reading_of_it_does(
+def test_every_field_matches_the_reference_implementation(
     request: tuple[Sampling, list[int]], steps: list[list[float]]
 ) -> None:
     """The logits to choose by, what may be drawn and how probable it is, step after step, from
@@ -233,7 +230,6 @@ def test_every_field_does_what_a_slow_reading_of_it_does(
 @pytest.mark.parametrize("peak", [3e38, -3e38, 1e-40])
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"min_p": 0.5}, {"top_k": 2}], ids=str)
 def test_logits_of_any_size_can_be_drawn_from(peak: float, fields: dict[str, Any]) -> None:
-    """FINDINGS A1: divided by a small temperature they were infinite."""
     logits_RV = torch.full((1, 5), -3.2e38)
     logits_RV[0, 1] = peak
     for temperature in (1e-5, 1.0, 2.0):
@@ -242,8 +238,7 @@ def test_logits_of_any_size_can_be_drawn_from(peak: float, fields: dict[str, Any
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_logits_of_any_width_are_shaped_and_drawn_in_float32(dtype: torch.dtype) -> None:
-    """FINDINGS A1: in float16, 65504 + 100 is infinite."""
+def test_logits_of_any_dtype_are_processed_in_float32(dtype: torch.dtype) -> None:
     logits_RV = torch.full((1, 8), -60000.0).to(dtype)
     logits_RV[0, 3] = 65504.0
     for temperature in (0.0, 1e-5, 1.0):
@@ -254,8 +249,7 @@ def test_logits_of_any_width_are_shaped_and_drawn_in_float32(dtype: torch.dtype)
         assert (logprob.logprob, logprob.top[1][1]) == (0.0, -9999.0)
 
 
-def test_fields_that_leave_no_token_are_an_error_and_not_a_draw() -> None:
-    """FINDINGS A1."""
+def test_fields_that_leave_no_token_are_an_error() -> None:
     sampling = Sampling(min_tokens=2, stop_token_ids=[1, 2])
     with pytest.raises(SamplingError, match="no token is left"):
         TokenSampler(torch.zeros(1, 3)).sample(0, sequence_of(sampling))

@@ -30,7 +30,7 @@ def batch(number: int, *sequences: Sequence) -> ScheduledBatch:
     return ScheduledBatch(number, Priority.LS, chunks)
 
 
-def test_a_batch_is_recorded_with_the_requests_that_have_tokens_in_it() -> None:
+def test_batch_span_names_its_requests() -> None:
     clock, timeline = ManualClock(1.0), Timeline(8)
     traces = BatchTraces("attention-0", timeline, clock)
     first = batch(7, sequence(1, "a"), sequence(2, "b"), sequence(3, "a"), sequence(4, ""))
@@ -49,7 +49,7 @@ def test_a_batch_is_recorded_with_the_requests_that_have_tokens_in_it() -> None:
     assert (len(other.requests), other.others) == (MAX_NAMES, 5)
 
 
-def test_a_ring_of_none_keeps_nothing() -> None:
+def test_empty_ring_keeps_nothing() -> None:
     timeline = Timeline(0)
     traces = BatchTraces("attention-0", timeline, ManualClock())
     one = batch(1, sequence(1, "a"))

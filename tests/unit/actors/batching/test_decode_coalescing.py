@@ -59,7 +59,7 @@ def test_no_sequence_waits_before_a_pass_is_timed() -> None:
     assert Rank(1).coalescer.slack_s() == -math.inf
 
 
-def test_they_wait_until_the_time_of_some_passes_is_left() -> None:
+def test_decodes_wait_until_the_margin_before_their_due_time() -> None:
     rank = Rank(2)
     rank.run(0.03)
     assert rank.coalescer.slack_s() == pytest.approx(0.2 - MARGIN_PASSES * 0.03)
@@ -67,7 +67,7 @@ def test_they_wait_until_the_time_of_some_passes_is_left() -> None:
     assert rank.coalescer.slack_s() < 0
 
 
-def test_the_first_that_is_due_decides_and_sequences_in_a_batch_do_not_count() -> None:
+def test_earliest_idle_decode_sets_the_slack() -> None:
     rank = Rank(2)
     rank.run(0.01)
     rank.scheduler.sequences[1].due_s -= 0.1
@@ -77,7 +77,7 @@ def test_the_first_that_is_due_decides_and_sequences_in_a_batch_do_not_count() -
     assert rank.coalescer.slack_s() == math.inf, "nobody waits"
 
 
-def test_a_slow_pass_is_remembered_for_some_passes() -> None:
+def test_slow_pass_decays_over_some_passes() -> None:
     rank = Rank(1)
     rank.run(0.05)
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_a_slow_pass_is_remembered_for_some_passes() -> None:
     assert rank.coalescer.slack_s() == pytest.approx(0.2 - MARGIN_PASSES * 0.05 * 0.9**3)
 
 
-def test_when_the_time_has_come_the_loop_forms_batches_anew() -> None:
+def test_loop_forms_batches_again_when_slack_ends() -> None:
     rank = Rank(1)
     rank.run(0.05)
     before = rank.scheduler.changes
@@ -99,7 +99,7 @@ def test_when_the_time_has_come_the_loop_forms_batches_anew() -> None:
         assert rank.scheduler.changes == before + 1, "once"
 
 
-def test_be_rides_along_while_passes_are_fast_and_again_once_slow_ones_are_forgotten() -> None:
+def test_be_joins_while_passes_are_fast() -> None:
     rank = Rank(2)
     assert rank.coalescer.free_places() < 0, "no pass has been timed"
     rank.run(0.2 / MAX_RIDE_PASSES + 0.001)
@@ -108,7 +108,7 @@ def test_be_rides_along_while_passes_are_fast_and_again_once_slow_ones_are_forgo
     assert rank.coalescer.free_places() == 8 - 2
 
 
-def test_be_ride_along_leaves_places_and_takes_at_most_half() -> None:
+def test_be_joins_only_if_ls_uses_at_most_half_a_batch() -> None:
     rank = Rank(4)
     rank.run(0.01)
     for number in range(10, 14):

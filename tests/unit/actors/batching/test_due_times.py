@@ -37,7 +37,7 @@ def test_first_token_is_due_from_ingress_arrival() -> None:
     assert late.due_s == 101.25
 
 
-def test_the_next_token_is_due_after_the_last_one_and_a_prompt_under_way_keeps_its_time() -> None:
+def test_next_token_is_due_after_the_last_and_prompt_keeps_its_due_time() -> None:
     clock = ManualClock(100.0)
     times = DueTimes(CONFIG, clock)
     decoding, chunked = sequence(Priority.LS, generated=1), sequence(Priority.LS)
@@ -48,7 +48,7 @@ def test_the_next_token_is_due_after_the_last_one_and_a_prompt_under_way_keeps_i
     assert (decoding.due_s, chunked.due_s) == (110.5, 102.0)
 
 
-def test_best_effort_is_never_due_nor_in_a_batch_with_the_other_class() -> None:
+def test_best_effort_is_never_due() -> None:
     times = DueTimes(CONFIG, ManualClock(100.0))
     flexible = sequence(Priority.BE, generated=1)
     times.accepted(flexible)

@@ -256,7 +256,7 @@ TestBatching.settings = settings(max_examples=120, stateful_step_count=40, deadl
     max_batch_sequences=st.integers(1, 6),
     prefix_cache=st.booleans(),
 )
-def test_every_sequence_ends_whatever_the_limits(
+def test_every_sequence_ends_under_any_limits(
     jobs: list[tuple[list[int], int, Priority]],
     max_batch_tokens: int,
     max_batch_sequences: int,
@@ -277,7 +277,7 @@ def test_every_sequence_ends_whatever_the_limits(
     assert sim.blocks.counts["used"] == 0
 
 
-def test_a_sequence_that_is_longer_than_the_free_pool_waits_and_then_runs() -> None:
+def test_sequence_above_free_blocks_waits_and_then_runs() -> None:
     sim = Simulation(max_batch_tokens=100)
     first = sim.add(range(24), 4)  # 7 of 10 blocks
     long = sim.add(range(100, 120))  # 5 blocks
@@ -297,7 +297,7 @@ def test_waiting_sequence_is_not_overtaken() -> None:
     assert sim.ended == [first, long, short]
 
 
-def test_pool_pressure_sends_the_youngest_of_the_lowest_class_back_to_wait() -> None:
+def test_pool_pressure_requeues_the_youngest_of_the_lowest_class() -> None:
     sim = Simulation(max_batch_tokens=100, prefix_cache=False)
     old_be = sim.add(range(12), 16, Priority.BE)
     young_be = sim.add(range(50, 62), 16, Priority.BE)
@@ -332,8 +332,7 @@ def decoding_beside_a_prompt(decoding: Priority, prompt: Priority) -> tuple[Sequ
     return decodes, prompted
 
 
-def test_best_effort_work_gives_way_to_an_idle_prompt_of_the_better_class() -> None:
-    """FINDINGS B18: taking the victim from the highest class passed all tests."""
+def test_best_effort_is_preempted_for_idle_ls_prompt() -> None:
     decodes, prompted = decoding_beside_a_prompt(Priority.BE, Priority.LS)
     assert prompted.block_table
     assert not decodes.block_table
@@ -347,7 +346,7 @@ def test_restarted_scoring_has_no_scores() -> None:
     assert not prompted.scored
 
 
-def test_a_requeued_generation_keeps_its_tokens_and_its_count_of_cached_ones() -> None:
+def test_requeued_generation_keeps_tokens_and_cached_count() -> None:
     sim = Simulation(max_batch_tokens=100)
     first, second = sim.add(range(16), 20), sim.add(range(50, 66), 20)
     while not sim.scheduler.requeued_total:
@@ -374,7 +373,7 @@ def test_decodes_run_before_prompts_and_latency_sensitive_prompts_before_best_ef
     assert batch.priority is Priority.LS
 
 
-def test_a_sequence_cancelled_in_flight_keeps_its_blocks_until_its_batch_ends() -> None:
+def test_cancelled_sequence_keeps_blocks_until_its_batch_ends() -> None:
     sim = Simulation()
     sequence = sim.add(range(8), 4)
     sim.start()
@@ -387,7 +386,7 @@ def test_a_sequence_cancelled_in_flight_keeps_its_blocks_until_its_batch_ends() 
     assert sim.ended == []
 
 
-def test_cancelling_what_is_not_there_is_harmless() -> None:
+def test_cancel_of_unknown_sequence_does_nothing() -> None:
     sim = Simulation()
     sim.scheduler.cancel((3, 4))
     sequence = sim.add([1, 2])
@@ -396,7 +395,7 @@ def test_cancelling_what_is_not_there_is_harmless() -> None:
     assert sim.start() is None
 
 
-def test_what_an_abandoned_batch_would_have_filled_is_not_found_again() -> None:
+def test_blocks_of_abandoned_batch_are_not_found() -> None:
     sim = Simulation()
     sequence = sim.add(range(9))
     batch = sim.start()
@@ -432,7 +431,7 @@ def test_equal_prompts_share_blocks_within_a_batch_and_across_batches(priority: 
     max_batch_tokens=st.integers(1, 60),
     max_batch_sequences=st.integers(1, 6),
 )
-def test_no_token_is_computed_twice_but_the_last_one_of_a_prompt(
+def test_only_the_last_prompt_token_is_computed_twice(
     arrivals: list[list[list[int]]], max_batch_tokens: int, max_batch_sequences: int
 ) -> None:
     """However prompts are cut into chunks, and whether a prefix is cached, of the same batch, or
@@ -487,15 +486,13 @@ def crowded(**limits: Any) -> Simulation:
 
 
 @pytest.mark.parametrize("caller", [Caller(b"a", 2), Caller(b"b", 3)], ids=["same key", "other"])
-def test_a_small_request_is_in_every_batch_beside_one_of_many_sequences(caller: Caller) -> None:
-    """FINDINGS A6."""
+def test_small_request_is_in_every_batch_beside_a_large_one(caller: Caller) -> None:
     sim = crowded()
     small = sim.add([7, 8, 9], 4, caller=caller)
     assert batches_until(sim, small) == 4
 
 
-def test_beside_others_a_request_has_a_share_of_a_batch_and_then_all_of_it_again() -> None:
-    """FINDINGS A6."""
+def test_request_beside_others_has_a_share_of_each_batch() -> None:
     sim = crowded()
     sim.add([7, 8, 9], 4, caller=Caller(b"b", 2))
     of_hog = []
@@ -508,7 +505,7 @@ def test_beside_others_a_request_has_a_share_of_a_batch_and_then_all_of_it_again
     assert of_hog[-1] == 8
 
 
-def test_all_sequences_of_a_request_go_on_while_it_has_a_share() -> None:
+def test_all_sequences_of_a_sharing_request_progress() -> None:
     sim = crowded()
     started = [s for s in sim.scheduler.sequences if s.generated]
     before = [s.generated for s in started]
@@ -518,8 +515,7 @@ def test_all_sequences_of_a_request_go_on_while_it_has_a_share() -> None:
     assert [s.generated - b for s, b in zip(started, before, strict=True)] == [2] * 8
 
 
-def test_a_long_prompt_leaves_others_their_part_of_a_batch() -> None:
-    """FINDINGS A6."""
+def test_long_prompt_leaves_others_their_part_of_a_batch() -> None:
     sim = Simulation(max_batch_tokens=64, pool_blocks=2000)
     long = sim.add(range(1000), caller=HOG)
     sim.step()
@@ -532,8 +528,7 @@ def test_a_long_prompt_leaves_others_their_part_of_a_batch() -> None:
     assert long.num_computed == 64 + 2 * 16, "for some batches more, as others may come again"
 
 
-def test_a_key_with_many_requests_leaves_other_keys_a_place_in_every_batch() -> None:
-    """FINDINGS A6."""
+def test_key_with_many_requests_leaves_other_keys_a_place() -> None:
     sim = Simulation(max_batch_sequences=4, pool_blocks=2000)
     for number in range(30):
         sim.add([number, 1, 2], 60, caller=Caller(b"a", number))
@@ -543,8 +538,7 @@ def test_a_key_with_many_requests_leaves_other_keys_a_place_in_every_batch() -> 
     assert batches_until(sim, small) == 4
 
 
-def test_a_request_that_holds_all_blocks_gives_way_and_both_end() -> None:
-    """FINDINGS A6."""
+def test_request_that_holds_all_blocks_is_requeued() -> None:
     sim = Simulation(max_batch_tokens=100, max_batch_sequences=20, prefix_cache=False)
     hogs = [sim.add([number] * 3, 25, caller=HOG) for number in range(10)]
     while sim.blocks.available:
@@ -557,8 +551,7 @@ def test_a_request_that_holds_all_blocks_gives_way_and_both_end() -> None:
     assert all(sequence.generated == 25 for sequence in hogs)
 
 
-def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> None:
-    """FINDINGS A6: a rank whose queue one request has filled takes the first of another one's."""
+def test_queue_is_bounded_per_request() -> None:
     sim = Simulation()
     admission = RankAdmission("rank", 100, 100, POOL_TOKENS, max_waiting=4)
 
@@ -586,7 +579,6 @@ def test_what_waits_is_bounded_for_each_request_and_others_still_find_room() -> 
 def test_forecast_hashes_and_matches_a_bounded_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B14: 256 long prompts, of which blocks hold all but the end."""
     sim = Simulation(max_batch_tokens=4096, max_batch_sequences=256, pool_blocks=3000)
     sim.add([1] * 8000)
     sim.drain()
@@ -614,7 +606,7 @@ def test_forecast_hashes_and_matches_a_bounded_number_of_blocks(
     assert sum(stop - start for start, stop in spans) == 4096
 
 
-def test_in_a_mixed_batch_a_best_effort_prompt_under_way_leaves_its_tokens_to_ls() -> None:
+def test_started_be_prompt_leaves_tokens_to_ls_in_mixed_batch() -> None:
     simulation = Simulation(max_batch_tokens=8, max_batch_sequences=4)
     long = simulation.add(range(100, 120), priority=Priority.BE)
     first = simulation.scheduler.next_batch()
@@ -650,7 +642,7 @@ def test_form_limits_starts_per_batch() -> None:
         assert len(batch.chunks) == started
 
 
-def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit() -> None:
+def test_batch_by_keys_keeps_the_order_and_fits() -> None:
     simulation = Simulation(max_batch_tokens=10, max_batch_sequences=4)
     running = simulation.add([1, 2, 3], max_tokens=5)
     first = simulation.scheduler.next_batch()
@@ -671,7 +663,7 @@ def test_a_batch_of_named_sequences_has_those_in_that_order_as_far_as_they_fit()
     assert simulation.scheduler.next_batch(Form(keys=(be.key, "gone"))) is None, "in a batch"
 
 
-def test_of_two_classes_the_batches_that_come_next_are_guessed_one_by_one() -> None:
+def test_next_batch_of_each_class_is_forecast() -> None:
     sim = Simulation(max_batch_tokens=64, max_batch_sequences=64)
     for first in (0, 10):
         sim.add(range(first, first + 4), 8, Priority.BE if first else Priority.LS)
@@ -686,7 +678,7 @@ def test_of_two_classes_the_batches_that_come_next_are_guessed_one_by_one() -> N
     assert be_prompts == [(0, 1)] * BEST_EFFORT_STARTS
 
 
-def test_decodes_of_ls_come_before_those_of_be_that_began_earlier() -> None:
+def test_ls_decodes_precede_earlier_be_decodes() -> None:
     sim = Simulation(max_batch_tokens=2)
     be = [sim.add([number], 8, Priority.BE) for number in (1, 2)]
     sim.start()

@@ -272,7 +272,7 @@ def test_nccl_packets_cross_in_exact_sizes(fake_nccl: FakeNccl) -> None:
     assert fake_nccl.aborted == 8
 
 
-def test_a_packet_is_there_when_all_of_it_has_come_and_waits_for_none_of_another_class(
+def test_packet_is_delivered_when_complete_and_waits_for_no_other_class(
     fake_nccl: FakeNccl,
 ) -> None:
     with pair_of(NcclEndpoint) as (left, right):
@@ -299,7 +299,7 @@ def test_a_packet_is_there_when_all_of_it_has_come_and_waits_for_none_of_another
         assert not link.has_incoming
 
 
-def test_what_a_lost_peer_has_half_sent_is_no_packet(
+def test_half_sent_payload_of_lost_peer_is_no_packet(
     fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its header has come; `abort` ends the transfer, as if it had come whole."""
@@ -347,7 +347,7 @@ def test_replacement_rank_creates_its_own_communicators(
         assert fake_nccl.aborted == gone == 8, "of the lost one, on both sides"
 
 
-def test_each_class_has_a_communicator_and_a_stream_of_its_own(fake_nccl: FakeNccl) -> None:
+def test_each_class_has_its_own_communicator_and_stream(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         for end, peer in ((left, "right"), (right, "left")):
             lanes = end._links[peer]._lanes  # type: ignore[attr-defined]
@@ -356,7 +356,7 @@ def test_each_class_has_a_communicator_and_a_stream_of_its_own(fake_nccl: FakeNc
         assert len(fake_nccl.queues) == 4
 
 
-def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
+def test_nccl_memory_is_kept_until_sent(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         FakeEvent.reached = False
         for number in range(3):
@@ -369,7 +369,7 @@ def test_nccl_memory_is_kept_until_it_was_sent(fake_nccl: FakeNccl) -> None:
         assert not sending
 
 
-def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> None:
+def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, _):
         fake_nccl.broken = True
         left._maintained_s = float("-inf")  # type: ignore[attr-defined]
@@ -379,7 +379,7 @@ def test_an_nccl_failure_on_the_device_is_a_lost_peer(fake_nccl: FakeNccl) -> No
         assert lost.peer == "right"
 
 
-def test_a_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
+def test_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         left.close()
         assert fake_nccl.aborted == 4
@@ -388,7 +388,7 @@ def test_a_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
         assert fake_nccl.aborted == 8
 
 
-def test_a_communicator_that_does_not_come_up_is_an_error_with_the_peers_name() -> None:
+def test_communicator_timeout_names_the_peer() -> None:
     def fail() -> Any:
         raise FakeNcclError("no route")
 

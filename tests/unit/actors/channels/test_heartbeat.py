@@ -107,7 +107,7 @@ def test_silent_peer_is_reported_hung_once(ward: Ward) -> None:
     assert "1.6 s" in str(error)
 
 
-def test_a_process_of_this_machine_that_may_wait_for_a_core_is_given_longer() -> None:
+def test_running_local_peer_is_hung_after_four_timeouts() -> None:
     with warded(socket.socketpair()) as ward:
         ward.tick(4 * CONFIG.heartbeat_timeout_s - 0.1)
         assert not ward.lost
@@ -115,7 +115,7 @@ def test_a_process_of_this_machine_that_may_wait_for_a_core_is_given_longer() ->
         assert "6.1 s" in str(ward.lost[0])
 
 
-def test_a_stopped_process_of_this_machine_is_given_less(tmp_path: Path) -> None:
+def test_stopped_local_peer_is_hung_after_a_third_of_the_timeout(tmp_path: Path) -> None:
     path = str(tmp_path / "sock")
     with (
         socket.socket(socket.AF_UNIX) as server,
@@ -137,14 +137,14 @@ def test_a_stopped_process_of_this_machine_is_given_less(tmp_path: Path) -> None
         peer.kill()
 
 
-def test_heartbeats_that_wait_in_the_socket_are_read_before_silence_is_judged(ward: Ward) -> None:
+def test_waiting_heartbeats_are_read_before_silence_is_judged(ward: Ward) -> None:
     ward.tick(1.4)
     ward.other.send(b"\x01")
     ward.tick(100.0)
     assert not ward.lost
 
 
-def test_heartbeats_end_while_the_owners_loop_is_stuck_and_then_go_on(ward: Ward) -> None:
+def test_heartbeats_stop_while_the_loop_is_stalled(ward: Ward) -> None:
     ward.loop.record_progress()
     for _ in range(round(CONFIG.step_timeout_s / CONFIG.heartbeat_interval_s)):
         ward.other.send(b"\x01")
@@ -166,7 +166,7 @@ def test_every_round_sends_a_heartbeat_and_flushes(ward: Ward) -> None:
     assert ward.link.flushed == 3
 
 
-def test_time_in_which_this_process_stood_still_is_not_silence(ward: Ward) -> None:
+def test_time_in_which_this_process_was_stopped_is_not_silence(ward: Ward) -> None:
     ward.tick(60.0, stopped_s=59.8)
     assert not ward.lost
     ward.tick(1.2)
@@ -175,14 +175,14 @@ def test_time_in_which_this_process_stood_still_is_not_silence(ward: Ward) -> No
     assert isinstance(ward.lost[0], PeerHungError)
 
 
-def test_bytes_of_a_payload_are_a_sign_of_life(ward: Ward) -> None:
+def test_payload_bytes_are_a_sign_of_life(ward: Ward) -> None:
     for _ in range(10):
         ward.link.monitor.record(ward.clock())
         ward.tick(1.0)
     assert not ward.lost
 
 
-def test_a_closed_peer_is_dead_not_hung(ward: Ward) -> None:
+def test_closed_peer_is_dead_not_hung(ward: Ward) -> None:
     ward.other.close()
     ward.tick(0.2)
     assert not ward.lost  # its data socket may still hold packets, and says the same in time
@@ -190,7 +190,7 @@ def test_a_closed_peer_is_dead_not_hung(ward: Ward) -> None:
     assert isinstance(ward.lost[0], PeerDeadError)
 
 
-def test_a_send_that_makes_no_progress_is_a_hung_peer(ward: Ward) -> None:
+def test_send_without_progress_is_a_hung_peer(ward: Ward) -> None:
     ward.link.blocked_since_s = 0.0
     for _ in range(6):
         ward.other.send(b"\x01")
@@ -198,7 +198,7 @@ def test_a_send_that_makes_no_progress_is_a_hung_peer(ward: Ward) -> None:
     assert "has received nothing for 5 s" in str(ward.lost[0])
 
 
-def test_the_next_round_comes_when_the_limit_is_reached_not_a_heartbeat_later(ward: Ward) -> None:
+def test_next_round_is_due_at_the_limit_not_one_interval_later(ward: Ward) -> None:
     ward.clock.advance(1.4)
     assert ward.heartbeat.tick(0.0) == pytest.approx(0.1)
 
@@ -213,7 +213,7 @@ def links() -> Iterator[tuple[FrameSocket, FrameSocket]]:
         link.close()
 
 
-def test_frames_that_the_kernel_does_not_take_arrive_later_in_order(
+def test_buffered_frames_arrive_in_order(
     links: tuple[FrameSocket, FrameSocket],
 ) -> None:
     left, right = links
@@ -232,7 +232,7 @@ def test_frames_that_the_kernel_does_not_take_arrive_later_in_order(
     assert right.receive() == []
 
 
-def test_descriptors_arrive_with_their_frames_even_when_both_had_to_wait(
+def test_buffered_descriptors_arrive_with_their_frames(
     links: tuple[FrameSocket, FrameSocket],
 ) -> None:
     left, right = links
@@ -259,7 +259,7 @@ def test_descriptors_arrive_with_their_frames_even_when_both_had_to_wait(
         right.take_fd()
 
 
-def test_descriptors_that_were_never_taken_are_closed(
+def test_unclaimed_descriptors_are_closed(
     links: tuple[FrameSocket, FrameSocket],
 ) -> None:
     left, right = links
@@ -272,7 +272,7 @@ def test_descriptors_that_were_never_taken_are_closed(
     os.close(write_end)
 
 
-def test_the_end_of_the_stream_comes_after_the_last_frame(
+def test_end_of_stream_follows_the_last_frame(
     links: tuple[FrameSocket, FrameSocket],
 ) -> None:
     left, right = links
@@ -283,7 +283,7 @@ def test_the_end_of_the_stream_comes_after_the_last_frame(
         right.receive()
 
 
-def test_a_frame_larger_than_the_limit_is_an_error(
+def test_frame_above_the_limit_is_an_error(
     links: tuple[FrameSocket, FrameSocket],
 ) -> None:
     left, right = links

@@ -36,7 +36,7 @@ def half(purpose: str, link_id: bytes, name: str = "attention-0") -> tuple[socke
 
 
 @pytest.mark.parametrize("order", [(_DATA, _HEARTBEAT), (_HEARTBEAT, _DATA)])
-def test_data_and_pulse_join_in_either_order(
+def test_data_and_heartbeat_sockets_join_in_either_order(
     joiner: LinkSetup, joined: list[LinkSockets], order: tuple[str, str]
 ) -> None:
     link_id = secrets.token_bytes(16)
@@ -64,7 +64,7 @@ def test_two_sockets_of_one_kind_do_not_join(
     assert [sock.fileno() for sock, _ in halves] == [-1, -1], "both are closed"
 
 
-def test_another_peer_cannot_supply_the_second_half(
+def test_second_socket_of_another_peer_does_not_join(
     joiner: LinkSetup, joined: list[LinkSockets]
 ) -> None:
     link_id = secrets.token_bytes(16)

@@ -61,7 +61,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(backend: str) -> None:
         packet.release()
 
 
-def test_a_payload_without_any_token_is_still_a_packet(backend: str) -> None:
+def test_empty_payload_is_a_packet(backend: str) -> None:
     with linked(backend) as (left, right):
         send(left, "right", [torch.empty(0, 64), torch.empty(0, 2, dtype=torch.int32)], header(7))
         send(left, "right", [], header(8))
@@ -72,7 +72,7 @@ def test_a_payload_without_any_token_is_still_a_packet(backend: str) -> None:
         bare.release()
 
 
-def test_a_header_arrives_as_it_was_sent(backend: str) -> None:
+def test_header_arrives_unchanged(backend: str) -> None:
     head = Header(PacketKind.E2A, 1, 2**40, 61, 3, 5, Priority.BE, 123.25, 2**33)
     with linked(backend) as (left, right):
         send(left, "right", [torch.ones(2)], head)
@@ -81,7 +81,7 @@ def test_a_header_arrives_as_it_was_sent(backend: str) -> None:
         packet.release()
 
 
-def test_packets_keep_their_bytes_while_others_are_released_in_any_order(backend: str) -> None:
+def test_packets_keep_their_bytes_while_others_are_released(backend: str) -> None:
     order = random.Random(3)
     with linked(backend, segment_bytes=64 << 10) as (left, right):
         held: list[tuple[Packet, torch.Tensor]] = []
@@ -100,7 +100,7 @@ def test_packets_keep_their_bytes_while_others_are_released_in_any_order(backend
         assert left.bytes_moved()[0] == right.bytes_moved()[1] > 0
 
 
-def test_a_packet_may_be_released_on_another_thread(backend: str) -> None:
+def test_packet_can_be_released_on_another_thread(backend: str) -> None:
     with linked(backend) as (left, right):
         for number in range(20):
             send(left, "right", [torch.full((1000,), float(number))], header(number))
@@ -111,7 +111,7 @@ def test_a_packet_may_be_released_on_another_thread(backend: str) -> None:
             assert packet.tensors == ()
 
 
-def test_a_packet_stays_readable_after_its_endpoint_was_closed(backend: str) -> None:
+def test_packet_stays_readable_after_its_endpoint_closes(backend: str) -> None:
     with linked(backend) as (left, right):
         send(left, "right", [torch.arange(1000)], header())
         packet = first_packet(right)
@@ -121,7 +121,7 @@ def test_a_packet_stays_readable_after_its_endpoint_was_closed(backend: str) -> 
         packet.release()
 
 
-def test_many_small_packets_to_a_peer_that_does_not_read_do_not_block(backend: str) -> None:
+def test_sends_to_a_peer_that_does_not_read_do_not_block(backend: str) -> None:
     with linked(backend) as (left, right):
         for number in range(3000):
             send(left, "right", [torch.tensor([number])], header(number))
@@ -135,7 +135,7 @@ def test_many_small_packets_to_a_peer_that_does_not_read_do_not_block(backend: s
                 received += 1
 
 
-def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:
+def test_closed_peer_is_lost_after_its_last_packet(backend: str) -> None:
     with linked(backend) as (left, right):
         for number in range(10):
             send(left, "right", [torch.full((100,), number)], header(number))
@@ -149,7 +149,7 @@ def test_a_peer_that_closes_is_lost_after_its_last_packet(backend: str) -> None:
         assert isinstance(lost.error, PeerDeadError)
 
 
-def test_messages_of_an_older_epoch_are_dropped(backend: str) -> None:
+def test_packets_of_an_older_epoch_are_dropped(backend: str) -> None:
     with linked(backend, epoch=4) as (left, right):
         send(left, "right", [torch.ones(3)], header(1, epoch=3))
         send(left, "right", [torch.ones(3)], header(2, epoch=4))
@@ -158,7 +158,7 @@ def test_messages_of_an_older_epoch_are_dropped(backend: str) -> None:
         packet.release()
 
 
-def test_a_later_epoch_takes_the_place_of_the_one_before_which_is_refused_then(
+def test_later_epoch_replaces_the_link_and_older_ones_are_refused(
     backend: str,
 ) -> None:
     right = endpoint("right", backend, epoch=1)
@@ -189,7 +189,7 @@ def test_a_later_epoch_takes_the_place_of_the_one_before_which_is_refused_then(
             each.close()
 
 
-def test_an_acceptor_of_an_epoch_that_has_been_replaced_is_not_joined(backend: str) -> None:
+def test_replaced_acceptor_is_not_joined(backend: str) -> None:
     left = endpoint("left", backend, epoch=1)
     rights = [endpoint("right", backend, epoch=epoch) for epoch in (2, 1)]
     try:
@@ -222,7 +222,7 @@ def test_poll_reports_a_peer_joined_from_another_thread(backend: str) -> None:
         right.close()
 
 
-def test_a_name_that_is_linked_already_is_refused(backend: str) -> None:
+def test_linked_name_is_refused(backend: str) -> None:
     with linked(backend) as (left, right):
         impostor = endpoint("left", backend)
         try:
@@ -234,7 +234,7 @@ def test_a_name_that_is_linked_already_is_refused(backend: str) -> None:
         first_packet(right).release()
 
 
-def test_a_lost_peer_may_join_again(backend: str) -> None:
+def test_lost_peer_can_join_again(backend: str) -> None:
     right = endpoint("right", backend)
     address = right.listen()
     try:
@@ -277,7 +277,7 @@ def test_wake_ends_a_poll_in_another_thread(backend: str) -> None:
     end.wake()  # harmless
 
 
-def test_close_may_be_called_twice_and_before_anything_else(backend: str) -> None:
+def test_close_is_idempotent_and_needs_no_link(backend: str) -> None:
     unused = endpoint("unused", backend)
     unused.close()
     unused.close()
@@ -287,7 +287,7 @@ def test_close_may_be_called_twice_and_before_anything_else(backend: str) -> Non
         wait_for(right, PeerLost)
 
 
-def test_eight_ranks_talk_to_one_without_mixing_their_packets(backend: str) -> None:
+def test_packets_of_eight_ranks_are_not_mixed(backend: str) -> None:
     hub = endpoint("hub", backend)
     address = hub.listen()
     spokes: list[Endpoint] = []
@@ -312,7 +312,7 @@ def test_eight_ranks_talk_to_one_without_mixing_their_packets(backend: str) -> N
             spoke.close()
 
 
-def test_a_frame_that_makes_no_sense_loses_that_peer_only(backend: str) -> None:
+def test_malformed_frame_loses_that_peer_only(backend: str) -> None:
     with linked(backend) as (left, right):
         third = endpoint("third", backend)
         third.connect("right", _address(right))
@@ -326,7 +326,7 @@ def test_a_frame_that_makes_no_sense_loses_that_peer_only(backend: str) -> None:
         third.close()
 
 
-def test_an_unknown_dtype_from_a_peer_is_its_loss_not_ours(backend: str) -> None:
+def test_unknown_dtype_loses_that_peer(backend: str) -> None:
     with linked(backend) as (left, right):
         reservation = left.reserve("right", [TensorSpec("int32", (4,))])
         parts = tuple(msgspec.structs.replace(p, dtype="Tensor") for p in reservation.parts)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ class Watched:
         return self.watch.problem
 
 
-def test_a_loop_that_turns_is_well_however_long() -> None:
+def test_loop_that_makes_progress_is_healthy() -> None:
     assert Watched().check_for(10 * STUCK_S, moves=True) == ""
 
 
@@ -52,7 +52,7 @@ def test_loop_that_has_not_started_is_not_stalled() -> None:
     assert Watched().check_for(10 * STUCK_S) == ""
 
 
-def test_time_in_which_the_process_itself_stood_still_counts_little() -> None:
+def test_time_in_which_the_process_was_stopped_counts_little() -> None:
     loop = Watched()
     loop.watch.record_progress()
     loop.check_for(CHECK_PERIOD_S)
@@ -62,7 +62,7 @@ def test_time_in_which_the_process_itself_stood_still_counts_little() -> None:
     assert loop.check_for(2 * CHECK_PERIOD_S) != ""
 
 
-def test_the_stacks_of_a_loop_in_one_step_are_logged_once_until_it_moves(
+def test_stacks_of_a_stalled_loop_are_logged_once_per_stall(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     held, holding = threading.Event(), threading.Event()

@@ -21,8 +21,7 @@ class Crowd:
             self.enter(address, f"{address} {number}")
 
 
-def test_an_address_with_too_many_loses_its_own_oldest() -> None:
-    """FINDINGS A8."""
+def test_address_at_its_limit_loses_its_own_oldest() -> None:
     crowd = Crowd()
     crowd.enter("10.0.0.2", "other")
     crowd.fill("10.0.0.1", MAX_PER_ADDRESS)
@@ -32,8 +31,7 @@ def test_an_address_with_too_many_loses_its_own_oldest() -> None:
     assert crowd.gate.count == MAX_PER_ADDRESS + 1
 
 
-def test_when_all_places_are_taken_the_address_with_the_most_gives_one() -> None:
-    """FINDINGS A8."""
+def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
     crowd = Crowd()
     crowd.enter("10.0.0.9", "early")
     crowd.fill("10.0.0.1", MAX_PER_ADDRESS)
@@ -46,7 +44,6 @@ def test_when_all_places_are_taken_the_address_with_the_most_gives_one() -> None
 
 
 def test_connections_from_many_addresses_are_bounded_in_total() -> None:
-    """FINDINGS A8."""
     crowd = Crowd()
     for number in range(5 * MAX_UNPROVEN):
         crowd.enter(f"10.{number}", f"{number}")
@@ -55,7 +52,6 @@ def test_connections_from_many_addresses_are_bounded_in_total() -> None:
 
 
 def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
-    """FINDINGS A8."""
     crowd = Crowd()
     crowd.enter("10.0.0.1", "peer")
     assert crowd.gate.leave(crowd.numbers["peer"])
@@ -66,8 +62,7 @@ def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
     assert crowd.gate.count == MAX_PER_ADDRESS - 1
 
 
-def test_addresses_that_hold_nothing_are_forgotten() -> None:
-    """FINDINGS A8: a stranger with many addresses leaves nothing behind."""
+def test_addresses_without_connections_are_forgotten() -> None:
     crowd = Crowd()
     for number in range(1000):
         crowd.enter(f"10.{number}", f"{number}")

@@ -51,7 +51,7 @@ def test_every_tensor_starts_at_a_cache_line() -> None:
         packet.release()
 
 
-def test_a_full_segment_adds_another_and_a_large_payload_gets_its_own() -> None:
+def test_full_segment_adds_another_and_large_payload_gets_its_own() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
         for number in range(10):  # nobody releases: 10 x 40 KiB in segments of 64 KiB
@@ -65,7 +65,7 @@ def test_a_full_segment_adds_another_and_a_large_payload_gets_its_own() -> None:
             packet.release()
 
 
-def test_an_empty_tensor_may_follow_one_that_ends_with_the_segment() -> None:
+def test_empty_tensor_can_follow_the_end_of_the_segment() -> None:
     with linked("shm", segment_bytes=5000) as (left, right):
         send(left, "right", [torch.ones(79 * 64 // 8, dtype=torch.int64), torch.ones(0)], header())
         packet = first_packet(right)
@@ -73,7 +73,7 @@ def test_an_empty_tensor_may_follow_one_that_ends_with_the_segment() -> None:
         packet.release()
 
 
-def test_released_memory_is_used_again_instead_of_more() -> None:
+def test_released_memory_is_reused() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
         for number in range(200):
@@ -84,7 +84,7 @@ def test_released_memory_is_used_again_instead_of_more() -> None:
         assert segments() - before == 2
 
 
-def test_a_packet_that_is_parked_holds_its_own_bytes_only() -> None:
+def test_held_packet_holds_its_own_bytes_only() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
         send(left, "right", [torch.full((1 << 10,), 5.0)], header(0))
@@ -97,7 +97,7 @@ def test_a_packet_that_is_parked_holds_its_own_bytes_only() -> None:
         parked.release()
 
 
-def test_idle_segments_are_given_back_by_both_sides() -> None:
+def test_idle_segments_are_freed_by_both_sides() -> None:
     before, clock = segments(), ManualClock()
     with linked("shm", segment_bytes=SEGMENT_BYTES, clock=clock) as (left, right):
         for number in range(5):
@@ -117,7 +117,7 @@ def test_idle_segments_are_given_back_by_both_sides() -> None:
         packet.release()
 
 
-def test_memory_that_the_machine_does_not_have_is_an_error_with_numbers() -> None:
+def test_lack_of_memory_is_an_error_with_both_numbers() -> None:
     with (
         linked("shm") as (left, _),
         pytest.raises(ChannelError, match=r"segment of \d+ bytes exceeds .*segment_bytes"),
@@ -125,7 +125,7 @@ def test_memory_that_the_machine_does_not_have_is_an_error_with_numbers() -> Non
         left.reserve("right", [TensorSpec("uint8", (1 << 50,))])
 
 
-def test_a_segment_cannot_shrink_under_the_other_side() -> None:
+def test_segment_cannot_shrink() -> None:
     fd = create_memfd(4096)
     try:
         assert check_memfd(fd, 4096)
@@ -142,7 +142,7 @@ def test_a_segment_cannot_shrink_under_the_other_side() -> None:
         os.close(plain)
 
 
-def test_an_address_is_free_for_the_next_endpoint_of_that_name() -> None:
+def test_address_is_free_for_the_next_endpoint_of_that_name() -> None:
     addresses = set()
     for _ in range(3):
         end = endpoint("one", "shm")

@@ -18,7 +18,7 @@ from tests.support.channels_support import (
 )
 
 
-def test_the_payload_is_received_straight_into_reused_memory() -> None:
+def test_payload_is_received_into_reused_memory() -> None:
     with linked("tcp") as (left, right):
         pointers = set()
         for number in range(20):
@@ -37,7 +37,7 @@ def test_buffer_is_at_least_the_requested_size_and_at_most_half_larger() -> None
         assert max(num_bytes, 4096) <= size <= max(4096, num_bytes * 3 / 2)
 
 
-def test_the_pool_keeps_a_bounded_number_of_idle_bytes() -> None:
+def test_pool_keeps_bounded_idle_bytes() -> None:
     pool = BufferPool()
     buffers = [pool.acquire(48 << 20) for _ in range(3)]
     for buffer in buffers:
@@ -46,7 +46,7 @@ def test_the_pool_keeps_a_bounded_number_of_idle_bytes() -> None:
     assert pool.acquire(48 << 20) not in buffers
 
 
-def test_listening_on_a_foreign_address_is_an_error_that_names_it() -> None:
+def test_listen_error_names_the_foreign_address() -> None:
     end = endpoint("one", "tcp")
     try:
         with pytest.raises(ChannelError, match=r"cannot listen on 203\.0\.113\.7"):
@@ -58,7 +58,7 @@ def test_listening_on_a_foreign_address_is_an_error_that_names_it() -> None:
         end.close()
 
 
-def test_a_committed_reservation_may_not_be_used_any_more() -> None:
+def test_committed_reservation_has_no_tensors() -> None:
     with linked("tcp") as (left, right):
         reservation = left.reserve("right", [TensorSpec("int32", (4,))])
         left.commit(reservation, header())

@@ -115,7 +115,7 @@ class Reader:
         return taken
 
 
-def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> None:
+def test_ls_packet_overtakes_be_packet_under_way(link: Link) -> None:
     reader = Reader(link.far)
     link.send(1, BE, 8 << 20)
     assert reader.piece() == (BE, 1, False)
@@ -127,7 +127,7 @@ def test_an_ls_packet_overtakes_a_be_packet_that_is_under_way(link: Link) -> Non
     assert [batch for _, batch, is_whole in reader.until_whole(3) if is_whole] == [4, 1, 3]
 
 
-def test_while_ls_fills_the_line_every_eighth_piece_is_of_be(
+def test_every_eighth_piece_is_be_while_ls_fills_the_line(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "BUFFERED_S", 1e-6)  # pieces of LEAST_BYTES, on a fast line too
@@ -160,7 +160,7 @@ PACKETS = st.lists(
 
 @settings(max_examples=30)
 @given(PACKETS)
-def test_whatever_is_sent_arrives_whole_and_in_order_within_its_lane(
+def test_packets_arrive_complete_and_in_order_within_their_lane(
     packets: list[tuple[Priority, int]],
 ) -> None:
     with linked("tcp") as (left, right):
@@ -180,7 +180,7 @@ CUTS = st.lists(st.tuples(st.sampled_from(Priority), st.integers(1, 3000)), max_
 
 @settings(max_examples=30)
 @given(CUTS)
-def test_a_peer_may_cut_its_packets_anywhere(cuts: list[tuple[Priority, int]]) -> None:
+def test_packets_can_be_cut_anywhere(cuts: list[tuple[Priority, int]]) -> None:
     with contextlib.closing(Link()) as link:
         left: dict[Priority, int] = {LS: 0, BE: 0}
         sent = 0
@@ -223,7 +223,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_pieces_that_make_no_sense_are_a_lost_peer_by_name(link: Link, what: str) -> None:
+def test_malformed_pieces_lose_the_peer_by_name(link: Link, what: str) -> None:
     link.far.sendall(HOSTILE[what])
     news = link.news.get(timeout=DEADLINE_S)
     assert isinstance(news, PeerError)

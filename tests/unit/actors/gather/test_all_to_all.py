@@ -117,7 +117,7 @@ def run_all(
     ("family", "backend"),
     [("qwen3_moe", "shm"), ("mixtral", "tcp"), ("deepseek_v3", "tcp"), ("gpt_oss", "shm")],
 )
-def test_logits_equal_the_resident_ones_for_busy_and_idle_workers(
+def test_logits_equal_resident_ones_for_busy_and_idle_workers(
     tiny_checkpoint: Checkpoints, family: str, backend: str
 ) -> None:
     folder = tiny_checkpoint(family)
@@ -141,7 +141,7 @@ def test_logits_equal_the_resident_ones_for_busy_and_idle_workers(
                 torch.testing.assert_close(found, expected[-1], atol=1e-5, rtol=0)
 
 
-def test_a_peer_that_leaves_in_the_middle_of_a_pass_is_named_at_once(
+def test_peer_lost_during_a_pass_is_reported_at_once(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")

@@ -89,7 +89,7 @@ def test_received_expert_computes_identical_bits(pair: Pair, nothing_leaks: None
     assert pair.receiver.receiver.received_bytes == pair.layout.num_bytes(1)
 
 
-def test_an_expert_that_is_not_there_is_refused_by_name_and_the_next_is_given(pair: Pair) -> None:
+def test_missing_expert_is_refused_by_name_and_the_link_stays(pair: Pair) -> None:
     layer = pair.model.moe_layers[-1]
     into = PackedExpert(pair.layout)
     for wrong in ((layer, 0), (layer, 1 << 20), (1 << 20, 0)):
@@ -98,7 +98,7 @@ def test_an_expert_that_is_not_there_is_refused_by_name_and_the_next_is_given(pa
     pair.receiver.fetch(1, (layer, pair.half.expert_ids[layer][0]), into.memory, Free())
 
 
-def test_a_rank_that_was_not_introduced_or_is_gone_gives_nothing(pair: Pair) -> None:
+def test_fetch_from_unknown_or_closed_rank_fails(pair: Pair) -> None:
     into = PackedExpert(pair.layout)
     with pytest.raises(ChannelError, match="expert-7 does not serve experts"):
         pair.receiver.fetch(7, (0, 0), into.memory, Free())
@@ -109,7 +109,7 @@ def test_a_rank_that_was_not_introduced_or_is_gone_gives_nothing(pair: Pair) -> 
         pair.receiver.fetch(1, (layer, pair.half.expert_ids[layer][0]), into.memory, Free())
 
 
-def test_another_dtype_is_refused_in_the_handshake(
+def test_dtype_mismatch_is_refused_in_the_handshake(
     tiny_checkpoint: Checkpoints, pair: Pair
 ) -> None:
     other = ExpertLayout(pair.model, torch.bfloat16, torch.device("cpu"))
@@ -121,7 +121,7 @@ def test_another_dtype_is_refused_in_the_handshake(
 
 
 @pytest.mark.parametrize("reply", ["nothing", "half", "other size", "end"])
-def test_a_peer_that_hangs_or_answers_strangely_is_given_up(pair: Pair, reply: str) -> None:
+def test_hung_or_malformed_peer_is_disconnected(pair: Pair, reply: str) -> None:
     sock, address = listen_tcp("127.0.0.1")
     released = threading.Event()
     size = pair.layout.num_bytes(1)
@@ -155,7 +155,7 @@ def test_a_peer_that_hangs_or_answers_strangely_is_given_up(pair: Pair, reply: s
     sock.close()
 
 
-def test_a_pace_waits_for_what_was_taken_and_ends_when_it_is_stopped() -> None:
+def test_rate_limiter_waits_and_ends_when_stopped() -> None:
     clock, stopped = ManualClock(), threading.Event()
     waited: list[float] = []
 

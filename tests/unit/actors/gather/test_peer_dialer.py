@@ -75,10 +75,9 @@ def sources(folder: Path, count: int, **spec: Any) -> Iterator[list[PeerSource]]
 
 @pytest.mark.long
 @pytest.mark.parametrize("hangs_up", [False, True])
-def test_a_peer_that_does_not_answer_is_skipped_and_the_rest_is_joined(
+def test_unresponsive_peer_is_skipped_and_others_are_joined(
     tiny_checkpoint: Checkpoints, hangs_up: bool
 ) -> None:
-    """FINDINGS B2: those after it were never joined, and the fresh worker was killed for it."""
     folder = tiny_checkpoint("qwen3_moe")
     config = group_config(
         prefill={"experts": "gathered"},
@@ -94,10 +93,9 @@ def test_a_peer_that_does_not_answer_is_skipped_and_the_rest_is_joined(
         assert first.fallbacks == 1
 
 
-def test_one_that_failed_is_joined_once_it_answers_at_the_same_address(
+def test_failed_peer_is_joined_once_it_answers(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B2."""
     monkeypatch.setattr(peer_dialer, "REDIAL_S", 0.05)
     failures = [PeerDeadError("not yet", "prefill-1")] * 3
 
@@ -125,7 +123,6 @@ def test_one_that_failed_is_joined_once_it_answers_at_the_same_address(
 def test_refusing_peer_is_reported_after_all_others_were_tried(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """FINDINGS B2."""
     folder = tiny_checkpoint("qwen3_moe")
     with sources(folder, 3) as (first, _, third):
         other = make_source(worker_spec(folder, 1, 3, backend="tcp", token=b"another" * 5))
@@ -140,7 +137,6 @@ def test_refusing_peer_is_reported_after_all_others_were_tried(
 
 
 def test_at_most_one_thread_dials_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FINDINGS B18: a redial and `connect` both had a link, and kept different ones."""
     monkeypatch.setattr(peer_dialer, "REDIAL_S", 0.001)
     dialling = threading.Lock()
     tried: list[str] = []
@@ -174,10 +170,9 @@ def test_at_most_one_thread_dials_a_peer(monkeypatch: pytest.MonkeyPatch) -> Non
         dialer.close()
 
 
-def test_a_worker_that_was_moved_to_another_node_gathers_and_gives_over_tcp(
+def test_worker_moved_to_another_node_uses_tcp(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B16: it kept shared memory, which it does not share any more."""
     monkeypatch.setattr(actors.gather.peer_source, "_is_far", lambda host: True)
     folder = tiny_checkpoint("qwen3_moe")
     with sources(folder, 2, backend="shm") as (stayed, moved):
@@ -202,10 +197,9 @@ def elsewhere(address: str) -> str:
     return ADDRESS_SEPARATOR.join((unix + "-gone", tcp))
 
 
-def test_a_peer_of_this_machine_that_may_wait_for_a_core_is_given_longer(
+def test_running_local_peer_is_lost_after_four_timeouts(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """FINDINGS B16: channels wait four times as long."""
     folder = tiny_checkpoint("qwen3_moe")
     with sources(folder, 2) as (source, _):
         ours, theirs = socket.socketpair()  # the process behind it is this one: it runs

@@ -142,7 +142,7 @@ def alone(rig: Rig, numbers: list[int]) -> dict[int, list[float]]:
 
 
 @pytest.mark.parametrize("policy", [by_layer, by_plan])
-def test_batches_in_flight_together_answer_bit_for_bit_as_one_at_a_time(
+def test_concurrent_batches_match_sequential_ones_bit_for_bit(
     opened: Callable[..., Rig], policy: TaskPolicy
 ) -> None:
     together = opened(policy)
@@ -154,7 +154,7 @@ def test_batches_in_flight_together_answer_bit_for_bit_as_one_at_a_time(
     assert together.answers() == alone(opened(), [0, 1, 2])
 
 
-def test_another_batch_attends_while_a_copy_is_waited_for(opened: Callable[..., Rig]) -> None:
+def test_another_batch_attends_during_a_copy(opened: Callable[..., Rig]) -> None:
     rig = opened()
     rig.submit(0)
     assert rig.run(steps=12) == []
@@ -169,7 +169,7 @@ def test_another_batch_attends_while_a_copy_is_waited_for(opened: Callable[..., 
     assert sorted(rig.run()) == [0, 1]
 
 
-def test_batches_that_begin_together_share_one_copy_of_each_layer(
+def test_concurrent_batches_share_one_copy_of_each_layer(
     opened: Callable[..., Rig],
 ) -> None:
     rig = opened()
@@ -181,7 +181,7 @@ def test_batches_that_begin_together_share_one_copy_of_each_layer(
     assert sorted(rig.run()) == [0, 1], "as many copies as one of them needs"
 
 
-def test_a_wait_for_a_copy_ends_when_the_worker_is_woken(opened: Callable[..., Rig]) -> None:
+def test_wake_ends_a_wait_for_a_copy(opened: Callable[..., Rig]) -> None:
     rig = opened()
     rig.submit(0)
     rig.run(steps=12)

@@ -40,7 +40,7 @@ LAYERS = {"num_hidden_layers": 4}
         ("gpt_oss", 1, "shm"),
     ],
 )
-def test_every_worker_gathers_every_layer_to_the_bit(
+def test_every_worker_gathers_every_layer_bit_for_bit(
     tiny_checkpoint: Checkpoints, family: str, window: int | None, backend: str
 ) -> None:
     folder = tiny_checkpoint(family, **LAYERS)
@@ -56,7 +56,7 @@ def test_every_worker_gathers_every_layer_to_the_bit(
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_workers_may_be_at_different_layers_of_a_window_of_one(
+def test_workers_at_different_layers_share_a_window_of_one(
     tiny_checkpoint: Checkpoints, backend: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
@@ -92,7 +92,7 @@ def test_window_holds_at_most_its_configured_layers(tiny_checkpoint: Checkpoints
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> None:
+def test_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     stranger = make_source(worker_spec(folder, 1, 2, backend=backend, token=b"guessed" * 5))
     with gathering(folder, 2, backend=backend) as sources:
@@ -111,7 +111,7 @@ def test_a_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> No
         (2, 9, "another model or dtype"),
     ],
 )
-def test_another_model_or_placement_is_refused(
+def test_model_or_placement_mismatch_is_refused(
     tiny_checkpoint: Checkpoints, workers: int, num_experts: int, message: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -123,7 +123,7 @@ def test_another_model_or_placement_is_refused(
     stray.close()
 
 
-def test_experts_that_stand_otherwise_are_refused(tiny_checkpoint: Checkpoints) -> None:
+def test_layout_mismatch_is_refused(tiny_checkpoint: Checkpoints) -> None:
     """As on another processor; as plain matrices they are taken, whatever the processor."""
     folder = tiny_checkpoint("qwen3_moe")
     other = layout_of(folder)
@@ -146,7 +146,7 @@ def test_experts_that_stand_otherwise_are_refused(tiny_checkpoint: Checkpoints) 
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_replaced_worker_is_taken_back_at_its_new_address(
+def test_replaced_worker_is_rejoined_at_its_new_address(
     tiny_checkpoint: Checkpoints, backend: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
@@ -173,7 +173,7 @@ def test_a_replaced_worker_is_taken_back_at_its_new_address(
         third.close()
 
 
-def test_a_peer_that_cannot_be_reached_is_done_without_until_it_can(
+def test_unreachable_peer_is_replaced_by_the_fallback_until_it_answers(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that were lost at once are replaced one after the other: the first knows only the second
@@ -199,7 +199,7 @@ def test_a_peer_that_cannot_be_reached_is_done_without_until_it_can(
     second.close()
 
 
-def test_a_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
+def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
@@ -228,7 +228,7 @@ def test_weights_are_gathered_between_cpus_only(tiny_checkpoint: Checkpoints) ->
             make_source(worker_spec(folder, 0, 2, backend=backend, device=device))
 
 
-def test_a_buffer_of_bfloat16_has_its_bytes_moved() -> None:
+def test_bfloat16_buffer_is_viewed_as_bytes() -> None:
     tensors = (torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(0, 3))
     (view,) = bytes_of(tensors)
     view[:] = bytes(12)

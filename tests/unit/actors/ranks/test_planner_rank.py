@@ -101,7 +101,7 @@ def test_the_latest_batch_is_in_the_metrics(planner: Rank) -> None:
     assert 'tandem_plan_info{order="asas"} 1.0' in text
 
 
-def test_a_stranger_is_refused(planner: Rank) -> None:
+def test_stranger_is_refused(planner: Rank) -> None:
     with pytest.raises(HandshakeError, match="wrong token"):
         PlannerConnection(address_of(planner), token=b"another token of 32 bytes.......")
 

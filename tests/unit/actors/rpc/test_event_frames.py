@@ -45,8 +45,7 @@ def decoded(frames: list[bytes]) -> list[Event]:
 
 
 @given(sizes=st.lists(st.integers(0, 400), max_size=30))
-def test_events_come_whole_and_in_order_in_frames_below_the_limit(sizes: list[int]) -> None:
-    """FINDINGS A9."""
+def test_events_arrive_complete_and_in_order_in_bounded_frames(sizes: list[int]) -> None:
     events: list[Event] = [answer(number, size) for number, size in enumerate(sizes)]
     got = decoded(event_frames(events, SMALL_BYTES))
     assert len(got) == len(events)
@@ -60,7 +59,7 @@ def test_events_come_whole_and_in_order_in_frames_below_the_limit(sizes: list[in
             assert (after.request_id, after.status) == (before.request_id, 413)
 
 
-def test_an_entry_of_a_log_that_fits_no_frame_is_not_left_out_silently() -> None:
+def test_log_entry_above_the_limit_is_an_error() -> None:
     state = RankState(rank="a", healthy=False, reason="x" * SMALL_BYTES)
     with pytest.raises(ChannelError, match="RankState"):
         event_frames([state], SMALL_BYTES)
@@ -97,10 +96,9 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
     rank.server.close()
 
 
-def test_one_request_with_too_large_an_answer_fails_and_others_on_the_rank_do_not(
+def test_answer_above_the_limit_fails_its_request_only(
     rank: _Rank,
 ) -> None:
-    """FINDINGS A9: the frame broke the connection, and every request on the rank with it."""
 
     async def main() -> None:
         me = Identity(name="ingress-0", token=TOKEN, epoch=None)
@@ -124,8 +122,7 @@ def test_one_request_with_too_large_an_answer_fails_and_others_on_the_rank_do_no
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_prompt_that_is_more_than_a_message_holds_is_refused_alone(rank: _Rank) -> None:
-    """FINDINGS A9, in the other direction: the rank would break the connection."""
+def test_prompt_above_the_limit_is_refused_alone(rank: _Rank) -> None:
 
     async def main() -> None:
         me = Identity(name="ingress-0", token=TOKEN, epoch=None)
