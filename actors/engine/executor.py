@@ -1,15 +1,15 @@
 """The event loop of a worker: micro-batches as state machines over a ready set.
 
-    ATTENTION(t) ──> experts(t), on their plane ──> ATTENTION(t+1) ... ──> FINISH
+    ATTENTION(t) ──> experts(t), in their backend ──> ATTENTION(t+1) ... ──> FINISH
          └────> SHARED(t) ──────────────────────────┘
 
-What can run now is the *ready set*. A task is a generator: it yields where others may go first
-(kernels/steps.py), and what goes on is chosen anew (planner/scheduling/preemption.py). To preempt a
-task is not to resume it: everything it needs stays in its frame. Tasks never wait: only the loop
-does, and only when nothing is ready, or what is ready would make others late.
+A task is a generator that yields where another task may run first (kernels/steps.py); the next task
+is then selected again (planner/scheduling/preemption.py). A preempted task is simply not resumed:
+its state stays in its frame. Tasks never wait. Only the loop waits: when nothing is ready, or when
+ready work would make other work late.
 
-Owned by one thread. Where experts are computed is the plane's business (actors/moe/backend.py):
-FinDEP's A2E and E2A tasks, copies of weights, or a step of all workers at once.
+Owned by one thread. The expert backend (actors/moe/backend.py) decides how experts are computed:
+FinDEP's A2E and E2A tasks, copies of weights, or one step of all workers.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ from planner.scheduling.batching import LiveBatch
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
 from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan
 
-HOLD_S = 0.001  # while work is held back
+HOLD_S = 0.001  # while best-effort work is held
 
 
 class HiddenStateSink(Protocol):
-    """Where finished hidden states go (logits, sampling, answers)."""
+    """Consumer of finished hidden states: logits, sampling, answers."""
 
     def __call__(
         self, chunks: list[Chunk], batch: AttentionBatch, hidden_TD: Tensor
     ) -> Iterable[None]:
-        """Its work is done once that has been gone through. `hidden_TD`: residual after the last
-        layer, rows as in `batch`, whose sequences are those of the chunks, in their order; of each
-        at least the rows whose logits are wanted."""
+        """Process a finished micro-batch; the work is done when the iterator is exhausted.
+
+        hidden_TD: residual after the last layer, rows as in `batch`, whose sequences are those of
+        the chunks in order; at least the rows whose logits are needed.
+        """
 
 
 class ExecutorParts(NamedTuple):
-    """What an executor works with. name: of the rank, for its spans. sample: told of micro-batches
-    that are about to run."""
+    """Parts of an executor. name: of the rank, for spans. sample: is informed of micro-batches."""
 
     name: str
     half: AttentionHalf
@@ -72,7 +73,7 @@ class Chosen(NamedTuple):
 
 
 class Executor:
-    """Runs batches, several at a time. failure: what made its plane unusable, if anything."""
+    """Runs batches, several at a time. failure: why the backend is unusable."""
 
     def __init__(
         self,
@@ -83,9 +84,9 @@ class Executor:
         choice: Preemption[Task] | None = None,
         last_rows_only: bool = False,
     ) -> None:
-        """`chunk_cost(start, stop)`: relative attention cost of new tokens [start, stop).
-        policy: the choice among ready tasks; choice: if there is one, it makes it instead, at every
-        yield. wanted_rows_only: the last layer is computed for rows whose logits are wanted."""
+        """chunk_cost(start, stop): relative attention cost of new tokens [start, stop). policy:
+        selects among ready tasks. choice: replaces it, and selects again at every yield.
+        last_rows_only: compute the last layer only for rows whose logits are needed."""
         self._half = parts.half
         self._kv = parts.kv
         self._backend = parts.backend
@@ -101,13 +102,13 @@ class Executor:
         self._runs: dict[int, BatchRun] = {}
         self._spans = TaskSpans(parts.name, parts.timeline, parts.clock)
         self._times = PassTimes(parts.half.spec.num_layers)
-        self._parked: Chosen | None = None  # what ran last, where it stands at a yield
+        self._parked: Chosen | None = None  # the last task, if suspended
         self.layers = parts.half.spec.num_layers
         self.failure: ChannelError | None = None
 
     @property
     def is_engaged(self) -> bool:
-        """Whether no batch may begin now, because the plane computes for others."""
+        """True if no batch may start because the backend computes for other workers."""
         return self._backend.is_engaged
 
     @property
@@ -132,11 +133,11 @@ class Executor:
         ]
 
     def wake(self) -> None:
-        """Ends a `step` that waits. Called from any thread."""
+        """End a waiting `step`. Thread-safe."""
         self._backend.wake()
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None:
-        """Cuts the batch into micro-batches as `plan` says; they are ready at once."""
+        """Cut a batch into micro-batches by `plan`; they are ready at once."""
         run = BatchRun(scheduled, plan, self._clock())
         costs = [self._chunk_cost(chunk.start, chunk.stop) for chunk in scheduled.chunks]
         for index, part in enumerate(cut_batch(scheduled, plan, costs)):
@@ -149,10 +150,9 @@ class Executor:
         self._runs[scheduled.number] = run
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
-        """Takes what has arrived, runs one ready task if there is one, else waits for something.
+        """Receive results and run one ready task, or wait; return the batches completed.
 
-        Returns the batches that this step completed. Raises ChannelError for what ends the batches
-        in flight, but not the plane.
+        Raises ChannelError for errors that end the batches in flight but not the backend.
         """
         ready = self._ready()
         try:
@@ -175,8 +175,7 @@ class Executor:
         return [run.scheduled]
 
     def drop(self, number: int) -> ScheduledBatch | None:
-        """Forgets a batch wherever it stands; answers to what it has sent are released when they
-        come. None: there is no such batch."""
+        """Discard a batch in any state, or return None if there is none with that number."""
         run = self._runs.pop(number, None)
         if run is None:
             return None
@@ -192,7 +191,7 @@ class Executor:
         return run.scheduled
 
     def fail_all(self) -> list[ScheduledBatch]:
-        """Drops everything in flight; returns what was dropped."""
+        """Discard all batches in flight and return them."""
         dropped = [self.drop(number) for number in list(self._runs)]
         return [scheduled for scheduled in dropped if scheduled is not None]
 
@@ -205,7 +204,7 @@ class Executor:
         ]
 
     def _pick(self, ready: list[MicroBatch]) -> Chosen | None:
-        """What runs next; None: nothing, for now."""
+        """Return the task to run, or None to hold."""
         if self._parked is not None and len(self._runs) == 1:
             return self._parked
         if self._choice is None:
@@ -218,24 +217,24 @@ class Executor:
         return None if chosen is None else Chosen(ready[tasks.index(chosen)], chosen)
 
     def _hold(self) -> None:
-        """Waits for the LS work that BE work would make late."""
+        """Wait for latency-sensitive work that best-effort work would delay."""
         self._spans.close()
         start_s = self._clock()
         self._backend.poll(HOLD_S, idle=True)
         self._timeline.add(TaskSpan(self._name, Stage.HELD, start_s, self._clock()))
 
     def _run(self, chosen: Chosen) -> None:
-        """A slice of a task: to its end, or to the first yield after LOOK_S."""
+        """Run a task to its end or to the first yield after POLL_INTERVAL_S."""
         micro_batch, task = chosen
         start_s = self._clock()
-        self._spans.runs(micro_batch, start_s)
+        self._spans.resume(micro_batch, start_s)
         self._parked = None
         if micro_batch.steps is None:
             micro_batch.steps, micro_batch.ran_s = self._task(micro_batch), 0.0
         is_whole = self._choice is None or not (self._backend.yields or micro_batch.pending is None)
         until_s = math.inf if is_whole else start_s + POLL_INTERVAL_S
         for _ in micro_batch.steps:
-            if not micro_batch.is_ready:  # the rest of its experts has not come
+            if not micro_batch.is_ready:  # it waits for more experts
                 break
             if self._clock() >= until_s:
                 self._parked = chosen
@@ -244,8 +243,8 @@ class Executor:
             micro_batch.steps = None
         end_s = self._clock()
         if micro_batch.steps is not None:
-            self._spans.yields(micro_batch, end_s)
-            if self._parked is None:  # it waits
+            self._spans.pause(micro_batch, end_s)
+            if self._parked is None:  # it waits for experts
                 self._spans.close()
         if self._choice is None:
             return
@@ -269,7 +268,7 @@ class Executor:
             yield from self._attend(micro_batch)
 
     def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
-        """What is made once and used at every layer."""
+        """Build the inputs that all layers share."""
         micro_batch.doing = Stage.ATTENTION, 0
         inputs = micro_batch.inputs = AttentionBatch.build(
             list(map(slice_of, micro_batch.chunks)),
@@ -290,11 +289,11 @@ class Executor:
         if sum(counts) < inputs.num_tokens:
             counts[-1] = max(1, counts[-1])
             last = micro_batch.last = inputs.last(counts)
-            self._half.prepare(last.batch)  # now: it would hold a GPU up between layers
+            self._half.prepare(last.batch)  # now: between layers it would stall a GPU
         yield
 
     def _add_experts(self, micro_batch: MicroBatch) -> Steps[None]:
-        """Adds what the experts of the layer before gave."""
+        """Add the experts' output of the previous layer."""
         stage = self._backend.stage
         if stage is not None:
             micro_batch.doing = stage, micro_batch.attended
@@ -309,7 +308,7 @@ class Executor:
         yield
 
     def _attend(self, micro_batch: MicroBatch) -> Steps[None]:
-        """Runs attention of one layer, and the dense feed-forward of a layer without experts."""
+        """Run attention of one layer, and the dense feed-forward of a layer without experts."""
         layer, half, inputs = micro_batch.layer, self._half, micro_batch.inputs
         assert inputs is not None
         micro_batch.doing = Stage.ATTENTION, layer
@@ -330,7 +329,7 @@ class Executor:
             self._advance(micro_batch)
         self._spans.note(micro_batch)
         if routed is not None:
-            yield  # before the experts have to do with it
+            yield  # before the experts start
             self._begin_experts(micro_batch, layer, routed)
 
     def _begin_experts(self, micro_batch: MicroBatch, layer: int, routed: RoutedTokens) -> None:
@@ -356,7 +355,7 @@ class Executor:
         self._advance(micro_batch)
 
     def _advance(self, micro_batch: MicroBatch) -> None:
-        """On to the next layer, which runs once the experts of this one have."""
+        """Go to the next layer, which runs once this layer's experts are complete."""
         micro_batch.layer += 1
         is_last = micro_batch.layer == self.layers
         micro_batch.stage = TaskStage.FINISH if is_last else TaskStage.ATTENTION

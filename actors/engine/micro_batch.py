@@ -1,7 +1,7 @@
-"""A batch in flight on an attention rank, and the micro-batches it is cut into.
+"""A batch in flight and its micro-batches.
 
-Each micro-batch is a small state machine (actors/engine/executor.py draws it): `stage` and `layer`
-say what it would run next, `pending` (its experts) and `after` what it still waits for.
+A micro-batch is a state machine (see actors/engine/executor.py): `stage` and `layer` name its next
+task; `pending` (experts) and `after` what it waits for.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from planner.scheduling.task_times import TaskTimes
 
 
 class BatchPart(NamedTuple):
-    """What becomes a micro-batch, in terms of its index among the parts of a batch. `after`: those
-    whose blocks it reads; `previous`: the one with the chunk before it of the same sequences."""
+    """Chunks of one micro-batch. after: indices of parts whose blocks it reads. previous: index of
+    the part with the preceding chunk of the same sequences."""
 
     chunks: list[Chunk]
     after: frozenset[int]
@@ -36,10 +36,10 @@ class BatchPart(NamedTuple):
 
 
 def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list[BatchPart]:
-    """The batch as `plan` cuts it. costs: attention cost of each chunk.
+    """Cut a batch by `plan`. costs: attention cost of each chunk.
 
-    Sequences that run together and share blocks cannot be cut along their length: the first piece
-    of one would need the last piece of another.
+    Sequences that share blocks within a part are not cut along their length: the first piece of one
+    would need the last piece of another.
     """
     parts: list[BatchPart] = []
     parts_of: list[list[int]] = []  # by chunk of the batch
@@ -59,8 +59,8 @@ def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list
 
 
 def _along_length(chunks: list[Chunk], ends: Sequence[float]) -> list[list[Chunk]]:
-    """The pieces of all chunks up to each of `ends`, in order, without those that are empty. The
-    first piece of a chunk makes its copies."""
+    """Return the non-empty pieces of all chunks up to each of `ends`. The first piece of a chunk
+    keeps its copies."""
     bounds = [chunk_bounds(chunk.stop - chunk.start, ends) for chunk in chunks]
     cut = [
         [
@@ -79,7 +79,7 @@ def _piece(chunk: Chunk, first: int, last: int) -> Chunk:
 
 
 class MicroBatch:
-    """A slice of a batch's sequences on its way through the layers."""
+    """A slice of a batch's sequences in flight."""
 
     __slots__ = (
         "after",
@@ -108,21 +108,21 @@ class MicroBatch:
         self.index = index
         self.chunks = chunks
         self.tokens = sum(chunk.stop - chunk.start for chunk in chunks)
-        self.inputs: AttentionBatch | None = None  # made in its first task
-        self.last: LastRows | None = None  # what the last layer is computed for; None: all rows
-        self.steps: Steps[None] | None = None  # of a task that has begun
-        self.doing = Stage.ATTENTION, 0  # what it does, and at which layer
-        self.ran_s = 0.0  # of that task
-        self.sent_s = 0.0  # when its last rows went to the experts
-        self.after: list[MicroBatch] = []  # whose blocks this one reads
-        self.previous: MicroBatch | None = None  # the chunk before this one: it finishes first
+        self.inputs: AttentionBatch | None = None  # built by the first task
+        self.last: LastRows | None = None  # rows of the last layer; None: all
+        self.steps: Steps[None] | None = None  # of the current task
+        self.doing = Stage.ATTENTION, 0  # current stage and layer, for spans
+        self.ran_s = 0.0  # of the current task
+        self.sent_s = 0.0  # time of the last dispatch
+        self.after: list[MicroBatch] = []  # those whose blocks it reads
+        self.previous: MicroBatch | None = None  # preceding chunk; it finishes first
         self.layer = 0
         self.stage = TaskStage.ATTENTION
-        self.attended = -1  # the last layer whose K and V are in the pool
+        self.attended = -1  # last layer whose K and V are in the pool
         self.hidden_TD: torch.Tensor | None = None
         self.x_TD: torch.Tensor | None = None
         self.shared_TD: torch.Tensor | None = None
-        self.pending: PendingExperts | None = None  # of the layer attended last
+        self.pending: PendingExperts | None = None  # experts of the last layer
 
     @property
     def is_ready(self) -> bool:
@@ -137,7 +137,7 @@ class MicroBatch:
         return all(other.attended >= self.layer for other in self.after)
 
     def task(self, slice_s: float = 0.0) -> Task:
-        """What it would run next, up to a yield. slice_s: for how long, predicted."""
+        """Return its next task, up to a yield. slice_s: its predicted duration."""
         run = self.batch
         return Task(
             run.scheduled.priority,
@@ -155,7 +155,7 @@ class MicroBatch:
 
 
 class BatchRun:
-    """A batch in flight. ran_s: of its tasks, so far."""
+    """A batch in flight. ran_s: total time of its tasks."""
 
     __slots__ = ("micro_batches", "plan", "ran_s", "remaining", "scheduled", "started_s")
 
@@ -169,14 +169,14 @@ class BatchRun:
 
 
 class PassTimes:
-    """Of one executor."""
+    """Predicted times of one executor's tasks."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
         self._times = TaskTimes()
 
     def ran(self, micro_batch: MicroBatch, seconds: float, ended: TaskStage | None) -> None:
-        """A slice of a task. ended: what the task was, if it is over."""
+        """Record a slice of a task. ended: its stage, if the task is complete."""
         micro_batch.ran_s += seconds
         micro_batch.batch.ran_s += seconds
         self._times.add("slice", micro_batch.tokens, seconds)
@@ -184,25 +184,24 @@ class PassTimes:
             self._times.add("attention", micro_batch.tokens, micro_batch.ran_s)
 
     def returned(self, micro_batch: MicroBatch, now_s: float) -> None:
-        """Its rows are back from the experts."""
+        """Record the time between dispatch and combine."""
         self._times.add("away", micro_batch.tokens, now_s - micro_batch.sent_s)
 
     def slice_s(self, micro_batch: MicroBatch) -> float:
-        """To its next yield, predicted."""
+        """Predict the seconds to the next yield."""
         return self._times.predict("slice", micro_batch.tokens)
 
     def passes(self, runs: Iterable[BatchRun]) -> Iterator[LatencyPass]:
-        """Of the LS batches among them."""
+        """Yield the latency-sensitive batches."""
         for run in runs:
             if run.scheduled.priority is Priority.LS:
                 yield LatencyPass(run.scheduled.due_s, self.left_s(run))
 
     def left_s(self, run: BatchRun) -> float:
-        """Until all of it has been through all layers, alone."""
+        """Predict the seconds to the end of a batch that runs alone."""
         return max(map(self._left_s, run.micro_batches))
 
     def _left_s(self, micro_batch: MicroBatch) -> float:
-        """Until it has been through all layers, alone."""
         if micro_batch.layer < 0:
             return 0.0
         tokens = micro_batch.tokens
@@ -211,30 +210,30 @@ class PassTimes:
 
 
 class TaskSpans:
-    """name: of the rank."""
+    """Records the spans of tasks. name: of the rank."""
 
     def __init__(self, name: str, timeline: Timeline, clock: Clock) -> None:
         self._name, self._timeline, self._clock = name, timeline, clock
-        self._since_s = 0.0  # when what is noted next began
-        self._parked: MicroBatch | None = None  # what ran last, where it stands at a yield
+        self._since_s = 0.0  # start of the next span
+        self._parked: MicroBatch | None = None  # suspended at a yield
         self._parked_s = 0.0
 
-    def runs(self, micro_batch: MicroBatch, now_s: float) -> None:
-        """From now on. If it is what ran last, it was not interrupted."""
+    def resume(self, micro_batch: MicroBatch, now_s: float) -> None:
+        """Start a span; continue the suspended one if the same micro-batch runs on."""
         if self._parked is not micro_batch:
             self.close()
             self._since_s = now_s
         self._parked = None
 
-    def yields(self, micro_batch: MicroBatch, now_s: float) -> None:
+    def pause(self, micro_batch: MicroBatch, now_s: float) -> None:
         self._parked, self._parked_s = micro_batch, now_s
 
     def note(self, micro_batch: MicroBatch) -> None:
-        """It has ended what it was `doing`."""
+        """Record the end of what it is `doing`."""
         self._add(micro_batch, self._clock())
 
     def close(self) -> None:
-        """Others run next, or none."""
+        """Record the span of the suspended task, before another one runs."""
         if self._parked is not None:
             self._add(self._parked, self._parked_s)
             self._parked = None

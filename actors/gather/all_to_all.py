@@ -29,7 +29,7 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
-from actors.moe.backend import TaskKey
+from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.dispatch import (
     DispatchCounts,
     RankSlice,
@@ -45,7 +45,6 @@ from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement
 from contracts.plan import Plan
-from contracts.traces import Stage
 from kernels.steps import Steps, run_to_end
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
@@ -235,13 +234,10 @@ class LockstepPending(NamedTuple):
     is_complete: bool = True
 
 
-class LockstepBackend:
+class LockstepBackend(ExpertBackend[LockstepPending]):
     """Expert backend of all-to-all mode. The loss of a worker ends it."""
 
-    fatal = ChannelError
-    stage = Stage.EXPERT
     yields = interleaves = False  # all workers reach a layer together
-    copy_s = 0.0
 
     def __init__(self, half: AttentionHalf, all_to_all: AllToAll) -> None:
         self._all_to_all = all_to_all
@@ -259,9 +255,6 @@ class LockstepBackend:
     def wake(self) -> None:
         self._woken.set()
         self._all_to_all.wake()
-
-    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """Do nothing."""
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
@@ -294,9 +287,6 @@ class LockstepBackend:
             hidden_TD.add_(shared_TD)
         if pending.layer == self._layers[-1]:
             self._all_to_all.end_pass()
-
-    def drop(self, pending: LockstepPending) -> None:
-        """Do nothing."""
 
     def _participate(self, timeout_s: float) -> None:
         if self._layer_index is None:

@@ -11,10 +11,9 @@ import threading
 
 from torch import Tensor
 
-from actors.moe.backend import TaskKey
+from actors.moe.backend import ExpertBackend, TaskKey
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
-from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.device import LaunchLimiter
@@ -43,13 +42,8 @@ class StoredPending:
         return self._store.is_ready(self.key.layer)
 
 
-class StoredBackend:
+class StoredBackend(ExpertBackend[StoredPending]):
     """Expert backend over a store. A failing store ends the worker. name: for spans."""
-
-    fatal = ChannelError
-    stage = Stage.EXPERT
-    is_engaged = False
-    interleaves = True
 
     def __init__(
         self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
@@ -68,9 +62,6 @@ class StoredBackend:
     def wake(self) -> None:
         self._woken.set()
         self._store.wake()
-
-    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """Do nothing."""
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan

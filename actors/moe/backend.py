@@ -1,14 +1,14 @@
-"""Where routed experts are computed: a *plane*. The executor knows no other kind of expert.
+"""Expert backends: where the routed experts of a micro-batch are computed.
 
-    begin ──> (the plane computes, or fetches, or waits) ──> is_complete ──> steps
+    dispatch ──> (the backend computes, fetches or waits) ──> is_complete ──> combine
 
-`RemoteBackend`: on expert ranks, over A2E and E2A. `StoredBackend`: here, with weights from an
-expert store. `LockstepBackend`: on all workers at once, the DP+EP baseline.
+`RemoteBackend` uses expert ranks over A2E and E2A. `StoredBackend`, `CachedBackend` and
+`DeviceBackend` compute locally. `LockstepBackend` uses all workers at once (the DP+EP baseline).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,8 +21,7 @@ from models.experts.router import RoutedTokens
 
 
 class TaskKey(NamedTuple):
-    """Whose experts: those of a layer of one micro-batch. decodes: it is new tokens only, one of
-    each sequence."""
+    """One layer of one micro-batch. decodes: every sequence has exactly one new token."""
 
     batch: int
     layer: int
@@ -32,66 +31,83 @@ class TaskKey(NamedTuple):
 
     @property
     def owner(self) -> tuple[int, int]:
-        """Whose, at all layers."""
+        """The micro-batch: (batch, micro-batch)."""
         return self.batch, self.micro_batch
 
 
 class PendingExperts(Protocol):
-    """What `begin` has begun."""
+    """Handle that `dispatch` returns and `combine` consumes."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether `steps` have nothing to wait for."""
+        """True if `combine` would not wait."""
 
 
 P = TypeVar("P", bound=PendingExperts)
 
 
-class ExpertBackend(Protocol[P]):
-    """Owned by the executor's thread, but for `wake`. After an error of kind `fatal` it computes
-    nothing any more; any other ends the batches in flight."""
+class ExpertBackend(Generic[P]):
+    """Base class of expert backends, with the defaults of one that computes locally.
+
+    Owned by the executor's thread, except for `wake`. An error of kind `fatal` makes the backend
+    unusable; any other error ends the batches in flight.
+    """
 
     @property
-    def fatal(self) -> type[ChannelError]: ...
+    def fatal(self) -> type[ChannelError]:
+        return ChannelError
 
     @property
     def stage(self) -> Stage | None:
-        """What the time of `steps` is noted as; None: as part of the attention that follows."""
+        """Stage of `combine` in the trace; None: part of the attention that follows."""
+        return Stage.EXPERT
 
     @property
     def yields(self) -> bool:
-        """Whether others may run between the steps of a task that uses it."""
+        """True if other tasks may run between the steps of `combine`."""
+        return True
 
     @property
     def interleaves(self) -> bool:
-        """Whether tasks of one batch may run between those of another."""
+        """True if tasks of different batches may alternate."""
+        return True
 
     @property
     def copy_s(self) -> float:
-        """Seconds in which a layer's weights come, as measured; 0: they are where they are used."""
+        """Measured seconds to copy one layer's weights; 0 if they are not copied."""
+        return 0.0
 
     @property
     def is_engaged(self) -> bool:
-        """Whether it takes part in the computation of others, so that no batch may begin."""
+        """True while the backend computes for other workers, so that no batch may start."""
+        return False
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """A micro-batch of those tokens is about to run; key.layer: its first. Raises
-        ChannelError."""
+        """Announce a micro-batch that is about to run; key.layer is 0. Raises ChannelError."""
 
     def dispatch(self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan) -> P:
-        """At most one at a time of each micro-batch. hidden_TD: the residual that the experts'
-        output is to be added to. Raises ChannelError."""
+        """Start the experts of a layer; at most one layer of each micro-batch at a time.
+
+        hidden_TD: the residual to which `combine` adds the result. Raises ChannelError.
+        """
+        raise NotImplementedError
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
-        """Takes what has arrived, or waits for it; idle: not because a batch in flight needs it.
-        Returns whether something came. Raises ChannelError."""
+        """Receive what has arrived, waiting up to timeout_s; return True if anything did.
+
+        idle: no batch in flight needs the result. Raises ChannelError.
+        """
+        raise NotImplementedError
 
     def combine(self, hidden_TD: Tensor, pending: P, shared_TD: Tensor | None) -> Steps[None]:
-        """Adds what the experts gave, and the shared expert, to the residual, in place. What
-        `pending` held is released at their end. Raises ChannelError."""
+        """Add the experts' sum and the shared expert to the residual, in place.
+
+        Resources of `pending` are released at the last step. Raises ChannelError.
+        """
+        raise NotImplementedError
 
     def drop(self, pending: P) -> None:
-        """Its batch has failed, or gives way; before the end of its `steps`, if they have begun."""
+        """Discard a layer whose batch failed or was preempted, before `combine` ends."""
 
     def wake(self) -> None:
-        """Ends a `poll` that waits. Called from any thread."""
+        """End a waiting `poll`. Thread-safe."""

@@ -1,13 +1,13 @@
-"""Which rows of a micro-batch go to which expert rank, and how their answers come back.
+"""Split routed tokens into packets per expert rank, and count what is dispatched.
 
-Routing becomes packets in one sort. For T tokens with K experts each, the T*K (token, expert) pairs
-are sorted by (token group, expert slot); the pairs of one token group and one expert rank are then
-one contiguous range, in the order in which that rank's grouped GEMM wants them:
+One sort does it. The T*K (token, expert) pairs are sorted by (token group, expert slot); the pairs
+of one token group and one expert rank are then contiguous, in the order that the rank's grouped
+GEMM expects:
 
     pairs, sorted   | group 0: slots of rank 0 | slots of rank 1 | group 1: slots of rank 0 | ...
 
-A token that several experts of a rank want travels once (Speculative MoE, Section 4: deduplicated).
-Index arithmetic is numpy on the CPU: sizes must be known there before a packet can be cut.
+A token is sent once to each rank, however many of its experts are there (Speculative MoE,
+Section 4). Index arithmetic is numpy on the CPU, where packet sizes must be known.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ Rows = tuple[NDArray[np.int64] | None, NDArray[np.int32]]  # rows_U and index_N
 
 
 class RankSlice(NamedTuple):
-    """What one token group sends to one expert rank; `combine` needs it again for the answer.
+    """Rows and pairs that one token group sends to one expert rank.
 
-    rows_U: rows of the micro-batch, ascending, each once. None: every row of the group.
-    index_N, weights_N: per pair, its position in rows_U and its weight. counts_e: pairs per local
-    expert.
+    rows_U: rows of the micro-batch, ascending and distinct; None: all rows of the group.
+    index_N, weights_N: each pair's position in rows_U and weight. counts_e: pairs per local expert.
     """
 
     rank: int
@@ -54,8 +53,7 @@ class RankSlice(NamedTuple):
         return self.stop - self.start if self.rows_U is None else len(self.rows_U)
 
 
-# A packet to be cut: rank, token group, its start and stop, its slots of all token groups' slots,
-# its pairs of the sorted ones.
+# Rank, token group, its start and stop, slots among those of all token groups, sorted pairs.
 _Piece = tuple[int, int, int, int, slice, slice]
 
 
@@ -67,9 +65,10 @@ def plan_dispatch(
     *,
     free_rank: int | None = None,
 ) -> list[RankSlice]:
-    """The packets of one micro-batch, token group by token group, rank by rank; none is empty.
-    token_groups: [start, stop) of each, one after the other. placed: the layer's experts.
-    free_rank: one that a token goes to at no cost."""
+    """Return the packets of one micro-batch by token group and rank, without empty ones.
+
+    token_groups: consecutive [start, stop). free_rank: a rank that receives tokens at no cost.
+    """
     key_N = _sort_keys(placed.of_pairs(topk_ids_TK, free_rank), token_groups, placed.count)
     order_N = key_N.argsort(kind="stable")
     pieces, pairs = _pieces(key_N.take(order_N), token_groups, placed)
@@ -79,7 +78,7 @@ def plan_dispatch(
     tokens, top_k = topk_ids_TK.shape
     token_N = _token_of_pair(top_k, tokens.bit_length()).take(order_N)
     weights_N = topk_weights_TK.take(order_N)
-    only_one = len(placed.bounds) == 1  # its pairs hold every token of a group
+    only_one = len(placed.bounds) == 1  # each group's pairs cover all of its tokens
     found = _every_row(token_N, pieces) if only_one else _rows(token_N, pieces, pairs)
     return [
         RankSlice(rank, group, start, stop, rows_U, index_N, weights_N[its], counts_S[slots])
@@ -91,18 +90,18 @@ def plan_dispatch(
 
 @functools.lru_cache(maxsize=32)
 def _token_of_pair(top_k: int, bits: int) -> NDArray[np.int64]:
-    """For as many tokens as so many bits count: looked up sooner than divided."""
+    """Return the token of each pair; a table is faster than a division."""
     return np.arange(1 << bits).repeat(top_k)
 
 
 def _sort_keys(
     slot_TK: NDArray[Any], token_groups: Sequence[tuple[int, int]], slots: int
 ) -> NDArray[Any]:
-    """Of each pair: its token group * slots + its slot."""
+    """Return token group * slots + slot of each pair."""
     if len(token_groups) > 1:
         group_T = np.zeros(len(slot_TK), np.int64)
         group_T[[start for start, _ in token_groups[1:]]] = slots
-        if len(token_groups) * slots < 1 << 15:  # narrow ones are sorted sooner
+        if len(token_groups) * slots < 1 << 15:  # int16 sorts faster
             group_T = group_T.astype(np.int16)
         slot_TK = slot_TK + group_T.cumsum(dtype=group_T.dtype)[:, None]
     return slot_TK.ravel()
@@ -111,7 +110,7 @@ def _sort_keys(
 def _pieces(
     key_N: NDArray[Any], token_groups: Sequence[tuple[int, int]], placed: LayerSlots
 ) -> tuple[list[_Piece], list[int]]:
-    """And how many pairs each has. key_N: sorted."""
+    """Return the pieces and their numbers of pairs. key_N: sorted."""
     lows_R = placed.lows_R.astype(key_N.dtype, copy=False)
     if len(token_groups) > 1:
         firsts_G = (np.arange(len(token_groups)) * placed.count).astype(key_N.dtype)
@@ -138,10 +137,10 @@ def _every_row(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Row
 
 
 def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[int]) -> list[Rows]:
-    """`rows_U` and `index_N` of each piece, from a line of its token group's tokens for each:
+    """Return rows_U and index_N of each piece, from one line of tokens per piece:
 
-    tokens that go there      - 1 . 1 1 | - . 1 1 .      rank 0 | rank 1
-    how many up to each       0 1 1 2 3 | 0 0 1 2 2      before it: its position
+    token is sent there       - 1 . 1 1 | - . 1 1 .      rank 0 | rank 1
+    running count             0 1 1 2 3 | 0 0 1 2 2      the position of the next token
     """
     width = 1 + max([stop - start for _, _, start, stop, _, _ in pieces])
     shifts = [line * width - piece[2] for line, piece in enumerate(pieces)]
@@ -200,7 +199,7 @@ def send_slice(
 
 
 def add_slice(total_TD: Tensor, piece: RankSlice, y_UD: Tensor) -> Steps[None]:
-    """Add the answer to `piece` to the rows that it came from, tile by tile."""
+    """Add the reply to `piece` to the rows it came from, tile by tile."""
     if piece.rows_U is None:
         yield from add_tiled(total_TD[piece.start : piece.stop], y_UD)
         return
@@ -210,12 +209,12 @@ def add_slice(total_TD: Tensor, piece: RankSlice, y_UD: Tensor) -> Steps[None]:
         yield
 
 
-TOP_EXPERTS = 8  # looked for at each scrape
-MAX_SHOWN = 64  # (layer, expert) that ever have a line of their own
+TOP_EXPERTS = 8  # added at each scrape
+MAX_SHOWN = 64  # (layer, expert) series
 
 
 class _LayerPairs:
-    """Of one layer, by rank and local expert, since it was `placed` so; and by expert before."""
+    """Pairs of one layer by slot under `placed`, and by expert before it."""
 
     def __init__(self, placed: LayerSlots, before: _LayerPairs | None) -> None:
         experts = len(placed.slots_of_expert)
@@ -225,19 +224,21 @@ class _LayerPairs:
         self.pairs_of_ranks = [self._pairs_S[low:high] for low, high in placed.bounds]
 
     def totals(self) -> NDArray[np.int64]:
-        """[E] pairs of each expert, all so far."""
+        """Return the pairs of each expert so far, [E]."""
         pairs_E = self._before_E.copy()
         np.add.at(pairs_E, self.placed.expert_of_slot, self._pairs_S)
         return pairs_E
 
 
 class DispatchCounts:
-    """Owned by the thread that dispatches; read at scrapes. tokens: at each layer anew; copies: how
-    many ranks they were sent to; pairs_R: (token, expert) that each rank had, those that are not
-    there any more too."""
+    """Dispatch counters of one rank, owned by the dispatching thread and read at scrapes.
+
+    tokens: summed over layers. copies: (token, rank) pairs sent. pairs_R: (token, expert) pairs of
+    each rank, including ranks that no longer exist.
+    """
 
     def __init__(self, ranks: int, own_rank: int | None = None) -> None:
-        """own_rank: this one has experts itself; what it keeps is no copy."""
+        """own_rank: the rank of this process, if it has experts; its tokens are not copies."""
         self.tokens = self.copies = 0
         self.pairs_R, self._ranks = [0] * ranks, ranks
         self._own_rank = own_rank
@@ -245,7 +246,7 @@ class DispatchCounts:
         self._shown: list[tuple[int, int]] = []  # (layer, expert)
 
     def add(self, layer: int, tokens: int, slices: Sequence[RankSlice], placed: LayerSlots) -> None:
-        """The packets of a micro-batch at a layer."""
+        """Count the packets of one micro-batch and layer."""
         self.tokens += tokens
         known = self._layers.get(layer)
         if known is None or known.placed is not placed:
@@ -259,7 +260,7 @@ class DispatchCounts:
             known.pairs_of_ranks[piece.rank] += piece.counts_e
 
     def show(self, telemetry: Telemetry, rank: str) -> None:
-        """Has it read at each scrape."""
+        """Register the metrics."""
         telemetry.read(metrics.DISPATCHED_TOKENS, rank, of=growth(lambda: self.tokens))
         telemetry.read(metrics.TOKEN_COPIES, rank, of=growth(lambda: self.copies))
         telemetry.read(metrics.EXPERT_LOAD, rank, of=self._load())
@@ -271,7 +272,7 @@ class DispatchCounts:
         grown: list[Callable[[], float]] = []
 
         def load() -> float:
-            """1 where nothing has run. Of the ranks that there are now."""
+            """Largest share over mean share of the current ranks; 1 if there was no work."""
             for rank in range(len(grown), len(self.pairs_R)):
                 grown.append(growth(partial(self.pairs_R.__getitem__, rank)))
             pairs = [by() for by in grown][: self._ranks]
@@ -289,7 +290,7 @@ class DispatchCounts:
         return fraction
 
     def _most_used(self) -> dict[tuple[str, ...], float]:
-        """Pairs of the most used experts, and of those that were shown once."""
+        """Return the pairs of the most used experts, and of those reported before."""
         layers = {layer: known.totals() for layer, known in list(self._layers.items())}
         pairs = [
             (int(pairs_E[expert]), (layer, int(expert)))

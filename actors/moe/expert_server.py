@@ -1,11 +1,9 @@
-"""The loop of an expert rank: queues of token groups, served by merging. A queue is of one class,
-layer and generation of placement.
+"""The loop of an expert rank: queues of token groups, one per class, layer and generation.
 
-Token groups arrive from any attention rank. The rank picks a queue, merges everything that waits in
-it into one grouped GEMM, and answers each token group with one weighted sum per token. A call
-yields between runs of experts, where another class may go first; where experts are read as they are
-wanted, what misses none goes first in its class, and nothing waits in a read. There is no barrier
-across attention ranks: an idle or dead one costs the others nothing.
+Token groups arrive from any attention rank. The rank picks a queue, merges its token groups into
+one grouped GEMM, and answers each with one weighted sum per token. A call yields between experts,
+so that another class can go first; calls whose experts are loaded go first within their class.
+There is no barrier across attention ranks: an idle or lost one does not delay the others.
 """
 
 from __future__ import annotations
@@ -45,37 +43,36 @@ log = logging.getLogger("tandem.expert")
 
 
 class PlacementHandler(Protocol):
-    """What the rank does about generations of placement. Owned by the server's thread."""
+    """Handles placement packets of attention ranks. Owned by the server's thread."""
 
     def handle(self, packet: Packet) -> None:
-        """Of an attention rank: REFUSED, RETIRED, WANTED or LEFT."""
+        """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING."""
 
-    def joined(self, peer: str) -> None: ...
+    def add_peer(self, peer: str) -> None: ...
 
-    def lost(self, peer: str) -> None: ...
+    def remove_peer(self, peer: str) -> None: ...
 
     def poll(self) -> Iterable[int]:
-        """Goes on with what is under way; the generations that nobody uses any more, whose experts
-        are gone."""
+        """Continue pending transitions; return generations whose experts have been freed."""
 
 
 class StaticPlacement:
-    """A `PlacementHandler`: that of the launch, for good."""
+    """A `PlacementHandler` that keeps the launch placement."""
 
     def handle(self, packet: Packet) -> None:
-        """Nothing was proposed."""
+        """Do nothing."""
 
-    def joined(self, peer: str) -> None:
-        """It has the same."""
+    def add_peer(self, peer: str) -> None:
+        """Do nothing."""
 
-    lost = joined
+    remove_peer = add_peer
 
     def poll(self) -> Iterable[int]:
         return ()
 
 
 class ExpertServer:
-    """Owned by one thread. `max_merge_tokens` bounds one merged call."""
+    """Owned by one thread. max_merge_tokens: limit of one merged call."""
 
     def __init__(
         self,
@@ -89,8 +86,7 @@ class ExpertServer:
         max_merge_tokens: int = 8192,
         generations: PlacementHandler | None = None,
     ) -> None:
-        """policy: the choice among queues; choice: if there is one, it makes it instead, at every
-        yield."""
+        """policy: selects the queue. choice: replaces it, and selects again at every yield."""
         self._endpoint = endpoint
         self._experts = experts
         self._timeline = timeline
@@ -100,23 +96,23 @@ class ExpertServer:
         self._max_merge_tokens = max_merge_tokens
         self._generations = generations or StaticPlacement()
         self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)
-        self._running: dict[int, MergedCall] = {}  # stand at a yield, by number
+        self._running: dict[int, MergedCall] = {}  # suspended calls, by number
         self._numbers = 0
-        self._lacks_experts = False  # all that there is to do, as it was looked at last
+        self._lacks_experts = False  # all work waits for experts
         self._times = TaskTimes()
-        self._last: MergedCall | None = None  # what ran last, where it stands at a yield
+        self._last: MergedCall | None = None  # the call suspended last
         self._last_s = self._since_s = 0.0
 
     def step(self, timeout_s: float) -> None:
-        """Takes what has arrived and runs a slice of a merged call, or waits for messages."""
+        """Receive messages and run a slice of a merged call, or wait for messages."""
         for channel_event in self._poll(timeout_s):
             if isinstance(channel_event, Packet):
                 self._take(channel_event)
             elif isinstance(channel_event, PeerJoined):
-                self._generations.joined(channel_event.peer)
+                self._generations.add_peer(channel_event.peer)
             else:
                 self._forget(channel_event)
-                self._generations.lost(channel_event.peer)
+                self._generations.remove_peer(channel_event.peer)
         self._experts.poll()
         for generation in self._generations.poll():
             self._discard(generation)
@@ -126,7 +122,7 @@ class ExpertServer:
             self._run(head, self._running.pop(head.number) if head.is_started else self._call(key))
 
     def close(self) -> None:
-        """Nothing of what it has is answered."""
+        """Release all packets without an answer."""
         for packets in [*(call.packets for call in self._running.values()), *self._queues.values()]:
             for packet in packets:
                 packet.release()
@@ -142,7 +138,7 @@ class ExpertServer:
         if self._lacks_experts:
             self._experts.record_wait(end_s - start_s)
             self._timeline.exposed_s += end_s - start_s
-        if channel_events or self._lacks_experts:  # else nobody has asked for anything: idle
+        if channel_events or self._lacks_experts:  # otherwise idle
             self._timeline.add(TaskSpan(self._endpoint.name, Stage.WAIT, start_s, end_s))
         self._timeline.record_wait(start_s, end_s, transfers(channel_events))
         return channel_events
@@ -158,7 +154,6 @@ class ExpertServer:
         self._timeline.add(transfer_span(packet, self._endpoint.name))
 
     def _handle_control(self, packet: Packet) -> None:
-        """Nothing of it is computed."""
         kind, generation = packet.header.kind, packet.header.generation
         if kind in (
             PacketKind.ABORTED,
@@ -170,15 +165,15 @@ class ExpertServer:
             self._generations.handle(packet)
         elif kind is PacketKind.HINT and self._experts.holds(generation):
             self._experts.prefetch(packet)
-        elif kind is PacketKind.A2E:  # other experts than it means are here, or none
+        elif kind is PacketKind.A2E:  # the rank's experts differ from those addressed
             self._endpoint.drop(
                 packet.peer,
                 f"{packet.peer} sent tokens for generation {generation} of the placement, which "
-                f"{self._endpoint.name} does not have: launch it anew with the group",
+                f"{self._endpoint.name} does not have: restart it with the group",
             )
 
     def _discard(self, generation: int) -> None:
-        """Drops what still waits for a generation that is gone: batches that were given up."""
+        """Drop work of a freed generation; its batches were dropped."""
         for number, call in list(self._running.items()):
             if call.key.generation == generation:
                 for packet in self._stop(number).packets:
@@ -189,7 +184,7 @@ class ExpertServer:
                 packet.release()
 
     def _stop(self, number: int) -> MergedCall:
-        """A call that stands at a yield is given up; its packets are nobody's."""
+        """Cancel a suspended call; the caller owns its packets."""
         call = self._running.pop(number)
         if call is self._last:
             self._interrupt_last()
@@ -197,7 +192,7 @@ class ExpertServer:
         return call
 
     def _forget(self, lost: PeerLost) -> None:
-        """Drops what a lost attention rank still waits for."""
+        """Drop the work of a lost attention rank."""
         peer = lost.peer
         self._experts.forget(peer)
         if self._choice is not None:
@@ -210,7 +205,7 @@ class ExpertServer:
                 self._stop(number)
                 for packet in call.packets:
                     self._experts.enqueue(packet)
-                self._queues[call.key][:0] = call.packets  # the others' run again
+                self._queues[call.key][:0] = call.packets  # requests of other ranks run again
         for key, packets in list(self._queues.items()):
             kept = [packet for packet in packets if packet.peer != peer]
             for packet in packets:
@@ -223,7 +218,7 @@ class ExpertServer:
                 del self._queues[key]
 
     def _next(self) -> QueueHead | None:
-        """What runs now; None: nothing."""
+        """Return the work to run now, or None."""
         heads = [*self._running_heads(), *self._waiting_heads()]
         self._lacks_experts = not heads and bool(self._queues or self._running)
         if not heads:
@@ -233,7 +228,6 @@ class ExpertServer:
         return self._choice.pick(heads, (), self._clock())
 
     def _running_heads(self) -> Iterator[QueueHead]:
-        """Calls that can go on."""
         for number, call in self._running.items():
             missing = call.computation.missing
             if missing is None:
@@ -257,7 +251,6 @@ class ExpertServer:
             )
 
     def _waiting_heads(self) -> Iterator[QueueHead]:
-        """Queues of which a call can be begun."""
         for (priority, layer, generation), packets in self._queues.items():
             missing = self._experts.missing(packets)
             if missing is not None:
@@ -267,7 +260,7 @@ class ExpertServer:
                 )
 
     def _call(self, key: QueueKey) -> MergedCall:
-        """The token groups of a queue, as many as fit one merged call."""
+        """Merge token groups of a queue, up to max_merge_tokens."""
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
         for packet in waiting:
@@ -299,7 +292,6 @@ class ExpertServer:
             self._finish(call, call.y_UD, end_s)
 
     def _interrupt_last(self) -> None:
-        """Another call goes first."""
         if self._last is not None:
             self._last.interrupted = True
             self._add_span(Stage.EXPERT, self._since_s, self._last_s, self._last)
@@ -315,7 +307,7 @@ class ExpertServer:
             packet.release()
 
     def _add_span(self, stage: Stage, start_s: float, end_s: float, call: MergedCall) -> None:
-        """Without a number of tokens where that is not how long so many take."""
+        """Record a span; without tokens if the call was interrupted, as its time is not theirs."""
         first, tokens = call.packets[0].header, 0 if call.interrupted else call.tokens
         name, group = self._endpoint.name, first.token_group
         self._timeline.add(
@@ -338,6 +330,6 @@ class ExpertServer:
         try:
             send_tensors(self._endpoint, packet.peer, answer, [y_UD], packet.tensors[0].dtype)
         except PeerError:
-            return  # the attention rank is gone; `poll` tells, and nobody waits for this answer
-        except ChannelError as error:  # it would wait for ever
-            self._endpoint.drop(packet.peer, f"{packet.peer} got no answer: {error}")
+            return  # the attention rank is lost; `poll` reports it
+        except ChannelError as error:  # without an answer the peer would wait forever
+            self._endpoint.drop(packet.peer, f"{packet.peer} received no answer: {error}")

@@ -1,4 +1,4 @@
-"""A call of experts on an expert rank: token groups of one queue, merged."""
+"""A call of experts on an expert rank that merges the token groups of one queue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contracts.clock import Clock
 
 
 class QueueKey(NamedTuple):
-    """What token groups of one merged call have in common."""
+    """Common properties of the token groups of one merged call."""
 
     priority: int
     layer: int
@@ -24,14 +24,14 @@ class QueueKey(NamedTuple):
 
 
 class MergedGroups(NamedTuple):
-    """Token groups of one layer as one call; group g owns rows first_row[g] to first_row[g + 1]."""
+    """Token groups of one call; group g owns rows first_row[g] to first_row[g + 1]."""
 
     pairs: MergedPairs
     first_row: list[int]
 
 
 def merge(packets: list[Packet]) -> MergedGroups:
-    """Concatenates token groups; pairs are sorted by local expert, ties in packet order."""
+    """Concatenate token groups; pairs are sorted by local expert, ties in packet order."""
     if len(packets) == 1:
         x_UD, rows_N, weights_N, counts_e = packets[0].tensors
         return MergedGroups(MergedPairs(x_UD, rows_N, weights_N, counts_e), [0, x_UD.shape[0]])
@@ -53,7 +53,7 @@ def merge(packets: list[Packet]) -> MergedGroups:
 
 
 class MergedCall:
-    """A merged call of experts, from its first slice to its answers."""
+    """A merged call, from its first slice to its answers."""
 
     __slots__ = ("computation", "groups", "interrupted", "packets", "y_UD")
 
@@ -61,7 +61,7 @@ class MergedCall:
         self.packets = packets
         self.groups = merge(packets)
         self.interrupted = False
-        self.y_UD: torch.Tensor | None = None  # once it is through
+        self.y_UD: torch.Tensor | None = None  # set when complete
         self.computation = experts.begin(packets, self.groups.pairs)
 
     @property
@@ -73,7 +73,7 @@ class MergedCall:
         return self.groups.first_row[-1]
 
     def run(self, until_s: float, clock: Clock) -> None:
-        """To its end, to the first yield after that time, or until it lacks experts."""
+        """Run to the end, to the first yield after until_s, or until experts are missing."""
         steps = self.computation.steps
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""What the next layer may want, told to whoever can read it meanwhile."""
+"""Prediction of the experts that the next layer needs, so that they can be prefetched."""
 
 from __future__ import annotations
 
@@ -8,71 +8,91 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from actors.moe.backend import TaskKey
-from contracts.clock import Clock
 from models.experts.cache_requests import PredictedExpert
 from models.experts.device_lanes import Arrival
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor, PredictedRouting
-from planner.scheduling.prefetch_trial import PrefetchTrial
 
 MicroBatchId = tuple[int, int]
 """Batch, micro-batch."""
+Hint = Callable[[TaskKey, int, Sequence[PredictedExpert]], None]
 
 _MAX_PREDICTED = 64
 
 
 class PendingPrediction(NamedTuple):
-    """What is foretold, with its ids on their way to the host."""
+    """A prediction on the device whose expert ids are being copied to the host."""
 
     found: DevicePrediction
     ids: Arrival
 
 
-class ExpertPrefetcher:
-    """Owned by the thread that computes."""
+class NoPrefetcher:
+    """Prefetching disabled; also the interface of `ExpertPrefetcher`."""
+
+    is_enabled = False
+
+    def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
+        """Predict for a micro-batch that is about to run."""
+
+    def select_routing(self, key: TaskKey, routed: RoutedTokens) -> RoutedTokens:
+        """Return the experts that the layer runs: as routed, or as predicted (speculation).
+
+        Call `predict_next` afterwards.
+        """
+        return routed
+
+    def predict_next(self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens) -> None:
+        """Predict while the layer's experts run. hidden_TD: the residual before them."""
+
+    def request_prediction(
+        self,
+        key: TaskKey,
+        hidden_TD: Tensor,
+        routed: RoutedTokens,
+        fetch: Callable[[Tensor], Arrival],
+    ) -> PendingPrediction | None:
+        """Replace `predict_next` on a device: predict there and copy the ids with `fetch`.
+
+        Pass the result to `deliver` once it has arrived. None: nothing is predicted.
+        """
+        return None
+
+    def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
+        """Hint the experts of a prediction that has arrived on the host."""
+
+    def end_layer(self, key: TaskKey, hidden_TD: Tensor) -> None:
+        """Predict from the residual after the layer's experts."""
+
+    def drop(self, owner: MicroBatchId) -> None:
+        """Forget a micro-batch."""
+
+
+class ExpertPrefetcher(NoPrefetcher):
+    """Passes predictions on as hints. Owned by the computing thread.
+
+    hint: receives the predicted experts of a later layer. forget: cancels a micro-batch's hints.
+    """
+
+    is_enabled = True
 
     def __init__(
         self,
         predictor: ExpertPredictor,
-        hint: Callable[[TaskKey, int, Sequence[PredictedExpert]], None],
+        hint: Hint,
         forget: Callable[[MicroBatchId], None] = lambda owner: None,
-        *,
-        experts_s: Callable[[], float],
-        clock: Clock,
     ) -> None:
-        """hint: told what a micro-batch may want of a later layer; forget: that it wants nothing
-        more. experts_s: what experts that were not there have cost so far: nothing is foretold
-        while that costs more than it saves."""
         self._predictor, self._hint, self._forget = predictor, hint, forget
-        self._experts_s, self._clock = experts_s, clock
-        self._trial = None if predictor.speculates else PrefetchTrial()
-        self.spent_s = 0.0  # for guesses, so far
-        self._cost_s = 0.0  # for experts and guesses, at the last start
-        self._was_usual = False
-        self._predicted: dict[
-            MicroBatchId, list[PredictedRouting]
-        ] = {}  # of the layer that comes next
+        self._predicted: dict[MicroBatchId, list[PredictedRouting]] = {}  # of the next layer
 
     def __len__(self) -> int:
-        """Micro-batches that something is foretold of."""
+        """Number of micro-batches with a prediction."""
         return len(self._predicted)
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        """A micro-batch is about to run."""
-        if self._trial is not None:
-            self._weigh(self._trial, is_usual=key.decodes)
         self._predict_and_hint(key, self._predictor.predict_first, token_ids_T)
 
-    def _weigh(self, trial: PrefetchTrial, *, is_usual: bool) -> None:
-        """is_usual: not of a prompt, which would not compare."""
-        cost_s = self._experts_s() + self.spent_s
-        if is_usual and self._was_usual:
-            trial.record_pass(cost_s - self._cost_s)
-        self._cost_s, self._was_usual = cost_s, is_usual
-
     def select_routing(self, key: TaskKey, routed: RoutedTokens) -> RoutedTokens:
-        """The experts that its layer runs: as they were routed, or as they were foretold. Then call
-        `predict_next`."""
         known = [each for each in self._predicted.pop(key.owner, ()) if each.layer == key.layer]
         for predicted in known:
             predicted.update(routed.topk_ids_TK)
@@ -82,7 +102,6 @@ class ExpertPrefetcher:
         return routed
 
     def predict_next(self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens) -> None:
-        """They begin; hidden_TD: the residual before them."""
         self._predict_and_hint(key, self._predictor.predict, key.layer, hidden_TD, routed)
 
     def request_prediction(
@@ -92,28 +111,14 @@ class ExpertPrefetcher:
         routed: RoutedTokens,
         fetch: Callable[[Tensor], Arrival],
     ) -> PendingPrediction | None:
-        """In the place of `predict_next`, on a device: what is foretold comes to the host by
-        `fetch`; then call `deliver`. None: nothing is."""
-        if self._trial is not None and not self._trial.enabled:
-            return None
-        start_s = self._clock()
         found = self._predictor.predict_on_device(key.layer, hidden_TD, routed)
-        prediction = (
-            None if found is None else PendingPrediction(found, fetch(found.routed.topk_ids_TK))
-        )
-        self.spent_s += self._clock() - start_s
-        return prediction
+        return None if found is None else PendingPrediction(found, fetch(found.routed.topk_ids_TK))
 
     def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
-        """It has come."""
-        start_s = self._clock()
-        self._pass_on(
-            key, self._predictor.resolve(prediction.found, prediction.ids.tensor.tolist())
-        )
-        self.spent_s += self._clock() - start_s
+        ids = prediction.ids.tensor.tolist()
+        self._pass_on(key, self._predictor.resolve(prediction.found, ids))
 
     def end_layer(self, key: TaskKey, hidden_TD: Tensor) -> None:
-        """They have been added."""
         self._predict_and_hint(key, self._predictor.predict_after, key.layer, hidden_TD)
 
     def drop(self, owner: MicroBatchId) -> None:
@@ -123,18 +128,21 @@ class ExpertPrefetcher:
     def _predict_and_hint(
         self, key: TaskKey, predict_layer: Callable[..., PredictedRouting | None], *seen: Any
     ) -> None:
-        if self._trial is not None and not self._trial.enabled:
-            return
-        start_s = self._clock()
         predicted = predict_layer(*seen)
         if predicted is not None:
             self._pass_on(key, predicted)
-        self.spent_s += self._clock() - start_s
 
     def _pass_on(self, key: TaskKey, predicted: PredictedRouting) -> None:
         self._predicted.setdefault(key.owner, []).append(predicted)
-        if (
-            len(self._predicted) > _MAX_PREDICTED
-        ):  # of batches that were dropped while they attended
+        if len(self._predicted) > _MAX_PREDICTED:  # batches dropped during attention
             self.drop(next(iter(self._predicted)))
         self._hint(key, predicted.layer, predicted.predicted_experts)
+
+
+def make_prefetcher(
+    predictor: ExpertPredictor | None,
+    hint: Hint,
+    forget: Callable[[MicroBatchId], None] = lambda owner: None,
+) -> NoPrefetcher:
+    """Return the prefetcher of `predictor`; None: no prefetching."""
+    return NoPrefetcher() if predictor is None else ExpertPrefetcher(predictor, hint, forget)

@@ -1,6 +1,5 @@
-"""The experts of an expert rank: all of them there (`ResidentExperts`), or some, the others read
-when a token group wants them (`CachedExperts`). `ExpertServer` knows no difference but what a queue
-misses."""
+"""The experts of an expert rank: all resident (`ResidentExperts`), or a cache that loads experts on
+demand (`CachedExperts`)."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from models.experts.cached_sum import CachedSum
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_half import ExpertHalf, extract_expert, missing_experts, packed_memory
 
-MAX_PREFETCHED: Final = 16  # micro-batches: hints of earlier ones are forgotten
+MAX_PREFETCHED: Final = 16  # micro-batches with hints; older hints are dropped
 
 _Owner = tuple[str, int, int]  # attention rank, batch, micro-batch
 
 
 class MergedPairs(NamedTuple):
-    """(token, expert) pairs of a merged call, as `ExpertHalf.steps` takes them."""
+    """(token, expert) pairs of a merged call, as arguments of `ExpertHalf.steps`."""
 
     x_UD: Tensor
     rows_N: Tensor
@@ -33,50 +32,52 @@ class MergedPairs(NamedTuple):
 
 
 class Computation(Protocol):
-    """Of a merged call."""
+    """Computation of one merged call."""
 
     @property
     def steps(self) -> Steps[Tensor]: ...
 
     @property
     def missing(self) -> int | None:
-        """Experts that it still needs and that are not there; None: there is nothing to go on with
-        before some come."""
+        """Number of experts not loaded yet; None: no progress before one is loaded."""
 
     def close(self) -> None:
-        """It is given up before its end: what it held is free."""
+        """Cancel it and release its resources."""
 
 
-class RankExperts(Protocol):
-    """Owned by the server's thread."""
+class RankExperts:
+    """Interface of a rank's experts, with the defaults of resident ones. Owned by the server's
+    thread."""
 
     def holds(self, generation: int) -> bool:
-        """Whether the experts of that generation of the placement are there."""
+        """True if the experts of that generation can be used."""
+        raise NotImplementedError
 
     def enqueue(self, packet: Packet) -> None:
-        """It waits to be computed with."""
+        """Request the experts of a token group that waits."""
 
     def missing(self, packets: Sequence[Packet]) -> int | None:
-        """As `Computation.missing`, of those that wait."""
+        """`Computation.missing` of waiting token groups."""
+        return 0
 
     def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
-        """They wait no more."""
+        """Start the computation of waiting token groups."""
+        raise NotImplementedError
 
     def discard(self, packet: Packet) -> None:
-        """It waits no more: nobody wants it computed."""
+        """Cancel a waiting token group."""
 
     def prefetch(self, packet: Packet) -> None:
-        """What a later layer may want."""
+        """Handle a hint about a later layer."""
 
     def forget(self, peer: str) -> None:
-        """That rank will want nothing any more."""
+        """Drop the hints of a lost attention rank."""
 
     def poll(self) -> None:
-        """Takes in what has come, without waiting. Raises ChannelError where something that is
-        wanted will not come."""
+        """Receive loaded experts without waiting. Raises ChannelError if loading fails."""
 
     def record_wait(self, seconds: float) -> None:
-        """In which everything lacked experts."""
+        """Count time in which all work waited for experts."""
 
     def close(self) -> None: ...
 
@@ -91,9 +92,9 @@ class _ResidentComputation:
         self.steps.close()
 
 
-class ResidentExperts:
-    """A `RankExperts`: a half of each generation; what two of them have in common is there once.
-    let_go: is given those that are freed."""
+class ResidentExperts(RankExperts):
+    """One half per generation; experts common to several are stored once. on_free: receives halves
+    that are freed."""
 
     def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
         self._halves = {generation: half}
@@ -109,17 +110,17 @@ class ResidentExperts:
         self.on_free(self._halves.pop(generation))
 
     def nearest(self, ids_of: Mapping[int, Sequence[int]]) -> ExpertHalf:
-        """The half that lacks fewest of those. From any thread."""
+        """Return the half that lacks the fewest of these experts. Thread-safe."""
         return min(list(self._halves.values()), key=lambda half: len(missing_experts(half, ids_of)))
 
     @property
     def count(self) -> int:
-        """Experts that are there, each once. From any thread."""
+        """Number of distinct experts. Thread-safe."""
         halves = list(self._halves.values())
         return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
 
     def memory_of(self, layer: int, expert: int) -> list[Tensor] | None:
-        """Of a packed one; None: it is not here. From any thread."""
+        """Return the memory of a packed expert, or None if it is not here. Thread-safe."""
         for half in list(self._halves.values()):
             found = extract_expert(half, layer, expert)
             if found is not None:
@@ -129,26 +130,6 @@ class ResidentExperts:
     def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _ResidentComputation:
         header = packets[0].header
         return _ResidentComputation(self._halves[header.generation].steps(header.layer, *pairs))
-
-    def missing(self, packets: Sequence[Packet]) -> int:
-        return 0
-
-    def enqueue(self, packet: Packet) -> None:
-        """Nothing is to be brought in."""
-
-    discard = prefetch = enqueue
-
-    def forget(self, peer: str) -> None:
-        """It had nothing here."""
-
-    def poll(self) -> None:
-        """Nothing is under way."""
-
-    def record_wait(self, seconds: float) -> None:
-        """For nothing."""
-
-    def close(self) -> None:
-        """Memory goes with the process."""
 
 
 class _CachedComputation:
@@ -171,9 +152,8 @@ class _CachedComputation:
         return self._sum.out_UD
 
 
-class CachedExperts:
-    """A `RankExperts`: what a token group wants is read from its arrival on, and hints while
-    nothing that is wanted is missing."""
+class CachedExperts(RankExperts):
+    """Experts in a cache: requested when a token group arrives; hints have lower priority."""
 
     def __init__(
         self,
@@ -182,23 +162,23 @@ class CachedExperts:
         clamped: ClampedGate | None = None,
         generation: int = 0,
     ) -> None:
-        """own: by layer, the rank's experts, by local index."""
+        """own: the rank's experts by layer, in local order."""
         self._cache, self._clamped = cache, clamped
         self._own = {generation: own}
         self._requests: dict[Packet, ExpertRequest] = {}
-        self._prefetched: OrderedDict[_Owner, int] = OrderedDict()  # the layer
+        self._prefetched: OrderedDict[_Owner, int] = OrderedDict()  # layer of the latest hint
 
     def holds(self, generation: int) -> bool:
         return generation in self._own
 
     @property
     def count(self) -> int:
-        """Experts that it may be asked for, each once. From any thread."""
+        """Number of distinct experts. Thread-safe."""
         owns = list(self._own.values())
         return len({(layer, e) for own in owns for layer, ids in own.items() for e in ids})
 
     def place(self, generation: int, own: Mapping[int, Sequence[int]]) -> None:
-        """Nothing is to be brought in for it: what is wanted is read."""
+        """Register a generation; its experts are loaded on demand."""
         self._own[generation] = own
 
     def free(self, generation: int) -> None:
@@ -227,7 +207,7 @@ class CachedExperts:
         self._cache.drop(self._requests.pop(packet))
 
     def prefetch(self, packet: Packet) -> None:
-        """Guesses that no expert here fits are left out: they cost an answer nothing."""
+        """Hint experts of a later layer; unknown ones are ignored."""
         layer, owner = packet.header.layer, _owner(packet)
         own = self._own[packet.header.generation].get(layer, ())
         index_n, confidence_n = packet.tensors
@@ -236,7 +216,7 @@ class CachedExperts:
             for index, confidence in zip(index_n.tolist(), confidence_n.tolist(), strict=True)
             if 0 <= index < len(own)
         ]
-        if self._prefetched.get(owner, layer) != layer:  # it has passed that one
+        if self._prefetched.get(owner, layer) != layer:  # the earlier layer has passed
             self._cache.forget_hints(owner)
         self._cache.hint(owner, layer, guesses, packet.header.priority)
         self._prefetched[owner] = layer
@@ -259,7 +239,7 @@ class CachedExperts:
         self._cache.close()
 
     def _pair_counts(self, header: Header, counts_e: Tensor) -> dict[int, int]:
-        """Pairs of each expert that has some, in the order of the rank's experts."""
+        """Return the pairs of each used expert, in the order of the rank's experts."""
         own = self._own[header.generation][header.layer]
         counts = zip(own, counts_e.tolist(), strict=True)
         return {expert: count for expert, count in counts if count}

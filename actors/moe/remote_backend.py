@@ -1,7 +1,6 @@
-"""Experts on expert ranks: routed rows go out in A2E packets, the answers (E2A) are added to the
-residual.
+"""Experts on expert ranks: rows leave in A2E packets, answers (E2A) are added to the residual.
 
-Packets are written straight into the channel's memory: no copy of a row is made on the way.
+Packets are written directly into the channel's memory; rows are not copied in between.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
-from actors.moe.backend import TaskKey
+from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
-from actors.moe.prefetcher import ExpertPrefetcher
+from actors.moe.prefetcher import make_prefetcher
 from actors.moe.remote_pending import RemotePending
 from actors.moe.routing_sample import RoutingSample
-from actors.rebalance.placement_client import PlacementClient
+from actors.moe.topology import Topology, TopologySource
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
@@ -50,15 +49,15 @@ from planner.schedule.batch_split import token_group_bounds
 log = logging.getLogger("tandem.experts")
 
 
-class RemoteBackend:
-    """One attention rank's way to all expert ranks. What was sent to one that is lost is sent
-    again, to whoever has its experts then; without `following` the loss ends the plane."""
+class RemoteBackend(ExpertBackend[RemotePending]):
+    """One attention rank's connection to all expert ranks.
+
+    With a `placement_client`, rows sent to a lost rank are sent again to the rank that holds its
+    experts then; without one, a loss makes the backend unusable.
+    """
 
     fatal = PeerError
     stage = None
-    yields = interleaves = True
-    copy_s = 0.0
-    is_engaged = False
 
     def __init__(
         self,
@@ -72,36 +71,30 @@ class RemoteBackend:
         recovery_timeout_s: float = GroupsConfig().recovery_timeout_s,
         predictor: ExpertPredictor | None = None,
         sample: RoutingSample | None = None,
-        following: PlacementClient | None = None,
+        placement_client: TopologySource | None = None,
         counts: DispatchCounts | None = None,
     ) -> None:
-        """expert_ranks: names, by rank number; with `following` there may be more later. reply_s: a
-        rank that lives and answers nothing for so long is given up. repair_s: so long requests wait
-        for another in the place of one that is lost. foresight: what it foretells is sent to the
-        ranks that have those experts (None: nothing is). sample: told where tokens go. following:
-        how it goes over to other placements, and to other ranks in the places of lost ones (None:
-        it does not). counts: of what is sent."""
+        """expert_ranks: names by rank number. reply_timeout_s: a connected rank without any reply
+        for this long is dropped. recovery_timeout_s: how long requests wait for the replacement of
+        a lost rank. placement_client: follows other placements and replaced ranks."""
         self._endpoint = endpoint
-        self._placement = placement
-        self._name_experts(expert_ranks)
         self._timeline = timeline
         self._clock = clock
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
-        self._last_reply_s: dict[str, float] = {}  # when each expert rank's last answer came
-        self._following = following
-        self._generation = 0 if following is None else following.used
-        self._changes = -1  # of `following`, as it was looked at last
-        self._unreachable = frozenset[int]()  # ranks that cannot be sent what the placement says
-        self._has_unused = False
+        self._last_reply_s: dict[str, float] = {}  # by expert rank
+        self._placement_client = placement_client
+        if placement_client is None:
+            self._use(Topology(0, placement, tuple(expert_ranks)))
+        else:
+            self._use(placement_client.topology)
         self._pending: dict[tuple[int, int], RemotePending] = {}  # by (batch, micro-batch)
         self._sample = sample
         self._counts = counts or DispatchCounts(len(expert_ranks))
-        self._away_s = 0.0  # so far, from the last send of a layer to its sum, guesses aside
-        self._ahead: ExpertPrefetcher | None = None
-        if predictor is not None:
-            self._ahead = ExpertPrefetcher(
-                predictor, self._hint, experts_s=lambda: self._away_s, clock=clock
-            )
+        self._prefetcher = make_prefetcher(predictor, self._hint)
+
+    def _use(self, topology: Topology) -> None:
+        self._topology = topology
+        self._rank_of = {name: rank for rank, name in enumerate(topology.experts)}
 
     def _name_experts(self, expert_ranks: Sequence[str]) -> None:
         self._expert_ranks = expert_ranks
@@ -111,19 +104,17 @@ class RemoteBackend:
         self._endpoint.wake()
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        if self._ahead is not None:
-            self._ahead.prepare(key, token_ids_T)
+        self._prefetcher.prepare(key, token_ids_T)
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
     ) -> RemotePending:
-        """A2E: one packet per token group and expert rank that has work in it."""
-        if self._ahead is not None:
-            routed = self._ahead.select_routing(key, routed)
+        """Send one A2E packet per token group and expert rank with work in it."""
+        routed = self._prefetcher.select_routing(key, routed)
         topk_ids_TK = routed.topk_ids_TK.cpu().numpy()
         if self._sample is not None:
             self._sample.routed(key.owner, topk_ids_TK)
-        tokens, placed = len(topk_ids_TK), self._placement.layer(key.layer)
+        tokens, placed = len(topk_ids_TK), self._topology.slots.layer(key.layer)
         slices = plan_dispatch(
             topk_ids_TK,
             routed.topk_weights_TK.cpu().numpy(),
@@ -131,54 +122,57 @@ class RemoteBackend:
             placed,
         )
         self._counts.add(key.layer, tokens, slices, placed)
-        present = 0 if self._following is None else self._following.begin_layer()
+        client = self._placement_client
+        present = 0 if client is None else client.begin_layer()
         pending = self._pending[key.owner] = RemotePending(
-            key, routed.x_TD, slices, placed, self._generation, present
+            key, routed.x_TD, slices, placed, self._topology.generation, present
         )
         try:
             self._send(pending, slices)
         except ChannelError:
             self.drop(pending)
             raise
-        if self._ahead is not None:  # while they are computed
-            start_s = self._clock()
-            self._ahead.predict_next(key, hidden_TD, routed)
-            pending.prefetch_s = self._clock() - start_s
+        self._prefetcher.predict_next(key, hidden_TD, routed)  # while the experts run
         return pending
 
     def _send(self, pending: RemotePending, slices: Sequence[RankSlice]) -> None:
-        """What cannot be sent, because a rank is lost, is held."""
+        """Send slices; hold those of lost ranks."""
         for piece in slices:
             pending.sent_s = self._clock()
-            if piece.rank in self._unreachable:
+            if piece.rank in self._topology.unreachable:
                 pending.hold(piece)
                 continue
             try:
                 self._send_slice(pending.key, piece, pending.x_TD, pending.sent_s)
-            except PeerError:  # `poll` tells of it
-                if self._following is None:
+            except PeerError:  # `poll` reports it
+                if self._placement_client is None:
                     raise
                 pending.hold(piece)
 
     def _send_slice(self, key: TaskKey, piece: RankSlice, x_TD: Tensor, sent_s: float) -> None:
-        header = Header(
-            PacketKind.A2E,
+        header = self._header(PacketKind.A2E, key, key.layer, piece.token_group, sent_s)
+        peer = self._topology.experts[piece.rank]
+        send_slice(self._endpoint, peer, header, piece, x_TD)
+
+    def _header(
+        self, kind: PacketKind, key: TaskKey, layer: int, token_group: int, sent_s: float
+    ) -> Header:
+        return Header(
+            kind,
             self._endpoint.epoch,
             key.batch,
-            key.layer,
+            layer,
             key.micro_batch,
-            piece.token_group,
+            token_group,
             key.priority,
             sent_s,
-            self._generation,
+            self._topology.generation,
         )
-        send_slice(self._endpoint, self._expert_ranks[piece.rank], header, piece, x_TD)
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
-        """Tells each rank what that layer may want of its experts; of replicas the one that would
-        be chosen if a token wanted them all. A rank that cannot be told has nothing to read ahead:
-        if it is lost, `poll` says so."""
-        placed, guesses = self._placement.layer(layer), guesses[:MAX_TOP_K]
+        """Send each rank the predicted experts of `layer`; of replicas, the one that a token which
+        needs all of them would use. A hint that cannot be sent is skipped."""
+        placed, guesses = self._topology.slots.layer(layer), guesses[:MAX_TOP_K]
         slots_n = placed.of_pairs(np.array([[guess.expert for guess in guesses]]))[0]
         confidence_n = np.array([guess.confidence for guess in guesses], np.float32)
         for rank, (low, high) in enumerate(placed.bounds):
@@ -186,30 +180,19 @@ class RemoteBackend:
             if there_n.any():
                 local_n = (slots_n[there_n] - low).astype(np.int32)
                 with suppress(ChannelError):
-                    name = self._expert_ranks[rank]
-                    self._send_hint(key, layer, name, local_n, confidence_n[there_n])
+                    self._send_hint(key, layer, rank, local_n, confidence_n[there_n])
 
     def _send_hint(
         self,
         key: TaskKey,
         layer: int,
-        rank: str,
+        rank: int,
         local_n: NDArray[np.int32],
         confidence_n: NDArray[np.float32],
     ) -> None:
-        header = Header(
-            PacketKind.HINT,
-            self._endpoint.epoch,
-            key.batch,
-            layer,
-            key.micro_batch,
-            0,
-            key.priority,
-            self._clock(),
-            self._generation,
-        )
+        header = self._header(PacketKind.HINT, key, layer, 0, self._clock())
         hint = [torch.from_numpy(local_n), torch.from_numpy(confidence_n)]
-        send_tensors(self._endpoint, rank, header, hint)
+        send_tensors(self._endpoint, self._topology.experts[rank], header, hint)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0 or idle:
@@ -224,33 +207,33 @@ class RemoteBackend:
             self._take(channel_events)
         elif self._pending:
             self._check_replies()
-        if self._following is not None:
-            self._refresh_placement(self._following)
+        if self._placement_client is not None:
+            self._refresh_topology(self._placement_client)
         return bool(channel_events)
 
     def _take(self, channel_events: Sequence[ChannelEvent]) -> None:
-        """Without `following` it raises the loss of an expert rank, the first one if there are
-        several: the cause."""
+        """Process channel events. Without a placement client, raise the first loss of a rank."""
         lost: PeerError | None = None
+        client = self._placement_client
         for channel_event in channel_events:
             if isinstance(channel_event, Packet):
                 self._take_packet(channel_event)
-            elif self._following is None and channel_event.peer not in self._rank_of:
+            elif client is None and channel_event.peer not in self._rank_of:
                 continue
             elif isinstance(channel_event, PeerJoined):
                 self._last_reply_s[channel_event.peer] = self._clock()
-                if self._following is not None:
-                    self._following.joined(channel_event.peer)
-            elif self._following is None:
+                if client is not None:
+                    client.add_peer(channel_event.peer)
+            elif client is None:
                 lost = lost or channel_event.error
             else:
-                self._lose(self._following, channel_event)
+                self._lose(client, channel_event)
         if lost is not None:
             raise lost
 
-    def _lose(self, following: PlacementClient, lost: PeerLost) -> None:
-        following.lost(lost)
-        rank = self._rank_of.get(lost.peer)  # None: it came, and no generation has been on it
+    def _lose(self, client: TopologySource, lost: PeerLost) -> None:
+        client.remove_peer(lost)
+        rank = self._rank_of.get(lost.peer)  # None: no generation has used it yet
         if rank is not None:
             for pending in self._pending.values():
                 pending.lose(rank)
@@ -259,74 +242,64 @@ class RemoteBackend:
         header = packet.header
         pending = self._pending.get((header.batch, header.micro_batch))
         if pending is None or header.kind is not PacketKind.E2A:
-            if self._following is not None:
-                self._following.handle(packet)
-            packet.release()  # an answer to a batch that has failed, or no answer
+            if self._placement_client is not None:
+                self._placement_client.handle(packet)
+            packet.release()  # a control packet, or the answer to a failed batch
             return
         pending.replies[header.token_group, self._rank_of[packet.peer]] = packet
         pending.missing -= 1
         self._last_reply_s[packet.peer] = packet.arrived_s
         self._timeline.add(transfer_span(packet, self._endpoint.name))
 
-    def _refresh_placement(self, following: PlacementClient) -> None:
-        """What begins from now on may go to other experts. What has begun ends as it is, but for
-        what was sent to a rank that is lost."""
-        following.poll()
-        if following.changes != self._changes:
-            self._changes = following.changes
-            self._placement, self._generation = following.slots, following.used
-            self._name_experts(following.experts)
-            names = enumerate(self._expert_ranks[: self._placement.ranks])
-            self._unreachable = frozenset(
-                rank for rank, name in names if not following.can_serve(name)
-            )
-            self._has_unused = following.has_unused
+    def _refresh_topology(self, client: TopologySource) -> None:
+        """Use the latest topology for new layers; send held slices again."""
+        client.poll()
+        if client.topology is not self._topology:
+            self._use(client.topology)
             for pending in list(self._pending.values()):
                 if pending.waits:
-                    placed = self._placement.layer(pending.key.layer)
-                    self._send(pending, pending.cut(placed, self._generation))
-        if self._has_unused:
-            following.release_unused({used for p in self._pending.values() for used in p.in_use})
-            self._has_unused = following.has_unused
-        if self._unreachable and any(pending.waits for pending in self._pending.values()):
-            self._check_repair(following)
+                    placed = self._topology.slots.layer(pending.key.layer)
+                    self._send(pending, pending.cut(placed, self._topology.generation))
+        if self._topology.has_unused:
+            client.release_unused({used for p in self._pending.values() for used in p.in_use})
+        if self._topology.unreachable and any(p.waits for p in self._pending.values()):
+            self._check_recovery()
 
-    def _check_repair(self, following: PlacementClient) -> None:
-        """Raises RecoveryTimeoutError where what is under way has waited for too long."""
-        lost = min(following.absent.items(), key=lambda each: each[1].since_s, default=None)
-        if lost is None or self._clock() - lost[1].since_s < self._recovery_timeout_s:
+    def _check_recovery(self) -> None:
+        """Raise RecoveryTimeoutError if a rank has been missing for longer than allowed."""
+        missing = min(self._topology.missing, key=lambda each: each[1].since_s, default=None)
+        if missing is None or self._clock() - missing[1].since_s < self._recovery_timeout_s:
             return
-        name, missing_rank = lost
+        name, missing_rank = missing
         raise RecoveryTimeoutError(
-            f"{name} is lost, and nobody was in its place within {self._recovery_timeout_s:g} s "
+            f"{name} is lost and was not replaced within {self._recovery_timeout_s:g} s "
             f"(groups.recovery_timeout_s): {missing_rank.reason}"
         )
 
     def _check_replies(self) -> None:
-        """Loses an expert rank that lives, but has answered nothing for reply_s. Raises
-        PeerHungError for it where that ends the plane."""
+        """Drop an expert rank that is connected but does not reply. Raises PeerHungError for it
+        without a placement client."""
         now_s = self._clock()
         for pending in self._pending.values():
             if not pending.missing or now_s - pending.sent_s < self._reply_timeout_s:
                 continue
             for piece in pending.under_way():
-                peer = self._expert_ranks[piece.rank]
+                peer = self._topology.experts[piece.rank]
                 if now_s - self._last_reply_s.get(peer, 0.0) < self._reply_timeout_s:
                     continue
                 reason = (
-                    f"{peer} lives, but has answered nothing for {self._reply_timeout_s:g} s "
+                    f"{peer} is connected but has sent no reply for {self._reply_timeout_s:g} s "
                     f"(channel.reply_timeout_s): batch {pending.key.batch} waits at layer "
                     f"{pending.key.layer}"
                 )
-                if self._following is None:
+                if self._placement_client is None:
                     raise PeerHungError(reason, peer)
                 self._endpoint.drop(peer, reason)
 
     def combine(
         self, hidden_TD: Tensor, pending: RemotePending, shared_TD: Tensor | None
     ) -> Steps[None]:
-        """Sums go rank by rank in fp32, whatever the order of arrival: equal inputs, equal bits."""
-        self._away_s += self._clock() - pending.sent_s - pending.prefetch_s
+        """Add the replies rank by rank in fp32, so that equal inputs give equal bits."""
         total_TD = hidden_TD
         if len(pending.placed.bounds) > 1 or shared_TD is not None:
             total_TD = yield from zero_tiled(torch.empty_like(hidden_TD, dtype=torch.float32))
@@ -334,7 +307,7 @@ class RemoteBackend:
             reply = piece.token_group, piece.rank
             packet = pending.replies[reply]
             yield from add_slice(total_TD, piece, packet.tensors[0])
-            del pending.replies[reply]  # not before: what is dropped meanwhile is released
+            del pending.replies[reply]  # only now: `drop` releases the remaining ones
             packet.release()
             yield
         if shared_TD is not None:
@@ -342,24 +315,22 @@ class RemoteBackend:
         if total_TD is not hidden_TD:
             yield from _rounded(hidden_TD, total_TD)
         self._forget(pending)
-        if self._ahead is not None:
-            self._ahead.end_layer(pending.key, hidden_TD)
+        self._prefetcher.end_layer(pending.key, hidden_TD)
 
     def drop(self, pending: RemotePending) -> None:
         self._forget(pending)
-        if self._ahead is not None:
-            self._ahead.drop(pending.key.owner)
+        self._prefetcher.drop(pending.key.owner)
         for packet in pending.replies.values():
             packet.release()
 
     def _forget(self, pending: RemotePending) -> None:
         del self._pending[pending.key.owner]
-        if self._following is not None:
-            self._following.end_layer(pending.present)
+        if self._placement_client is not None:
+            self._placement_client.end_layer(pending.present)
 
 
 def _rounded(hidden_TD: Tensor, total_TD: Tensor) -> Steps[None]:
-    """hidden += total, of which the sum is rounded first."""
+    """Round the total to the residual's dtype and add it, tile by tile."""
     for tile in row_tiles(hidden_TD):
         hidden_TD[tile] += total_TD[tile].to(hidden_TD.dtype)
         if tile.stop < hidden_TD.shape[0]:

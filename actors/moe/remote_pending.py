@@ -1,7 +1,7 @@
-"""What was sent to an expert rank that is lost, cut anew for where its experts are now.
+"""Slices that an attention rank has sent to expert ranks, and their replies.
 
-A slice is a token group's pairs of one rank. Its pairs keep their weights and their tokens; only
-who answers them changes, so that what others have answered already is not asked again.
+After a loss the slices of the lost rank are cut again for the ranks that hold its experts. Pairs
+keep their weights and tokens, and slices with a reply are not sent again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from planner.placement.slots import LayerSlots
 def recut(
     piece: RankSlice, before: LayerSlots, placed: LayerSlots, first_group: int
 ) -> list[RankSlice]:
-    """The pairs of `piece`, whose local experts are those of `before`, as slices of `placed`, rank
-    by rank. first_group: they are token groups of their own, from that number on."""
+    """Cut the pairs of `piece`, placed by `before`, into slices of `placed`, rank by rank.
+
+    The new slices are token groups of their own, numbered from first_group.
+    """
     low, high = before.bounds[piece.rank]
     expert_N = np.repeat(before.expert_of_slot[low:high], piece.counts_e)
     row_N = piece.index_N + piece.start if piece.rows_U is None else piece.rows_U[piece.index_N]
@@ -54,9 +56,11 @@ Reply = tuple[int, int]  # token group, expert rank
 
 
 class RemotePending:
-    """replies: what has been answered. x_TD: what is sent again comes from there. placed, used:
-    what the slices were cut by, and its generation; present: the generation that this was, or stood
-    in for."""
+    """Handle of one dispatched layer.
+
+    x_TD: source of rows that are sent again. placed, used: the placement of the slices and its
+    generation. present: the base generation, for `end_layer`.
+    """
 
     __slots__ = (
         "_held",
@@ -64,7 +68,6 @@ class RemotePending:
         "key",
         "missing",
         "placed",
-        "prefetch_s",
         "present",
         "replies",
         "sent_s",
@@ -86,10 +89,9 @@ class RemotePending:
         self.placed, self.used, self.present = placed, used, present
         self.replies: dict[Reply, Packet] = {}
         self.missing = len(slices)
-        self.sent_s = 0.0  # the last of them
-        self.prefetch_s = 0.0  # how long what they may want next was looked for meanwhile
-        self._held: set[Reply] | None = None  # not sent, or to a rank that is lost
-        self._resent: dict[Reply, tuple[LayerSlots, int]] | None = None  # cut anew: by what
+        self.sent_s = 0.0  # time of the last send
+        self._held: set[Reply] | None = None  # slices that cannot be sent yet
+        self._resent: dict[Reply, tuple[LayerSlots, int]] | None = None  # placement of resent ones
 
     @property
     def is_complete(self) -> bool:
@@ -97,36 +99,35 @@ class RemotePending:
 
     @property
     def waits(self) -> bool:
-        """Whether some of it cannot be sent."""
+        """True if a slice cannot be sent yet."""
         return bool(self._held)
 
     @property
     def in_use(self) -> set[int]:
-        """Generations that it may still have answers of."""
+        """Generations whose replies may still arrive."""
         again = () if self._resent is None else self._resent.values()
         return {self.used, *(used for _, used in again)}
 
     def under_way(self) -> Iterable[RankSlice]:
-        """What has been sent and is not answered."""
+        """Yield the slices that were sent and have no reply."""
         for piece in self.slices:
             reply = piece.token_group, piece.rank
             if reply not in self.replies and not (self._held and reply in self._held):
                 yield piece
 
     def hold(self, piece: RankSlice) -> None:
-        """It cannot be sent now."""
         if self._held is None:
             self._held = set()
         self._held.add((piece.token_group, piece.rank))
 
     def lose(self, rank: int) -> None:
-        """That expert rank answers nothing any more. What it has answered is kept."""
+        """Hold the slices of a lost rank that have no reply."""
         for piece in list(self.under_way()):
             if piece.rank == rank:
                 self.hold(piece)
 
     def cut(self, placed: LayerSlots, used: int) -> list[RankSlice]:
-        """What is held, by the placement of generation `used`: to be sent now, or held again."""
+        """Cut the held slices by the placement of generation `used`; return those to send."""
         held, self._held = self._held or set(), None
         again = self._resent = self._resent or {}
         slices: list[RankSlice] = []

@@ -1,7 +1,7 @@
-"""Of some of a rank's tokens, the whole path: to which experts each went at every layer.
+"""Sample of a rank's tokens with the experts that each used at every layer.
 
-Every so-many-th token of all that run is noted, so that a sample is like what runs. Nothing but
-`prepare` costs anything for a micro-batch without such a token.
+Every n-th token is sampled, so that the sample represents the load. A micro-batch without a sampled
+token costs only `prepare`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from actors.batching.scheduled_batch import Chunk
 from contracts.clock import Clock
 from contracts.planner_messages import RoutingSampleReport
 
-PERIOD_S = 0.5  # between two reports
+PERIOD_S = 0.5  # of reports
 FIRST_STRIDE = 8
-MOST_UNDER_WAY = 64  # micro-batches: those of batches that were dropped never end
+MOST_UNDER_WAY = 64  # micro-batches; those of dropped batches never end
 
 RoutingPaths = NDArray[np.int16]
 MakeRouting = Callable[[], RoutingSampleReport]
@@ -26,7 +26,7 @@ MicroBatchId = tuple[int, int]
 
 
 class _SampledBatch:
-    """Sampled rows of a micro-batch on their way. rows: [P]; ids: [P, 2]; paths: [P, L, K]."""
+    """Sampled rows of a micro-batch in flight. rows: [P]; ids: [P, 2]; paths: [P, L, K]."""
 
     __slots__ = ("ids", "layers", "paths", "rows")
 
@@ -37,7 +37,7 @@ class _SampledBatch:
 
 
 class RoutingSample:
-    """Owned by the thread that computes."""
+    """Owned by the computing thread."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class RoutingSample:
         clock: Clock,
         send: Callable[[MakeRouting], None],
     ) -> None:
-        """shape: layers with experts, experts of a token. send: takes what makes a report, and runs
-        it elsewhere."""
+        """shape: layers with experts, top k. send: runs the function on another thread and sends
+        the report that it returns."""
         self._rank, self._clock, self._send = rank, clock, send
-        self._most = max(1, round(tokens_per_s * PERIOD_S))  # of a report
+        self._most = max(1, round(tokens_per_s * PERIOD_S))  # per report
         self._shape = shape
         self._stride = FIRST_STRIDE
-        self._offset = 0  # tokens until the next one that is noted
+        self._offset = 0  # tokens until the next sampled one
         self._tokens = self._taken = 0  # since the last report
         self._reported_s = clock()
         self._under_way: dict[MicroBatchId, _SampledBatch] = {}
@@ -61,11 +61,11 @@ class RoutingSample:
 
     @property
     def under_way(self) -> int:
-        """Micro-batches with a token that is noted."""
+        """Number of micro-batches with a sampled token."""
         return len(self._under_way)
 
     def prepare(self, owner: MicroBatchId, chunks: Sequence[Chunk]) -> None:
-        """A micro-batch is about to run: the new tokens of those chunks."""
+        """Select rows of a micro-batch that is about to run with these chunks."""
         now_s = self._clock()
         if now_s - self._reported_s >= PERIOD_S:
             self._report(now_s)
@@ -82,7 +82,7 @@ class RoutingSample:
             del self._under_way[next(iter(self._under_way))]
 
     def routed(self, owner: MicroBatchId, topk_ids_TK: NDArray[np.int64]) -> None:
-        """Where the tokens of a micro-batch go at a layer."""
+        """Record the experts of a micro-batch at its next layer."""
         noted = self._under_way.get(owner)
         if noted is None:
             return
@@ -92,7 +92,7 @@ class RoutingSample:
             self._ended.append(self._under_way.pop(owner))
 
     def _report(self, now_s: float) -> None:
-        """What has ended; how many of the next are noted follows from how many there were."""
+        """Send the completed samples; adapt the stride to the number of tokens."""
         per_report = self._tokens * PERIOD_S / (now_s - self._reported_s)
         self._stride = max(1, -int(-per_report // self._most))
         tokens, ended = self._tokens, self._ended
@@ -102,7 +102,7 @@ class RoutingSample:
 
 
 def _ids(rows: Sequence[int], chunks: Sequence[Chunk]) -> NDArray[np.int32]:
-    """[P, 2] the id of each row, and the one before it in its sequence; -1: it is the first."""
+    """Return the token id of each row and the one before it (-1: none), [P, 2]."""
     found, first, ahead = [], 0, iter(chunks)
     chunk = next(ahead)
     for row in rows:
@@ -115,7 +115,7 @@ def _ids(rows: Sequence[int], chunks: Sequence[Chunk]) -> NDArray[np.int32]:
 
 
 def _report(rank: str, tokens: int, ended: Sequence[_SampledBatch]) -> RoutingSampleReport:
-    """tokens: that began since the last one; of slow micro-batches more may have ended."""
+    """tokens: started since the last report; more may have ended."""
     ids = np.concatenate([noted.ids for noted in ended]).astype("<i4")
     paths = np.concatenate([noted.paths for noted in ended]).astype("<i2")
     tokens = max(tokens, len(ids))

@@ -1,9 +1,9 @@
-"""Experts here, as many as there are slots for; the others are read when they are wanted.
+"""Experts in a cache of host slots; missing ones are read on demand.
 
-    attention │ wait │ experts that are there │ … those that have come │ attention
-    tier       ══════ missing ════ missing ═══                    ══ hints for the next layer ══
+    attention │ wait │ cached experts │ … experts that have arrived │ attention
+    tier       ══════ missing ════ missing ═══                 ══ hints for the next layer ══
 
-A micro-batch goes on with what is there, run by run, and is not ready while nothing is.
+A micro-batch runs each expert as it becomes available and is not ready while none is.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.moe.backend import TaskKey
-from actors.moe.prefetcher import ExpertPrefetcher
+from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.prefetcher import make_prefetcher
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
-from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.experts import ClampedGate
@@ -30,11 +29,11 @@ from models.experts.expert_loading import clamped_gate
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 
-_WAIT_S = 0.05  # for experts, where a task is gone on with although none is there
+_WAIT_S = 0.05  # for experts, in a task that continues before any has arrived
 
 
 class CachedPending:
-    """A micro-batch's sum, as far as its experts have come."""
+    """The partial sum of a micro-batch whose experts are arriving."""
 
     def __init__(
         self, key: TaskKey, routed: RoutedTokens, identity_E: Tensor, clamped: ClampedGate | None
@@ -51,13 +50,8 @@ class CachedPending:
         return self.request.is_ready
 
 
-class CachedBackend:
-    """name: of the worker, for its spans. What cannot be read ends the worker."""
-
-    fatal = ChannelError
-    stage = Stage.EXPERT
-    is_engaged = False
-    yields = interleaves = True
+class CachedBackend(ExpertBackend[CachedPending]):
+    """Backend over an expert cache. name: of the worker. A failed read ends the worker."""
 
     def __init__(
         self,
@@ -68,16 +62,7 @@ class CachedBackend:
         clock: Clock,
         predictor: ExpertPredictor | None = None,
     ) -> None:
-        """foresight: None: nothing is read ahead."""
-        self._ahead: ExpertPrefetcher | None = None
-        if predictor is not None:
-            self._ahead = ExpertPrefetcher(
-                predictor,
-                self._hint,
-                cache.forget_hints,
-                experts_s=lambda: cache.traffic.cost_s,
-                clock=clock,
-            )
+        self._prefetcher = make_prefetcher(predictor, self._hint, cache.forget_hints)
         self._name = name
         self._cache = cache
         self._timeline = timeline
@@ -86,35 +71,30 @@ class CachedBackend:
         experts = half.spec.num_experts
         self._identity_E = local_index(list(range(experts)), experts)
         self._pending: list[CachedPending] = []
-        self.copy_s = 0.0  # of a whole layer: none is copied
 
     def wake(self) -> None:
         self._cache.wake()
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        if self._ahead is not None:
-            self._ahead.prepare(key, token_ids_T)
+        self._prefetcher.prepare(key, token_ids_T)
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
     ) -> CachedPending:
-        if self._ahead is not None:
-            routed = self._ahead.select_routing(key, routed)
+        routed = self._prefetcher.select_routing(key, routed)
         pending = CachedPending(key, routed, self._identity_E, self._clamped)
         experts = list(pending.sum.pairs)
         pending.request = self._cache.request(key.layer, experts, key.priority, key.owner)
         self._pending.append(pending)
-        if self._ahead is not None:
-            self._ahead.predict_next(key, hidden_TD, routed)
+        self._prefetcher.predict_next(key, hidden_TD, routed)
         return pending
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
-        """They are read while nothing that is wanted is missing."""
         self._cache.hint(key.owner, layer, guesses, key.priority)
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
-            return False  # what has come is complete without
+            return False  # `is_complete` reports what has arrived
         return self._wait(timeout_s) if self._pending else self._cache.wait(timeout_s)
 
     def _wait(self, timeout_s: float) -> bool:
@@ -136,11 +116,9 @@ class CachedBackend:
         if shared_TD is not None:
             yield from add_tiled(hidden_TD, shared_TD)
         self._pending.remove(pending)
-        if self._ahead is not None:
-            self._ahead.end_layer(pending.key, hidden_TD)
+        self._prefetcher.end_layer(pending.key, hidden_TD)
 
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)
         self._cache.drop(pending.request)
-        if self._ahead is not None:
-            self._ahead.drop(pending.key.owner)
+        self._prefetcher.drop(pending.key.owner)

@@ -1,12 +1,12 @@
-"""Experts in slots on a GPU, as many as there are slots for; the others are copied from the host's
-memory when they are wanted, or a layer ahead.
+"""Experts in a cache of GPU slots; missing ones are copied from host memory on demand or one layer
+ahead.
 
-    host     attention 1 │ ids 1? │ want, hint, experts 1 │ attention 2 │ ids 2? …     queues, and
-    compute  … attend 1 │ experts there │ (waits) the others │ attend 2 │ …            waits for ids
-    copies          hints for 1 ══ │ ═ missing of 1 ═ │ ══ hints for 2 ══              alone
+    host     attention 1 │ ids 1? │ request, hint, experts 1 │ attention 2 │ ids 2? …  queues work,
+    compute  … attend 1 │ cached experts │ (waits) others │ attend 2 │ …               waits for ids
+    copies          hints for 1 ══ │ ═ missing of 1 ═ │ ══ hints for 2 ══
 
-What few tokens want, and is there, is computed before the host knows what they want: it does not
-stand still while the host looks. What is missing the compute waits for, not the host.
+Cached experts with few tokens are computed before the host knows the routing, so that the device is
+not idle meanwhile. The compute queue, not the host, waits for missing experts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from actors.moe.backend import TaskKey
-from actors.moe.prefetcher import ExpertPrefetcher, PendingPrediction
+from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.prefetcher import PendingPrediction, make_prefetcher
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
@@ -33,13 +33,13 @@ from models.experts.expert_cache import ExpertCache
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor, subsample
 
-_WAIT_S = 0.05  # for slots, where a task is gone on with although none is to be had
-_SPIN_S = 2e-4  # ids come within some microseconds as a rule
+_WAIT_S = 0.05  # for slots, in a task that continues before any is free
+_SPIN_S = 2e-4  # ids usually arrive within microseconds
 _NAP_S = 5e-5
 
 
 class DeviceCache:
-    """What a plane computes with."""
+    """A GPU's expert cache and its parts. close_host: frees the host memory behind it."""
 
     def __init__(
         self,
@@ -49,7 +49,6 @@ class DeviceCache:
         lane: DeviceLane,
         close_host: Callable[[], None] = lambda: None,
     ) -> None:
-        """slots: those of `cache`. close_host: of the memory that they are filled from."""
         self.cache, self.slots, self.tier, self.lane = cache, slots, tier, lane
         self._close_host = close_host
 
@@ -60,7 +59,7 @@ class DeviceCache:
 
 
 class DevicePending:
-    """A micro-batch whose ids are on their way to the host, and then its experts to the device."""
+    """A micro-batch whose ids are being copied to the host, and then its experts to the device."""
 
     def __init__(
         self, key: TaskKey, routed: RoutedTokens, ids: Arrival, device_sum: DeviceSum
@@ -76,14 +75,9 @@ class DevicePending:
         return self.ids.is_ready if self.request is None else self.request.is_ready
 
 
-class DeviceBackend:
-    """name: of the worker, for its spans. A device that gives nothing for `deadline_s` ends the
-    worker."""
-
-    fatal = ChannelError
-    stage = Stage.EXPERT
-    is_engaged = False
-    yields = interleaves = True
+class DeviceBackend(ExpertBackend[DevicePending]):
+    """Backend over a GPU's expert cache. name: of the worker, for spans. A device without progress
+    for `deadline_s` ends the worker."""
 
     def __init__(
         self,
@@ -96,47 +90,35 @@ class DeviceBackend:
         *,
         deadline_s: float,
     ) -> None:
-        """foresight: None: nothing is copied ahead."""
         self._name, self._half, self._held = name, half, held
         self._cache, self._lane = held.cache, held.lane
         self._timeline, self._clock, self._deadline_s = timeline, clock, deadline_s
-        self._ahead: ExpertPrefetcher | None = None
-        if predictor is not None:
-            self._ahead = ExpertPrefetcher(
-                predictor,
-                self._hint,
-                self._cache.forget_hints,
-                experts_s=lambda: self._cache.traffic.cost_s,
-                clock=clock,
-            )
+        self._prefetcher = make_prefetcher(predictor, self._hint, self._cache.forget_hints)
         self._pending: list[DevicePending] = []
-        self._exposed_s = 0.0  # by the lane's account, as far as it was noted
+        self._exposed_s = 0.0  # of the lane, as far as recorded
         self._woken = threading.Event()
-        self.copy_s = 0.0  # of a whole layer: none is copied
 
     def wake(self) -> None:
         self._woken.set()
         self._cache.wake()
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
-        if self._ahead is not None:
+        if self._prefetcher.is_enabled:
             ids = self._lane.fetch(subsample(token_ids_T))
             self._wait_for(ids, self._clock(), "token ids of a batch")
-            self._ahead.prepare(key, ids.tensor)
+            self._prefetcher.prepare(key, ids.tensor)
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan
     ) -> DevicePending:
         ids = self._lane.fetch(routed.topk_ids_TK)
-        prediction = None
-        if self._ahead is not None:
-            prediction = self._ahead.request_prediction(key, hidden_TD, routed, self._lane.fetch)
+        prediction = self._prefetcher.request_prediction(key, hidden_TD, routed, self._lane.fetch)
         held = self._held
         pairs_sum = device_sum(routed, key.layer, held.slots.layer, held.tier, held.lane)
         pending = DevicePending(key, routed, ids, pairs_sum)
         pending.prediction, pending.since_s = prediction, self._clock()
         self._pending.append(pending)
-        self._cache.wait(0.0)  # hints go on
+        self._cache.wait(0.0)  # starts copies of hints
         return pending
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
@@ -144,7 +126,7 @@ class DeviceBackend:
 
     def poll(self, timeout_s: float, *, idle: bool) -> bool:
         if timeout_s <= 0.0:
-            return False  # what has come is complete without
+            return False  # `is_complete` reports what has arrived
         waiting = [each for each in self._pending if each.request is None]
         if not waiting:
             return self._cache.wait(timeout_s)
@@ -185,18 +167,15 @@ class DeviceBackend:
         self._pending.remove(pending)
         if pending.request is not None:
             self._cache.drop(pending.request)
-        if self._ahead is not None:
-            self._ahead.drop(pending.key.owner)
+        self._prefetcher.drop(pending.key.owner)
 
     def _acquire_experts(self, pending: DevicePending) -> ExpertRequest:
-        """Its ids have come, or are waited for: what is missing is on its way."""
+        """Request the experts once the ids are on the host."""
         key, routed = pending.key, pending.routed
         self._wait_for(pending.ids, pending.since_s, f"ids of layer {key.layer}")
         ids_TK = pending.ids.tensor
-        if self._ahead is not None:
-            self._ahead.select_routing(
-                key, RoutedTokens(routed.x_TD, ids_TK, routed.topk_weights_TK)
-            )
+        on_host = RoutedTokens(routed.x_TD, ids_TK, routed.topk_weights_TK)
+        self._prefetcher.select_routing(key, on_host)
         cache, resident = self._cache, pending.resident
         requested = pending.sum.requested(ids_TK)
         experts = [e for e in requested if e not in resident or cache.holds(key.layer, e)]
@@ -205,21 +184,21 @@ class DeviceBackend:
         return request
 
     def _prefetch(self, pending: DevicePending) -> None:
-        """What the next layer may want is copied, behind what this one wants; once."""
+        """Copy predicted experts of the next layer, after those of this layer; once."""
         prediction, pending.prediction = pending.prediction, None
-        if self._ahead is None or prediction is None:
+        if prediction is None:
             return
-        self._wait_for(prediction.ids, self._clock(), "what is foretold")
-        self._ahead.deliver(pending.key, prediction)
-        self._cache.wait(0.0)  # begins
+        self._wait_for(prediction.ids, self._clock(), "predicted experts")
+        self._prefetcher.deliver(pending.key, prediction)
+        self._cache.wait(0.0)  # starts the copies
 
     def _wait_for(self, ids: Arrival, since_s: float, what: str) -> None:
         while not self._wait_until(lambda: ids.is_ready, _WAIT_S):
             self._check(since_s, what)
 
     def _wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Until it has, or a `wake`, at most so long. The device tells nobody: it is looked for,
-        without a pause at first."""
+        """Poll until ready, woken or timed out; the first polls are without a pause, because a
+        device sends no notification."""
         start_s = self._clock()
         while not is_ready():
             spent_s = self._clock() - start_s
@@ -234,12 +213,12 @@ class DeviceBackend:
         waited_s = self._clock() - since_s
         if waited_s > self._deadline_s:
             raise ChannelError(
-                f"{what} have not come from {self._half.device} for {waited_s:.1f} s; see "
+                f"{what} have not arrived from {self._half.device} for {waited_s:.1f} s; see "
                 f"channel.connect_timeout_s={self._deadline_s:g}"
             )
 
     def _note_exposed(self) -> None:
-        """A device tells some layers later."""
+        """Record copy waits, which a device reports some layers later."""
         exposed_s = self._lane.exposed_s
         self._timeline.exposed_s += exposed_s - self._exposed_s
         self._cache.traffic.waited_s += exposed_s - self._exposed_s

@@ -1,4 +1,4 @@
-"""A file of experts as a cache's slower tier, read by a process beside the worker."""
+"""A file of experts as the slow tier of a cache, read by a separate process."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from models.experts.expert_file import PART_BYTES, ExpertFile, FileRange
 from models.experts.expert_format import SlotMemory
 from models.experts.expert_tier import CompletedRead
 
-ENTRIES: Final = 16  # reads under way
+ENTRIES: Final = 16  # concurrent reads
 _END_S: Final = 2.0
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class FileTier:
-    """A `Tier`. parts: in which an expert is read."""
+    """A `Tier` over a file. parts: number of reads per expert."""
 
     def __init__(self, file: ExpertFile) -> None:
         self._file, self.parts = file, file.parts
@@ -57,7 +57,7 @@ class FileTier:
         self._sequence = self._unsignalled = 0
         bell, self._bell = os.pipe2(os.O_CLOEXEC)
         self._done, done = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._awake = done  # a byte there ends a `wait`
+        self._awake = done  # a byte written there ends a `wait`
         os.set_blocking(self._bell, False)
         descriptors = (memory, file.descriptor, bell, done)
         arguments = [*descriptors, ENTRIES, self._part_bytes]
@@ -66,7 +66,7 @@ class FileTier:
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             cwd=_ROOT,
-            start_new_session=True,  # an interrupt at the terminal is the worker's to deal with
+            start_new_session=True,  # the worker handles terminal interrupts
         )
         os.close(memory)
         os.close(bell)
@@ -104,7 +104,7 @@ class FileTier:
         try:
             os.write(self._bell, b"r" * rings)
         except BlockingIOError:
-            pass  # it has enough to wake for
+            pass  # the reader has enough to wake up for
         except BrokenPipeError:
             raise self._lost() from None
 
@@ -126,7 +126,7 @@ class FileTier:
         )
         if state == FAILED:
             cut = number == errno.ENODATA
-            why = "it was cut: remove it, and it is made again" if cut else os.strerror(number)
+            why = "it is cut short: remove it to recreate it" if cut else os.strerror(number)
             return CompletedRead(entry, 0.0, f"{self._file}: {size} bytes at {offset}: {why}")
         return CompletedRead(entry, 0.0 if state == SKIPPED else spent_s)
 
@@ -148,18 +148,18 @@ class FileTier:
         return self._done
 
     def wake(self) -> None:
-        with suppress(OSError):  # it is awake, or closed
+        with suppress(OSError):  # awake already, or closed
             os.write(self._awake, b"w")
 
     def close(self) -> None:
         """May be called twice."""
         if self._bell < 0:
             return
-        os.close(self._bell)  # it ends
+        os.close(self._bell)  # ends the process
         self._bell = -1
         try:
             self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:  # it hangs in a read
+        except subprocess.TimeoutExpired:  # blocked in a read
             self._process.kill()
         os.close(self._done)
         os.close(self._awake)

@@ -1,12 +1,13 @@
-"""Reads parts of experts from a file into memory that it shares with a worker: a process of its
-own, so that the worker's interpreter is not held up (threads there cost more than they hid).
+"""Read parts of experts from a file into memory shared with a worker.
+
+A separate process, because reader threads in the worker would compete for its interpreter.
 
     python -m actors.offload.tier_process MEMORY FILE BELL DONE ENTRIES PART_BYTES
     (descriptors)
 
-The memory: ENTRIES entries of ENTRY bytes, then at a page's start as many parts. An entry is the
-worker's while its state is FREE or has ended, the reader's in between; whoever hands it over writes
-its state last. It ends with the worker: then the bell is closed.
+The memory holds ENTRIES entries of ENTRY bytes and, from the next page on, as many parts. The
+worker owns an entry in state FREE or an end state; the reader owns it in between. Its owner writes
+the state last. The process ends when the worker closes the bell.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ URGENCY_AT, SKIP_AT = 1, 2  # in an entry
 
 
 def staging_at(entries: int) -> int:
-    """Where parts begin."""
+    """Return the offset of the first part."""
     return -(-entries * ENTRY_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -49,14 +50,14 @@ class _Reader:
             entry = self._next()
             if entry is None:
                 if not os.read(self._bell, 1):
-                    os._exit(0)  # the worker has gone
+                    os._exit(0)  # the worker has closed the bell
                 continue
             self._read(entry)
-            with suppress(BlockingIOError):  # full: the worker has enough to wake for
+            with suppress(BlockingIOError):  # full: the worker has enough to wake up for
                 os.write(self._done, b"r")
 
     def _next(self) -> int | None:
-        """What is most urgent, then what was asked for first."""
+        """Claim the most urgent request, the oldest among equals."""
         best, found = (256, 0), None
         with self._choosing:
             for entry in range(self._entries):

@@ -1,4 +1,4 @@
-"""The reference pass of a prefill worker: how long its layers take (MoE-Prefill, Appendix B.4)."""
+"""The reference pass of a prefill worker: durations of its layers (MoE-Prefill, Appendix B.4)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kernels.device import wait_for_device
 from kernels.linear import PackedLinear
 from planner.routing.saturation import reference_prompts
 
-BUDGET_S = 2.0  # of all passes together, roughly
+BUDGET_S = 2.0  # for all passes together, approximately
 PROBE_TOKENS = 128
-MIN_TOKENS = 8  # of the smallest batch that is timed
+MIN_TOKENS = 8  # of the smallest timed batch
 _PASSES, _MAX_PASSES = 3, 8
-_SHRINK_FACTOR = 8  # times, each of the smaller batches than the one before
-_MIN_GROWTH = 2.0  # a larger reference batch, else the one that was timed will do
+_SHRINK_FACTOR = 8  # between consecutive smaller batches
+_MIN_GROWTH = 2.0  # below this, the batch already timed is large enough
 _PRODUCT, _GPU_PRODUCT, _ROUNDS = 768, 8192, 4
 
 TimeLayers = Callable[[Sequence[int]], list[float]]
@@ -27,26 +27,25 @@ TimeLayers = Callable[[Sequence[int]], list[float]]
 
 
 class TimedBatch(NamedTuple):
-    """prompts: tokens of each, none cached. seconds: of all layers together, on average."""
+    """prompts: tokens of each, none cached. seconds: mean over passes, all layers."""
 
     prompts: tuple[int, ...]
     seconds: float
 
 
 class Reference(NamedTuple):
-    """batches: the one that is calibrated with, and smaller ones, as far as time allowed."""
+    """batches: the one used for calibration, and smaller ones as far as time allowed."""
 
     calibration: Calibration
     batches: tuple[TimedBatch, ...]
 
 
 def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) -> Reference:
-    """Times of the largest batch that a worker runs. Where that would take too long, those of a
-    smaller one, with the compute scaled up: transfers take as long for any batch.
+    """Time the largest batch of a worker, or a smaller one with the compute scaled up if that would
+    take too long; transfers take as long for any batch.
 
-    For the threshold the fastest time of each layer counts, so that other work on the machine does
-    not. Batches beside each other are told by their means: a short pass finds a quiet moment, a
-    long one does not.
+    The threshold uses the fastest time of each layer, which excludes other work on the machine.
+    Batches are compared by their means: short passes find quiet moments more often.
     """
     lengths, passes = _find_largest(time_layers, max_tokens, context_tokens)
     timed = [TimedBatch(lengths, statistics.fmean(map(sum, passes)))]
@@ -67,10 +66,10 @@ def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) 
 def _find_largest(
     time_layers: TimeLayers, max_tokens: int, context_tokens: int
 ) -> tuple[tuple[int, ...], list[list[float]]]:
-    """Prompts of the largest batch that there is time for, and its layers' times in each pass.
+    """Return the prompts of the largest affordable batch and its layer times in each pass.
 
-    The first pass of a size compiles its products, and is left out. A GPU takes hardly longer for
-    some thousand tokens than for one: there sizes grow until the time does.
+    The first pass of each size compiles its products and is left out. A GPU takes hardly longer for
+    a thousand tokens than for one, so sizes grow until the time does.
     """
     tokens = min(max_tokens, PROBE_TOKENS)
     while True:
@@ -90,8 +89,7 @@ def _find_largest(
 def _time_smaller(
     time_layers: TimeLayers, largest: TimedBatch, context_tokens: int
 ) -> list[TimedBatch]:
-    """Batches of an eighth of the tokens each, as long as the budget lasts: none of them takes
-    longer than the one before."""
+    """Time ever smaller batches while the budget lasts."""
     found: list[TimedBatch] = []
     tokens, last_s, left_s = sum(largest.prompts) // _SHRINK_FACTOR, largest.seconds, BUDGET_S
     while tokens >= MIN_TOKENS and _PASSES * last_s <= left_s:
@@ -117,10 +115,12 @@ def product_flops_per_s(
     rounds: int = _ROUNDS,
     products: int = 1,
 ) -> float:
-    """FLOPs per second of a large product of matrices: what a model's can be held against. The best
-    of `rounds`, each of so many products in a row."""
+    """Return the FLOPs per second of a large matrix product, the reference for a model's.
+
+    The best of `rounds`, each of `products` products.
+    """
     size = _PRODUCT if device.type == "cpu" else _GPU_PRODUCT
-    # Random: a GPU takes less power for ones, and so less time.
+    # Random values: constants would take a GPU less power, and so less time.
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = PackedLinear(weight)
     best_s = float("inf")

@@ -1,9 +1,8 @@
-"""Measures a channel between two processes: payloads of several sizes go to a child process
-(`python -m actors.planning.link_probe`) and come back.
+"""Measurement of a channel to a child process (`python -m actors.planning.link_probe`) that echoes
+payloads of several sizes.
 
-A transfer's time runs from just before `commit` until the receiver, which waits for nothing else,
-has seen it. Filling the payload is the sender's work and counts there
-(actors/planning/stage_probe.py).
+A transfer's time runs from just before `commit` until the receiver, which does nothing else, has
+received it. Filling the payload belongs to the sender (actors/planning/stage_probe.py).
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 _PROBE, _ECHO = "attention-0", "expert-0"
 _TIMEOUT_S = 20.0
-_CONFIG = ChannelConfig(heartbeat_timeout_s=10.0)  # a busy machine is no dead peer
+_CONFIG = ChannelConfig(heartbeat_timeout_s=10.0)  # tolerates a busy machine
 
 
 class LinkTransfer(NamedTuple):
-    """One payload, there and back."""
+    """One payload in both directions."""
 
     num_bytes: int
     a2e_s: float
@@ -51,19 +50,19 @@ _decode_options = msgspec.json.Decoder(_Options).decode
 
 @contextmanager
 def link_probe(backend: str) -> Iterator[LinkProbe]:
-    """A link over `backend` ("shm" or "tcp") to a process of its own. Raises ChannelError."""
+    """Open a link over `backend` ("shm" or "tcp") to a child process. Raises ChannelError."""
     options = _Options(backend, new_token())
     process = subprocess.Popen(
         module_command("actors.planning.link_probe"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C reaches the parent, which ends it
+        start_new_session=True,  # Ctrl-C reaches only the parent, which ends the child
     )
     assert process.stdin is not None
     assert process.stdout is not None
     end = _endpoint(_PROBE, options)
     try:
-        process.stdin.write(msgspec.json.encode(options) + b"\n")  # the token is in no argument
+        process.stdin.write(msgspec.json.encode(options) + b"\n")  # not an argument: has the token
         process.stdin.flush()
         address = process.stdout.readline().decode().strip()
         if not address:
@@ -82,14 +81,14 @@ def link_probe(backend: str) -> Iterator[LinkProbe]:
 
 
 class LinkProbe:
-    """The side that asks."""
+    """The measuring side."""
 
     def __init__(self, end: Endpoint) -> None:
         self._end = end
         self._sent = 0
 
     def transfer(self, num_bytes: int) -> LinkTransfer:
-        """Sends `num_bytes` and waits for as many. Raises PeerError or ChannelError."""
+        """Send `num_bytes` and wait for as many. Raises PeerError or ChannelError."""
         self._sent += 1
         parts = [TensorSpec("uint8", (num_bytes,))]
         _send(self._end, _ECHO, parts, PacketKind.A2E, self._sent, [])
@@ -108,7 +107,7 @@ def _send(
     number: int,
     values: list[float],
 ) -> None:
-    """The first part is filled with `number`, the second, if any, with `values`."""
+    """Send parts; the first is filled with `number`, the second, if any, with `values`."""
     reservation = end.reserve(peer, parts)
     reservation.tensors[0].fill_(number % 256)
     if values:
@@ -139,8 +138,7 @@ def _endpoint(name: str, options: _Options) -> Endpoint:
 
 
 def _echo() -> None:
-    """Answers every payload with one of its size, and how long it took to come; until the other
-    side is gone."""
+    """Answer every payload with one of its size and its transfer time, until the peer is gone."""
     options = _decode_options(sys.stdin.readline())
     torch.set_num_threads(1)
     end = _endpoint(_ECHO, options)

@@ -1,4 +1,4 @@
-"""A model's shape for the planner, which may not import models/."""
+"""A model's shape as plain numbers for the planner, which does not import models/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from planner.placement.routing import LayerRouting, TokenCounts
 
 
 def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
-    """`spec` in numbers, with weights and activations of `dtype`."""
+    """Return the shape of `spec` with weights and activations of `dtype`."""
     matrices = [weight_spec for weight_spec in layout.attention_tensors(spec, 0).values()
                 if len(weight_spec.shape) == 2]  # fmt: skip
     dense_layers = spec.num_layers - len(spec.moe_layers)
@@ -52,6 +52,6 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
 
 
 def layer_routing(counts: RoutingCounts, layer: int) -> LayerRouting:
-    """What is known of that layer."""
+    """Return the routing counts of one layer."""
     known = counts.layer(layer)
     return LayerRouting(known.num_experts, known.sets_PK, known.ids_P, TokenCounts(*known.counts))

@@ -1,9 +1,9 @@
-"""A rank's connection to the planner. A thread of its own does all I/O: nobody ever waits for it.
+"""A rank's connection to the planner. A separate thread does all I/O; callers never wait.
 
 loop thread                       link thread                        planner
-ask(batch)  ── latest first ────>  PlanRequest ───────────────────────>
-plans[bucket]  <── dict entry ──  PlanResponse <──────────────────────
-report(make) ──────────────────>  make() ── BatchReport, ... ──────>
+request_plan ── latest first ──>   PlanRequest ───────────────────────>
+plans[bucket]  <── dict entry ──   PlanResponse <──────────────────────
+report(make) ──────────────────>   make() ── BatchReport, ... ──────>
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ log = logging.getLogger("tandem.planner_link")
 CONNECT_DEADLINE_S = 5.0
 STOP_DEADLINE_S = 2.0
 RETRY_S = 1.0
-MAX_OUTSTANDING = 2  # questions; while so many wait, the latest as many more are kept
+MAX_OUTSTANDING = 2  # requests; further ones are queued, at most as many, the latest first
 MAX_PLANS = 4096
-MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while this much has not left
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+MAX_BUFFERED_BYTES = 1 << 20  # reports are dropped while more is unsent
+# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(FromPlanner).decode
 
 Report = (
@@ -64,15 +64,14 @@ MakeReport = Callable[[], Report | None]
 
 
 class PlacementCallbacks(NamedTuple):
-    """An expert rank's part in placement, both called on the link's thread. held: what it says on
-    every connection before anything else."""
+    """Callbacks on the link's thread. current: returns the first message of a connection."""
 
     current: Callable[[], CurrentPlacement]
     on_proposal: Callable[[Placement], None]
 
 
 class KnownPlan(NamedTuple):
-    """An answer, and the batch that was asked about."""
+    """A response and the batch of its request."""
 
     batch: Batch
     answer: PlanResponse
@@ -85,8 +84,8 @@ class _PendingQuery(NamedTuple):
 
 
 class PlannerLink:
-    """`plans`: by bucket, read by any thread. `cold`: why the planner had no plan when last asked;
-    empty if it had one."""
+    """plans: by bucket, readable by any thread. cold: why the planner had no plan for the last
+    request, or empty."""
 
     def __init__(
         self,
@@ -106,9 +105,9 @@ class PlannerLink:
         self._placement = placement_callbacks
         self._version = 0
         self._last_number = 0
-        self._has_tried = False  # to connect; until then nothing is lost
+        self._has_tried = False  # to connect
         self._outstanding: dict[int, _PendingQuery] = {}
-        self._oldest_sent_s: float | None = None  # when the question was asked that waits longest
+        self._oldest_sent_s: float | None = None  # of the oldest outstanding request
         self._queued: deque[Batch] = deque(maxlen=MAX_OUTSTANDING)
         self._writer: asyncio.StreamWriter | None = None
         self._encoder = msgspec.msgpack.Encoder()
@@ -119,25 +118,24 @@ class PlannerLink:
         self._thread.start()
 
     def request_plan(self, batch: Batch) -> None:
-        """Asks for the plan of a batch like this one, unless newer questions overtake it."""
+        """Request the plan of such a batch; newer requests go first."""
         self._queued.append(batch)
         self._call(self._send_queued)
 
     def report(self, make: MakeReport) -> None:
-        """Runs `make` on the link's thread and sends what it returns."""
+        """Run `make` on the link's thread and send what it returns."""
         self._call(self._send_report, make)
 
     def reconnect(self, address: str) -> None:
-        """The planner is there now, another process perhaps: connects to it. Without effect if it
-        was there before."""
+        """Use the planner at this address from now on; without effect if unchanged."""
         self._call(self._reconnect, address)
 
     def is_stale(self, known: KnownPlan) -> bool:
-        """Whether the planner's models have moved since this answer."""
+        """True if the planner's models have changed since the response."""
         return known.answer.version < self._version
 
     def unavailable_reason(self) -> NoPlanReason | None:
-        """Why no answer can be hoped for now; None if one can."""
+        """Return why no response can be expected now; None if one can."""
         if self._writer is None:
             return NoPlanReason.LOST if self._has_tried else NoPlanReason.JOINING
         oldest_s = self._oldest_sent_s
@@ -185,7 +183,7 @@ class PlannerLink:
             await asyncio.sleep(RETRY_S)
 
     async def _run_connection(self) -> None:
-        """Returns never, but raises when the connection ends."""
+        """Serve one connection until it raises."""
         host, _, port = self._address.removeprefix("tcp:").rpartition(":")
         async with asyncio.timeout(CONNECT_DEADLINE_S):
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -209,7 +207,7 @@ class PlannerLink:
             writer.close()
 
     def _reset(self) -> None:
-        """Nothing that a lost planner has said is used any more."""
+        """Drop all results of a lost planner."""
         self._writer = None
         self._outstanding.clear()
         self._oldest_sent_s = None

@@ -1,8 +1,7 @@
-"""Which plan an attention rank runs a batch under, and what it tells the planner.
+"""Choice of an attention rank's plans, and its reports to the planner.
 
-It asks *ahead*: while a batch runs, about the batch that would come next. When that is formed, its
-plan is looked up in a dict; if there is none, the default plan runs and the question is asked for
-the next time. Nothing here waits.
+The rank requests plans *ahead*: while a batch runs, for the batches that may come next. A batch
+whose plan is not known yet runs under the default plan. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ READY = "ready"
 class RankPlanning(Observer):
     """Owned by the rank's loop thread; `batches`, `chosen` and `state` may be read by any thread.
 
-    batches: how many ran under which plan. chosen: how many by whose choice, as
-    "planner", "pinned" or "default REASON".
+    batches: number of batches by plan. chosen: by source: "planner", "pinned" or "default REASON".
     """
 
     def __init__(
@@ -63,8 +61,8 @@ class RankPlanning(Observer):
         telemetry: Telemetry,
         pool_tokens: int = 0,
     ) -> None:
-        """`chunk_cost(start, stop)`: as the executor's, which cuts batches by it. upcoming: what
-        would come next, while a batch runs. pool_tokens: that the rank's KV pool holds."""
+        """chunk_cost: the executor's. upcoming: returns the batches that may come next.
+        pool_tokens: size of the KV pool."""
         self.batches: Counter[str] = Counter()
         self.chosen: Counter[str] = Counter()
         self._spec = spec
@@ -78,14 +76,14 @@ class RankPlanning(Observer):
         self._recorder = SpanRecorder()
         self._reported_s = clock()
         self._running: dict[int, _RunningBatch] = {}  # by the batch's number
-        self._recorded_batch: int | None = None  # the batch that is
-        self._ended_s: float | None = None  # when the last batch did
+        self._recorded_batch: int | None = None
+        self._ended_s: float | None = None  # end of the last batch
         self._logged_state: str = NoPlanReason.OFF
         self._traffic = TrafficCounter(spec.name, pool_tokens, clock)
 
     @property
     def state(self) -> str:
-        """ "ready", or why no plan of the planner can be hoped for."""
+        """ "ready", or why no plan of the planner can be expected."""
         if self._link is None:
             return NoPlanReason.OFF
         unavailable_reason = self._link.unavailable_reason()
@@ -96,8 +94,7 @@ class RankPlanning(Observer):
         )
 
     def join(self, address: str) -> None:
-        """Connects to the planner, in the background, and again whenever it is lost. May be called
-        again: it is elsewhere then."""
+        """Connect to the planner in the background, and again whenever it is lost or has moved."""
         if self._link is not None:
             self._link.reconnect(address)
             return
@@ -115,16 +112,15 @@ class RankPlanning(Observer):
         self._pinned = plan
 
     def observe(self, span: TaskSpan) -> None:
-        """Every span of the rank."""
         self._recorder.observe(span)
 
     def report_routing(self, make: Callable[[], RoutingSampleReport]) -> None:
-        """Sent by the link's thread, where there is a planner."""
+        """Send a report from the link's thread, if there is a planner."""
         if self._link is not None:
             self._link.report(make)
 
     def choose(self, batch: ScheduledBatch) -> Plan:
-        """The plan of a batch that has been formed: pinned, planned ahead, or the default."""
+        """Return the plan of a batch: pinned, from the planner, or the default."""
         plan = self._pinned
         chooser, reason, known = PlanSource.PINNED, None, None
         if plan is None:
@@ -147,12 +143,12 @@ class RankPlanning(Observer):
         self._upcoming_changed = True
 
     def stepped(self) -> None:
-        if self._upcoming_changed and self._running:  # experts have work meanwhile
+        if self._upcoming_changed and self._running:  # while the experts compute
             self._upcoming_changed = False
             self.request_upcoming()
 
     def request_upcoming(self) -> None:
-        """Asks for the plans of batches that would come next, unless they are known."""
+        """Request plans of the batches that may come next, unless known."""
         if self._link is None or self._pinned is not None:
             return
         for upcoming in self._upcoming():
@@ -161,7 +157,6 @@ class RankPlanning(Observer):
                 self._link.request_plan(upcoming)
 
     def completed(self, batch: ScheduledBatch) -> None:
-        """The batch has run: what was recorded of it is told, on the link's thread."""
         running = self._running.pop(batch.number, None)
         self._ended_s = self._clock()
         if running is not None and running.since_s is not None:
@@ -187,7 +182,7 @@ class RankPlanning(Observer):
     def _look_up_plan(
         self, batch: Batch
     ) -> tuple[Plan | None, KnownPlan | None, NoPlanReason | None]:
-        """(plan, the answer it is from, why there is none)."""
+        """Return (plan, its response, why there is no plan)."""
         link = self._link
         if link is None:
             return None, None, NoPlanReason.OFF
@@ -206,7 +201,7 @@ class RankPlanning(Observer):
         return plan, known, None
 
     def _log_state(self, state: str) -> None:
-        """Logs a change of what can be expected of the planner, once."""
+        """Log a change of the planner's state once."""
         if state != self._logged_state:
             self._logged_state = state
             level = (
@@ -215,13 +210,12 @@ class RankPlanning(Observer):
             event(log, "planner_state", level, rank=self._spec.name, state=self.state)
 
     def _waiting_since(self, batch: ScheduledBatch) -> float | None:
-        """When the batch before it ended, if some of its sequences could go on then."""
+        """Return the end of the previous batch, if a sequence could have continued then."""
         goes_on = any(chunk.sequence.generated for chunk in batch.chunks)
         return self._ended_s if goes_on and not self._running else None
 
     def _record_if_due(self, batch: ScheduledBatch) -> None:
-        """Records a batch that runs alone; what a second one would do to its times is not its
-        own."""
+        """Record a batch if a report is due and it runs alone."""
         if len(self._running) > 1:
             self._recorded_batch, _ = None, self._recorder.end()
             return
@@ -255,8 +249,8 @@ class RankPlanning(Observer):
 
 
 class _RunningBatch:
-    """The batch that runs, and where its plan is from. since_s: since when its sequences waited for
-    nothing but it (None: they have not); took_ms: from then to its end (0: not known)."""
+    """A batch in flight and the source of its plan. since_s: when it became the only thing that its
+    sequences waited for, or None. duration_ms: from then to its end, or 0."""
 
     __slots__ = ("batch", "duration_ms", "known", "plan", "since_s")
 
@@ -271,12 +265,12 @@ class _RunningBatch:
 
 
 def new_tokens(batch: ScheduledBatch) -> Batch:
-    """[start, stop) of each sequence, in the batch's order."""
+    """Return [start, stop) of each sequence in order."""
     return [(chunk.start, chunk.stop) for chunk in batch.chunks]
 
 
 def general_label(plan: Plan) -> str:
-    """The plan's label without the sizes of this one batch."""
+    """Return the plan's label without the sizes of one batch."""
     return Plan(
         r1=plan.r1,
         r2=plan.r2,
@@ -290,14 +284,14 @@ REPORT_S = 1.0
 
 
 class TrafficCounter:
-    """Owned by the rank's loop thread."""
+    """Counts a rank's tokens for the planner. Owned by the loop thread."""
 
     def __init__(self, rank: str, pool_tokens: int, clock: Clock) -> None:
         self._rank, self._pool_tokens, self._clock = rank, pool_tokens, clock
         self._reset()
 
     def add(self, batch: ScheduledBatch) -> TrafficReport | None:
-        """A batch that has run; a report every REPORT_S, of all since the last one."""
+        """Count a completed batch; return a report every REPORT_S."""
         for chunk in batch.chunks:
             new = chunk.stop - chunk.start
             if new == 1:

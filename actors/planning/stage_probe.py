@@ -1,10 +1,8 @@
-"""Measures what attention ranks and expert ranks do per layer, and an attention rank for a batch
-beside: the real executor, scheduler and expert servers, joined by a real channel, stepped in turn
-in one thread, so that none takes time from the others.
+"""Measurement of per-layer work of attention and expert ranks, and of per-batch work beside it.
 
-A task's time is that of the loop's whole step: it holds what a rank is busy with, copying into
-the channel and cutting packets too, not only the products of matrices. It is the thread's CPU time:
-what the wall clock would show on a core that nobody else uses.
+The real executor, scheduler and expert servers are joined by a real channel and stepped in turn by
+one thread, so that none takes time from the others. A task's time is the thread's CPU time of the
+whole loop step, including channel copies and packet construction: the wall time of an idle core.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ BLOCK_TOKENS = 16
 
 
 class AttentionTask(NamedTuple):
-    """`stage` (attention or shared expert) of one micro-batch in one layer."""
+    """One micro-batch's `stage` (attention or shared expert) in one layer."""
 
     stage: Stage
     layer: int
@@ -68,8 +66,8 @@ class AttentionTask(NamedTuple):
     micro_batch: int = 0
 
 
-class PassTimes(NamedTuple):
-    """copies: expert ranks that a token went to, mean over the layers."""
+class ProbedPass(NamedTuple):
+    """copies: expert ranks per token, mean over layers."""
 
     attention: list[AttentionTask]
     expert: list[ExpertTask]
@@ -77,7 +75,7 @@ class PassTimes(NamedTuple):
 
 
 class StageProbe:
-    """Owned by one thread. `spec` is the checkpoint's, cut to the layers that are loaded."""
+    """Owned by one thread. spec: the checkpoint's, cut to the loaded layers."""
 
     def __init__(
         self,
@@ -88,8 +86,8 @@ class StageProbe:
         pool_tokens: int,
         expert_ranks: int = 1,
     ) -> None:
-        """expert_ranks: that its experts are divided among, in order. Raises ResourceError if the
-        weights and the pool do not fit; CheckpointError."""
+        """expert_ranks: among which the experts are divided in order. Raises ResourceError if
+        weights and pool do not fit, CheckpointError."""
         self.spec = first_layers(spec)
         check_memory(self.spec, dtype, pool_tokens)
         checkpoint = Checkpoint(folder)
@@ -113,7 +111,7 @@ class StageProbe:
         )
         self._blocks = -(-pool_tokens // BLOCK_TOKENS)
         self._finisher = Finisher(half, max_context_tokens=self.spec.max_context_tokens)
-        self._computes_logits = False  # logits
+        self._computes_logits = False
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,
@@ -126,12 +124,12 @@ class StageProbe:
         self._executor = Executor(parts, chunk_cost=lambda start, stop: float(stop - start))
         self._experts = ProbedExperts(expert_ends, checkpoint, self.spec, in_order, dtype, clock)
 
-    def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> PassTimes:
-        """One pass of one micro-batch of (start, stop) chunks through all layers. What is cached is
-        zeros; tokens are random, so that routing is the router's own.
+    def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> ProbedPass:
+        """Run one micro-batch of (start, stop) chunks through all layers.
 
-        Left out: layers without experts, and the first layer that has some, which prepares the pass
-        and has nothing to combine (it is kept where it is the only one).
+        Cached K and V are zeros; tokens are random, so that the router's own routing applies.
+        Layers without experts are left out, and so is the first layer with experts (unless it is
+        the only one), because it prepares the pass and has no previous result to combine.
         """
         batch = ScheduledBatch(self._batches, Priority.LS, self._sequences(chunks, seed))
         self._batches += 1
@@ -140,18 +138,17 @@ class StageProbe:
         counts.tokens = counts.copies = 0
         times, _ = self._run_to_end()
         counted = self._counted_layers
-        return PassTimes(
+        return ProbedPass(
             [task for task in times.attention if task.layer in counted],
             [task for task in times.expert if task.layer in counted],
             counts.copies / counts.tokens,
         )
 
     def serve(self, lengths: Sequence[int], *, micro_batches: int, seed: int) -> float:
-        """Seconds that an attention rank takes for a batch of prompts, each to be scored, outside
-        of its layers with experts: from its messages, decoded, to its answers, encoded.
+        """Return an attention rank's seconds for a batch of prompts outside of layers with experts,
+        from decoded messages to encoded answers.
 
-        Those layers are counted as the median of the counted ones: what the first has to do more is
-        no layer's.
+        Layers with experts are subtracted at the median of the counted ones.
         """
         config = ScheduleConfig(max_batch_tokens=sum(lengths), max_batch_sequences=len(lengths))
         scheduler = Scheduler(config, BlockManager(self._blocks))
@@ -177,9 +174,8 @@ class StageProbe:
             self._finisher.answers = []
         return max(0.0, spent_s + stepped_s - self._layers_s(times))
 
-    def _layers_s(self, times: PassTimes) -> float:
-        """Of all micro-batches: layers without experts as they are, those with some at the median
-        of the counted ones."""
+    def _layers_s(self, times: ProbedPass) -> float:
+        """Return the time of all micro-batches' layers; those with experts at their median."""
         moe, counted = set(self.spec.moe_layers), self._counted_layers
         dense_s = sum(task.seconds for task in times.attention if task.layer not in moe)
         by_task: defaultdict[tuple[int, Stage], list[float]] = defaultdict(list)
@@ -193,10 +189,10 @@ class StageProbe:
         moe = self.spec.moe_layers
         return set(moe[1:] if len(moe) > 1 else moe)
 
-    def _run_to_end(self) -> tuple[PassTimes, float]:
-        """Runs what was submitted to its end; with the seconds of all attention steps."""
-        times, stepped_s = PassTimes([], []), 0.0
-        with torch.inference_mode():  # as the ranks' loops
+    def _run_to_end(self) -> tuple[ProbedPass, float]:
+        """Run everything submitted; return the times and the seconds of all attention steps."""
+        times, stepped_s = ProbedPass([], []), 0.0
+        with torch.inference_mode():
             while True:
                 done, seconds = self._attention_step(times)
                 stepped_s += seconds
@@ -215,7 +211,7 @@ class StageProbe:
         for end in self._ends:
             end.close()
 
-    def _attention_step(self, times: PassTimes) -> tuple[list[ScheduledBatch], float]:
+    def _attention_step(self, times: ProbedPass) -> tuple[list[ScheduledBatch], float]:
         self._spans.clear()
         start_s = time.thread_time()
         done = self._executor.step(0.0)
@@ -239,7 +235,7 @@ class StageProbe:
         return made
 
     def _submits(self, lengths: Sequence[int], seed: int) -> list[Submit]:
-        """Of random tokens."""
+        """Return requests of random tokens."""
         generator = torch.Generator().manual_seed(seed)
         return [
             Submit(
@@ -271,18 +267,18 @@ def stage_probe(
 
 
 def pool_tokens_for(chunks: Sequence[tuple[int, int]]) -> int:
-    """Tokens of pool that a pass of these chunks uses."""
+    """Return the pool tokens that a pass of these chunks uses."""
     return sum(-(-stop // BLOCK_TOKENS) * BLOCK_TOKENS for _, stop in chunks)
 
 
-MOE_LAYERS = 5  # that are loaded: several, so that weights do not stay in the cache
+MOE_LAYERS = 5  # loaded: several, so that weights do not stay in the CPU cache
 _ATTENTION = "attention-0"
 _MEMORY_FRACTION = 0.8
 _JOIN_S = 10.0
 
 
 def first_layers(spec: ModelSpec) -> ModelSpec:
-    """`spec` cut after its first MOE_LAYERS layers with experts."""
+    """Return `spec` cut after its first MOE_LAYERS layers with experts."""
     moe_layers = spec.moe_layers[:MOE_LAYERS]
     num_layers = moe_layers[-1] + 1
     return msgspec.structs.replace(
@@ -294,7 +290,7 @@ def first_layers(spec: ModelSpec) -> ModelSpec:
 
 
 def check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
-    """Raises ResourceError where weights and pool do not fit in what is free."""
+    """Raise ResourceError if weights and pool exceed the free memory."""
     experts = len(spec.moe_layers) * spec.num_experts * layout.expert_elements(spec)
     needed = experts * dtype.itemsize + total_bytes(layout.attention_half_tensors(spec), dtype)
     needed += pool_tokens * kv_bytes_per_token(spec, dtype)
@@ -307,9 +303,9 @@ def check_memory(spec: ModelSpec, dtype: torch.dtype, pool_tokens: int) -> None:
 
 
 def connected_endpoints(experts: Sequence[str], clock: Clock) -> tuple[Endpoint, list[Endpoint]]:
-    """The attention rank's end, and those of the expert ranks. Raises ChannelError."""
+    """Return the endpoints of the attention rank and the expert ranks. Raises ChannelError."""
     token = new_token()
-    # One thread steps all ends, so that each is silent while another computes: never hung.
+    # A single thread steps all endpoints, so each is silent while another computes.
     config = ChannelConfig(backend="shm", heartbeat_timeout_s=600.0)
     device = torch.device("cpu")
     ends = [
@@ -325,7 +321,7 @@ def connected_endpoints(experts: Sequence[str], clock: Clock) -> tuple[Endpoint,
 
 
 class ExpertTask(NamedTuple):
-    """One token group in one layer: `pairs` (token, expert) pairs over `active` experts."""
+    """One token group in one layer: `pairs` (token, expert) pairs on `active` experts."""
 
     layer: int
     active: int
@@ -334,7 +330,7 @@ class ExpertTask(NamedTuple):
 
 
 class ProbedExperts:
-    """Owned by the thread that steps the attention rank."""
+    """Expert ranks owned by the thread that steps the attention rank."""
 
     def __init__(
         self,
@@ -345,7 +341,7 @@ class ProbedExperts:
         dtype: torch.dtype,
         clock: Clock,
     ) -> None:
-        """An end for each rank of `placement`, which has every expert once, in order. Raises
+        """ends: one per rank of `placement`, which has every expert once. Raises
         CheckpointError."""
         self._ranks: list[tuple[_RecordingHalf, ExpertServer]] = []
         for end, (low, high) in zip(ends, placement.slot_bounds, strict=True):
@@ -358,7 +354,7 @@ class ProbedExperts:
             self._ranks.append((recording_half, server))
 
     def step(self) -> list[ExpertTask]:
-        """What all ranks, one after the other, had to do; with the thread's CPU time."""
+        """Step all ranks in turn; return their tasks with CPU times."""
         found: list[ExpertTask] = []
         for recording_half, server in self._ranks:
             recording_half.calls.clear()
@@ -370,8 +366,7 @@ class ProbedExperts:
 
 
 class _RecordingHalf:
-    """An expert half that notes (layer, active experts, pairs) of its calls; it has all of one that
-    a server uses."""
+    """An expert half that records (layer, active experts, pairs) of its calls."""
 
     def __init__(self, half: ExpertHalf) -> None:
         self._half = half

@@ -1,4 +1,4 @@
-"""From recorded task spans to the times that the planner learns from."""
+"""Task spans condensed to the times that the planner learns from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SPANS = 8192  # of one report
 
 
 class SpanRecorder:
-    """Keeps the spans between `begin` and `end`, at most MAX_SPANS. Costs next to nothing else."""
+    """Keeps the spans between `begin` and `end`, at most MAX_SPANS."""
 
     def __init__(self) -> None:
         self._spans: list[TaskSpan] | None = None
@@ -37,7 +37,7 @@ class SpanRecorder:
 
 
 class ExpertRecorder:
-    """On an expert rank: hands a report over after `period_s` of work, again and again."""
+    """Sends a report of an expert rank after every `period_s` of work."""
 
     def __init__(
         self, rank: str, period_s: float, send: Callable[[Callable[[], ExpertReport | None]], None]
@@ -50,11 +50,11 @@ class ExpertRecorder:
         self._period_start_s: float | None = None
 
     def observe(self, span: TaskSpan) -> None:
-        """By the loop thread, for every span of the rank."""
+        """Record a span; called by the loop thread."""
         self._recorder.observe(span)
         if self._period_start_s is None:
             self._period_start_s = span.end_s
-        # after SEND a call is complete
+        # SEND ends a call.
         if span.stage is Stage.SEND and span.end_s - self._period_start_s >= self._period_s:
             spans, self._period_start_s = self._recorder.end(), None
             self._recorder.begin()
@@ -62,7 +62,7 @@ class ExpertRecorder:
 
 
 def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:
-    """None if no call is among the spans."""
+    """Return the report, or None if the spans contain no call."""
     calls = list(_calls(spans))
     if not calls:
         return None
@@ -72,7 +72,7 @@ def expert_report(rank: str, spans: Sequence[TaskSpan]) -> ExpertReport | None:
 
 
 def makespan_ms(spans: Sequence[TaskSpan], batch: int) -> float:
-    """From the first attention task of `batch` to the end of its last task; 0 if there is none."""
+    """Return the time from a batch's first attention task to its last task; 0 if it has none."""
     own = [s for s in spans if s.batch == batch and s.stage in (Stage.ATTENTION, Stage.FINISH)]
     if not own:
         return 0.0
@@ -82,7 +82,7 @@ def makespan_ms(spans: Sequence[TaskSpan], batch: int) -> float:
 def micro_batch_times(
     spans: Sequence[TaskSpan], batch: int, parts: Sequence[list[NewTokens]]
 ) -> list[MicroBatchReport]:
-    """Times of the micro-batches whose new tokens `parts` tells; [] unless all have some."""
+    """Return the times of the micro-batches with these new tokens, or [] if one has none."""
     by_task: defaultdict[tuple[int, Stage], dict[int, float]] = defaultdict(dict)
     finish_ms: defaultdict[int, float] = defaultdict(float)
     for span in spans:
@@ -93,7 +93,7 @@ def micro_batch_times(
     result = []
     for index, part in enumerate(parts):
         attention, sending = by_task[index, Stage.ATTENTION], by_task[index, Stage.SEND]
-        # Only layers with experts send. The first embeds, and has no experts' output to add up.
+        # Only layers with experts send. The first one embeds and has nothing to combine.
         layers = sorted(attention.keys() & sending.keys())
         layers = layers[1:] or layers
         if not layers:
@@ -108,12 +108,12 @@ def micro_batch_times(
 
 
 def transfer_times(spans: Sequence[TaskSpan], stage: Stage) -> list[RowsTime]:
-    """Medians of the packets that came while the rank did nothing but wait for them."""
+    """Return median times of packets that arrived while the rank only waited for them."""
     return _medians(_undisturbed(spans, stage))
 
 
 def _calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
-    """(rows, ms) of each call of experts, with the sending of its answers."""
+    """Yield (rows, ms) of each call of experts, including the sending of its answers."""
     computed: TaskSpan | None = None
     for span in spans:
         if span.stage is Stage.EXPERT:
@@ -124,8 +124,8 @@ def _calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
 
 
 def _undisturbed(spans: Sequence[TaskSpan], stage: Stage) -> Iterator[tuple[int, float]]:
-    """(rows, ms) of transfers that began and ended within one wait of the receiver: others lay
-    there while it computed, which is no time of the link."""
+    """Yield (rows, ms) of transfers within one wait of the receiver; others also include time that
+    the packet lay there while the rank computed."""
     wait: TaskSpan | None = None
     for span in spans:
         if span.stage is Stage.WAIT:
@@ -139,7 +139,7 @@ def _within(span: TaskSpan, wait: TaskSpan) -> bool:
 
 
 def _medians(times: Iterable[tuple[int, float]]) -> list[RowsTime]:
-    """One time for all of about as many rows."""
+    """Return the median time of each size step."""
     by_size: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
     for rows, ms in times:
         if rows > 0 and ms > 0:

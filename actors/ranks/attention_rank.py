@@ -1,6 +1,6 @@
-"""An attention rank: a serving loop whose experts are on other ranks, joined by channels.
+"""An attention rank: a serving loop whose experts run on other ranks.
 
-Channels, their heartbeats and the planner's link have threads of their own.
+Channels, heartbeats and the planner's link have their own threads.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from planner.scheduling.batching import (
 )
 from planner.scheduling.task_order import by_plan
 
-WARM_UP_IDS = list(range(64))  # enough for two micro-batches, and for many experts
+WARM_UP_IDS = list(range(64))  # enough for two micro-batches and many experts
 WARM_UP = Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
-NO_CLIENT = -1  # no client has this number
+NO_CLIENT = -1
 
 
 def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
-    """Loads its weights and begins to listen. batching: None: as the configuration says. Raises
-    CheckpointError, ResourceError."""
+    """Load the weights and listen. batching: None: as configured. Raises CheckpointError,
+    ResourceError."""
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
@@ -88,7 +88,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     recorded = recording(telemetry, spans, lambda _: watch.record_progress(), planning.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     sample = _sample(spec, half.spec, planning)
-    backend, following = _experts(spec, half, endpoint, recorded, sample)
+    backend, client = _experts(spec, half, endpoint, recorded, sample)
     parts = ExecutorParts(
         spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s, sample
     )
@@ -119,7 +119,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
             WarmUp(unusable_checkpoint(spec, half)),
             due_times,
             coalescer,
-            PlacementStatus(following),
+            PlacementStatus(client),
         ],
         batching=batching or priorities.batching(by_default),
     )
@@ -129,13 +129,13 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
 
 
 def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[Form]:
-    """What comes next, as far as that can be told."""
+    """Return the batches that may be formed next."""
     apart = config.preempt and all(map(scheduler.count, Priority))
     return SEPARATE_BATCHES if apart else (ALL,)
 
 
 def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
-    """What holds K and V, and its books."""
+    """Return the KV pool and its block manager."""
     kv = spec.config.kv
     num_blocks = kv_pool_blocks(
         half.spec, half.dtype, spec.config, half.device, ranks_on_node=spec.ranks_on_node
@@ -146,7 +146,7 @@ def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
 
 
 def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:
-    """None: nobody wants to know where tokens go."""
+    """Return the routing sample, or None if nothing needs it."""
     placing = spec.config.placement
     if placing.rebalance == "off" and placing.record is None:
         return None
@@ -167,79 +167,78 @@ def _experts(
     recorded: Recording,
     sample: RoutingSample | None,
 ) -> tuple[RemoteBackend, PlacementClient]:
-    """How they are reached, and where they are."""
+    """Return the expert backend and its placement client."""
     model, config = half.spec, spec.config
-    following = PlacementClient(
+    client = PlacementClient(
         endpoint,
         spec.placement,
         deadline_s=config.placement.move_timeout_s,
         check=lambda placement: check_fits(placement, None, model.num_experts, model.moe_layers),
         clock=monotonic_s,
     )
-    _register_metrics(following, spec.name, recorded.metrics)
+    _register_metrics(client, spec.name, recorded.metrics)
     counts = DispatchCounts(spec.placement.ranks)
     counts.show(recorded.metrics, spec.name)
     backend = RemoteBackend(
         endpoint,
-        following.slots,
-        following.experts,
+        client.slots,
+        client.experts,
         recorded.timeline,
         monotonic_s,
         reply_timeout_s=config.channel.reply_timeout_s,
         recovery_timeout_s=config.groups.recovery_timeout_s,
         predictor=predictor(spec, half) if config.experts.is_bounded else None,
         sample=sample,
-        following=following,
+        placement_client=client,
         counts=counts,
     )
-    return backend, following
+    return backend, client
 
 
-def _register_metrics(following: PlacementClient, name: str, telemetry: RankMetrics) -> None:
-    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: following.generation)
-    for kind in following.repairs:
-        of = partial(following.repairs.__getitem__, kind)
+def _register_metrics(client: PlacementClient, name: str, telemetry: RankMetrics) -> None:
+    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: client.generation)
+    for kind in client.repairs:
+        of = partial(client.repairs.__getitem__, kind)
         telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
 
 
 class PlacementStatus(Observer):
-    """Says in the rank's status where experts are thought to be, and which expert ranks it has
-    lost; and to the ingress, whether requests wait for them."""
+    """Reports placement and lost expert ranks in the status, and waiting requests to clients."""
 
-    def __init__(self, following: PlacementClient) -> None:
-        self._following = following
+    def __init__(self, client: PlacementClient) -> None:
+        self._client = client
         self._waits = False
 
     def begin(self, loop: LoopControl) -> None:
         self._loop = loop
 
     def stepped(self) -> None:
-        if self._following.waits != self._waits:
-            self._waits = self._following.waits
+        if self._client.waits != self._waits:
+            self._waits = self._client.waits
             self._loop.report_waiting(self._waits)
 
     def sections(self) -> dict[str, dict[str, float]]:
-        following = self._following
-        placement: dict[str, float] = {"generation": following.generation, "ranks": following.ranks}
-        placement["switches"] = following.switches
-        lost = {name: one.epoch for name, one in following.absent.items() if one.epoch}
-        found: dict[str, dict[str, float]] = {"placement": {**placement, **following.repairs}}
+        client = self._client
+        placement: dict[str, float] = {"generation": client.generation, "ranks": client.ranks}
+        placement["switches"] = client.switches
+        lost = {name: one.epoch for name, one in client.absent.items() if one.epoch}
+        found: dict[str, dict[str, float]] = {"placement": {**placement, **client.repairs}}
         return found | {"lost": dict(lost)} if lost else found
 
     def notes(self) -> dict[str, str]:
-        absent = {name: one for name, one in self._following.absent.items() if one.is_lost}
+        absent = {name: one for name, one in self._client.absent.items() if one.is_lost}
         if not absent:
             return {}
-        meanwhile = "others stand in" if self._following.uses_stand_in else "requests wait"
+        meanwhile = "failover active" if self._client.uses_stand_in else "requests wait"
         reasons = "; ".join(one.reason for one in absent.values())
         return {"experts": f"{', '.join(absent)} lost, {meanwhile}: {reasons}"}
 
 
 class WarmUp(Observer):
-    """The first batch is our own, answered to nobody: it takes several times as long."""
+    """Runs a first batch of its own, which takes several times as long as others."""
 
     def __init__(self, unusable_checkpoint: CheckpointError) -> None:
-        """unusable: what the rank ends with if its logits are no numbers."""
+        """unusable_checkpoint: raised if its logits are not finite."""
         self._unusable_checkpoint = unusable_checkpoint
 
     def begin(self, loop: LoopControl) -> None:
@@ -253,8 +252,8 @@ class WarmUp(Observer):
 
 
 class ChunkCost:
-    """Relative attention cost of new tokens [start, stop) of a sequence: projections of each token,
-    plus scores and weighted values over its context (FinDEP Eq. 1, for grouped-query attention)."""
+    """Relative attention cost of new tokens [start, stop): projections of each token, plus scores
+    and weighted values over its context (FinDEP Eq. 1, for grouped-query attention)."""
 
     def __init__(self, model: ModelSpec) -> None:
         attended_flops = 4 * model.num_heads * model.head_dim

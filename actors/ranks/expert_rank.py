@@ -46,8 +46,7 @@ IDLE_POLL_S = 0.1
 
 
 def expert_rank(spec: RankSpec) -> Rank:
-    """Loads its experts and begins to listen: attention ranks connect to it, not the other way
-    round. Raises CheckpointError."""
+    """Load the experts and listen; attention ranks connect to it. Raises CheckpointError."""
     started_s = monotonic_s()
     prepare_process(spec)
     device, folder = torch.device(spec.device), Path(spec.model_folder)
@@ -83,14 +82,14 @@ def expert_rank(spec: RankSpec) -> Rank:
 
 
 class HeldExperts(NamedTuple):
-    """The rank's experts, how they move, and how it gives and takes them (None: it does not)."""
+    """The rank's experts, their rebalancer, and the exchange with other ranks, if any."""
 
     experts: RankExperts
     moving: ExpertRebalancer[Any]
     exchange: ExpertExchange | None = None
 
     def introduce(self, addresses: dict[str, str]) -> None:
-        """The other expert ranks, and where they give their experts."""
+        """Connect to the expert exchange of other expert ranks."""
         if self.exchange is not None:
             self.exchange.introduce(addresses)
 
@@ -109,7 +108,7 @@ def _held(
     telemetry: RankMetrics,
     reports: ExpertReports,
 ) -> HeldExperts:
-    """All of its own, or as many as the section `experts` says."""
+    """Load all of the rank's experts, or open a cache of them if `experts` limits their number."""
     dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
     own, generation = spec.own_experts, spec.placement.generation
 
@@ -134,7 +133,7 @@ def _held(
         return made
 
     if spec.config.experts.is_bounded:
-        known = own if any(own.values()) else None  # of one that comes later: any of them
+        known = own if any(own.values()) else None  # a rank added later: any expert
         cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
         endpoint.watch(cache.fileno())
         some = CachedExperts(cache, own, clamped_gate(model), generation)
@@ -165,8 +164,8 @@ def _register_metrics(moving: ExpertRebalancer[Any], name: str, telemetry: RankM
 
 
 class ExpertReports:
-    """Tells a planner how long calls of experts take, and what became of its proposals. moving:
-    takes these."""
+    """Reports durations of expert calls and outcomes of proposals to the planner. moving: receives
+    the proposals."""
 
     moving: ExpertRebalancer[Any]
 
@@ -176,7 +175,7 @@ class ExpertReports:
         self._recorder: ExpertRecorder | None = None
 
     def join(self, address: str) -> None:
-        """The planner there, from now on."""
+        """Connect to the planner at this address from now on."""
         if self._link is not None:
             self._link.reconnect(address)
             return
@@ -199,7 +198,7 @@ class ExpertReports:
             self._link.report(lambda: outcome)
 
     def report_placement(self) -> None:
-        """Another placement than the planner proposed, perhaps."""
+        """Report a placement, which the launcher may have changed."""
         if self._link is not None:
             self._link.report(self._held)
 
@@ -219,7 +218,7 @@ class ExpertReports:
 
 
 class ExpertLoop:
-    """A `Loop` of a `Rank`."""
+    """A `RankLoop` that serves token groups."""
 
     def __init__(
         self,
@@ -231,7 +230,7 @@ class ExpertLoop:
         self.server, self.held = server, held
         self._endpoint, self._reports = endpoint, reports
         self.drained = threading.Event()
-        self._until_s: float | None = None  # it is to go by then
+        self._until_s: float | None = None  # end of the drain
         self._has_announced = False
 
     @property
@@ -244,8 +243,8 @@ class ExpertLoop:
             self._finish_drain()
 
     def _finish_drain(self) -> None:
-        """Attention ranks keep all that is asked of it, and ask others as soon as they have its
-        experts."""
+        """Complete the drain once attention ranks use this rank's experts elsewhere; until then
+        requests are served."""
         until_s = self._until_s
         if until_s is None or self.drained.is_set():
             return
@@ -256,7 +255,7 @@ class ExpertLoop:
             self.drained.set()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
-        """Every peer learns of it by its link."""
+        """Close all links, which notifies every peer."""
         self._endpoint.close()
 
     def wake(self) -> None:
@@ -276,11 +275,11 @@ class ExpertLoop:
     load = (0, 0)
 
     def place(self, wanted: PlacementUpdate) -> None:
-        """From any thread. What becomes of it, `placed` says."""
+        """Start a resize; `placed` reports its outcome. Thread-safe."""
         self.held.moving.resize(wanted)
 
     def placed(self) -> PlacementState:
-        """From any thread."""
+        """Return the state of the placement. Thread-safe."""
         return self.held.moving.placed()
 
     def sections(self) -> dict[str, dict[str, float]]:
@@ -299,5 +298,5 @@ class ExpertLoop:
 
     def notes(self) -> dict[str, str]:
         under_way = self.held.moving.under_way
-        notes = {} if under_way is None else {"placement": f"generation {under_way} is to come"}
+        notes = {} if under_way is None else {"placement": f"generation {under_way} is pending"}
         return notes | ({"leaving": DRAINED} if self.drained.is_set() else {})

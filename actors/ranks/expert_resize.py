@@ -1,14 +1,12 @@
-"""Puts the experts of a running group on more ranks or on fewer: the launcher's part, with whatever
-handles it has.
+"""Resize of a running group's expert ranks: the launcher's part.
 
-    attention ranks <── connect ── all expert ranks, those that are new too
-    expert ranks    ──> placed ──> what they have, what room there is
+    attention ranks <── connect ── all expert ranks, including new ones
+    expert ranks    ──> placed ──> their experts and free memory
                     <── place ──── the next generation (planner/placement/resize.py)
-                    ──> placed ──> again and again: all have it, and nothing older is used
+                    ──> placed ──> repeatedly, until only the new generation is used
 
-Whoever is new has been started before, and whoever is not needed any more goes afterwards. Nothing
-hangs on the launcher once it has told them: they end it among themselves
-(actors/rebalance/expert_rebalancer.py).
+New ranks are started before, unused ranks stop afterwards. Once the placement is sent, the ranks
+complete the transition without the launcher (actors/rebalance/expert_rebalancer.py).
 """
 
 from __future__ import annotations
@@ -32,42 +30,42 @@ from planner.placement.resize import experts_received, resize_placement
 
 log = logging.getLogger("tandem.fleet")
 
-ANSWER_S: Final = 10.0  # for a rank to say what it has, or to join another
+ANSWER_S: Final = 10.0  # for a rank to answer, or to connect
 POLL_S: Final = 0.1
-SETTLE_S: Final = 5.0  # for all to let go of what has failed
-TRIES: Final = 5  # where the planner proposes something at the same moment
+SETTLE_S: Final = 5.0  # for all ranks to abort
+TRIES: Final = 5  # if the planner proposes a placement at the same time
 
 
 class RunningRank(NamedTuple):
-    """A rank that works: not one that is being replaced."""
+    """A rank in service, not one that is being replaced."""
 
     ready: RankReady
     handle: WorkerHandle
 
 
 FindRanks = Callable[[], Sequence[RunningRank]]
-"""The attention and expert ranks that work now, those too that have come for more or are to go."""
+"""Returns the attention and expert ranks in service, including new ones and those that leave."""
 
 
 def place_experts(
     find: FindRanks, expert_ranks: int, config: TandemConfig, closing: threading.Event | None = None
 ) -> Placement:
-    """Returns what all attention ranks use then, and nothing older; from a thread of one's own.
-    closing: ends the waiting.
+    """Move the experts to `expert_ranks` ranks; return the placement that all attention ranks use.
 
-    Raises a TandemError, by name; the group serves on with what it had then: ConfigError for a
-    number of ranks that there cannot be, ResourceError where they have no room, LaunchError for
-    whatever came in between."""
+    Blocks; closing: ends the wait. On any error the group keeps its placement. Raises ConfigError
+    for an impossible number of ranks, ResourceError if memory does not suffice, LaunchError for any
+    other failure.
+    """
     resizer = _Resizer(find, config.placement, closing or threading.Event())
     for _ in range(TRIES):
         placed = resizer.place(expert_ranks)
         if placed is not None:
             return placed
-    raise LaunchError(f"{expert_ranks} expert ranks: experts move all the time: try again")
+    raise LaunchError(f"{expert_ranks} expert ranks: experts keep moving: try again")
 
 
 def expert_ranks_in_use(find: FindRanks) -> int:
-    """That attention ranks ask. Raises LaunchError where no expert rank says so."""
+    """Return the number of expert ranks in use. Raises LaunchError if none answers."""
     resizer = _Resizer(find, PlacementConfig(), threading.Event())
     return _newest(resizer.answers(wait_s=ANSWER_S)).placement.ranks
 
@@ -76,10 +74,10 @@ class _Resizer:
     def __init__(self, find: FindRanks, config: PlacementConfig, closing: threading.Event) -> None:
         self._find, self._config, self._closing = find, config, closing
         self._pending: dict[str, tuple[int, Future[PlacementState]]] = {}
-        self._introduced: set[int] = set()  # process ids of attention ranks
+        self._introduced: set[int] = set()  # process ids
 
     def place(self, expert_ranks: int) -> Placement | None:
-        """None: somebody else had another move begun in the same moment."""
+        """Return the new placement, or None if another move was started at the same time."""
         self._introduce(wait_s=ANSWER_S)
         reports = self._wait_until_idle()
         before = _newest(reports).placement
@@ -90,7 +88,7 @@ class _Resizer:
         needed = rank_names(Group.EXPERT, max(before.ranks, expert_ranks))
         missing = [name for name in needed if name not in reports]
         if missing:
-            raise LaunchError(f"{missing[0]} is not there: try again when it is")
+            raise LaunchError(f"{missing[0]} is not in service: try again when it is")
         most_bytes = _check_room(before, wanted, reports)
         within_s = self._config.move_timeout_s + 2 * most_bytes / self._config.bytes_per_s
         event(log, "expert_resize_started", ranks=expert_ranks, generation=generation)
@@ -100,7 +98,7 @@ class _Resizer:
         return self._wait_for_outcome(wanted, failure, monotonic_s() + 2 * within_s + SETTLE_S)
 
     def answers(self, wait_s: float) -> dict[str, PlacementState]:
-        """What expert ranks say, by name: of those that answer by then, and have not been lost."""
+        """Return the states of the expert ranks that answer in time, by name."""
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
         for name, one in ranks.items():
             if name not in self._pending or self._pending[name][0] != one.ready.pid:
@@ -114,12 +112,12 @@ class _Resizer:
         return found
 
     def _wait_until_idle(self) -> dict[str, PlacementState]:
-        """What they say once nothing is under way. Raises LaunchError."""
+        """Return the states once no transition is pending. Raises LaunchError."""
         end_s = monotonic_s() + 2 * self._config.move_timeout_s
         while True:
             reports = self.answers(wait_s=ANSWER_S)
             if not reports:
-                raise LaunchError("no expert rank says what it has: there is none, or none works")
+                raise LaunchError("no expert rank reports its state: none is in service")
             under_way_now = [
                 each.under_way for each in reports.values() if each.under_way is not None
             ]
@@ -131,7 +129,7 @@ class _Resizer:
                 )
 
     def _send_placement(self, names: Sequence[str], wanted: PlacementUpdate) -> str:
-        """What kept one of them from being told; the others have it, and have to end it then."""
+        """Send the placement to all ranks that are in service; return why one did not accept it."""
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
         lost = [name for name in names if name not in ranks]
         reachable = [name for name in names if name in ranks]
@@ -140,23 +138,22 @@ class _Resizer:
         if lost:
             return f"{lost[0]}: it is lost"
         try:
-            gather(sends, "hear of its experts", monotonic_s())
+            gather(sends, "receive its experts", monotonic_s())
         except TandemError as error:
             return error.message
         return ""
 
     def _wait_for_outcome(self, wanted: Placement, failure: str, end_s: float) -> Placement | None:
-        """Until it is used, or has failed everywhere. failure: what is known of it already."""
+        """Wait until the placement is used, or has failed everywhere. failure: a known one."""
         generation = wanted.generation
         while not self._closing.wait(POLL_S):
             self._introduce(wait_s=0.0)
             reports = self.answers(wait_s=POLL_S)
             is_used = any(each.placement.generation >= generation for each in reports.values())
-            is_known = any(
-                e.newest >= generation for e in reports.values()
-            )  # a loop takes it later
+            # `newest` changes before `under_way`.
+            is_known = any(each.newest >= generation for each in reports.values())
             is_finished = is_known and not any(e.under_way == generation for e in reports.values())
-            if is_used and (is_finished or monotonic_s() > end_s):  # late ones do not go back
+            if is_used and (is_finished or monotonic_s() > end_s):
                 return wanted if _newest(reports).placement == wanted else None
             for each in reports.values():
                 failure = failure or each.failures.get(generation, "")
@@ -167,13 +164,13 @@ class _Resizer:
             if monotonic_s() > end_s:
                 break
         raise LaunchError(
-            f"{wanted.ranks} expert ranks: {failure or 'it has not come to an end'}: see the logs "
+            f"{wanted.ranks} expert ranks: {failure or 'no outcome in time'}: see the logs "
             "of the expert ranks, or raise placement.move_timeout_s"
         )
 
     def _introduce(self, wait_s: float) -> None:
-        """Joins every attention rank with all expert ranks, and these among themselves. Whoever
-        comes later is told as well, and not waited for."""
+        """Connect every rank that is not connected yet to the expert ranks. New ranks are connected
+        without waiting for them."""
         ready = [one.ready for one in self._find()]
         ranks = self._of(Group.ATTENTION, Group.EXPERT)
         new = [one for one in ranks if one.ready.pid not in self._introduced]
@@ -186,7 +183,7 @@ class _Resizer:
                 addresses = peer_addresses(ready, Group.EXPERT)
             replies.append((one.ready.name, one.handle.call("connect", addresses)))
         if wait_s:
-            gather(replies, "join the expert ranks", monotonic_s() + wait_s)
+            gather(replies, "connect to the expert ranks", monotonic_s() + wait_s)
 
     def _of(self, *groups: Group) -> list[RunningRank]:
         starts = tuple(f"{group.value}-" for group in groups)
@@ -196,13 +193,13 @@ class _Resizer:
 def _newest(reports: Mapping[str, PlacementState]) -> PlacementState:
     """Raises LaunchError."""
     if not reports:
-        raise LaunchError("no expert rank says what it has")
+        raise LaunchError("no expert rank reports its state")
     return max(reports.values(), key=lambda each: each.placement.generation)
 
 
 def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, PlacementState]) -> int:
-    """Bytes that the rank which brings in most does. Raises ResourceError where a node has not so
-    much memory."""
+    """Return the largest number of bytes that a rank loads. Raises ResourceError if a node lacks
+    memory."""
     loads = zip(
         rank_names(Group.EXPERT, wanted.ranks), experts_received(before, wanted), strict=True
     )
@@ -215,7 +212,7 @@ def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, Plac
         free = min(reports[name].free_bytes for name in names)
         if needed > free:
             raise ResourceError(
-                f"{wanted.ranks} expert ranks: {', '.join(names)} would bring {needed} bytes of "
+                f"{wanted.ranks} expert ranks: {', '.join(names)} would load {needed} bytes of "
                 f"experts into {free} bytes of free memory: free some there, or have more ranks"
             )
     return max(bytes_of.values(), default=0)

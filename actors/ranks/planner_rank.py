@@ -1,9 +1,9 @@
-"""The planner as a service: answers ranks' questions, takes their measured times.
+"""The planner as a service: answers the ranks' requests and learns from their reports.
 
 rank ── PlanRequest ───────────> OnlinePlanner (planner/online/planner.py)
      <── PlanResponse ──────────
      ── BatchReport, ExpertReport ──> refit
-     <── ModelsChanged ──────  when the stage models have moved
+     <── ModelsChanged ──────  when the stage models have changed
      ── RoutingSampleReport, CurrentPlacement, PlacementReport ──> actors/ranks/planner_placement.py
      <── PlacementProposal ──
 """
@@ -59,14 +59,13 @@ from planner.online.planner import NoPlanError, OnlinePlanner
 log = logging.getLogger("tandem.planner")
 
 STOP_DEADLINE_S = 2.0
-MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is cut off beyond this
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+MAX_BUFFERED_BYTES = 8 << 20  # a rank that reads nothing is disconnected beyond this
+# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(ToPlanner).decode
 
 
 def planner_rank(spec: RankSpec) -> Rank:
-    """Begins to listen: ranks connect to the planner, not the other way round. Raises
-    CheckpointError."""
+    """Create the planner and listen; ranks connect to it. Raises CheckpointError."""
     started_s = monotonic_s()
     service = PlannerService(spec)
     ready = RankReady(
@@ -81,19 +80,18 @@ def planner_rank(spec: RankSpec) -> Rank:
 
 
 class PlannerService:
-    """A `Loop` of a `Rank`: an asyncio loop in a thread of its own reads, solves and writes. No
-    rank waits for it."""
+    """A `RankLoop`: an asyncio loop in its own thread reads, solves and writes."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         model = check_checkpoint(Path(spec.model_folder))
         setup = _setup(spec, model)
         self._planner = OnlinePlanner(setup)
-        self._share = setup.shape.top_k / setup.shape.num_experts  # of tokens, at an expert
+        self._share = setup.shape.top_k / setup.shape.num_experts  # tokens per expert
         self.plan_metrics = PlanMetrics(setup.attention_ranks * self._share)
         self._identity = Identity(name=spec.name, token=spec.token, epoch=None)
         self._encoder = msgspec.msgpack.Encoder()
-        self._writers: dict[asyncio.StreamWriter, str] = {}  # with the names behind them
+        self._writers: dict[asyncio.StreamWriter, str] = {}  # names of the peers
         self._placement = PlannerPlacement(
             spec,
             model,
@@ -114,7 +112,7 @@ class PlannerService:
         )
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
-        """Plans are of a group of this size from now on. From any thread."""
+        """Plan for a group of this size from now on. Thread-safe."""
         self._loop.call_soon_threadsafe(self._resize, attention_ranks, expert_ranks)
 
     def _resize(self, attention_ranks: int, expert_ranks: int) -> None:
@@ -127,30 +125,30 @@ class PlannerService:
         self._publish_version()
 
     def listen(self) -> str:
-        """Its channel address."""
+        """Listen and return the channel address."""
         self._thread.start()
         self._loop.call_soon_threadsafe(self._watch.start, self._loop)
         listening = asyncio.run_coroutine_threadsafe(self._listen(), self._loop)
         return listening.result(self._spec.config.channel.connect_timeout_s)
 
-    # ---- as a rank's loop
+    # ---- RankLoop
 
     @property
     def problem(self) -> str:
         return "" if self._thread.is_alive() else f"{self._spec.name}: its service has ended"
 
     def run(self, stopping: threading.Event) -> None:
-        """Requests come to the service's own thread."""
+        """Wait for the end; requests arrive on the service's thread."""
         stopping.wait()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no client waits."""
 
     def wake(self) -> None:
-        """Nothing waits but for the end."""
+        """Do nothing: the loop waits only for the end."""
 
     def drain(self, within_s: float) -> None:
-        """Ranks go on with plans of their own."""
+        """Leave at once: ranks use default plans."""
         self.drained.set()
 
     def close(self) -> None:
@@ -166,13 +164,13 @@ class PlannerService:
     load = (0, 0)
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """totals: how many questions it has answered, and the version of its models."""
+        """totals: number of responses and version of the models."""
         return {"totals": {"answers": self._answered, "models": self._planner.version}}
 
     def notes(self) -> dict[str, str]:
         return {}
 
-    # ---- in its thread
+    # ---- on the service's thread
 
     async def _listen(self) -> str:
         self._server = AuthenticatedServer(self._identity, answer=_only_ranks, serve=self._serve)
@@ -204,7 +202,7 @@ class PlannerService:
                 self._placement.lost(remote.name)
 
     def _handle(self, writer: asyncio.StreamWriter, name: str, message: ToPlanner) -> None:
-        """Raises ValueError for what no rank says."""
+        """Handle a message. Raises ValueError for an invalid one."""
         match message:
             case PlanRequest():
                 started_s = monotonic_s()
@@ -270,15 +268,15 @@ class PlannerService:
 
 
 class PlanMetrics:
-    """The latest measured batch of any rank."""
+    """Metrics of the latest batch measured by any rank."""
 
     def __init__(self, tokens_per_expert: float) -> None:
-        """tokens_per_expert: that one token of each attention rank brings to each expert."""
+        """tokens_per_expert: that an expert receives if each attention rank has one token."""
         self.telemetry = Telemetry()
         self.tokens_per_expert = tokens_per_expert
 
     def publish(self, report: BatchReport, predicted_ms: float | None) -> None:
-        """predicted_ms: for the batch as it was cut, before its times were learned from."""
+        """predicted_ms: for the batch as cut, before its times were learned from."""
         plan, telemetry = report.plan, self.telemetry
         sizes = [len(times.batch) for times in report.micro_batches]
         tokens = sum(stop - start for m in report.micro_batches for start, stop in m.batch)

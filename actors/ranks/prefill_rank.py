@@ -1,13 +1,14 @@
-"""A prefill worker: all of the model, its experts from a store; and a log for the routers.
+"""A prefill worker: the whole model with experts from a store, and a log for the routers.
 
-It generates too, where it has a KV pool: one token per sequence and batch. Copies of experts run on
-threads of their own.
+With a KV pool it also generates, one token per sequence and batch. Experts are copied by separate
+threads.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ from actors.telemetry.rank_metrics import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig
-from contracts.errors import ChannelError, NotFiniteError, ResourceError
+from contracts.errors import ChannelError, ConfigError, NotFiniteError, ResourceError
 from contracts.logs import event
 from contracts.plan import Plan
 from contracts.ranks import RankSpec
@@ -57,7 +58,6 @@ from planner.scheduling.batching import (
     preempt_if_profitable,
 )
 from planner.scheduling.task_order import by_layer, by_plan
-from tests.support.stub_rank import stub_rank
 
 log = logging.getLogger("tandem.worker")
 
@@ -65,10 +65,9 @@ WHOLE = Plan()  # one micro-batch
 
 
 def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
-    """Loads its weights and begins to listen; without a model where the engine is a stub. Raises
-    CheckpointError, ResourceError, ChannelError."""
-    if spec.config.prefill.engine == "stub":
-        return stub_rank(spec)
+    """Load the weights and listen. Raises CheckpointError, ResourceError, ChannelError."""
+    if spec.config.prefill.engine != "torch":
+        return _load_engine(spec.config.prefill.engine)(spec)
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
@@ -129,6 +128,17 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
 
 
+def _load_engine(path: str) -> Callable[[RankSpec], Rank]:
+    module, _, name = path.partition(":")
+    try:
+        engine: Callable[[RankSpec], Rank] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"prefill.engine={path}: {error}: give torch or package.module:function"
+        ) from None
+    return engine
+
+
 def _batching(rank: str, backend: ExpertBackend[Any], config: PriorityConfig) -> BatchingPolicy:
     if config.preempt and not backend.interleaves:
         event(
@@ -150,13 +160,15 @@ def _pool(
     served: ServedModel,
     supply: ExpertSupply,
 ) -> KvPool:
-    """Where no K and V are kept, one layer's, for the longest batches that are live at once. Of
-    what the experts leave: closes `supply` where they leave too little."""
+    """Return the KV pool. Without a KV cache it has one layer, for the longest concurrent batches.
+
+    Closes `supply` if the experts leave too little memory.
+    """
     config, block_tokens = spec.config, spec.config.kv.block_tokens
     if config.prefill.disable_kv_cache:
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
         blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
-        blocks *= 2 if config.priority.preempt else 1  # a batch of each class
+        blocks *= 2 if config.priority.preempt else 1  # one batch of each class
     else:
         sized = msgspec.structs.replace(config, schedule=schedule)
         try:
@@ -182,12 +194,12 @@ def _pool(
 
 
 def _connect(name: str, supply: ExpertSupply, addresses: dict[str, str]) -> None:
-    """Joins the other prefill workers: name -> channel address. Again when one was replaced."""
+    """Connect to the other prefill workers; repeated when one is replaced."""
     supply.connect({peer: at for peer, at in addresses.items() if peer != name})
 
 
 class ReferencePass(Observer):
-    """In the place of a first batch: what the machine and the experts' copies can do."""
+    """Calibrates the worker before its first batch."""
 
     def __init__(
         self,
@@ -218,11 +230,11 @@ class ReferencePass(Observer):
             raise unusable_checkpoint(self._spec, half) from None
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """A large product's rate here; 0: FLOPs cannot be counted."""
+        """peak_flops_per_s: of a large matrix product; 0 if FLOPs are not counted."""
         return {"work": {"peak_flops_per_s": self._peak_flops_per_s}}
 
     def notes(self) -> dict[str, str]:
-        """degraded: which peers' experts come from elsewhere, and why."""
+        """degraded: peers whose experts are read elsewhere, and why."""
         return {"degraded": self._supply.degraded()}
 
     def _calibrate(self) -> None:
@@ -231,7 +243,7 @@ class ReferencePass(Observer):
         context_tokens = min(self._served.max_context_tokens, pool_tokens)
         max_tokens = min(prefill.max_batch_tokens, pool_tokens // 2)
         if prefill.saturation is not None or max_tokens == 0 or prefill.experts == "all_to_all":
-            return  # in lockstep a layer lasts as long as the slowest worker's
+            return  # in lockstep a layer takes as long as on the slowest worker
         self._log.calibrated(
             calibrate(self._time_layers, max_tokens=max_tokens, context_tokens=context_tokens)
         )

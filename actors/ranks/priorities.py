@@ -1,4 +1,4 @@
-"""What the section `priority` of the configuration makes of a rank."""
+"""Priority scheduling of a rank, as configured by the section `priority`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ W = TypeVar("W", bound=Work)
 
 
 class Priorities:
-    """Of one rank. Raises ConfigError for a policy that cannot be used."""
+    """Priority settings of one rank. Raises ConfigError for an unusable policy."""
 
     def __init__(self, config: PriorityConfig, telemetry: RankMetrics, rank: str) -> None:
         self.config = config
@@ -38,8 +38,8 @@ class Priorities:
         order: Callable[[Sequence[W]], W],
         choose: Callable[[Sequence[W]], W | None] | None = None,
     ) -> Preemption[W] | None:
-        """The choice at every yield, and what it says of itself; None: tasks run to their end.
-        choose: `pick` or `serve` of a policy of one's own."""
+        """Return the task selection with its metrics, or None if tasks are not preempted. choose:
+        `pick` or `serve` of a user policy."""
         if not self.config.preempt:
             return None
         telemetry = self._telemetry
@@ -62,7 +62,7 @@ class Priorities:
         return choice
 
     def batching(self, default: BatchingPolicy) -> BatchingPolicy:
-        """Of that policy, or the default."""
+        """Return the user policy's batching, or the default."""
         form = self.user.form
         return default if form is None else user_batching(form, default, self._failed)
 

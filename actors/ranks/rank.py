@@ -1,9 +1,7 @@
-"""A rank's life, the same for every kind: start, stop, status, metrics, spans, and how it ends.
+"""The life cycle of a rank of any kind: start, stop, status, metrics, spans and failure.
 
-A plain class: Ray (actors/ranks/remote.py) and plain processes (tests/support/rank_process.py) are
-thin
-shells around it. What kind of rank it is says its loop; a function makes it (`attention_rank` and
-its like).
+A plain class; Ray (actors/ranks/remote.py) and plain processes (tests/support/rank_process.py) are
+thin shells around it. The kind of rank is its loop, made by `attention_rank` and the like.
 """
 
 from __future__ import annotations
@@ -33,69 +31,68 @@ _STOP_S = 10.0
 
 
 class RankLoop(Protocol):
-    """What a rank does, in one thread."""
+    """The work of a rank, in one thread."""
 
     @property
     def problem(self) -> str:
-        """Why it cannot serve; empty: it can."""
+        """Why the rank cannot serve; empty if it can."""
 
     def run(self, stopping: threading.Event) -> None:
-        """Until it is to stop. What it raises is the end of the rank."""
+        """Serve until `stopping` is set. Any exception is the failure of the rank."""
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
-        """After that: tells everybody who asks, until it is to stop."""
+        """After a failure: answer requests with its reason until `stopping` is set."""
 
     def wake(self) -> None:
-        """Ends its waiting. Called from any thread."""
+        """End a wait. Thread-safe."""
 
     def drain(self, within_s: float) -> None:
-        """Takes nothing new, and has ended or handed over by then what it has. From any thread."""
+        """Accept nothing new; complete or hand over all work in time. Thread-safe."""
 
     @property
     def drained(self) -> threading.Event:
-        """Set once it has."""
+        """Set when the drain is complete."""
 
     def close(self) -> None:
-        """Ends every thread and link. May be called twice, from any thread."""
+        """Close all threads and links. Thread-safe; may be called twice."""
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many sequences are running, and waiting. From any thread."""
+        """Numbers of running and of waiting sequences. Thread-safe."""
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """Of the status: totals by topic. From any thread."""
+        """Return totals by topic for the status. Thread-safe."""
 
     def notes(self) -> dict[str, str]:
-        """Of the status, in words. From any thread."""
+        """Return notes for the status. Thread-safe."""
 
 
 class RankHooks(NamedTuple):
-    """How others join a rank. By default they do not."""
+    """Operations of some kinds of ranks; by default they do nothing."""
 
     connect: Callable[[dict[str, str]], None] = lambda addresses: None  # name -> channel address
     join_planner: Callable[[str], None] = lambda address: None
-    pin_plan: Callable[[Plan | None], None] = lambda plan: None  # of all batches from now on
-    resize: Callable[[int, int], None] = lambda attention, expert: None  # ranks of the group
+    pin_plan: Callable[[Plan | None], None] = lambda plan: None  # of all later batches
+    resize: Callable[[int, int], None] = lambda attention, expert: None  # numbers of ranks
 
 
 _NO_HOOKS = RankHooks()
 
 
 class Recording(NamedTuple):
-    """Where a rank's spans go: to its timeline, and from there to its metrics. bytes_moved: sent to
-    other ranks and received from them, so far."""
+    """A rank's timeline and metrics. bytes_moved: sent to and received from other ranks."""
 
     timeline: Timeline
     metrics: RankMetrics
     bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def following(self, bytes_moved: Callable[[], tuple[int, int]]) -> Recording:
-        """The same, whose metrics follow the timeline and what is moved."""
+        """Return a copy with this source of bytes moved, attached to the metrics."""
         self.metrics.attach(self.timeline, bytes_moved)
         return self._replace(bytes_moved=bytes_moved)
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """exposed_s: in which the rank waited while a payload for it was under way."""
+        """exposed_s: time in which the rank waited while a payload for it was in transit."""
         return {
             "stage_s": dict(self.timeline.stage_seconds),
             "channel_bytes": channel_bytes(self.bytes_moved()),
@@ -106,7 +103,7 @@ class Recording(NamedTuple):
 def recording(
     metrics: RankMetrics, capacity: int, *observers: Callable[[TaskSpan], None]
 ) -> Recording:
-    """capacity: spans of the timeline. hear: who else hears of every span."""
+    """Return the recording of a rank. capacity: of the timeline. observers: receive every span."""
 
     def observe(span: TaskSpan) -> None:
         metrics.span(span)
@@ -117,9 +114,9 @@ def recording(
 
 
 class Rank:
-    """Made with its weights loaded and listening. Then: connect, start; status at any time; stop.
+    """A rank with weights loaded, listening. Then: connect, start; status at any time; stop.
 
-    recording: None where there are no tasks; then timeline has what there is instead.
+    recording: None for ranks without tasks; `timeline` replaces it.
     """
 
     def __init__(
@@ -150,7 +147,7 @@ class Rank:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop, every thread and every link. Waiting requests get an error."""
+        """Stop the loop, threads and links. Waiting requests receive an error."""
         self._stopping.set()
         self.loop.wake()
         if self._thread.is_alive():
@@ -160,7 +157,7 @@ class Rank:
             self._exporter.close()
 
     def drain(self, within_s: float) -> None:
-        """One that has not started, has failed or is to stop has left already."""
+        """Drain the loop; a rank that does not run is drained already."""
         is_at_work = self._thread.is_alive() and not self._failure
         if is_at_work and not self._stopping.is_set():
             self.loop.drain(within_s)
@@ -169,7 +166,7 @@ class Rank:
             self.loop.drained.set()
 
     def wait_drained(self, timeout_s: float) -> bool:
-        """Whether it has left by then."""
+        """Return True if the rank was drained in time."""
         return self.loop.drained.wait(timeout_s)
 
     def status(self) -> RankStatus:
@@ -191,11 +188,11 @@ class Rank:
         )
 
     def metrics(self) -> str:
-        """Prometheus text."""
+        """Return the Prometheus text."""
         return self._telemetry.exposition()
 
     def export_metrics(self) -> str:
-        """Where it is scraped from now on, as `RankReady` has it."""
+        """Serve the metrics; return the address for `RankReady`."""
         config = self.spec.config
         if not config.metrics.exporters:
             return ""
@@ -204,28 +201,26 @@ class Rank:
         return self._exporter.open(config.metrics.host or self.spec.host)
 
     def spans(self) -> list[TaskSpan]:
-        """The last recorded task spans."""
+        """Return the latest task spans."""
         return [] if self._recording is None else self._recording.timeline.spans()
 
     def clock_s(self) -> float:
-        """What its clock shows now."""
+        """Return the rank's clock."""
         return monotonic_s()
 
     def trace(self, since_s: float) -> RankTrace:
-        """What it has done since then, on its clock, as far as it keeps that."""
+        """Return the recorded activity since a time on the rank's clock."""
         if self._timeline is None:
             return RankTrace(rank=self.spec.name)
         return self._timeline.since(self.spec.name, since_s)
 
     def _run(self) -> None:
-        """An error that nobody foresaw fails the rank by name instead of hanging it."""
+        """Run the loop; any exception fails the rank with its name."""
         try:
             with torch.inference_mode():
                 self.loop.run(self._stopping)
         except BaseException as error:  # noqa: BLE001 - logged, with its traceback
             self._failure = f"{self.spec.name} failed: {type(error).__name__}: {error}"
             event(log, "rank_failed", logging.CRITICAL, error, reason=self._failure)
-            traceback.clear_frames(
-                error.__traceback__
-            )  # they hold memory that links must give back
+            traceback.clear_frames(error.__traceback__)  # frames hold memory of links
             self.loop.refuse(self._failure, self._stopping)

@@ -20,33 +20,34 @@ from contracts.ranks import RankReady, RankSpec, RankStatus
 
 log = logging.getLogger("tandem.worker")
 
-NAMESPACE = "tandem"  # of actors that outlive whoever has started them
+NAMESPACE = "tandem"  # of actors that outlive their launcher
 CHECK_INTERVAL_S = 1.0
 
 _STATUS, _QUERIES = "status", "looks"
-# What is answered whatever else runs in the actor, `connect` for example. The status has a thread
-# to itself: by it a supervisor tells whether the rank lives.
+# Calls answered while another one, such as `connect`, runs. `status` has its own thread, because
+# supervisors use it as the liveness check.
 _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
     ("metrics", "spans", "clock_s", "trace", "identity", "leave", "place", "placed"), _QUERIES
 )
 
 
 def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:
-    """The actor class of one rank, for `RayRank`. It has the rank's name, which `ps` and `ray list
-    actors` show: "ray::expert-1"."""
+    """Return the actor class of one rank, named after it for `ps` and `ray list actors`
+    ("ray::expert-1")."""
     return ray.remote(concurrency_groups={_STATUS: 1, _QUERIES: 1})(type(name, (shell,), {}))
 
 
 class OrphanGuardShell(LoggedShell):
-    """Of an actor that outlives its launcher: another one may take it over. Where nobody has asked
-    for its status for groups.orphan_timeout_s it ends, and gives back the room of all that are
-    placed with
-    it: they are as alone. (Before the first time, loading may take groups.ready_timeout_s too.)"""
+    """Shell of an actor that outlives its launcher, so that another launcher can adopt it.
+
+    Without a status request for groups.orphan_timeout_s it ends and removes its placement group.
+    Before the first request, loading may take groups.ready_timeout_s in addition.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._spec: RankSpec | None = None
-        self._orphaned_s = 0.0  # so long, as far as this process ran meanwhile
+        self._orphaned_s = 0.0  # time that this process ran since the last request
         self._is_known = False
         threading.Thread(target=self._watch, name="alone", daemon=True).start()
 
@@ -59,7 +60,7 @@ class OrphanGuardShell(LoggedShell):
         return super().status()
 
     def identity(self) -> tuple[str, int, bytes]:
-        """Name, epoch, and a digest of its cluster's token. Who asks looks after it from now on."""
+        """Return name, epoch and a digest of the cluster's token, and count as a request."""
         self._orphaned_s = 0.0
         spec = self._made.spec
         return spec.name, spec.epoch, hashlib.sha256(spec.token).digest()
@@ -84,7 +85,7 @@ class OrphanGuardShell(LoggedShell):
 
 
 class RayRank:
-    """A `rendezvous.WorkerHandle` on a Ray actor. key: its name in Ray, if it has one."""
+    """A `rendezvous.WorkerHandle` of a Ray actor. key: its name in Ray, or empty."""
 
     def __init__(self, name: str, actor: Any, key: str = "") -> None:
         self.name = name
@@ -92,7 +93,7 @@ class RayRank:
         self.key = key
 
     def started(self) -> Future[Any]:
-        """Done once its process is there, on whichever node."""
+        """Return a future that is done when the process runs."""
         return self.call("__ray_ready__")
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
@@ -106,7 +107,7 @@ class RayRank:
 
 
 def _copy(done: Future[Any], answer: Future[Any], name: str) -> None:
-    """Moves the outcome over, with Ray's wrapping taken off."""
+    """Copy the outcome without Ray's wrapping."""
     error = done.exception()
     if error is None:
         answer.set_result(done.result())
@@ -125,7 +126,7 @@ def _copy(done: Future[Any], answer: Future[Any], name: str) -> None:
 
 
 def _plain(error: TandemError) -> TandemError:
-    """Ray raises a subclass of both its own error and ours; its text is a traceback."""
+    """Unwrap an error that Ray raises as a subclass of its own error and of ours."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, TandemError) else error
 

@@ -1,6 +1,6 @@
-"""How ranks become a group: load in parallel, exchange addresses, connect, start.
+"""Formation of a group: load in parallel, exchange addresses, connect, start.
 
-The same for Ray actors and plain processes: both are handles whose calls return futures.
+Ranks are handles whose calls return futures, for Ray actors and plain processes alike.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from planner.placement.slots import contiguous
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-REACH_TIMEOUT_S = 10.0  # for so long a rank that cannot be reached is tried again
-DEGRADED_REACH_TIMEOUT_S = 1.0  # and by one that can do without it
+REACH_TIMEOUT_S = 10.0  # for connecting to an unreachable rank
+DEGRADED_REACH_TIMEOUT_S = 1.0  # if the group can start without it
 RETRY_S = 0.1
 
 
 class _UnreachableError(LaunchError):
-    """One of the ranks that it was to join: it may be there the next time."""
+    """A rank cannot be reached; it may be reachable later."""
 
 
 class WorkerHandle(Protocol):
-    """A `WorkerShell` somewhere else."""
+    """A `WorkerShell` in another process."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Calls a method of the shell. The future raises what the method raised, or LaunchError
-        when the process is gone."""
+        """Call a method of the shell. The future raises the method's exception, or LaunchError if
+        the process is gone."""
 
 
 class Seat(NamedTuple):
-    """Where a rank is to run."""
+    """Device and host of a rank."""
 
     device: str
     host: str
@@ -56,8 +56,8 @@ class Seat(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """What all ranks of one group have in common. hardware: for the planner. placements: of experts
-    on the expert ranks, and on the prefill workers."""
+    """Common properties of a group's ranks. hardware: for the planner. placements: of experts on
+    expert ranks and on prefill workers."""
 
     config: TandemConfig
     model_folder: str
@@ -68,7 +68,7 @@ class GroupSpec(NamedTuple):
     placements: Mapping[Group, Placement] = {}
 
     def placement(self, group: Group) -> Placement:
-        """That which concerns a rank of `group`."""
+        """Return the placement that concerns a rank of `group`."""
         of = Group.EXPERT if group in (Group.ATTENTION, Group.PLANNER) else group
         return self.placements.get(of, Placement())
 
@@ -76,8 +76,7 @@ class GroupSpec(NamedTuple):
 def contiguous_placements(
     model_folder: str, *, expert_ranks: int = 0, prefill_ranks: int = 0
 ) -> dict[Group, Placement]:
-    """For `GroupSpec`, of groups of these sizes. Raises CheckpointError for a folder that is
-    none."""
+    """Return placements for `GroupSpec` with experts in order. Raises CheckpointError."""
     model = read_spec(Path(model_folder))
     return {
         group: contiguous(
@@ -94,7 +93,7 @@ def make_specs(
     planner: Sequence[Seat] = (),
     prefill: Sequence[Seat] = (),
 ) -> list[RankSpec]:
-    """One spec per rank: attention ranks first, then expert ranks, prefill workers, the planner."""
+    """Return one spec per rank: attention, expert, prefill, planner."""
     return [
         RankSpec(
             group=group,
@@ -131,11 +130,11 @@ def form_group(
     others: Callable[[], Sequence[RankReady]] = tuple,
     allow_unreachable: bool = False,
 ) -> list[RankReady]:
-    """Brings a group up; what each rank told, in the order of `specs`. others: ranks that run and
-    are joined too, as far as is known when it is asked: they may be lost, and replaced, meanwhile.
-    goes_without: whom it cannot reach, it is introduced to later.
+    """Bring a group up and return each rank's `RankReady`, in the order of `specs`.
 
-    Raises the first error of any rank, with the rank's name, or LaunchError at the deadline.
+    others: returns running ranks to connect to; they may be replaced meanwhile. allow_unreachable:
+    start even if a rank cannot be reached. Raises the first error of any rank, with its name, or
+    LaunchError at the deadline.
     """
     deadline_s = time.monotonic() + timeout_s
     pairs = list(zip(specs, handles, strict=True))
@@ -160,7 +159,7 @@ def form_group(
         if spec.group is Group.PLANNER:
             address = answer.channel_address
             joining = [(s.name, handle.call("join_planner", address)) for s, handle in pairs]
-            gather(joining, "be told where the planner is", deadline_s)
+            gather(joining, "receive the planner's address", deadline_s)
     starting = [(spec.name, handle.call("start")) for spec, handle in pairs]
     gather(starting, "start its loop", deadline_s)
     return ready
@@ -173,8 +172,7 @@ def _join(
     deadline_s: float,
     reach_s: float,
 ) -> None:
-    """As `_connect`, and again for reach_s while one cannot be reached: it may be lost, and others
-    are told of then."""
+    """Connect all ranks; retry for reach_s, because an unreachable rank may be replaced."""
     until_s = min(deadline_s, time.monotonic() + reach_s)
     while True:
         try:
@@ -190,7 +188,7 @@ def _connect(
     known: Sequence[RankReady],
     deadline_s: float,
 ) -> None:
-    """Joins each with its peers among `known`. Raises as `gather`."""
+    """Connect each rank to its peers among `known`. Raises as `gather`."""
     for group, peers in (
         (Group.ATTENTION, "the expert ranks"),
         (Group.PREFILL, "the other prefill workers"),
@@ -198,22 +196,21 @@ def _connect(
     ):
         addresses = peer_addresses(known, group)
         if group is Group.EXPERT and not addresses:
-            continue  # they move nothing among themselves
+            continue
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
         gather(connecting, f"connect to {peers}", deadline_s)
 
 
 def peer_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
-    """Of all that `connect` of a rank of `group` takes, by name."""
+    """Return the addresses for `connect` of a rank of `group`, by name."""
     if group is Group.EXPERT:
         return {each.name: each.experts_address for each in ready if each.experts_address}
     return channel_addresses(ready, Group.EXPERT if group is Group.ATTENTION else group)
 
 
 def introduce(ready: Sequence[RankReady], handles: Mapping[str, WorkerHandle]) -> None:
-    """Tells all that run, by name, of each other; waits for nobody. Whoever was told before keeps
-    the links that he has."""
+    """Send all ranks each other's addresses without waiting; existing links are kept."""
     for group in (Group.ATTENTION, Group.PREFILL, Group.EXPERT):
         addresses = peer_addresses(ready, group)
         for name, handle in handles.items() if addresses else ():
@@ -222,8 +219,7 @@ def introduce(ready: Sequence[RankReady], handles: Mapping[str, WorkerHandle]) -
 
 
 def channel_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
-    """Name -> channel address of those of `group` that have one: what their peers' `connect`
-    takes."""
+    """Return the channel addresses of the ranks of `group` that have one, by name."""
     return {
         answer.name: answer.channel_address
         for answer in ready
@@ -232,7 +228,7 @@ def channel_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str
 
 
 def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: float) -> list[Any]:
-    """All answers. A rank that fails is told of at once, however long others may still take."""
+    """Return all answers; a failed rank raises at once, with its name."""
     left_s = max(0.0, deadline_s - time.monotonic())
     done, _ = wait([future for _, future in futures], left_s, return_when=FIRST_EXCEPTION)
     failed = [(name, f) for name, f in futures if f in done and f.exception() is not None]
@@ -255,5 +251,5 @@ def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: fl
 
 
 def _is_refusal(error: ChannelError) -> bool:
-    """By a rank that is there, and that will not have it the next time either."""
+    """True if the peer rejected the handshake, which a retry does not change."""
     return isinstance(error, HandshakeError) and not isinstance(error, HandshakeBrokenError)

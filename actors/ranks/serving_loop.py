@@ -1,9 +1,9 @@
-"""The loop of ranks that serve clients: takes sequences, batches them, runs them, answers.
+"""The loop of ranks with clients: receives sequences, batches and runs them, sends the answers.
 
     clients ──> admit ──> Scheduler ──> form a batch ──> Executor ──> Finisher ──> clients
 
-Its threads: this one (everything with tensors), the clients' I/O, and what moves data for the
-executor's plane. What a kind of rank has more, its observers do.
+Threads: this one (everything with tensors), the clients' I/O, and the expert backend's transfers.
+Observers add what differs between kinds of ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from planner.scheduling.batching import (
 log = logging.getLogger("tandem.worker")
 
 IDLE_POLL_S = 0.1
-CHECK_AFTER_S = 10.0  # so long after the last request that none is likely to wait for it
+CHECK_AFTER_S = 10.0  # idle time before the integrity check
 
 
 class ServingLoop:
-    """A `Loop` of a `Rank`."""
+    """A `RankLoop` for clients."""
 
     def __init__(self, name: str, intake: Intake, parts: ServingParts) -> None:
         self._name = name
@@ -60,13 +60,13 @@ class ServingLoop:
         self._view = SchedulerView(parts.scheduler, parts.executor)
         self.scheduler = parts.scheduler
         self.scheduler.drop_best_effort = self._drop_best_effort
-        self.reason = ""  # why this rank cannot serve; empty: it can
+        self.reason = ""  # why this rank cannot serve
         self._is_draining = self._waits = False
-        self._busy_s: float | None = None  # when there was last a request, unless checked since
+        self._busy_s: float | None = None  # time of the last request, unless checked since
         self._computed_tokens = 0
-        self._idle_changes = -1  # at that many changes
+        self._idle_changes = -1  # scheduler changes at which no batch could be formed
 
-    # ---- as a rank's loop
+    # ---- RankLoop
 
     @property
     def problem(self) -> str:
@@ -82,9 +82,9 @@ class ServingLoop:
         self.hand_over()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
-        """Answers what comes in after a failure: nobody waits for a loop that has ended."""
+        """Answer requests after a failure, so that none waits."""
         self.reason = reason
-        self.publish_state()  # first: what fails here is not to be sent here again
+        self.publish_state()  # first, so that failed requests are not sent here again
         self._fail_all(NotReadyError(reason))
         self._close_links()
         while not stopping.wait(IDLE_POLL_S):
@@ -112,8 +112,7 @@ class ServingLoop:
         return self.scheduler.running, self.scheduler.waiting
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """totals: computed_tokens are those that batches have run; those from the prefix cache are
-        not among them."""
+        """totals: computed_tokens excludes tokens from the prefix cache."""
         blocks = self.scheduler.blocks
         found: dict[str, dict[str, float]] = {
             "kv_blocks": dict(blocks.counts),
@@ -131,23 +130,23 @@ class ServingLoop:
     def notes(self) -> dict[str, str]:
         return {name: note for o in self._observers for name, note in o.notes().items()}
 
-    # ---- what observers may ask for
+    # ---- LoopControl, for observers
 
     def admit(self, client: int, submit: Submit) -> None:
         try:
             if self.reason:
                 raise NotReadyError(self.reason)
             if self._is_draining:
-                raise HandedOverError(f"{self._name} leaves")
+                raise HandedOverError(f"{self._name} is draining")
             self._admission.check(client, submit, self.scheduler)
             for observer in self._observers:
                 observer.check(client, submit)
             sequence = TokenSequence((client, submit.request_id), submit, self._block_tokens)
-            _ = sequence.hashes  # now: nobody should wait for them in the middle of a batch
+            _ = sequence.hashes  # computed now rather than within a batch
             for observer in self._observers:
                 observer.accepted(sequence)
             self.scheduler.add(sequence)
-        except Exception as error:  # noqa: BLE001 - of this sequence alone
+        except Exception as error:  # noqa: BLE001 - fails this sequence only
             self.send(client, [logged_failure_reply(submit, error, TandemError)])
 
     def send_answers(self) -> None:
@@ -183,17 +182,17 @@ class ServingLoop:
         self.publish_state()
 
     def hand_over(self) -> None:
-        """After `announce_drain`, without which it would all be sent here again."""
-        self._fail_all(HandedOverError(f"{self._name} leaves"))
+        """Hand all sequences over; call `announce_drain` first, or they are sent here again."""
+        self._fail_all(HandedOverError(f"{self._name} is draining"))
 
     def fail(self, error: ChannelError) -> None:
-        """A peer is lost: every request on this rank ends with an error that names it."""
+        """Fail every request of this rank because a peer is lost."""
         self.reason = error.message
         event(log, "peer_lost", logging.ERROR, rank=self._name, reason=error.message)
-        self.publish_state()  # first: what fails here is not to be sent here again
+        self.publish_state()  # first, so that failed requests are not sent here again
         self._fail_all(error)
 
-    # ---- a turn
+    # ---- one iteration
 
     def _turn(self) -> None:
         self._watch.record_progress()
@@ -229,7 +228,7 @@ class ServingLoop:
             self.admit(client, message)
 
     def _form_batches(self) -> None:
-        """As many as the policy wants. It is not asked again until something has changed."""
+        """Form batches as the policy decides; it is not called again until something changes."""
         if self.scheduler.changes == self._idle_changes:
             return
         while not self.reason and not self.executor.is_engaged:
@@ -247,7 +246,7 @@ class ServingLoop:
         return next((batch for batch in batches if batch is not None), None)
 
     def _drop_best_effort(self) -> ScheduledBatch | None:
-        """The BE batch that was formed last, for the blocks that it holds; None: there is none."""
+        """Drop the newest best-effort batch to free its blocks, if there is one."""
         numbers = [live.number for live in self.executor.live if live.priority is Priority.BE]
         dropped = self.executor.drop(numbers[-1]) if numbers else None
         if dropped is not None:
@@ -257,8 +256,8 @@ class ServingLoop:
         return dropped
 
     def _step(self) -> list[ScheduledBatch]:
-        """The batches that are complete now. What this process has no memory or descriptors to send
-        ends the requests it has, not the rank."""
+        """Return the completed batches. Lack of memory or descriptors for sending fails the current
+        requests, not the rank."""
         try:
             return self.executor.step(IDLE_POLL_S)
         except PeerError:
@@ -269,8 +268,7 @@ class ServingLoop:
             return []
 
     def _check_when_idle(self) -> None:
-        """Holds the KV books against themselves once nothing has come for a while. It takes as long
-        as a layer or more."""
+        """Check the block manager after some idle time; it takes as long as a layer or more."""
         if len(self.scheduler):
             self._busy_s = monotonic_s()
         elif self._busy_s is not None and monotonic_s() - self._busy_s > CHECK_AFTER_S:
@@ -292,45 +290,44 @@ class ServingLoop:
 
 
 class BatchExecutor(Protocol):
-    """What runs batches. `failure`: why it can run none any more, if so."""
+    """Runs batches. failure: why it cannot run any more."""
 
     failure: ChannelError | None
     layers: int
 
     @property
     def is_engaged(self) -> bool:
-        """Whether no batch may begin now, whatever is in flight."""
+        """True if no batch may start."""
 
     @property
     def in_flight(self) -> int: ...
 
     @property
-    def live(self) -> Sequence[LiveBatch]:
-        """The batches in flight."""
+    def live(self) -> Sequence[LiveBatch]: ...
 
     def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None: ...
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
-        """Runs one task, or waits for something to do. Returns the batches it completed."""
+        """Run one task, or wait; return the batches completed."""
 
     def drop(self, number: int) -> ScheduledBatch | None:
-        """Forgets that batch; None: there is none."""
+        """Discard a batch, or return None if there is none with that number."""
 
     def fail_all(self) -> list[ScheduledBatch]:
-        """Drops everything in flight; returns what was dropped."""
+        """Discard all batches in flight and return them."""
 
     def wake(self) -> None:
-        """Ends a `step` that waits. Called from any thread."""
+        """End a waiting `step`. Thread-safe."""
 
 
 class AnswerSource(Protocol):
-    """What the executor's sink has made since it was last emptied."""
+    """Collects answers until the loop takes them."""
 
     answers: list[tuple[TokenSequence, Event]]
 
 
 class Intake(NamedTuple):
-    """Where sequences come from, and which are taken."""
+    """Source of sequences and their admission."""
 
     clients: ClientServer
     admission: RankAdmission
@@ -338,8 +335,8 @@ class Intake(NamedTuple):
 
 
 class ServingParts(NamedTuple):
-    """What a serving loop is made of. plan_of: the plan of a batch that has been formed. close:
-    ends threads and links of the executor's plane and of the observers; may be called twice."""
+    """Parts of a serving loop. plan_of: plan of a new batch. close: closes threads and links of the
+    backend and of the observers; may be called twice."""
 
     scheduler: Scheduler
     executor: BatchExecutor

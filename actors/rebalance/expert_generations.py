@@ -1,23 +1,22 @@
-"""Generations of placement on an expert rank: a small machine without I/O, threads or a clock.
+"""Placement generations on an expert rank: a state machine without I/O, threads or a clock.
 
-    proposed ──> LOADING ──> PLACED ──────────────────────> current     (the one before it is freed)
-                    │           │   all attention ranks: RETIRED
-                    └─ fails    └─ all attention ranks: REFUSED
-                       WITHDRAWN   freed
+    proposed ──> LOADING ──> PREPARED ────────────────────> current     (the previous one is freed)
+                    │           │   all attention ranks: COMMITTED
+                    └─ fails    └─ all attention ranks: ABORTED
+                       ABORT_VOTE  freed
 
-Before it has said PLACED a rank may withdraw: no attention rank can have gone over, because each
-waits for all expert ranks. Afterwards the attention ranks decide, each by itself: one that uses the
-generation says RETIRED of those before it, one that will not says REFUSED. So it is never freed
-while somebody may still send tokens for it:
+Before PREPARED an expert rank can abort by itself: no attention rank has switched, because each
+waits for all expert ranks. After PREPARED the attention ranks decide, each on its own: one that
+uses the generation sends COMMITTED, one that does not sends ABORTED. A generation is therefore
+never freed while tokens for it may still be sent.
 
-    An attention rank refuses by itself when its patience ends; another may have gone over by then.
-    Expert ranks that know of that tell the first one PLACED again. An *attempt* is the time from
-    one refusal to the next, counted by the attention rank: it goes over once all have said PLACED
-    in its present attempt, so that a PLACED that crossed its refusal does not count.
+An attention rank aborts when its deadline passes, though another may have switched by then. Expert
+ranks that know of the switch send PREPARED to the first one again. An *attempt* is the time between
+two aborts, counted by the attention rank. It switches once all expert ranks have sent PREPARED in
+its current attempt; a PREPARED that crossed its abort does not count.
 
-    Links keep order by class only (a BE packet may be overtaken): RETIRED is said in both.
-
-The attention ranks' side: actors/rebalance/placement_transition.py.
+Links keep the order within a priority class only, so COMMITTED is sent in both classes.
+The attention ranks' side is in actors/rebalance/placement_transition.py.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _TAKEN: Final = ("proposed before it", "is under way", "has refused generation",
 
 
 def is_taken(reason: str) -> bool:
-    """Whether that failed because another was proposed at the same time: it may be tried again."""
+    """True if a concurrent proposal caused the failure, so that it can be retried."""
     return any(words in reason for words in _TAKEN)
 
 
 class PlacementMessage(NamedTuple):
-    """A packet to `peer`. within_s: of PLACED, how long all of it may take; 0: as long as any."""
+    """A packet to `peer`. within_s: time limit of a PREPARED generation; 0: the default."""
 
     peer: str
     kind: PacketKind
@@ -53,19 +52,19 @@ class PlacementMessage(NamedTuple):
 
 
 class LoadExperts(NamedTuple):
-    """Bring in what this placement has here and no other; then `loaded` or `failed` is called."""
+    """Load the experts of `placement`, then call `loaded` or `failed`."""
 
     placement: Placement
 
 
 class FreeExperts(NamedTuple):
-    """Let go of what only this generation has: loaded, being loaded, or in use until now."""
+    """Free the experts that only this generation uses, loading or loaded."""
 
     generation: int
 
 
 class TransitionReport(NamedTuple):
-    """To the planner."""
+    """Outcome of a proposal, for the planner."""
 
     generation: int
     outcome: MoveOutcome
@@ -81,7 +80,7 @@ class TransitionStage(enum.Enum):
 
 
 class _PendingPlacement:
-    """The generation that is to come."""
+    """The generation in transition."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class _PendingPlacement:
         self.placement = placement
         self.until_s, self.within_s = until_s, within_s
         self.stage = stage
-        self.is_adopted = stage is TransitionStage.PREPARED  # nobody proposed it here
+        self.is_adopted = stage is TransitionStage.PREPARED  # not proposed to this rank
 
     @property
     def generation(self) -> int:
@@ -106,54 +105,52 @@ class _PendingPlacement:
 
 
 class _Peer:
-    """What an attention rank has said. refused: the next generation, in its present attempt."""
+    """State of an attention rank. aborted: the pending generation, in its current attempt."""
 
     def __init__(self) -> None:
         self.aborted = False
         self.reason = ""
         self.attempt = LAUNCH_ATTEMPT
-        self.aborted_early = (
-            -1
-        )  # it has refused one that was not proposed here yet: the newest of these
-        self.committed = dict.fromkeys(Priority, -1)  # by class, the oldest generation that it uses
+        self.aborted_early = -1  # newest generation aborted before it was proposed here
+        self.committed = dict.fromkeys(Priority, -1)  # oldest generation in use, by class
 
     def uses(self, generation: int) -> bool:
-        """Said so: it sends tokens for none before."""
+        """True if it sends no tokens for earlier generations."""
         return max(self.committed.values()) >= generation
 
     def has_drained_before(self, generation: int) -> bool:
-        """And whatever it sent for them has come."""
+        """True if all tokens it sent for earlier generations have arrived."""
         return min(self.committed.values()) >= generation
 
     def has_drained(self, generation: int) -> bool:
-        """That one too: it was on other ranks only."""
+        """True if the same holds for `generation`, which used other ranks only."""
         return min(self.committed.values()) > generation
 
 
 class ExpertGenerations:
-    """current: what all may use. Every method returns what is to be done, in order."""
+    """current: the generation in use. Methods return the actions to take, in order."""
 
     def __init__(self, current: int, deadline_s: float) -> None:
-        """deadline_s: from a proposal until it must be there."""
+        """deadline_s: time limit for loading a proposal."""
         self.current = current
         self._deadline_s = deadline_s
-        self._newest = current  # that was proposed
+        self._newest = current  # proposed so far
         self._next: _PendingPlacement | None = None
         self._peers: dict[str, _Peer] = {}
 
     @property
     def under_way(self) -> int | None:
-        """The generation that is to come."""
+        """The generation in transition."""
         return None if self._next is None else self._next.generation
 
     @property
     def newest(self) -> int:
-        """That anybody has told of."""
+        """The newest generation known."""
         return max([self._newest, *(peer.aborted_early for peer in list(self._peers.values()))])
 
     @property
     def due_s(self) -> float | None:
-        """When `poll` should be called."""
+        """Time at which `poll` is due."""
         loading = self._next is not None and self._next.stage is TransitionStage.LOADING
         return self._next.until_s if self._next is not None and loading else None
 
@@ -162,11 +159,11 @@ class ExpertGenerations:
     def proposed(
         self, placement: Placement, now_s: float, misfit: str = "", within_s: float = 0.0
     ) -> list[Action]:
-        """misfit: why it cannot be placed here at all; empty: it can. within_s: how long it may
-        take; 0: as long as any."""
+        """Handle a proposal. misfit: why it is not possible here, or empty. within_s: its time
+        limit; 0: the default."""
         generation = placement.generation
         if self._next is not None and generation == self._next.generation:
-            return []  # said twice
+            return []  # repeated
         reason = misfit or self._objection(generation)
         self._newest = max(self._newest, generation)
         if reason:
@@ -176,8 +173,10 @@ class ExpertGenerations:
         return [LoadExperts(placement)]
 
     def adopt(self, placement: Placement) -> list[Action]:
-        """It is here because attention ranks use it and said so, not because it was proposed: this
-        rank has taken the place of a lost one. What was here before goes once nobody uses it."""
+        """Make a generation that attention ranks use on this replacement rank the next one.
+
+        The current one is freed once no rank uses it.
+        """
         if self._next is not None or placement.generation <= self.current:
             return []
         self._newest = max(self._newest, placement.generation)
@@ -186,7 +185,7 @@ class ExpertGenerations:
         return self._settle()
 
     def abandon(self, generation: int) -> list[Action]:
-        """Whoever used what was adopted is gone."""
+        """Drop an adopted generation that no attention rank uses any more."""
         if self._next is None or not self._next.is_adopted or self.under_way != generation:
             return []
         self._next = None
@@ -208,11 +207,11 @@ class ExpertGenerations:
                 return f"{name} has refused generation {peer.aborted_early}"
         return ""
 
-    # --- from the loading of what it lacks
+    # --- from the loader
 
     def loaded(self, generation: int) -> list[Action]:
         if self._next is None or self._next.generation != generation:
-            return []  # it was given up meanwhile
+            return []  # dropped meanwhile
         self._next.stage = TransitionStage.PREPARED
         messages = [self._next.message(peer) for peer in self._peers]
         return [*messages, TransitionReport(generation, MoveOutcome.READY), *self._settle()]
@@ -233,13 +232,13 @@ class ExpertGenerations:
 
     # --- from attention ranks
 
-    def joined(self, name: str) -> list[Action]:
+    def add_peer(self, name: str) -> list[Action]:
         self._peers[name] = _Peer()
         if self._next is None or self._next.stage is TransitionStage.LOADING:
             return []
         return [self._next.message(name)]
 
-    def lost(self, name: str) -> list[Action]:
+    def remove_peer(self, name: str) -> list[Action]:
         if self._peers.pop(name, None) is None or self._next is None:
             return []
         if not self._peers and self._next.stage is TransitionStage.LOADING:
@@ -260,18 +259,18 @@ class ExpertGenerations:
         return self._settle()
 
     def committed(self, name: str, generation: int, priority: Priority) -> list[Action]:
-        """It uses none before `generation`, and has sent nothing for them after this, of that
-        class."""
+        """Handle COMMITTED: the rank uses no generation before this one, and sends nothing more for
+        them in this class."""
         peer = self._peers.get(name)
         if peer is None:
             return []
         peer.committed[priority] = max(peer.committed[priority], generation)
         return self._settle()
 
-    # --- what follows
+    # --- transitions
 
     def _settle(self) -> list[Action]:
-        """What is to be done once an attention rank has said something, or is gone."""
+        """Return the actions due after a message from an attention rank, or its loss."""
         if self._next is None:
             return []
         generation, peers = self._next.generation, self._peers.values()
@@ -302,7 +301,7 @@ class ExpertGenerations:
                 yield coming.message(name, peer.attempt)
 
     def _vote_abort(self, reason: str) -> list[Action]:
-        """Of the next one, which is not placed yet."""
+        """Abort the pending generation, which is not prepared yet."""
         assert self._next is not None
         generation, self._next = self._next.generation, None
         return [FreeExperts(generation), *self._abort_votes(generation, reason)]

@@ -1,5 +1,4 @@
-"""What a generation of experts needs: one brings it in, another keeps it
-(actors/rebalance/expert_rebalancer.py says when)."""
+"""Loading the experts of a placement generation on an expert rank."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ P_in = TypeVar("P_in", contravariant=True)
 
 
 class LoadResult(NamedTuple, Generic[P]):
-    """What a generation needs is there, or why not. experts: as `GenerationStore.place` takes
-    them."""
+    """Outcome of a load. experts: argument of `GenerationStore.place`; None: failed."""
 
     generation: int
     experts: P | None
@@ -54,7 +52,7 @@ class LoadResult(NamedTuple, Generic[P]):
 
 
 class GenerationStore(Protocol[P_in]):
-    """A `RankExperts` of several generations."""
+    """Experts of several generations."""
 
     @property
     def count(self) -> int: ...
@@ -67,26 +65,26 @@ class GenerationStore(Protocol[P_in]):
 
 
 class ExpertLoader(Protocol[P]):
-    """Brings in what a generation has here that the present one has not. expert_bytes: of each."""
+    """Loads the experts that a generation adds to this rank. expert_bytes: of each."""
 
     @property
     def expert_bytes(self) -> int: ...
 
     def room(self) -> tuple[str, int]:
-        """Where it brings them, and the free bytes there. From any thread."""
+        """Return the target memory's name and its free bytes. Thread-safe."""
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        """Why that cannot be; empty: it can. resizes: the number of ranks may change, however much
-        that brings in."""
+        """Return why a placement is not possible, or "". resizes: the launcher changes the number
+        of ranks, without a limit of bytes."""
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
-        """`done` is called once, from any thread, unless it is stopped before."""
+        """Start loading. `done` is called once, on any thread, unless stopped before."""
 
     def stop(self) -> None:
-        """What has come is let go of."""
+        """Stop loading and drop what has arrived."""
 
-    def settled(self, placement: Placement) -> None:
-        """That is what ranks have now, and no other."""
+    def on_commit(self, placement: Placement) -> None:
+        """Record the placement in use."""
 
     def close(self) -> None: ...
 
@@ -94,17 +92,17 @@ class ExpertLoader(Protocol[P]):
 log = logging.getLogger("tandem.experts")
 
 _PIECE_BYTES: Final = 1 << 20  # copied or received at once
-_BURST_S: Final = 0.01  # of what was not used of the rate
-_FREE_PAUSE_S: Final = 0.001  # between layers: giving memory back holds others up
+_BURST_S: Final = 0.01  # of unused rate that may be caught up
+_FREE_PAUSE_S: Final = 0.001  # between layers: unmapping memory delays other threads
 _STOP_S: Final = 10.0
 
 
 class StoppedError(Exception):
-    """What is being brought in is not wanted any more."""
+    """Loading was stopped."""
 
 
 class RateLimiter:
-    """Keeps to a rate: `acquire` returns when so many bytes were due. Raises StoppedError."""
+    """`acquire` returns when that many bytes are due at the rate. Raises StoppedError."""
 
     def __init__(self, bytes_per_s: float, stopped: threading.Event, clock: Clock) -> None:
         self._bytes_per_s, self._stopped, self._clock = bytes_per_s, stopped, clock
@@ -120,7 +118,7 @@ class RateLimiter:
 
 
 class PacedLoader(Loader):
-    """Copies in pieces, at the pace."""
+    """Copies in pieces at a limited rate."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, limiter: RateLimiter
@@ -137,27 +135,26 @@ class PacedLoader(Loader):
 
 
 class ExpertPeers(Protocol):
-    """Expert ranks that give what they have (actors/weights/expert_giver.py)."""
+    """Expert ranks that send their experts (actors/gather/expert_exchange.py)."""
 
     def fetch(
         self, rank: int, key: LayerExpert, into: Sequence[Tensor], limiter: RateLimiter
     ) -> None:
-        """Raises ChannelError where that rank does not give it."""
+        """Receive one expert into `into`. Raises ChannelError if the rank does not send it."""
 
 
 class CachedExpertLoader:
-    """A `ExpertLoader` of ranks that read experts as they are wanted (`CachedExperts`): a
-    generation is a list of what is theirs."""
+    """An `ExpertLoader` of `CachedExperts`, which load on demand: a generation is a list of
+    experts."""
 
     def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
-        """asked: attention ranks ask for it, because a rank was lost."""
+        """urgent: for leases of attention ranks after a loss."""
         self._spec, self._model, self._urgent = spec, model, urgent
         self._ranks = spec.placement.ranks
 
     expert_bytes = 0
 
     def room(self) -> tuple[str, int]:
-        """None is needed."""
         return "", 0
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
@@ -171,18 +168,17 @@ class CachedExpertLoader:
         done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
     def stop(self) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
-    def settled(self, placement: Placement) -> None:
+    def on_commit(self, placement: Placement) -> None:
         self._ranks = placement.ranks
 
     close = stop
 
 
 class ResidentExpertLoader:
-    """A `ExpertLoader` of ranks that have all of their experts (`ResidentExperts`). asked:
-    attention ranks ask
-    for it, because a rank was lost, and wait: as fast as it goes, however much it is."""
+    """An `ExpertLoader` of `ResidentExperts`. urgent: for leases of attention ranks after a loss,
+    without limits of rate or bytes."""
 
     def __init__(
         self,
@@ -195,7 +191,7 @@ class ResidentExpertLoader:
         *,
         urgent: bool = False,
     ) -> None:
-        """loaded: fingerprint of the checkpoint's files when this rank began to read them."""
+        """loaded: fingerprint of the checkpoint's files when this rank started to read them."""
         self._urgent = urgent
         self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
         self._loaded = loaded
@@ -224,7 +220,7 @@ class ResidentExpertLoader:
     def begin(self, placement: Placement, done: Callable[[LoadResult[ExpertHalf]], None]) -> None:
         before, self._stopped = self._thread, threading.Event()
         task = _LoadTask(self, placement, self._placement, self._stopped)
-        name = f"{self._spec.name}-bring"
+        name = f"{self._spec.name}-load-experts"
         run = threading.Thread(target=task.run, args=(before, done), name=name, daemon=True)
         self._thread = run
         run.start()
@@ -232,7 +228,7 @@ class ResidentExpertLoader:
     def stop(self) -> None:
         self._stopped.set()
 
-    def settled(self, placement: Placement) -> None:
+    def on_commit(self, placement: Placement) -> None:
         self._placement = placement
 
     def close(self) -> None:
@@ -241,8 +237,8 @@ class ResidentExpertLoader:
             self._thread.join(_STOP_S)
 
     def _free(self, half: ExpertHalf) -> None:
-        """On a thread: thousands of pages go back to the kernel, and the loop should not wait."""
-        name = f"{self._spec.name}-let-go"
+        """Free on a thread: returning thousands of pages to the kernel would delay the loop."""
+        name = f"{self._spec.name}-free-experts"
         threading.Thread(target=_free, args=(half.layers(),), name=name, daemon=True).start()
 
     def _lacking(self, placement: Placement) -> list[LayerExpert]:
@@ -254,13 +250,13 @@ class ResidentExpertLoader:
         if wanted_bytes <= self._config.max_move_bytes:
             return ""
         return (
-            f"it brings {wanted_bytes} bytes of experts to {self._spec.name}, "
+            f"it loads {wanted_bytes} bytes of experts on {self._spec.name}, "
             f"placement.max_move_bytes={self._config.max_move_bytes}: move them in several steps"
         )
 
 
 class _LoadTask:
-    """One move, on its thread."""
+    """One load, on its own thread."""
 
     def __init__(
         self,
@@ -275,7 +271,7 @@ class _LoadTask:
         self._urgent = parts._urgent
         self._placement, self._present = placement, present
         self._stopped, self._loaded = stopped, parts._loaded
-        self._lost: set[int] = set()  # peers that gave nothing
+        self._lost: set[int] = set()  # peers that failed
         self._checkpoint: Checkpoint | None = None
 
     def run(
@@ -295,7 +291,7 @@ class _LoadTask:
             return
         except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
             detail = error.message if isinstance(error, TandemError) else str(error)
-            reason = f"{self._spec.name} cannot bring its experts in: {detail}"
+            reason = f"{self._spec.name} cannot load its experts: {detail}"
         seconds = self._clock() - start_s
         done(LoadResult(generation, half, reason, limiter.num_bytes, seconds))
 
@@ -310,7 +306,7 @@ class _LoadTask:
             )
         received = {key: self._load_expert(key, limiter) for key in keys}
         if self._checkpoint is not None:
-            self._check_same()  # nor was it replaced meanwhile
+            self._check_same()  # the files were not replaced meanwhile
         return assemble_half(self._half, ids_of, received)
 
     def _load_expert(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer:
@@ -327,17 +323,17 @@ class _LoadTask:
         return read
 
     def _check_same(self) -> None:
-        """Raises CheckpointError where the files are no longer those that this rank loaded: experts
-        of two models would be one layer."""
+        """Raise CheckpointError if the files changed since this rank loaded them: a layer would mix
+        experts of two models."""
         folder = Path(self._spec.model_folder)
         if fingerprint(folder) != self._loaded:
             raise CheckpointError(
                 f"{folder}: the checkpoint was replaced since {self._spec.name} loaded it: put the "
-                "files back (as they were, times too), or start the group anew"
+                "files back (with their times), or restart the group"
             )
 
     def _from_peer(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer | None:
-        """The first that has it and gives it. One that fails is not asked again in this move."""
+        """Receive an expert from the first rank that sends it, without those that have failed."""
         if self._peers is None or not self._layout.packed:
             return None
         layer, expert = key
@@ -373,8 +369,8 @@ def _free(layers: dict[int, ExpertLayer]) -> None:
 def misfit(
     spec: RankSpec, model: ModelSpec, placement: Placement, ranks: int, *, urgent: bool
 ) -> str:
-    """Why a placement is none for this group; empty: it is one. ranks: that there are. asked: by
-    attention ranks or the launcher, who may want more or fewer."""
+    """Return why a placement does not fit the group, or "". ranks: current number. urgent: from
+    attention ranks or the launcher, which may use more or fewer."""
     if spec.config.placement.rebalance == "off" and not urgent:
         return "placement.rebalance=off: experts stay where they are"
     try:

@@ -1,89 +1,80 @@
-"""Which expert ranks an attention rank can ask for what, and who stands in for those that are lost:
-a small machine without I/O, threads or a clock.
+"""Which expert ranks an attention rank can use, and the failover placement while some are lost: a
+state machine without I/O, threads or a clock.
 
-    all there            lost: expert-1               another expert-1
-    base ──────────────> base, its part waits ─────────────────────────> base
-                            │  WANTED stand-in ──> HELD by all others
-                            └────────────────────> stand-in ───────────> base, LEFT stand-in
+    all ready            expert-1 is lost             new expert-1 is ready
+    base ──────────────> base, requests wait ──────────────────────────> base
+                            │  ACQUIRE failover ──> READY from all others
+                            └────────────────────> failover ──────────> base, RELEASE failover
 
-Ranks that the present generation is not on, because they have come for the next one or may go, are
-neither there nor absent. One that says LEAVING is stood in for like a lost one, but asked until
-that is so; then LEAVING is said back to it.
+Ranks outside the current generation are neither ready nor absent. A rank that sends DRAINING is
+replaced like a lost one, but stays in use until then; DRAINING is then returned to it.
 
-A rank can be asked for the experts of a generation once it has said HELD of it: by itself when it
-is joined, later as an answer to a WANTED, whose attempt it says. A stand-in that was left and is
-wanted again is a new attempt, and the late answer to the one before counts for nothing.
+A rank can serve a generation after READY: sent when it joins, or as the answer to an ACQUIRE, whose
+attempt it carries. Acquiring a released failover placement again is a new attempt; a late answer to
+the previous attempt is ignored.
 
-Every attention rank decides by itself: what stands in is a pure function of the generation and of
-who is lost (planner/placement/failover.py), so that all that see the same loss want the same of the
-others.
+Every attention rank decides on its own. The failover placement is a pure function of the generation
+and the lost ranks (planner/placement/failover.py), so that ranks which see the same loss acquire
+the same placement.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final, NamedTuple
+from typing import Final
 
 from actors.channels.base import PacketKind
+from actors.moe.topology import MissingRank
 from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.placement import Placement
 from contracts.ranks import Group, rank_names
 from planner.placement.failover import failover_placement, is_failover
 
-_SETTLED_S: Final = 0.5  # who is not linked by then counts as lost
-
-
-class MissingRank(NamedTuple):
-    """Of a rank without the present generation's experts. epoch: of the one that was lost."""
-
-    reason: str
-    epoch: int
-    since_s: float
-    is_lost: bool
+_SETTLED_S: Final = 0.5  # a rank not linked by then is lost
 
 
 class ExpertMembership:
-    """base: the present generation. placement: what the next layer is dispatched by, `base` or what
-    stands in for it. changes: how often any of this has changed. stood_in: how often another
-    placement than `base` was taken up. Methods return the packets to send, in order."""
+    """base: the current generation. placement: `base` or its failover placement, used by the next
+    layer. changes: number of state changes. stood_in: number of failovers. Methods return the
+    packets to send, in order."""
 
     def __init__(self, base: Placement) -> None:
         self.base = self.placement = base
         self.changes = self.stood_in = 0
         self.absent: dict[str, MissingRank] = {}
-        self.abort_reason = ""  # why nothing stands in; empty: nobody said no
-        self._ready: dict[str, set[int]] = {}  # of those that are linked: what they have said
-        self._requests: dict[str, dict[int, int]] = {}  # generations, and the attempt of each
+        self.abort_reason = ""  # why there is no failover placement
+        self._ready: dict[str, set[int]] = {}  # generations, by linked rank
+        self._requests: dict[str, dict[int, int]] = {}  # attempt by rank and generation
         self._attempts = LAUNCH_ATTEMPT
-        self._draining: dict[str, bool] = {}  # those that are to go: whether they have been let go
+        self._draining: dict[str, bool] = {}  # True once DRAINING was returned
         self._unwilling: set[int] = set()
-        self._target: Placement | None = None  # a stand-in that is wanted
+        self._target: Placement | None = None  # failover placement to acquire
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Names of the ranks that the present generation is on."""
+        """Names of the ranks of the current generation."""
         return rank_names(Group.EXPERT, self.base.ranks)
 
     def can_serve(self, expert: str, generation: int) -> bool:
-        """Whether it can be asked for that."""
+        """True if the rank is ready for that generation."""
         return generation in self._ready.get(expert, ())
 
     def requested(self, generation: int) -> Placement | None:
-        """That it asks for; None: no more."""
+        """Return the placement of a generation that is being acquired."""
         known = (self.base, self._target)
         return next((one for one in known if one and one.generation == generation), None)
 
     # --- from expert ranks
 
-    def joined(self, expert: str) -> None:
+    def add_peer(self, expert: str) -> None:
         self._ready[expert], self._requests[expert] = set(), {}
         self._draining.pop(expert, None)
 
     def mark_ready(
         self, expert: str, generation: int, now_s: float, attempt: int = LAUNCH_ATTEMPT
     ) -> list[PlacementMessage]:
-        """attempt: of the WANTED that this answers; LAUNCH_ATTEMPT: it says so by itself, which
-        nobody does of a stand-in."""
+        """Handle READY. attempt: of the ACQUIRE that it answers; LAUNCH_ATTEMPT: unsolicited, which
+        never concerns a failover placement."""
         if expert not in self._ready:
             return []
         if attempt == LAUNCH_ATTEMPT and not is_failover(generation):
@@ -98,7 +89,7 @@ class ExpertMembership:
     def add_abort_vote(
         self, expert: str, generation: int, reason: str, now_s: float
     ) -> list[PlacementMessage]:
-        """It will not have that."""
+        """Handle a refused ACQUIRE."""
         requests = self._requests.get(expert, {})
         if generation not in requests:
             return []
@@ -109,7 +100,9 @@ class ExpertMembership:
         self.abort_reason = reason
         return self.settle(now_s)
 
-    def lost(self, expert: str, reason: str, epoch: int, now_s: float) -> list[PlacementMessage]:
+    def remove_peer(
+        self, expert: str, reason: str, epoch: int, now_s: float
+    ) -> list[PlacementMessage]:
         self._ready.pop(expert, None)
         self._requests.pop(expert, None)
         self._draining.pop(expert, None)
@@ -119,7 +112,7 @@ class ExpertMembership:
         return self.settle(now_s)
 
     def start_draining(self, expert: str, now_s: float) -> list[PlacementMessage]:
-        """It is to go, and is asked until others stand in."""
+        """Handle DRAINING: use the rank until others have its experts."""
         if expert not in self._ready or expert in self._draining:
             return []
         self._draining[expert] = False
@@ -132,16 +125,16 @@ class ExpertMembership:
     def switch_to(
         self, base: Placement, holders: Collection[str], now_s: float
     ) -> list[PlacementMessage]:
-        """To another generation, which those have."""
+        """Switch to another generation, which `holders` have."""
         self.base = base
         for expert in self._ready.keys() & set(holders):
             self._ready[expert].add(base.generation)
         if not is_failover(self.placement.generation):
-            self.placement = base  # nothing before it may be asked for any more
+            self.placement = base  # no earlier generation may be used
         return self.settle(now_s)
 
     def poll(self, now_s: float) -> list[PlacementMessage]:
-        """What is due by now."""
+        """Declare ranks lost that did not link in time."""
         late = [
             (expert, missing_rank)
             for expert, missing_rank in self.absent.items()
@@ -154,7 +147,7 @@ class ExpertMembership:
         return self.settle(now_s) if late else []
 
     def settle(self, now_s: float) -> list[PlacementMessage]:
-        """Who is there, what is wanted of them, and what is used."""
+        """Update the missing ranks, the failover placement and what is in use."""
         self.changes += 1
         base, experts = self.base.generation, self.experts
         for expert in self.absent.keys() - set(experts):
@@ -163,7 +156,7 @@ class ExpertMembership:
             if self.can_serve(expert, base) and expert not in self._draining:
                 self.absent.pop(expert, None)
             elif expert not in self.absent:
-                reason = f"{expert} has not said what it has"
+                reason = f"{expert} has not reported its experts"
                 self.absent[expert] = MissingRank(reason, 0, now_s, False)
         self._target = self._stand_in()
         present = [expert for expert in experts if expert not in self.absent]
@@ -185,7 +178,7 @@ class ExpertMembership:
         return messages
 
     def release_unused(self, in_use: Collection[int]) -> list[PlacementMessage]:
-        """Of stand-ins that are not needed any more. in_use: by what is under way."""
+        """Release failover placements that are neither needed nor in_use."""
         messages = []
         for expert, requests in self._requests.items():
             for generation in [one for one in requests if self._is_unused(one)]:
@@ -200,7 +193,7 @@ class ExpertMembership:
         return messages
 
     def _drained(self) -> list[str]:
-        """Those that are to go, and that nothing more will be asked of."""
+        """Return the draining ranks that will receive nothing more."""
         return [
             expert
             for expert, has_gone in self._draining.items()
@@ -209,7 +202,7 @@ class ExpertMembership:
 
     @property
     def has_unused(self) -> bool:
-        """Whether there are any, or ranks that may go, but for what is under way."""
+        """True if leases or draining ranks can be released."""
         return bool(self._drained()) or any(
             self._is_unused(one) for requests in self._requests.values() for one in requests
         )

@@ -1,4 +1,4 @@
-"""What became of an expert rank's moves: counted, told to the planner, and in the log."""
+"""Placement transitions and leases of an expert rank, and their outcomes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from planner.placement.failover import is_failover
 
 log = logging.getLogger("tandem.experts")
 
-_FAILURES = 8  # are remembered
+_FAILURES = 8  # kept
 
 
 class MoveRecorder:
-    """counts, loaded_bytes, load_s: so far. failures: by generation, why the latest that have
-    failed did. Read from any thread."""
+    """Counts and reports the outcomes of moves. failures: latest reasons, by generation. Read from
+    any thread."""
 
     def __init__(self, rank: str, report: Callable[[PlacementReport], None]) -> None:
         self._rank, self._report = rank, report
@@ -45,7 +45,7 @@ class MoveRecorder:
         self.load_s += result.seconds
 
     def record(self, report: TransitionReport, result: LoadResult[Any] | None) -> None:
-        """brought: what came last."""
+        """result: of the last load."""
         if result is None or result.generation != report.generation:
             result = LoadResult(report.generation, None)
         level = logging.WARNING if report.outcome is MoveOutcome.FAILED else logging.INFO
@@ -79,7 +79,7 @@ P = TypeVar("P")
 
 
 class _Proposal(NamedTuple):
-    """present: of one that resizes, what is used now."""
+    """present: the current placement, if the launcher proposes a resize."""
 
     placement: Placement
     present: Placement | None = None
@@ -87,8 +87,8 @@ class _Proposal(NamedTuple):
 
 
 class ExpertRebalancer(Generic[P]):
-    """A `Generations` of an expert server. placement: the newest that all attention ranks use.
-    stood_in: how often it has stood in for others, so far."""
+    """A `PlacementHandler`. placement: the newest that all attention ranks use. stood_in: number of
+    failover placements served."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class ExpertRebalancer(Generic[P]):
         report: Callable[[PlacementReport], None] = lambda outcome: None,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """bringer: of what is proposed. at_once: of what is wanted; requests wait for it. settled:
-        called when `placement` is another."""
+        """loader: for proposals. urgent_loader: for leases, on which requests wait. settled: called
+        when `placement` has changed."""
         self.placement = placement
         self._endpoint, self._store = endpoint, store
         self._loader, self._urgent_loader = loader, urgent_loader
@@ -124,29 +124,29 @@ class ExpertRebalancer(Generic[P]):
 
     @property
     def experts(self) -> int:
-        """Distinct ones that are there, of all layers. From any thread."""
+        """Number of distinct experts. Thread-safe."""
         return self._store.count
 
     @property
     def newest(self) -> int:
-        """The largest generation that it was ever told of. From any thread."""
+        """The newest generation known. Thread-safe."""
         return self._machine.newest
 
     @property
     def under_way(self) -> int | None:
-        """The generation that is to come. From any thread."""
+        """The generation in transition. Thread-safe."""
         return self._machine.under_way
 
     def propose(self, placement: Placement) -> None:
-        """From any thread."""
+        """Propose a placement. Thread-safe."""
         self._propose(_Proposal(placement))
 
     def resize(self, request: PlacementUpdate) -> None:
-        """From any thread."""
+        """Propose a placement on another number of ranks. Thread-safe."""
         self._propose(_Proposal(request.placement, request.present, request.within_s))
 
     def placed(self) -> PlacementState:
-        """From any thread."""
+        """Return the state of the placement. Thread-safe."""
         node, free_bytes = self._loader.room()
         return PlacementState(
             placement=self.placement,
@@ -179,7 +179,7 @@ class ExpertRebalancer(Generic[P]):
             self._drained_by.add(packet.peer)
 
     def announce_drain(self) -> None:
-        """To all attention ranks, those too that come yet: they ask others."""
+        """Announce to all attention ranks, including later ones, that this rank leaves."""
         self._is_draining = True
         for peer in self._endpoint.peers():
             self._sender.send(
@@ -188,10 +188,10 @@ class ExpertRebalancer(Generic[P]):
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody asks it any more."""
+        """True if no attention rank uses this rank any more."""
         return self._drained_by.issuperset(self._endpoint.peers())
 
-    def joined(self, peer: str) -> None:
+    def add_peer(self, peer: str) -> None:
         self._sender.send(
             PlacementMessage(peer, PacketKind.READY, self.placement.generation), self.placement
         )
@@ -200,17 +200,17 @@ class ExpertRebalancer(Generic[P]):
             self._sender.send(
                 PlacementMessage(peer, PacketKind.DRAINING, self.placement.generation)
             )
-        self._do(self._machine.joined(peer))
+        self._do(self._machine.add_peer(peer))
 
-    def lost(self, peer: str) -> None:
-        self._do_leases(self._leases.lost(peer))
-        self._do(self._machine.lost(peer))
+    def remove_peer(self, peer: str) -> None:
+        self._do_leases(self._leases.remove_peer(peer))
+        self._do(self._machine.remove_peer(peer))
 
     def poll(self) -> Iterable[int]:
         while self._proposed:
             placement, present, within_s = self._proposed.popleft()
             if present is not None and self._machine.under_way is None:
-                self._loader.settled(present)
+                self._loader.on_commit(present)
             misfit = self._loader.misfit(placement, resizes=present is not None)
             self._do(self._machine.proposed(placement, self._clock(), misfit, within_s))
         while self._results:
@@ -227,7 +227,7 @@ class ExpertRebalancer(Generic[P]):
         self._loader.close()
         self._urgent_loader.close()
 
-    # --- what is wanted
+    # --- leases
 
     def _acquire_lease(self, packet: Packet) -> None:
         peer = packet.peer
@@ -255,7 +255,7 @@ class ExpertRebalancer(Generic[P]):
     def _take_urgent(self, result: LoadResult[P]) -> None:
         generation = result.generation
         if generation != self._leases.loading:
-            return  # nobody wants it any more
+            return  # the lease was released
         self.outcomes.add_result(result)
         event(
             log,
@@ -291,7 +291,7 @@ class ExpertRebalancer(Generic[P]):
         self._endpoint.wake()
 
     def _free_unleased(self, generation: int) -> None:
-        """Nobody wants it any more. What has been proposed, or is in use, stays."""
+        """Free a released generation, unless it is proposed or in use."""
         if not self._store.holds(generation):
             self._urgent_loader.stop()
             return
@@ -300,8 +300,8 @@ class ExpertRebalancer(Generic[P]):
             self._free_generation(generation)
 
     def _adopt(self) -> None:
-        """What attention ranks use here is the present generation, once they say so of all before
-        it."""
+        """Make the generation that attention ranks use on this rank the current one, once they have
+        committed it."""
         newest = self._leases.newest(self._machine.current)
         if newest is None or not self._store.holds(newest.generation):
             return
@@ -314,12 +314,12 @@ class ExpertRebalancer(Generic[P]):
             self._store.free(generation)
             self._freed.append(generation)
 
-    # --- what is proposed
+    # --- proposals
 
     def _take(self, result: LoadResult[P]) -> None:
         if result.generation != self._machine.under_way:
-            return  # it was given up meanwhile
-        self._last = result._replace(experts=None)  # the store has them
+            return  # dropped meanwhile
+        self._last = result._replace(experts=None)  # the store keeps the experts
         self.outcomes.add_result(result)
         if result.experts is None:
             self._do(self._machine.failed(result.generation, result.reason))
@@ -351,10 +351,10 @@ class ExpertRebalancer(Generic[P]):
     def _free(self, generation: int) -> None:
         if not self._leases.needs(generation):
             self._free_generation(generation)
-        if generation != self.placement.generation:  # the next one comes to nothing
+        if generation != self.placement.generation:  # the next generation was aborted
             self._loader.stop()
             self._coming = None
         elif self._coming is not None:
             self.placement, self._coming = self._coming, None
-            self._loader.settled(self.placement)
+            self._loader.on_commit(self.placement)
             self._settled()

@@ -1,8 +1,7 @@
-"""An attention rank follows the experts: from one generation to the next as they move, be it to
-more ranks or to fewer, and to those that stand in when an expert rank is lost.
+"""An attention rank's view of the experts: follows placement generations and lost expert ranks.
 
-Owned by the plane's thread. The rules are those of `AttentionGenerations` and `ExpertMembership`;
-here are the packets.
+Owned by the backend's thread. `AttentionGenerations` and `ExpertMembership` hold the rules; this
+module sends and receives the packets.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Endpoint, Packet, PacketKind, PeerLost
+from actors.moe.topology import MissingRank, Topology
 from actors.rebalance.expert_generations import PlacementMessage
-from actors.rebalance.expert_membership import ExpertMembership, MissingRank
+from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of
 from actors.rebalance.placement_transition import AttentionGenerations
 from contracts.clock import Clock
@@ -26,9 +26,8 @@ log = logging.getLogger("tandem.experts")
 
 
 class PlacementClient:
-    """slots: what the next layer is dispatched by. generation: the present one, which may have a
-    stand-in. switches: how often that has changed. repairs: how often lost ranks were stood in for
-    ("stand_in"), and came back ("return")."""
+    """A `TopologySource`. switches: number of generation changes. repairs: number of failovers
+    ("stand_in") and of recovered ranks ("return")."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class PlacementClient:
         check: Callable[[Placement], None],
         clock: Clock,
     ) -> None:
-        """check: raises ConfigError where a placement is of another model."""
+        """check: raises ConfigError for a placement of another model."""
         self.slots, self._used = ExpertPlacement(placement), placement
         self.switches = 0
         self.repairs = {"stand_in": 0, "return": 0}
@@ -47,6 +46,8 @@ class PlacementClient:
         self._membership = ExpertMembership(placement)
         self._sender = PlacementSender(endpoint, clock)
         self._present = frozenset[str]()
+        self._changes = -1  # of the membership, in `topology`
+        self.topology = Topology(placement.generation, self.slots, self.experts)
         self._name, self._check, self._clock = endpoint.name, check, clock
 
     @property
@@ -55,42 +56,39 @@ class PlacementClient:
 
     @property
     def ranks(self) -> int:
-        """Expert ranks that the present generation is on."""
+        """Number of expert ranks of the current generation."""
         return self._generations.current.ranks
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Names of expert ranks by number, those that it is not on any more too. Never fewer."""
+        """Names of expert ranks by number, including unused ones; never shrinks."""
         return self._generations.experts
 
     @property
-    def used(self) -> int:
-        """The generation of `slots`."""
-        return self._used.generation
-
-    @property
-    def changes(self) -> int:
-        """How often `slots`, or who can be asked for them, has changed."""
-        return self._membership.changes
-
-    @property
     def absent(self) -> dict[str, MissingRank]:
-        """Ranks without the experts of the present generation. A copy, from any thread."""
+        """Ranks without the current generation's experts. A copy; thread-safe."""
         return dict(self._membership.absent)
 
     @property
     def uses_stand_in(self) -> bool:
-        """Whether others do the work of those. From any thread."""
+        """True if a failover placement is in use. Thread-safe."""
         return is_failover(self._used.generation)
 
     @property
     def waits(self) -> bool:
-        """Whether what needs the experts of those can only wait. From any thread."""
+        """True if requests wait for missing experts. Thread-safe."""
         return bool(self._membership.absent) and not self.uses_stand_in
 
-    def can_serve(self, expert: str) -> bool:
-        """Whether it can be sent what `slots` says."""
-        return self._membership.can_serve(expert, self._used.generation)
+    def _update_topology(self) -> None:
+        membership, used = self._membership, self._used.generation
+        has_unused = membership.has_unused
+        if self._changes == membership.changes and has_unused == self.topology.has_unused:
+            return
+        self._changes = membership.changes
+        names = enumerate(self.experts[: self._used.ranks])
+        lost = frozenset(rank for rank, name in names if not membership.can_serve(name, used))
+        missing = tuple(membership.absent.items())
+        self.topology = Topology(used, self.slots, self.experts, lost, has_unused, missing)
 
     def begin_layer(self) -> int:
         return self._generations.begin_layer()
@@ -99,7 +97,7 @@ class PlacementClient:
         self._send(self._generations.end_layer(generation))
 
     def handle(self, packet: Packet) -> None:
-        """PLACED, WITHDRAWN, HELD or LEAVING; anything else is none of its business."""
+        """Handle PREPARED, ABORT_VOTE, READY or DRAINING; ignore other packets."""
         kind = packet.header.kind
         if kind is PacketKind.PREPARED:
             self._on_prepared(packet)
@@ -110,38 +108,31 @@ class PlacementClient:
         elif kind is PacketKind.DRAINING:
             self._apply(self._membership.start_draining(packet.peer, self._clock()))
 
-    def joined(self, expert: str) -> None:
-        """It says by itself what it has."""
-        self._generations.joined(expert)
-        self._membership.joined(expert)
+    def add_peer(self, expert: str) -> None:
+        self._generations.add_peer(expert)
+        self._membership.add_peer(expert)
 
-    def lost(self, lost: PeerLost) -> None:
-        """Of an expert rank. What is to come is let go of by the others. One that nothing is asked
-        of any more may go."""
+    def remove_peer(self, lost: PeerLost) -> None:
+        """Handle the loss of an expert rank; one that is not in use may leave."""
         now_s, is_used = self._clock(), lost.peer in self._membership.experts
         name, level = (
             ("peer_lost", logging.ERROR) if is_used else ("peer_disconnected", logging.INFO)
         )
         event(log, name, level, rank=self._name, reason=lost.error.message)
-        self._send(self._generations.lost(lost.peer))
-        self._apply(self._membership.lost(lost.peer, lost.error.message, lost.epoch, now_s))
+        self._send(self._generations.remove_peer(lost.peer))
+        self._apply(self._membership.remove_peer(lost.peer, lost.error.message, lost.epoch, now_s))
 
     def poll(self) -> None:
-        """What is due by now."""
         now_s = self._clock()
         self._send(self._generations.poll(now_s))
         if self._membership.absent:
             self._apply(self._membership.poll(now_s))
         self._sender.flush()
-
-    @property
-    def has_unused(self) -> bool:
-        """Whether somebody stands in who need not any more."""
-        return self._membership.has_unused
+        self._update_topology()
 
     def release_unused(self, in_use: Collection[int]) -> None:
-        """in_use: generations of what is under way."""
         self._send(self._membership.release_unused(in_use))
+        self._update_topology()
 
     def _on_prepared(self, packet: Packet) -> None:
         generation, now_s = packet.header.generation, self._clock()
@@ -150,7 +141,7 @@ class PlacementClient:
         try:
             placement = self._placement_of(packet)
         except ValueError as error:
-            self._send(self._generations.abort(generation, str(error), now_s))
+            self._send(self._generations.add_abort_vote(generation, str(error), now_s))
             return
         holders = self._generations.holders(generation) | {packet.peer}
         attempt, within_s = packet.header.batch, float(packet.header.token_group)
@@ -177,7 +168,7 @@ class PlacementClient:
         self._apply(self._membership.add_abort_vote(packet.peer, generation, reason, now_s))
 
     def _on_ready(self, packet: Packet) -> None:
-        """Of one that has just been joined, maybe a generation that all others use by now."""
+        """Handle READY; a rank that has just joined may have a generation that others use."""
         generation = packet.header.generation
         try:
             placement = self._placement_of(packet)
@@ -206,7 +197,7 @@ class PlacementClient:
         self._apply(self._membership.switch_to(placement, holders, self._clock()))
 
     def _apply(self, messages: Iterable[PlacementMessage]) -> None:
-        """Says it, and goes over to what is used now."""
+        """Send the packets and switch to the placement in use."""
         self._send(messages)
         membership = self._membership
         present = frozenset(membership.experts) - membership.absent.keys()

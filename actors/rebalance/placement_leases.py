@@ -1,13 +1,12 @@
-"""Generations that attention ranks need of an expert rank without a planner's proposal: what stands
-in for a lost rank, or what is used where this rank has taken the place of a lost one. A small
-machine without I/O, threads or a clock.
+"""Leases of attention ranks on generations that no planner proposed: failover placements, and the
+current generation on a replacement rank. A state machine without I/O, threads or a clock.
 
-    WANTED ──> Load, one at a time ──> HELD to all that want it
-    LEFT in each class, RETIRED of a later one, or lost, by all that wanted it ──> Free
+    ACQUIRE ──> load, one at a time ──> READY to all holders
+    RELEASE in each class, COMMITTED of a later generation, or loss, of all holders ──> free
 
-A LEFT of one class may overtake the WANTED before it, or be overtaken by the next one: what is to
-come is counted. Stand-ins are LEFT, a planner's are RETIRED. HELD says the attempt of the WANTED
-that it answers: whoever has left and wants it again waits for the answer to that.
+A RELEASE of one class may overtake the ACQUIRE before it or be overtaken by the next one, so the
+outstanding ones are counted. Failover placements end by RELEASE, a planner's by COMMITTED. READY
+carries the attempt of its ACQUIRE: a rank that acquires again waits for the answer to that attempt.
 """
 
 from __future__ import annotations
@@ -22,38 +21,37 @@ from contracts.placement import Placement
 from contracts.requests import Priority
 from planner.placement.failover import is_failover
 
-MOST: Final = 64  # that one attention rank wants at a time, or has left before it wanted it
+MOST: Final = 64  # leases of one attention rank, including releases that overtook their ACQUIRE
 
 
 class PlacementLeases:
-    """Methods return what is to be done, in order. They raise ValueError for a rank that wants or
-    leaves more than any does: its link is to be cut."""
+    """Methods return actions in order. They raise ValueError for a rank over the limit; its link is
+    then dropped."""
 
     def __init__(self) -> None:
         self.loading: int | None = None
         self._placements: dict[int, Placement] = {}
-        self._by: dict[int, dict[str, int]] = {}  # who wants it, in which attempt
-        self._owed: dict[str, dict[int, Counter[Priority]]] = {}  # LEFT that are to come, by name
-        self._committed: dict[str, dict[Priority, int]] = {}  # the newest of each name
-        self._waiting: list[int] = []  # to be loaded
+        self._by: dict[int, dict[str, int]] = {}  # attempt by generation and holder
+        self._owed: dict[str, dict[int, Counter[Priority]]] = {}  # outstanding RELEASE, by holder
+        self._committed: dict[str, dict[Priority, int]] = {}  # newest, by holder
+        self._waiting: list[int] = []  # generations to load
 
     def needs(self, generation: int) -> bool:
-        """Whether an attention rank does."""
+        """True if an attention rank holds a lease."""
         return generation in self._by
 
     def placement(self, generation: int) -> Placement:
         return self._placements[generation]
 
     def newest(self, above: int) -> Placement | None:
-        """The newest one of a planner's that is there or to come, above that."""
+        """Return the newest leased placement of a planner above that generation."""
         found = [one for one in self._by if not is_failover(one) and one > above]
         return self._placements[max(found)] if found else None
 
     def acquire(
         self, name: str, placement: Placement, attempt: int, *, resident: bool, misfit: str
     ) -> list[Action]:
-        """attempt: which WANTED of that rank it is. there: its experts are. misfit: why they cannot
-        be; empty: they can."""
+        """Handle ACQUIRE. resident: the experts are loaded. misfit: why not, or empty."""
         generation = placement.generation
         if is_failover(generation):
             self._of(name, generation).update(Priority)
@@ -103,14 +101,14 @@ class PlacementLeases:
         return self._without(name, [generation])
 
     def committed(self, name: str, generation: int, priority: Priority) -> list[Action]:
-        """It uses none of a planner's before that."""
+        """Handle COMMITTED: the rank uses no planner's generation before that."""
         newest = self._committed.setdefault(name, dict.fromkeys(Priority, 0))
         newest[priority] = max(newest[priority], generation)
         used_from = min(newest.values())
         before = [one for one in self._by if one < used_from and not is_failover(one)]
         return self._without(name, before)
 
-    def lost(self, name: str) -> list[Action]:
+    def remove_peer(self, name: str) -> list[Action]:
         self._owed.pop(name, None)
         self._committed.pop(name, None)
         return self._without(name, list(self._by))
@@ -124,8 +122,8 @@ class PlacementLeases:
     def _check_count(name: str, known: Collection[int], generation: int) -> None:
         if generation not in known and len(known) >= MOST:
             raise ValueError(
-                f"{name} wants {len(known) + 1} generations at a time, or leaves them before it "
-                f"wants them: {MOST} at most"
+                f"{name} holds {len(known) + 1} generations at a time, or releases them before it "
+                f"acquires them: {MOST} at most"
             )
 
     def _without(self, name: str, generations: Iterable[int]) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Packets about generations of placement: what is said, and how it is read."""
+"""Packets about placement generations."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ from contracts.placement import Placement
 from contracts.requests import Priority
 
 _MOST_TEXT_BYTES: Final = 2000
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# Created at import: msgspec crashes if two threads create the first decoder of a type.
 _decode = msgspec.msgpack.Decoder(Placement).decode
 _IN_EACH_CLASS: Final = (PacketKind.COMMITTED, PacketKind.RELEASE)
 
 
 class PlacementSender:
-    """Sends them in order, each to a peer that may be gone. What this process has no memory or
-    descriptors to send now is sent later: a peer that never heard it would wait for ever."""
+    """Sends packets in order; drops those to peers that are gone.
+
+    What cannot be sent for lack of memory or descriptors is retried: a peer that misses a packet
+    would wait forever.
+    """
 
     def __init__(self, endpoint: Endpoint, clock: Clock) -> None:
         self._endpoint, self._clock = endpoint, clock
         self._unsent: deque[tuple[PlacementMessage, Priority, bytes]] = deque()
 
     def send(self, message: PlacementMessage, placement: Placement | None = None) -> None:
-        """placement: of PLACED, HELD and WANTED. RETIRED and LEFT go in each class: a packet of one
-        may overtake one of the other."""
+        """placement: body of PREPARED, READY and ACQUIRE. COMMITTED and RELEASE are sent in each
+        class, because packets of different classes can overtake each other."""
         text = (message.reason or " ").encode()[:_MOST_TEXT_BYTES]
         body = text if placement is None else msgspec.msgpack.encode(placement)
         for priority in Priority if message.kind in _IN_EACH_CLASS else (Priority.LS,):
@@ -44,10 +47,10 @@ class PlacementSender:
         while self._unsent:
             message, priority, body = self._unsent[0]
             try:
-                if message.peer in self._endpoint.peers():  # else whoever has its name is told anew
+                if message.peer in self._endpoint.peers():  # a new process gets the state anew
                     self._send(message, priority, body)
             except PeerError:
-                pass  # `poll` tells of it
+                pass  # `poll` reports the loss
             except ChannelError:
                 return
             self._unsent.popleft()
@@ -73,8 +76,10 @@ def reason_of(packet: Packet) -> str:
 
 
 def placement_of(packet: Packet) -> Placement:
-    """Of PLACED, HELD and WANTED. Raises ValueError where it is none, or another generation than
-    its header says."""
+    """Return the placement in a PREPARED, READY or ACQUIRE packet.
+
+    Raises ValueError if it is invalid or of another generation than the header.
+    """
     try:
         placement = _decode(_body(packet))
     except FRAME_ERRORS as error:
@@ -88,7 +93,7 @@ def placement_of(packet: Packet) -> Placement:
 
 
 def attempt_of(packet: Packet) -> int:
-    """Of WANTED, and of the HELD that answers it. Raises ValueError where it says none."""
+    """Return the attempt of an ACQUIRE or of its READY. Raises ValueError if unset."""
     header = packet.header
     if header.batch <= LAUNCH_ATTEMPT:
         raise ValueError(

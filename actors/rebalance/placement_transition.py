@@ -1,10 +1,10 @@
-"""Generations of placement on an attention rank: a small machine without I/O or a clock.
+"""Placement generations on an attention rank: a state machine without I/O or a clock.
 
-It goes over to a generation once all expert ranks have said PLACED with the same placement, and
-never back: those that the present one is on, and those of the next one, which may be more or fewer.
-A layer of a micro-batch is computed with one generation, the next layer may be with the next one:
-what is under way ends on what it began with. Once nothing of the old ones is, RETIRED is said.
-The other half, and why attempts are counted: actors/rebalance/expert_generations.py.
+The rank switches to a generation once all expert ranks, of the current generation and of the next,
+have sent PREPARED with the same placement. It never switches back. Each layer of a micro-batch uses
+one generation to its end; the next layer may use the next generation. COMMITTED is sent once no
+layer uses an older one. See actors/rebalance/expert_generations.py for the expert ranks' side and
+for attempts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.placement import Placement
 from contracts.ranks import Group, rank_names
 
-_REMEMBERED: Final = 64  # refused ones: what arrives late for them is known to be late
+_REMEMBERED: Final = 64  # aborted generations, to recognise late packets
 
 
 class _Candidate:
-    """since_s: when the first word of it came, in this attempt. within_s: so long it may take."""
+    """since_s: first packet about it in this attempt. within_s: time limit."""
 
     def __init__(self, since_s: float, within_s: float) -> None:
         self.since_s, self.within_s = since_s, within_s
@@ -29,21 +29,20 @@ class _Candidate:
         self.aborted, self.reason = False, ""
         self.placement: Placement | None = None
         self.prepared: set[str] = set()
-        self.excused: set[str] = set()  # have been lost since
-        self.notified: set[str] = set()  # that it is refused, on the links that there are
+        self.excused: set[str] = set()  # ranks lost since
+        self.notified: set[str] = set()  # ranks that were sent the abort
 
 
 class AttentionGenerations:
-    """current: what the next layer of any micro-batch is computed with. Every method but
-    `begin_layer`
-    returns the packets to send, in order; those of kind RETIRED once in each class."""
+    """current: the generation of new layers. Methods return the packets to send, in order;
+    COMMITTED once for each class."""
 
     def __init__(self, current: Placement, deadline_s: float) -> None:
-        """deadline_s: from the first word of a generation until all must have said PLACED, unless
-        it says of itself that it takes longer."""
+        """deadline_s: time from the first packet about a generation until all ranks must be
+        prepared, unless the generation sets a longer one."""
         self.current = current
         self._deadline_s = deadline_s
-        self._max_ranks = current.ranks  # of all generations that it has heard of
+        self._max_ranks = current.ranks  # over all generations known
         self._candidates: dict[int, _Candidate] = {}
         self._live: Counter[int] = Counter()
         self._owes_commit = False
@@ -56,16 +55,16 @@ class AttentionGenerations:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """Names of all expert ranks that a generation was on, or was to be. Never fewer."""
+        """Names of all expert ranks of any generation known; never shrinks."""
         return _experts(self._max_ranks)
 
     @property
     def lost_experts(self) -> frozenset[str]:
-        """Expert ranks, until others with their experts are in their places."""
+        """Lost expert ranks that have not been replaced."""
         return frozenset(self._lost)
 
     def holders(self, generation: int) -> frozenset[str]:
-        """Who has said PLACED of one that is to come, in the present attempt."""
+        """Return the ranks that have prepared a generation in the current attempt."""
         candidate = self._candidates.get(generation)
         return frozenset() if candidate is None else frozenset(candidate.prepared)
 
@@ -79,21 +78,19 @@ class AttentionGenerations:
         now_s: float,
         within_s: float = 0.0,
     ) -> list[PlacementMessage]:
-        """within_s: how long the whole of it may take, if that is longer than others may."""
+        """Handle PREPARED. within_s: its time limit, if longer than the default."""
         generation = placement.generation
         if generation <= self.generation:
             return []
         self._max_ranks = max(self._max_ranks, placement.ranks)
         candidate = self._candidate(generation, now_s)
-        if (
-            expert not in candidate.notified
-        ):  # its link came later than the refusal, if there was one
+        if expert not in candidate.notified:  # its link is newer than the abort, if any
             if candidate.aborted:
                 return [self._abort_message(generation, expert)]
         elif attempt != candidate.attempt:
-            return []  # it crossed our refusal
+            return []  # it crossed the abort
         candidate.within_s = max(candidate.within_s, within_s)
-        if candidate.aborted:  # somebody uses it: from the start
+        if candidate.aborted:  # another rank uses it: start again
             candidate.aborted, candidate.since_s = False, now_s
         if candidate.placement not in (None, placement):
             return self._abort(generation, f"{expert} has another placement than the rest")
@@ -108,37 +105,35 @@ class AttentionGenerations:
         return self.adopt(placement)
 
     def _needed(self, placement: Placement | None) -> set[str]:
-        """Who must have said PLACED of it: whoever has experts before it, or by it."""
+        """Return the ranks that must prepare it: those of the current and of the next placement."""
         ranks = 0 if placement is None else placement.ranks
         return set(_experts(max(self.current.ranks, ranks)))
 
     def adopt(self, placement: Placement) -> list[PlacementMessage]:
-        """It is used from now on: by all others too, or they are about to."""
+        """Switch to a generation that all other attention ranks use, or will use."""
         self.current, self._owes_commit = placement, True
         self._max_ranks = max(self._max_ranks, placement.ranks)
         self._candidates = {g: c for g, c in self._candidates.items() if g > placement.generation}
         return self._settle()
 
     def add_abort_vote(self, generation: int, reason: str, now_s: float) -> list[PlacementMessage]:
-        """reason: of the expert rank, by name."""
+        """Handle ABORT_VOTE, or a failure here. reason: names the rank."""
         if generation <= self.generation:
             return []
         if self._candidate(generation, now_s).aborted:
             return []
         return self._abort(generation, reason)
 
-    def joined(self, expert: str) -> None:
-        """It has a link, or another in its place has. Where it has experts of the present
-        generation, it is lost until it `returned`."""
+    def add_peer(self, expert: str) -> None:
+        """Handle a new link. A rank of the current generation is lost until it has `returned`."""
         self._linked.add(expert)
         for candidate in self._candidates.values():
             candidate.notified.discard(expert)
         if expert not in _experts(self.current.ranks):
             self._lost.discard(expert)
 
-    def lost(self, expert: str) -> list[PlacementMessage]:
-        """It says PLACED to nobody any more. What somebody uses all the same is gone over to
-        without its word."""
+    def remove_peer(self, expert: str) -> list[PlacementMessage]:
+        """Handle a lost link. Generations in use elsewhere no longer need this rank's PREPARED."""
         self._lost.add(expert)
         self._linked.discard(expert)
         for candidate in self._candidates.values():
@@ -151,8 +146,7 @@ class AttentionGenerations:
         ]
 
     def returned(self, expert: str) -> list[PlacementMessage]:
-        """It is there, or another in its place, with the experts of the present generation: it is
-        told that nothing before that is used."""
+        """Handle a rank that has the current generation's experts; report what is retired."""
         self._lost.discard(expert)
         return (
             [PlacementMessage(expert, PacketKind.COMMITTED, self.generation)]
@@ -161,7 +155,7 @@ class AttentionGenerations:
         )
 
     def poll(self, now_s: float) -> list[PlacementMessage]:
-        """What is due by now."""
+        """Abort overdue generations."""
         return [
             message
             for generation, candidate in list(self._candidates.items())
@@ -169,14 +163,10 @@ class AttentionGenerations:
             for message in self._abort(generation, self._late(candidate))
         ]
 
-    def abort(self, generation: int, reason: str, now_s: float) -> list[PlacementMessage]:
-        """It is not to be had: as if that were said of all."""
-        return self.add_abort_vote(generation, reason, now_s)
-
     # --- from the rank's own batches
 
     def begin_layer(self) -> int:
-        """A layer of a micro-batch is computed: with this generation, until it `end_layer`."""
+        """Return the generation of a new layer, until `end_layer`."""
         self._live[self.generation] += 1
         return self.generation
 
@@ -184,10 +174,10 @@ class AttentionGenerations:
         self._live[generation] -= 1
         return self._settle()
 
-    # --- what follows
+    # --- transitions
 
     def _settle(self) -> list[PlacementMessage]:
-        """RETIRED, once nothing older is under way."""
+        """Return COMMITTED once no layer uses an older generation."""
         self._live = +self._live
         if not self._owes_commit or any(older < self.generation for older in self._live):
             return []

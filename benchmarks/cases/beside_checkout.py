@@ -28,7 +28,7 @@ from benchmarks.support.server import ServerProcess
 
 SERVER = (
     *("--attention-ranks", "1", "--expert-ranks", "1", "--prefill-ranks", "1"),
-    *("--set", "prefill.engine=stub"),
+    *("--set", "prefill.engine=tests.support.stub_rank:stub_rank"),
 )
 PROMPT = "Message: Running ten minutes late, order me a coffee please?\nSpam:"
 CHAT = [{"role": "user", "content": "Is this message spam?\nYou have won a free phone!"}]

@@ -68,7 +68,7 @@ def start_server(
     settings += ["--prefill-ranks", str(options.workers), "--attention-ranks", "0"]
     settings += ["--expert-ranks", "0", "--dtype", options.dtype, *more]
     if options.stub:
-        settings += ["--set", "prefill.engine=stub"]
+        settings += ["--set", "prefill.engine=tests.support.stub_rank:stub_rank"]
     server = subprocess.Popen(
         [sys.executable, "-m", "cluster", "serve", *settings],
         env=ENVIRONMENT,

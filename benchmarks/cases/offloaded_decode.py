@@ -319,7 +319,6 @@ def _traffic(variant: Offloaded | None) -> dict[str, Any]:
         "hits": sum(traffic.hits.values()) / requested,
         "waited_s": traffic.waited_s,
         "copied_s": traffic.copied_s,
-        "guessed_s": 0.0 if variant.backend._ahead is None else variant.backend._ahead.spent_s,
         "read_ms": 1e3 * variant.cache.read_s,
         **{f"{cause}_bytes": count for cause, count in traffic.read_bytes.items()},
     }

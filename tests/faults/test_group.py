@@ -541,4 +541,4 @@ def test_failures_are_events_too(deep: Path) -> None:
         failed = client.failed(request)
         assert isinstance(failed, Failed)
         assert failed.code == "handed_over"
-        assert "attention-0 leaves" in failed.message
+        assert "attention-0 is draining" in failed.message

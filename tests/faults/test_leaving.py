@@ -161,7 +161,7 @@ def test_nothing_waits_for_an_expert_rank_that_leaves(
                 assert len(each.generated(number)[0]) == 400
         for rank in group.attention:
             status = rank.status()
-            assert "others stand in" in status.notes["experts"]
+            assert "failover active" in status.notes["experts"]
             assert status.sections["placement"]["stand_in"] == 1
     assert not held
 

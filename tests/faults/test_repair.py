@@ -210,7 +210,7 @@ def test_an_expert_rank_that_is_killed_or_stopped_costs_no_stream_a_token(
         running = load()
         group.processes["expert-1"].send_signal(fault)
         running.check()
-        assert "others stand in" in status_of(group, "attention-0").notes["experts"]
+        assert "failover active" in status_of(group, "attention-0").notes["experts"]
         running = load()
         group.replace("expert-1")
         running.check()

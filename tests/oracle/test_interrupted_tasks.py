@@ -68,8 +68,8 @@ class AtRandom(Preemption[W]):
 @pytest.fixture
 def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is made at every yield, however short the step before it was."""
-    monkeypatch.setattr(actors.engine.executor, "LOOK_S", 0.0)
-    monkeypatch.setattr(actors.moe.expert_server, "LOOK_S", 0.0)
+    monkeypatch.setattr(actors.engine.executor, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(actors.moe.expert_server, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr(actors.engine.executor, "HOLD_S", 0.0)
 
 

@@ -62,7 +62,7 @@ class World:
         for priority in Priority:
             self._links[name, priority].clear()
         self._answers[name].clear()
-        self.do(self.machine.lost(name))
+        self.do(self.machine.remove_peer(name))
 
     def want(self, name: str, placement: Placement, attempt: int) -> None:
         generation = placement.generation
@@ -239,7 +239,7 @@ def test_ready_carries_acquire_attempt_while_release_is_in_flight() -> None:
     assert machine.needs(generation)
 
 
-@pytest.mark.parametrize("request", ["left", "refused", "wanted"])
+@pytest.mark.parametrize("operation", ["left", "refused", "wanted"])
 def test_rank_exceeding_lease_limit_is_rejected_and_forgotten(operation: str) -> None:
     """One that has the token and keeps no rule. Others' stand-ins are as they were."""
     machine, good = PlacementLeases(), STAND_INS[0]
@@ -258,12 +258,12 @@ def test_rank_exceeding_lease_limit_is_rejected_and_forgotten(operation: str) ->
     for number in range(1, MOST + 1):
         send_one(number)
         send_one(number)
-    with pytest.raises(ValueError, match=rf"attention-1 wants {MOST + 1} generations .* {MOST} at"):
+    with pytest.raises(ValueError, match=rf"attention-1 holds {MOST + 1} generations .* {MOST} at"):
         send_one(MOST + 1)
-    machine.lost("attention-1")
+    machine.remove_peer("attention-1")
     assert machine.needs(good)
     send_one(1)
-    machine.lost("attention-1")
+    machine.remove_peer("attention-1")
     assert not any(machine.needs(one) for one in range(1, MOST + 2))
     for priority in Priority:
         machine.release("attention-0", good, priority)

@@ -104,7 +104,7 @@ def answers(port: int) -> bool:
 
 STUB = (
     *("--attention-ranks", "0", "--expert-ranks", "0", "--prefill-ranks", "1"),
-    *("--set", "prefill.engine=stub"),
+    *("--set", "prefill.engine=tests.support.stub_rank:stub_rank"),
 )
 
 

@@ -40,7 +40,7 @@ CONFIG = load_config(
     None,
     [
         *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2"),
-        *("prefill.engine=stub", f"channel.step_timeout_s={STUCK_S}"),
+        *("prefill.engine=tests.support.stub_rank:stub_rank", f"channel.step_timeout_s={STUCK_S}"),
     ],
 )
 

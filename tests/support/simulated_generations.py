@@ -78,8 +78,8 @@ class World:
         }
         for attention in self.attentions:
             for expert in self.experts.values():
-                expert.do(expert.machine.joined(attention))
-                self.attentions[attention].machine.joined(expert.name)
+                expert.do(expert.machine.add_peer(attention))
+                self.attentions[attention].machine.add_peer(expert.name)
             self.after(self.random.random(), self.attentions[attention].turn)
         for generation in range(1, proposals + 1):
             self.after(self.random.uniform(0.0, TRAFFIC_S), self._proposing(generation))
@@ -293,7 +293,7 @@ class Attention:
     def loses(self, expert: str) -> None:
         """What waits for answers is dropped."""
         self.is_through = True
-        self.do(self.machine.lost(expert))
+        self.do(self.machine.remove_peer(expert))
         for _, generation in sorted(self.open):
             self.do(self.machine.end_layer(generation))
         self.open.clear()
@@ -310,7 +310,7 @@ class Attention:
 
     def _lost_to(self, expert: Expert) -> None:
         self._gone_for.add(expert.name)
-        expert.do(expert.machine.lost(self.name))
+        expert.do(expert.machine.remove_peer(self.name))
 
     def _deliver(self, message: PlacementMessage, priority: Priority, rank: Expert) -> None:
         machine = rank.machine

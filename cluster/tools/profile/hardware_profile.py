@@ -13,7 +13,7 @@ import torch
 
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
-from actors.planning.stage_probe import PassTimes, StageProbe, pool_tokens_for, stage_probe
+from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for, stage_probe
 from actors.ranks.memory import bound_memory
 from contracts import machine
 from contracts.clock import monotonic_s
@@ -213,7 +213,7 @@ def label_of(chunks: Chunks) -> str:
     return f"{len(chunks)} x {stop - start} tokens" + (f" after {start}" if start else "")
 
 
-_Measured = dict[Chunks, list[PassTimes]]
+_Measured = dict[Chunks, list[ProbedPass]]
 
 
 def _measure_stages(

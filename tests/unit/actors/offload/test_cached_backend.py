@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from actors.moe.backend import TaskKey
+from actors.moe.prefetcher import ExpertPrefetcher
 from actors.offload.cached_backend import CachedBackend, CachedPending
 from actors.offload.file_tier import FileTier
 from actors.telemetry.timeline import Timeline
@@ -325,9 +326,10 @@ def test_what_is_dropped_is_not_hinted_any_more(opened: Callable[..., Rig]) -> N
     backend = rig.backend(100, seed=2)
     with torch.inference_mode():
         pending = rig.begin(backend, rig.spec.moe_layers[0], rig.routed(5, 1))
-    assert backend._ahead
+    assert isinstance(backend._prefetcher, ExpertPrefetcher)
+    assert len(backend._prefetcher)
     backend.drop(pending)
-    assert not backend._ahead
+    assert not len(backend._prefetcher)
     assert not backend._cache._hints
     assert not backend._pending
 
@@ -340,8 +342,8 @@ def test_of_batches_that_are_dropped_while_they_attend_little_is_kept(
     with torch.inference_mode():
         for number in range(200):
             rig.finish(backend, rig.begin(backend, layer, rig.routed(1, number), number))
-    assert backend._ahead is not None
-    assert len(backend._ahead) < 100
+    assert isinstance(backend._prefetcher, ExpertPrefetcher)
+    assert len(backend._prefetcher) < 100
     assert len(backend._cache._hints) < 100
 
 

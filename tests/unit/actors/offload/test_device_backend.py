@@ -334,7 +334,7 @@ def test_a_device_that_gives_nothing_is_an_error_that_names_it(opened: Callable[
     lane.stalls = True
     pending = rig.begin(backend, layer, rig.routed(2, seed=0))
     expected_error = (
-        rf"ids of layer {layer} have not come from cpu for 0\..* s; "
+        rf"ids of layer {layer} have not arrived from cpu for 0\..* s; "
         "see channel.connect_timeout_s=0.05"
     )
     with pytest.raises(ChannelError, match=expected_error):

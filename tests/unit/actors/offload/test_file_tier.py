@@ -134,7 +134,7 @@ def test_a_file_that_was_cut_is_named_with_what_to_do(opened: Callable[..., Rig]
     rig = opened()
     os.truncate(rig.file.path, rig.file.record_bytes)
     assert rig.compute(0, [0])
-    with pytest.raises(ChannelError, match=r"records-.*\.bin: \d+ bytes at \d+: it was cut"):
+    with pytest.raises(ChannelError, match=r"records-.*\.bin: \d+ bytes at \d+: it is cut short"):
         rig.compute(2, [1])
 
 

@@ -36,7 +36,7 @@ HELD_S = 0.3
 def stub(tiny_checkpoint: Callable[..., Path]) -> Iterator[Rank]:
     config = TandemConfig(
         kv=KvConfig(block_tokens=BLOCK, pool_tokens=POOL_BLOCKS * BLOCK),
-        prefill=PrefillConfig(engine="stub", max_batch_tokens=16),
+        prefill=PrefillConfig(engine="tests.support.stub_rank:stub_rank", max_batch_tokens=16),
         log=LogConfig(stall_threshold_s=HELD_S),
     )
     spec = RankSpec(

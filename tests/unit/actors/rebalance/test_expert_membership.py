@@ -21,14 +21,14 @@ def present() -> ExpertMembership:
     """All are there."""
     made = ExpertMembership(LAUNCH)
     for name in NAMES:
-        made.joined(name)
+        made.add_peer(name)
     for name in NAMES:
         assert not report_ready(made, name, 0, 0.0)
     return made
 
 
 def lose(membership: ExpertMembership, name: str, now_s: float = 1.0) -> list[tuple[str, int]]:
-    messages = membership.lost(name, f"{name} closed its connection", 1, now_s)
+    messages = membership.remove_peer(name, f"{name} closed its connection", 1, now_s)
     assert {message.kind for message in messages} <= {PacketKind.ACQUIRE}
     return [(message.peer, message.generation) for message in messages]
 
@@ -51,7 +51,7 @@ def test_rank_is_not_used_before_it_reports_ready() -> None:
     membership = ExpertMembership(LAUNCH)
     assert not any(membership.can_serve(name, 0) for name in NAMES)
     for name in NAMES:
-        membership.joined(name)
+        membership.add_peer(name)
         assert not membership.can_serve(name, 0)
         report_ready(membership, name, 0, 0.0)
         assert membership.can_serve(name, 0)
@@ -61,7 +61,7 @@ def test_rank_is_not_used_before_it_reports_ready() -> None:
 def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
     membership = ExpertMembership(LAUNCH)
     for name in NAMES:
-        membership.joined(name)
+        membership.add_peer(name)
     report_ready(membership, "expert-0", 0, 0.0)
     assert not membership.poll(1000.0)
 
@@ -72,7 +72,7 @@ def test_one_that_was_never_linked_is_stood_in_for_after_a_while() -> None:
             LAUNCH, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
         ),
     )
-    membership.joined("expert-0")
+    membership.add_peer("expert-0")
     assert not report_ready(membership, "expert-0", 0, 0.0)
     (message,) = membership.poll(1.0)
     assert (message.peer, message.kind, is_failover(message.generation)) == (
@@ -91,7 +91,7 @@ def test_stand_in_starts_when_all_are_ready_and_ends_on_return(
     assert present.placement == LAUNCH
     report_ready(present, "expert-2", requested, 1.2)
     assert present.placement == failover_placement(LAUNCH, [1])
-    present.joined("expert-1")
+    present.add_peer("expert-1")
     assert not present.has_unused
     report_ready(present, "expert-1", 0, 2.0)
     assert present.placement == LAUNCH
@@ -128,7 +128,7 @@ def test_replacement_rank_acquires_current_generation(present: ExpertMembership)
     present.switch_to(LATER, NAMES, 1.0)
     requested = number(1, of=LATER)
     assert lose(present, "expert-1") == [("expert-0", requested), ("expert-2", requested)]
-    present.joined("expert-1")
+    present.add_peer("expert-1")
     assert report_ready(present, "expert-1", 0, 2.0) == [
         PlacementMessage("expert-1", PacketKind.ACQUIRE, 1, 3)
     ]
@@ -172,7 +172,7 @@ def test_draining_rank_serves_until_stand_in_is_ready(
     assert not present.release_unused(()), "once"
     assert not lose(present, "expert-1"), "nobody else is asked when it has gone"
     assert present.placement.generation == requested
-    present.joined("expert-1")
+    present.add_peer("expert-1")
     report_ready(present, "expert-1", 0, 3.0)
     assert (present.placement, present.absent) == (LAUNCH, {})
 
@@ -191,7 +191,7 @@ def test_draining_rank_serves_to_its_end_without_stand_in(present: ExpertMembers
 def test_one_that_no_generation_is_on_any_more_may_go_at_once() -> None:
     membership = ExpertMembership(LAUNCH)
     for name in (*NAMES, "expert-3"):
-        membership.joined(name)
+        membership.add_peer(name)
         report_ready(membership, name, 0, 0.0)
     assert not membership.start_draining("expert-3", 1.0)
     assert membership.has_unused
@@ -219,7 +219,7 @@ def test_one_that_is_not_used_any_more_is_no_loss(present: ExpertMembership) -> 
 def test_one_that_comes_for_the_next_generation_is_counted_from_then_on(
     present: ExpertMembership,
 ) -> None:
-    present.joined("expert-3")
+    present.add_peer("expert-3")
     assert not report_ready(present, "expert-3", 0, 1.0)
     assert not present.absent
     present.switch_to(resized(4, 1), (*NAMES, "expert-3"), 2.0)
@@ -245,11 +245,11 @@ def test_a_late_answer_to_what_was_left_is_none_to_what_is_wanted_again(
 ) -> None:
     """expert-1 is lost, comes back and is lost again before expert-0 has read anything."""
     requested = number(1)
-    first = present.lost("expert-1", "gone", 1, 1.0)
-    present.joined("expert-1")
+    first = present.remove_peer("expert-1", "gone", 1, 1.0)
+    present.add_peer("expert-1")
     present.mark_ready("expert-1", 0, 2.0)
     assert {message.kind for message in present.release_unused(())} == {PacketKind.RELEASE}
-    again = present.lost("expert-1", "gone", 2, 3.0)
+    again = present.remove_peer("expert-1", "gone", 2, 3.0)
     assert [message[:3] for message in again] == [message[:3] for message in first]
     for message in first:
         present.mark_ready(message.peer, requested, 4.0, message.attempt)

@@ -100,7 +100,7 @@ def wants(attempt: int) -> Packet:
 
 
 def test_ready_carries_attempt_of_acquire(rank: Rank) -> None:
-    rank.moving.joined("attention-0")
+    rank.moving.add_peer("attention-0")
     rank.moving.handle(wants(3))
     rank.reads()
     assert [(one.header.kind, one.header.batch) for one in rank.wire.sent] == [
@@ -126,7 +126,7 @@ def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> No
     ):
         rank.moving.handle(packet)
     assert {peer for peer, _ in rank.wire.dropped} == {"attention-0"}
-    assert f"leaves them before it wants them: {MOST} at most" in rank.wire.dropped[0][1]
+    assert f"releases them before it acquires them: {MOST} at most" in rank.wire.dropped[0][1]
     assert not rank.running
 
 
@@ -145,9 +145,9 @@ def test_an_attention_rank_takes_no_stand_in_for_there_that_answers_nothing(
         following.handle(sender.sent[0])
 
     for expert in ("expert-0", "expert-1"):
-        following.joined(expert)
+        following.add_peer(expert)
         receive_ready(expert, LAUNCH, 0)
-    following.lost(PeerLost("expert-1", PeerDeadError("gone", "expert-1"), 1))
+    following.remove_peer(PeerLost("expert-1", PeerDeadError("gone", "expert-1"), 1))
     (wanted,) = [one for one in wire.sent if one.header.kind is PacketKind.ACQUIRE]
     receive_ready("expert-0", STAND_IN, 0)
     assert f"expert-0 sent READY of generation {NUMBER} as attempt 0" in caplog.text

@@ -29,7 +29,7 @@ def on(ranks: int, generation: int = 0) -> Placement:
 def linked(launch: Placement, ranks: int) -> AttentionGenerations:
     made = AttentionGenerations(launch, DEADLINE_S)
     for rank in range(ranks):
-        made.joined(f"expert-{rank}")
+        made.add_peer(f"expert-{rank}")
     return made
 
 
@@ -53,17 +53,17 @@ def test_added_and_removed_ranks_take_part_in_transition() -> None:
 def test_one_that_has_no_part_may_go_in_the_middle_of_a_move_of_the_others() -> None:
     machine = linked(on(2), 3)
     machine.prepared("expert-0", on(2, 1), 0, 0.0)
-    assert not machine.lost("expert-2")
+    assert not machine.remove_peer("expert-2")
     machine.prepared("expert-1", on(2, 1), 0, 0.0)
     assert machine.generation == 1
 
 
 def test_a_change_that_needs_one_that_is_lost_is_refused_by_name_until_another_comes() -> None:
     machine = linked(on(2), 3)
-    machine.lost("expert-2")
+    machine.remove_peer("expert-2")
     (first, *_) = machine.prepared("expert-0", on(3, 1), 0, 0.0)
     assert (first.kind, first.reason) == (PacketKind.ABORTED, "expert-2 is lost")
-    machine.joined("expert-2")
+    machine.add_peer("expert-2")
     for rank in range(3):
         machine.prepared(f"expert-{rank}", on(3, 2), 0, 0.0)
     assert machine.generation == 2
@@ -73,7 +73,7 @@ def test_rank_joining_after_abort_is_notified() -> None:
     """Else it would wait for a word for ever."""
     machine = linked(on(2), 2)
     machine.add_abort_vote(1, "expert-0 has no memory", 0.0)
-    machine.joined("expert-2")
+    machine.add_peer("expert-2")
     (message,) = machine.prepared("expert-2", on(3, 1), 0, 0.0)
     assert message == PlacementMessage(
         "expert-2", PacketKind.ABORTED, 1, 1, "expert-0 has no memory"
@@ -93,7 +93,7 @@ def test_rank_behind_frees_unused_generation() -> None:
     """All have gone over to a later one, which it has no part in."""
     for loads_first in (False, True):
         machine = ExpertGenerations(0, DEADLINE_S)
-        machine.joined("attention-0")
+        machine.add_peer("attention-0")
         machine.proposed(on(3, 1), 0.0)
         if loads_first:
             machine.loaded(1)
