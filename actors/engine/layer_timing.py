@@ -1,4 +1,4 @@
-"""How long the layers of a batch take that nobody asked for."""
+"""Duration of the layers of a synthetic batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from kernels.device import wait_for_device
 from kernels.steps import run_to_end
 from models.decoder.batch import AttentionBatch, SequenceSlice
 
-_NUMBER = -1  # of no batch of a scheduler
+_NUMBER = -1  # not a scheduler's
 _POLL_S = 0.1
 
 
 def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[float]:
-    """Wall seconds of each layer that has experts, while no batch is in flight. Raises
-    ChannelError, and NotFiniteError for what comes out of the pass."""
+    """Return the wall seconds of each layer with experts; no batch may be in flight.
+
+    Raises ChannelError, and NotFiniteError if the logits are not finite.
+    """
     half, kv, backend, clock = parts.half, parts.kv, parts.backend, parts.clock
     inputs = AttentionBatch.build(list(slices), block_tokens=kv.block_tokens, device=kv.device)
     half.prepare(inputs)

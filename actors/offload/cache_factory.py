@@ -1,4 +1,4 @@
-"""A worker's cache of experts, and what foretells their use: as the section `experts` says."""
+"""Expert caches and predictors of a worker, as configured by the section `experts`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.config import ExpertsConfig
 from contracts.errors import ConfigError, ResourceError
-from contracts.expert_eviction import ExpertKey
 from contracts.logs import event
 from contracts.ranks import RankSpec
 from models.decoder.decoder import AttentionHalf
@@ -47,8 +46,10 @@ def expert_cache(
     *,
     own: Mapping[int, Sequence[int]] | None = None,
 ) -> ExpertCache:
-    """own: by layer, the worker's experts; None: all. Raises CheckpointError, ResourceError,
-    ConfigError."""
+    """Return the cache of an expert rank or CPU worker. own: experts by layer; None: all.
+
+    Raises CheckpointError, ResourceError, ConfigError.
+    """
     config, model = spec.config, layout.spec
     if layout.device.type != "cpu":
         raise ConfigError(
@@ -65,7 +66,7 @@ def expert_cache(
         deadline_s=config.groups.ready_timeout_s,
         direct_io=config.experts.direct_io,
     )
-    order = eviction(config.experts.eviction_policy, slots, frequencies(spec, model, own))
+    order = eviction(config.experts.eviction_policy)
     deadline_s = config.channel.connect_timeout_s
     cache = ExpertCache(FileTier(file), slot_format, slots, order, pays, deadline_s=deadline_s)
     show(cache, spec.name, telemetry)
@@ -79,7 +80,7 @@ def _form(spec: RankSpec, layout: ExpertLayout) -> ExpertFormat:
 
 
 def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
-    """How often experts were there, and what it cost to bring the others."""
+    """Register the metrics of the cache."""
     traffic = cache.traffic
     telemetry.read(metrics.EXPERT_WAIT, name, of=lambda: traffic.waited_s)
     for cause in traffic.read_bytes:
@@ -90,7 +91,7 @@ def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
 
 
 def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:
-    """None: nothing is to be read ahead. Raises CheckpointError, ConfigError."""
+    """Return the predictor, or None if disabled. Raises CheckpointError, ConfigError."""
     config = spec.config.experts
     if config.predictor == "none":
         return None
@@ -107,25 +108,9 @@ def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:
     )
 
 
-def frequencies(
-    spec: RankSpec, model: ModelSpec, own: Mapping[int, Sequence[int]] | None = None
-) -> dict[ExpertKey, float]:
-    """Of use, of those that the worker may keep; empty where nobody asks for them."""
-    if spec.config.experts.eviction_policy != "pinned":
-        return {}
-    profile = _profile(spec, model, "experts.eviction_policy=pinned")
-    assert profile is not None
-    every = range(model.num_experts)
-    return {
-        ExpertKey(layer, expert): float(frequency_E[expert])
-        for layer, frequency_E in profile.frequencies.items()
-        for expert in (every if own is None else own[layer])
-    }
-
-
 def _profile(spec: RankSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
-    """The one that is configured, or beside the checkpoint, if it foretells anything. needed_by:
-    what cannot do without one; None: nothing. Raises CheckpointError, ConfigError."""
+    """Return the configured profile, or the checkpoint's own if it has predictors. needed_by: the
+    setting that requires one. Raises CheckpointError, ConfigError."""
     config, folder = spec.config.experts, Path(spec.model_folder)
     own = folder / ROUTING
     path = Path(config.profile) if config.profile else own if own.is_file() else None
@@ -150,14 +135,14 @@ def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | No
     unknown = sorted(set(layers or ()) - set(known))
     if unknown:
         raise ConfigError(
-            f"experts.speculative_layers: nothing is foretold of {unknown}: give some of "
-            f"{list(known)}"
+            f"experts.speculative_layers: {unknown} cannot be predicted: give some of {list(known)}"
         )
     return Speculation(None if layers is None else frozenset(layers), config.speculative_weights)
 
 
 def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> DeviceCache:
-    """layout: plain. Raises CheckpointError, ResourceError, ConfigError."""
+    """Return a GPU's cache. layout: unquantised. Raises CheckpointError, ResourceError,
+    ConfigError."""
     config, expert_bytes = spec.config, layout.num_bytes(1)
     check_device(config.experts, spec.device)
     slots = slot_count(config.experts, expert_bytes, layout.spec)
@@ -169,15 +154,15 @@ def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> 
         store=None if where is None else Path(where),
         deadline_s=config.groups.ready_timeout_s,
     )
-    slot_format = _RecordingSlots(layout, config.experts, spec.device)
+    slot_format = _RecordingSlots(layout)
     lane = device_lane(layout.device)
     tier = DeviceTier(host, layout, lane)
-    order = eviction(config.experts.eviction_policy, slots, frequencies(spec, layout.spec))
+    order = eviction(config.experts.eviction_policy)
     try:
         cache = ExpertCache(
             tier, slot_format, slots, order, pays, deadline_s=config.channel.connect_timeout_s
         )
-    except ResourceError:
+    except (ResourceError, torch.OutOfMemoryError):
         host.close()
         raise
     show(cache, spec.name, telemetry)
@@ -185,28 +170,17 @@ def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> 
 
 
 class _RecordingSlots(DeviceFormat):
-    """Remembers the slots that it has made. made: once a cache has them."""
+    """Records the slots that it makes."""
 
     made: DeviceSlots
 
-    def __init__(self, layout: ExpertLayout, config: ExpertsConfig, device: str) -> None:
-        super().__init__(layout)
-        self._config, self._device = config, device
-        self._expert_bytes, self._free_bytes = layout.num_bytes(1), free_bytes(layout.device)
-
     def slots(self, count: int) -> DeviceSlots:
-        """Raises ResourceError."""
-        try:
-            self.made = super().slots(count)
-        except torch.OutOfMemoryError:
-            raise _too_large(
-                self._config, count, self._expert_bytes, self._free_bytes, self._device
-            ) from None
+        self.made = super().slots(count)
         return self.made
 
 
 def check_device(config: ExpertsConfig, device: str) -> None:
-    """Raises ConfigError for what a GPU's cache cannot do."""
+    """Raise ConfigError for settings that a GPU's cache does not support."""
     wrong = {
         "experts.storage_format=true": config.storage_format,
         "experts.speculative=speculated": config.speculative == "speculated",
@@ -220,19 +194,14 @@ def check_device(config: ExpertsConfig, device: str) -> None:
 def check_memory(
     config: ExpertsConfig, slots: int, expert_bytes: int, free: int, device: str
 ) -> None:
-    """free: bytes of the device's memory. Raises ResourceError."""
-    if slots * expert_bytes > free:
-        raise _too_large(config, slots, expert_bytes, free, device)
-
-
-def _too_large(
-    config: ExpertsConfig, slots: int, expert_bytes: int, free: int, device: str
-) -> ResourceError:
+    """Raise ResourceError if the slots exceed the free device memory."""
+    if slots * expert_bytes <= free:
+        return
     name = "slots" if config.slots is not None else "bytes"
     given = config.slots if config.slots is not None else config.bytes
     most = free // expert_bytes
     allowed = most if name == "slots" else most * expert_bytes
-    return ResourceError(
+    raise ResourceError(
         f"experts.{name}={given}: {slots} experts of {expert_bytes} bytes are "
         f"{slots * expert_bytes}, and {free} bytes are free on {device}: give less than "
         f"experts.{name}={allowed}, for attention and the KV pool need memory too"
@@ -240,7 +209,7 @@ def _too_large(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the device's memory; of a CPU's nobody asks."""
+    """Return the free bytes of a GPU; unlimited for a CPU."""
     if device.type != "cuda":
         return 1 << 62
     return int(torch.cuda.mem_get_info(device)[0])

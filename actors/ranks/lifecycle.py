@@ -1,4 +1,4 @@
-"""Whom an attention rank dials, once it is told where the expert ranks are."""
+"""Life-cycle helpers: connection to peers, drain, and termination by SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from contracts.errors import ChannelError
 from contracts.logs import event
 from contracts.ranks import DRAINED
 
-SETTLING_S: Final = 1.0  # so long a link may be none yet to whoever asks for the peers
+SETTLING_S: Final = 1.0  # time in which a new link may be missing among the peers
 
 
 class PeerConnector:
-    """Joins the expert ranks at those addresses, by name: all that it has no link to, or that are
-    elsewhere now. Each is dialled by a thread of its own: one that is silent holds up no other. To
-    be called from one thread at a time, beside the loop."""
+    """Connects to peers by name: those without a link, and those at a new address.
+
+    Each peer is dialled by its own thread, so that a silent one does not delay the others. Not
+    thread-safe.
+    """
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        """patience_s: for those that are slow; they are joined later, or told of the next time."""
+        """timeout_s: for one call; slow peers stay in progress for the next call."""
         self._endpoint, self._timeout_s = endpoint, timeout_s
-        self._joined: dict[str, tuple[str, float]] = {}  # where, and when
-        self._dialling: dict[str, tuple[str, Future[None]]] = {}  # where
+        self._joined: dict[str, tuple[str, float]] = {}  # address and time
+        self._dialling: dict[str, tuple[str, Future[None]]] = {}  # address
 
     def __call__(self, addresses: dict[str, str]) -> None:
-        """Raises what keeps it from joining one, once it has tried all: ChannelError."""
+        """Connect to all peers, then raise the first ChannelError, if any."""
         dials = {
             peer: self._start_dial(peer, address)
             for peer, address in addresses.items()
@@ -52,7 +54,7 @@ class PeerConnector:
         return at == address and (is_new or peer in self._endpoint.peers())
 
     def _start_dial(self, peer: str, address: str) -> Future[None]:
-        """What comes of it, whether it was dialled before or is now."""
+        """Return the pending or new attempt."""
         at, known = self._dialling.get(peer, ("", Future()))
         if at == address and not known.done():
             return known
@@ -67,24 +69,24 @@ class PeerConnector:
     def _dial(self, peer: str, address: str, dial: Future[None]) -> None:
         try:
             self._endpoint.join(peer, address)
-        except ChannelError as error:  # says what happened, but not always to whom
+        except ChannelError as error:  # its message may lack the peer's name
             message = f"cannot join {peer}: {error.message}"
             dial.set_exception(type(error)(message, *error.args[1:]))
         else:
             self._joined[peer] = address, monotonic_s()
             dial.set_result(None)
         finally:
-            if not dial.done():  # an error that nobody has foreseen
+            if not dial.done():  # unexpected error
                 dial.set_exception(ChannelError(f"cannot join {peer}: see this rank's log"))
 
 
 log = logging.getLogger("tandem.worker")
 
-IN_TRANSIT_S = 0.3  # what was sent here before it had said so is handed over, and not cut off
+IN_TRANSIT_S = 0.3  # wait for requests sent before the drain was known
 
 
 class RankDrain(Observer):
-    """Of a serving loop. left: nothing is left to be done; from any thread."""
+    """Drains a serving loop. drained: set when nothing is left; thread-safe."""
 
     def __init__(self, rank: str, clock: Clock) -> None:
         self.drained = threading.Event()
@@ -94,7 +96,7 @@ class RankDrain(Observer):
         self._loop: LoopControl
 
     def drain(self, within_s: float) -> None:
-        """Called from any thread, and again with less time."""
+        """Start the drain, or shorten it. Thread-safe."""
         until_s = self._clock() + within_s
         self._until_s = until_s if self._until_s is None else min(until_s, self._until_s)
 
@@ -127,8 +129,10 @@ class RankDrain(Observer):
 
 
 def on_sigterm(drain: Callable[[], None]) -> None:
-    """Calls `drain` at the first SIGTERM, and ends the process after it, or at the second. Without
-    effect but in the main thread: a rank in another one is no process."""
+    """Call `drain` at the first SIGTERM and exit when it returns, or at the second signal.
+
+    Without effect outside the main thread, where a rank is not a process.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = socket.socketpair()
@@ -142,7 +146,7 @@ def on_sigterm(drain: Callable[[], None]) -> None:
 
 
 def _watch(reading: socket.socket, writing: socket.socket, drain: Callable[[], None]) -> None:
-    """writing: kept open."""
+    """writing: kept open meanwhile."""
     _wait(reading)
     threading.Thread(target=_drain, args=(drain,), name="leaving", daemon=True).start()
     _wait(reading)
@@ -151,7 +155,6 @@ def _watch(reading: socket.socket, writing: socket.socket, drain: Callable[[], N
 
 
 def _wait(reading: socket.socket) -> None:
-    """Until there is a SIGTERM among what is read."""
     while signal.SIGTERM not in reading.recv(64):
         pass
 
@@ -159,6 +162,6 @@ def _wait(reading: socket.socket) -> None:
 def _drain(drain: Callable[[], None]) -> None:
     try:
         drain()
-    except BaseException as error:  # noqa: BLE001 - logged; the process ends in any case
+    except BaseException as error:  # noqa: BLE001 - logged; the process exits in any case
         event(log, "drain_failed", logging.ERROR, error)
     os._exit(0)

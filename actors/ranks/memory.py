@@ -1,5 +1,4 @@
-"""How many KV blocks an attention rank can afford, what becomes of freed memory, and how much
-oneDNN may keep."""
+"""Memory of a rank: the size of the KV pool, and what malloc and oneDNN keep."""
 
 from __future__ import annotations
 
@@ -18,33 +17,29 @@ from models.spec.model import ModelSpec
 
 # glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_LARGEST_MMAP_THRESHOLD = 32 << 20  # more is refused
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's limit
 _TRIM_INTERVAL_S = 60.0
-_COMPILED_PRODUCTS = "256"  # in the environment
+_COMPILED_PRODUCTS = "256"
 
 
 def bound_memory() -> None:
-    """Has malloc and oneDNN keep what helps, and no more. Call it before the threads that compute
-    are started, and before the first product.
+    """Set what malloc and oneDNN keep. Call before computing threads start.
 
-    malloc keeps what is freed: a layer's temporaries are megabytes, and given back to the kernel
-    and zeroed anew at every use they cost more than the arithmetic. Once a minute what lies idle is
-    given back all the same, 20 ms of work: else holes between what lives longer, and what the
-    largest batch ever took, would stay for good. Where malloc is not glibc's it is left as it is.
+    malloc keeps freed memory, because returning a layer's megabytes to the kernel and zeroing them
+    again costs more than the arithmetic. Once a minute idle memory is returned (20 ms), so that
+    fragmentation and the largest batch do not hold it forever. Without glibc nothing is set.
 
-    oneDNN compiles a product for each combination of sizes, of which attention over contexts of all
-    lengths has no end, and torch and oneDNN each keep the latest 1,024, at 0.4 MB apiece: 500
-    batches of random lengths made a process grow by 1.1 GB. With 256 a process that computes for
-    hours stops growing in its first minutes; with 128 prompts that share their beginnings take half
-    as long again, for the sizes of their attention alone are more. What the environment says
-    already stays.
+    oneDNN and torch each cache the latest 1,024 compiled products, 0.4 MB each, and attention over
+    contexts of all lengths needs ever new ones: 500 random batches add 1.1 GB. With 256 a process
+    stops growing within minutes, but 128 prompts with common prefixes take half as long again.
+    Variables that are already set in the environment stay.
     """
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, _COMPILED_PRODUCTS)
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         return
-    libc.mallopt(_M_ARENA_MAX, 1)  # arenas of threads have other, lower limits
+    libc.mallopt(_M_ARENA_MAX, 1)  # other arenas have lower limits
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     _start_trim_thread()
@@ -52,7 +47,7 @@ def bound_memory() -> None:
 
 @functools.cache
 def _start_trim_thread() -> threading.Thread:
-    """One thread, however many workers a process has."""
+    """Start one thread per process."""
     trim, never = ctypes.CDLL(None).malloc_trim, threading.Event()
     trim.argtypes = [ctypes.c_size_t]
 
@@ -74,9 +69,9 @@ def kv_pool_blocks(
     ranks_on_node: int,
     kept_bytes: int = 0,
 ) -> int:
-    """Blocks of the pool: what `kv.pool_tokens` says, else what the memory allows, but no more than
-    the largest batch could use. kept_bytes: of what is free, spoken for. Raises ResourceError if
-    that (or one block) does not fit."""
+    """Return the number of blocks: of `kv.pool_tokens`, or as memory allows and the largest batch
+    can use. kept_bytes: free memory that is reserved. Raises ResourceError if that, or one block,
+    does not fit."""
     block_tokens = config.kv.block_tokens
     block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
     free_bytes = max(0, _free_bytes(device) - kept_bytes)

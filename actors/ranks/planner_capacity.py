@@ -1,5 +1,5 @@
-"""What the planner says of a group's capacity: how much of it is used, what limits it, and what
-another rank would add. docs/design/planner.md has the model."""
+"""Capacity metrics of a group: the fraction in use, the limiting resource, and the gain of another
+rank. docs/design/planner.md has the model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from planner.online.planner import OnlinePlanner
 
 log = logging.getLogger("tandem.planner")
 
-PERIOD_S = 15.0  # a large group is priced in a third of a second
-MAX_UNSHARED_FRACTION = 0.5  # used up to here, a batch mostly has the experts to itself
-SAMPLED_BATCHES = 6  # batches of a period, the largest: those nearest to the knee
+PERIOD_S = 15.0  # a large group takes a third of a second to compute
+MAX_UNSHARED_FRACTION = 0.5  # below this, a batch mostly has the experts to itself
+SAMPLED_BATCHES = 6  # largest batches of a period, nearest to the knee
 
 
 class PlannerCapacity:
-    """Owned by the planner's service thread; what takes long is computed in another."""
+    """Owned by the planner's service thread; computes in another thread."""
 
     def __init__(self, spec: RankSpec, planner: OnlinePlanner, telemetry: Telemetry) -> None:
         self._spec, self._planner, self._telemetry = spec, planner, telemetry
@@ -43,13 +43,12 @@ class PlannerCapacity:
         self._ran = largest[:SAMPLED_BATCHES]
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.publish(monotonic_s())
 
     async def publish(self, now_s: float) -> None:
-        """As the last minute was. While nothing comes nothing is used, and the rest stays."""
+        """Publish the capacity at the last minute's load; without load only that none is used."""
         telemetry = self._telemetry
         mix = self._traffic.mix(now_s, self._planner.size[0])
         if mix.is_empty:
@@ -58,7 +57,7 @@ class PlannerCapacity:
         ran, self._ran = self._ran, []
         try:
             found = await asyncio.to_thread(capacity, self._planner.group(mix), mix, ran)
-        except ValueError as error:  # a rank has said what cannot be
+        except ValueError as error:  # an invalid report of a rank
             event(log, "capacity_unknown", logging.WARNING, reason=error)
             return
         if found is None:

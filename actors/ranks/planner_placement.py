@@ -1,13 +1,12 @@
-"""The planner's part in placement: what ranks sample of their routing comes in, what experts should
-stand elsewhere goes out, and what became of it comes back.
+"""The planner's part in placement: samples of the ranks' routing in, proposals out, outcomes in.
 
-loop of the service                               a thread, one look at a time
+service's loop                                         a thread
 RoutingSampleReport ── RoutingWindow
-every POLL_INTERVAL_S  ── Routing of now ───────────────>  spread of tokens, find_step, profile
-PlacementProposal to every expert rank  <───────  Step
-CurrentPlacement, PlacementReport ── Follower
+every POLL_INTERVAL_S  ── current routing ────────────>  token spread, find_rebalance_step, profile
+PlacementProposal to every expert rank  <────────────  RebalanceStep
+CurrentPlacement, PlacementReport ── RebalancePolicy
 
-Nothing waits for a look: plans are answered meanwhile.
+Plans are answered meanwhile: nothing waits for the thread.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ from planner.schedule.placed_routing import routing_shape
 log = logging.getLogger("tandem.planner")
 
 MAX_SOLVE_S = 5.0
-"""Seconds of a look after which no further layer is begun."""
+"""Seconds after which a solve begins no further layer."""
 LEAST_SPREAD_TOKENS = 256
 
 Send = Callable[[str, PlacementProposal], None]
 
 
 class SolveResult(NamedTuple):
-    """What a look has found. spread: of the tokens over the expert ranks as they are."""
+    """Result of a solve. spread: of the current tokens over the expert ranks."""
 
     spread: Spread | None = None
     step: RebalanceStep | None = None
@@ -72,7 +71,7 @@ class SolveResult(NamedTuple):
 
 
 class PlannerPlacement:
-    """All but `_look` is called on the service's loop. send: to an expert rank by name."""
+    """Owned by the service's loop. send: sends a proposal to an expert rank by name."""
 
     def __init__(
         self,
@@ -95,12 +94,12 @@ class PlannerPlacement:
         )
         self._follower = RebalancePolicy(spec.placement, config)
         self._expert_bytes = shape.expert_elements * shape.element_bytes
-        self._held: dict[str, bool] = {}  # whether it said so, also of ranks that are not used yet
+        self._held: dict[str, bool] = {}  # ranks that have reported their placement
         self._record = RoutingRecord(spec, model)
         self._thread: threading.Thread | None = None
         self._closing = False
 
-    # ---- what ranks say; raises ValueError for what none of this group does
+    # ---- messages of ranks; ValueError for one that no rank of the group sends
 
     def handle_routing(self, report: RoutingSampleReport) -> None:
         arrays = self._window.add(monotonic_s(), report.tokens, report.ids, report.paths)
@@ -127,20 +126,19 @@ class PlannerPlacement:
             self._follower.record_failure(outcome.generation, now_s)
 
     def lost(self, name: str) -> None:
-        """Its connection has ended: what it holds, it will say again."""
+        """Handle a lost connection; the rank reports its placement again when it reconnects."""
         if name in self._held:
             self._held[name] = False
 
-    # ---- looks
+    # ---- solving
 
     async def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Looks again and again, until cancelled."""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             self.start_solve(loop)
 
     def start_solve(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begins one, unless one is going on."""
+        """Start a solve, unless one is running."""
         if self._thread is not None or self._spec.placement.ranks == 0:
             return
         now_s = monotonic_s()
@@ -189,8 +187,8 @@ class PlannerPlacement:
             self._follower.record_no_step(now_s)
 
     def _have_reported(self, step: RebalanceStep | None = None) -> bool:
-        """Whether all ranks that experts are on have said what they hold, and `step` is still one
-        from there: the launcher has put them on more ranks or fewer meanwhile."""
+        """True if all ranks in use have reported, and `step` still follows from their placement,
+        which the launcher may have resized."""
         current = self._follower.current
         is_next = step is None or step.placement.generation > self._follower.newest
         is_current = is_next and (step is None or step.placement.ranks == current.ranks)
@@ -213,7 +211,7 @@ class PlannerPlacement:
             self._send(name, PlacementProposal(step.placement))
 
     def close(self, deadline_s: float) -> None:
-        """Any thread, once nothing comes in any more: ends a look, and writes the profile."""
+        """Stop solving and write the profile, once no message arrives any more. Thread-safe."""
         self._closing = True
         thread = self._thread
         if thread is not None:
@@ -249,14 +247,14 @@ def _spread_now(routing: WindowRouting, current: Placement) -> Spread | None:
 
 
 WRITE_S = 60.0
-MAX_PENDING_REPORTS = 64  # reports that have come since the last look
+MAX_PENDING_REPORTS = 64  # since the last solve
 
 CountArrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class RoutingRecord:
-    """`placement.record`: routing.safetensors in that folder, once a minute and at the end. Does
-    nothing where that is null. `add` on one thread; `count`, `close` on another, or after it."""
+    """Writes routing.safetensors to the folder `placement.record`, once a minute and at the end;
+    does nothing if that is null. `add` on one thread; `count` and `close` on another, or later."""
 
     def __init__(self, spec: RankSpec, model: ModelSpec) -> None:
         """Raises CheckpointError."""
@@ -279,12 +277,12 @@ class RoutingRecord:
             )
 
     def add(self, ids_P2: NDArray[Any], paths_PLK: NDArray[Any]) -> None:
-        """Checked arrays, which nobody changes any more."""
+        """Add checked arrays, which must not change any more."""
         if self._counter is not None and len(self._pending) < MAX_PENDING_REPORTS:
             self._pending.append((ids_P2, paths_PLK))
 
     def count(self) -> None:
-        """What has come, and writes if it is time to."""
+        """Count the pending arrays; write if it is time to."""
         waiting, self._pending = self._pending, []
         if self._counter is None:
             return

@@ -1,4 +1,4 @@
-"""What a prefill worker tells the routers: its log, kept in step with its serving loop."""
+"""A prefill worker's reports to the routers, kept in step with its serving loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from planner.routing.saturation import saturation_of, threshold
 
 
 class PrefillLog(Observer):
-    """Reports go to all clients that have a snapshot, ahead of the answers that they go with."""
+    """Sends reports to all clients that have a snapshot, ahead of the answers that they cover."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class PrefillLog(Observer):
         max_context_tokens: int,
         telemetry: RankMetrics,
     ) -> None:
-        """blocks: with a journal, which is read here."""
+        """blocks: with a journal, which this log consumes."""
         telemetry.read(metrics.LOAD, spec.name, of=lambda: self._log.load)
         telemetry.read(metrics.SATURATION, spec.name, of=self._threshold)
         self.flops_per_s = telemetry.rate(lambda: self._computed_flops)
@@ -60,7 +60,7 @@ class PrefillLog(Observer):
     def received(self, message: ClientMessage) -> None:
         client, what = message
         if isinstance(what, ClientJoined):
-            self._loop.send_answers()  # the snapshot is of what all others have been told
+            self._loop.send_answers()  # so that the snapshot agrees with all reports
             self._loop.send(client, [self._log.snapshot()])
             self._subscribers.add(client)
         elif what is None:
@@ -81,7 +81,7 @@ class PrefillLog(Observer):
 
     def accepted(self, sequence: Sequence) -> None:
         key = log_key(sequence.key[0], sequence.submit)
-        if self._log.ends(key):  # parts of a report are read in order: it would be open twice
+        if self._log.ends(key):  # in one report, its start would precede its end
             self._loop.send_answers()
         hashes, tokens = tuple(sequence.hashes), len(sequence.submit.token_ids)
         self._log.accepted(Prompt(key, tokens, hashes, sequence.submit.priority))
@@ -113,8 +113,8 @@ class PrefillLog(Observer):
                 by_client[client] = [report, *by_client.get(client, [])]
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """work: the load and where it saturates, in FLOPs, or in tokens where those cannot be
-        counted; and what was computed."""
+        """work: load and saturation, in FLOPs or, where those cannot be counted, tokens; and the
+        FLOPs computed."""
         work: dict[str, float] = {
             "load": self._log.load,
             "saturation": self._threshold(),
@@ -123,7 +123,6 @@ class PrefillLog(Observer):
         return {"work": work}
 
     def _threshold(self) -> int:
-        """Of saturation, in the unit of the log's load."""
         return threshold(self._saturation, self._work, self._log.calibration)
 
     def _advance(self, sequence: Sequence, done_tokens: int, until_tokens: int = 0) -> None:
@@ -138,17 +137,17 @@ class PrefillLog(Observer):
 
 
 def log_key(client: int, submit: Submit) -> RequestKey:
-    """The router's key, or one that no router uses."""
+    """Return the router's key, or a key that no router uses."""
     return submit.key or RequestKey(-1 - client, submit.request_id)
 
 
 class BatchTiming:
-    """Owned by the loop's thread. A batch beside which another ran has no time of its own."""
+    """Times batches that run alone. Owned by the loop's thread."""
 
     def __init__(self, spec: RankSpec, work: RequestWork, clock: Clock) -> None:
         prefill = spec.config.prefill
         self._spec, self._work, self._clock = spec, work, clock
-        self._running: dict[int, float | None] = {}  # by number: since when; None: not alone
+        self._running: dict[int, float | None] = {}  # start by number; None: not alone
         self._capacity = PrefillCapacity(
             max_tokens=prefill.max_batch_tokens,
             max_sequences=prefill.max_batch_sequences,
@@ -156,7 +155,7 @@ class BatchTiming:
         )
 
     def refer(self, batches: Iterable[TimedBatch]) -> None:
-        """To what they took, before the first one is formed."""
+        """Set the reference times, before the first batch."""
         self._capacity.refer(
             [
                 ReferenceTime(sum(self._work(0, tokens) for tokens in prompts), 1e3 * seconds)
@@ -165,7 +164,7 @@ class BatchTiming:
         )
 
     def register_metrics(self, telemetry: Telemetry) -> None:
-        """Has it read at each scrape. One more worker adds as much as each has."""
+        """Register the metrics. Each further worker adds the same capacity."""
         telemetry.read(
             metrics.CAPACITY_USED,
             Pipeline.PREFILL,

@@ -1,4 +1,4 @@
-"""What attention ranks and prefill workers are made of alike."""
+"""Common parts of attention ranks and prefill workers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from models.weights.loading import progress_line
 
 
 class ServedModel(NamedTuple):
-    """As far as admission must know it."""
+    """Limits that admission needs."""
 
     vocab_size: int
     max_context_tokens: int
 
 
 def prepare_process(spec: RankSpec) -> None:
-    """Before the first product, and before threads that compute."""
+    """Set up threads and memory, before the first product and before computing threads start."""
     torch.set_num_threads(spec.config.groups.torch_threads)
     bound_memory()
 
 
 def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
-    """Raises CheckpointError."""
+    """Load the attention half. Raises CheckpointError."""
     folder, wanted = Path(spec.model_folder), spec.config.model
     model = check_checkpoint(folder)
     half = AttentionHalf.load(
@@ -53,7 +53,7 @@ def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
 
 
 def prefill_limits(config: TandemConfig) -> ScheduleConfig:
-    """Of a prefill worker's batches."""
+    """Return the schedule with the batch limits of a prefill worker."""
     return msgspec.structs.replace(
         config.schedule,
         max_batch_tokens=config.prefill.max_batch_tokens,
@@ -62,7 +62,7 @@ def prefill_limits(config: TandemConfig) -> ScheduleConfig:
 
 
 def unusable_checkpoint(spec: RankSpec, half: AttentionHalf) -> CheckpointError:
-    """What a rank ends with whose own first pass gave logits that are no numbers."""
+    """Return the error of a rank whose first pass gave logits that are not finite."""
     return CheckpointError(
         f"{spec.model_folder}: the logits of a first pass are not finite numbers. The "
         f"checkpoint is damaged (fetch it again), or {half.dtype} is too narrow for it "
@@ -80,7 +80,7 @@ def serving_rank(
     channel_address: str = "",
     started_s: float,
 ) -> Rank:
-    """Begins to listen to clients. started_s: when its making began."""
+    """Make the rank and listen to clients. started_s: when the construction began."""
     config, pool_blocks = spec.config, parts.scheduler.blocks.num_blocks
     drain = QueueDrain(parts.scheduler, monotonic_s)
     traces = BatchTraces(spec.name, recording.timeline, monotonic_s)

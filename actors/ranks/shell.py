@@ -1,4 +1,4 @@
-"""What Ray actors and plain processes have in common: one rank, driven by named calls."""
+"""Interface of one rank for Ray actors and plain processes, as named calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from contracts.plan import Plan
 from contracts.ranks import Group, RankReady, RankSpec, RankStatus
 from contracts.traces import RankTrace, TaskSpan
 
-DRAIN_GRACE_S = 5.0  # for a loop that is in a long step to hand over what it has
+DRAIN_GRACE_S = 5.0  # for a loop in a long step
 
 RANK_FACTORIES: dict[Group, Callable[[RankSpec], Rank]] = {
     Group.ATTENTION: attention_rank,
@@ -32,13 +32,13 @@ RANK_FACTORIES: dict[Group, Callable[[RankSpec], Rank]] = {
 
 
 class WorkerShell:
-    """Holds one rank. Weights load in `prepare`, so that its errors reach the launcher."""
+    """Holds one rank. `prepare` loads the weights, so that its errors reach the launcher."""
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
 
     def prepare(self, spec: RankSpec) -> RankReady:
-        """Makes the rank: loads weights, listens. Raises what keeps it from doing so."""
+        """Make the rank: load weights and listen."""
         self._rank = RANK_FACTORIES[spec.group](spec)
         return msgspec.structs.replace(
             self._rank.ready,
@@ -50,15 +50,15 @@ class WorkerShell:
         self._made.connect(addresses)
 
     def place(self, wanted: PlacementUpdate) -> None:
-        """Expert ranks only: that is to be its next placement (placing.py)."""
+        """Start a placement update (actors/ranks/expert_resize.py); expert ranks only."""
         self._experts.place(wanted)
 
     def placed(self) -> PlacementState:
-        """Expert ranks only."""
+        """Return the state of the placement; expert ranks only."""
         return self._experts.placed()
 
     def join_planner(self, address: str) -> None:
-        """Attention and expert ranks only: connects to the planner in the background."""
+        """Connect to the planner in the background; attention and expert ranks only."""
         self._made.join_planner(address)
 
     def start(self) -> None:
@@ -78,19 +78,19 @@ class WorkerShell:
         return self._made.trace(since_s)
 
     def pin_plan(self, plan: Plan | None) -> None:
-        """Attention ranks only: the plan of all batches from now on."""
+        """Set the plan of all later batches; attention ranks only."""
         self._made.pin_plan(plan)
 
     def drain(self, within_s: float) -> None:
-        """Takes nothing new; ends what it has by then, or hands it over (leaving.py)."""
+        """Accept nothing new; complete or hand over all work in time."""
         self._made.drain(within_s)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
-        """The planner only: plans for a group of this size from now on."""
+        """Plan for a group of this size from now on; the planner only."""
         self._made.resize(attention_ranks, expert_ranks)
 
     def metrics(self) -> str:
-        """Prometheus text."""
+        """Return the Prometheus text."""
         return self._made.metrics()
 
     def stop(self) -> None:
@@ -112,7 +112,7 @@ class WorkerShell:
 
 
 class LoggedShell(WorkerShell):
-    """In a process of its own, whose log it sets up. It leaves in order at SIGTERM."""
+    """A shell in its own process: sets up logging and drains at SIGTERM."""
 
     def __init__(self) -> None:
         super().__init__()

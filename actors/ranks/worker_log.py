@@ -1,8 +1,8 @@
-"""A prefill worker's log: what it has done since the last report, and what all of it amounts to.
+"""A prefill worker's log: its changes since the last report, and their sum.
 
-The loop notes what happens, and makes at most one report a turn of it. The worker folds its own
-reports as routers do (planner/routing/worker_state.py): so what a snapshot says is what they know,
-and a report that contradicts the log before it is found here first.
+The loop records events and makes at most one report per iteration. The worker applies its own
+reports as routers do (planner/routing/worker_state.py), so that snapshots equal the routers' state
+and a contradictory report is detected here first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from planner.routing.worker_state import WorkerState
 
 
 class WorkerLog:
-    """Belongs to the loop thread."""
+    """Owned by the loop thread."""
 
     def __init__(self, worker: int, epoch: int, work: RequestWork, block_tokens: int) -> None:
         self._worker = worker
@@ -33,26 +33,26 @@ class WorkerLog:
         self._calibration: Calibration | None = None
         self._accepted: list[Prompt] = []
         self._progress: dict[RequestKey, PromptProgress] = {}
-        self._cache: dict[bytes, bool] = {}  # what became of a block last
+        self._cache: dict[bytes, bool] = {}  # latest state by block
         self._ended: list[RequestKey] = []
         self._open: set[RequestKey] = set()
 
     def __contains__(self, key: RequestKey) -> bool:
-        """Whether a request of that key is open."""
+        """True if a request with this key is open."""
         return key in self._open
 
     def ends(self, key: RequestKey) -> bool:
-        """Whether the next report will say that one has ended."""
+        """True if the next report ends this request."""
         return key in self._ended
 
     @property
     def load(self) -> int:
-        """Work of the requests that are open, as of the last report."""
+        """Work of the open requests, as of the last report."""
         return self._state.requests.visible_to(Priority.BE).load
 
     @property
     def calibration(self) -> Calibration | None:
-        """As last reported."""
+        """The calibration last reported."""
         return self._state.calibration
 
     def calibrated(self, calibration: Calibration) -> None:
@@ -76,7 +76,7 @@ class WorkerLog:
         self._ended.append(key)
 
     def report(self) -> WorkerReport | None:
-        """What was noted since the last one, for every client; None: nothing was."""
+        """Return the changes since the last report, or None if there are none."""
         noted = (self._accepted, self._progress, self._cache, self._ended)
         if self._calibration is None and not any(noted):
             return None
@@ -98,7 +98,7 @@ class WorkerLog:
         return report
 
     def snapshot(self) -> WorkerSnapshot:
-        """All reports so far: for a client that has just come."""
+        """Return the sum of all reports, for a new client."""
         state = self._state
         return WorkerSnapshot(
             worker=self._worker,

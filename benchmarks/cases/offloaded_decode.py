@@ -71,7 +71,7 @@ ORACLE, DEEP = "oracle", "oracle, two deep"
 HINTS = ("router", "fitted", "estimator", "best", "best, again", ORACLE, DEEP, "wrong")
 Texts = Sequence[Sequence[int]]
 """Of streams that generate side by side: token ids, equally many."""
-CACHES = ("walk", "lru", "lfu")
+CACHES = ("walk", "lru")
 ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
 STORED, TWIN = ", stored", ", twin"
 _NEARLY = 0.99  # as sure as what is nearer: it comes behind it
@@ -186,7 +186,7 @@ class Offloaded:
     ) -> None:
         when, _, order = name.removesuffix(STORED).removesuffix(TWIN).partition(", ")
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
-        evict = eviction(cast("Kind", order), slots, {})
+        evict = eviction(cast("Kind", order))
         self.tier = tier
         self.cache = ExpertCache(tier, slot_format, slots, evict, pays, deadline_s=30.0)
         self.predictor: ExpertPredictor | None = None

@@ -167,9 +167,7 @@ class Bench:
         spec, layout = self.spec, self.model.layout
         slots = max(spec.top_k, round(kept * len(spec.moe_layers) * spec.num_experts))
         slot_format, tier = Kept(layout), DeviceTier(self.model.memory, layout, self.lane)
-        cache = ExpertCache(
-            tier, slot_format, slots, eviction("walk", slots, {}), pays, deadline_s=DEADLINE_S
-        )
+        cache = ExpertCache(tier, slot_format, slots, eviction("walk"), pays, deadline_s=DEADLINE_S)
         return DeviceCache(cache, slot_format.made, tier, self.lane)
 
     def turn(self, variant: Variant, context: int, routing: ImposedRouting) -> tuple[Turn, Tensor]:

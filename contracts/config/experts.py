@@ -23,10 +23,9 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Keep and read experts in the checkpoint's format (fp8, MXFP4, bfloat16) and convert them at
     each use. More experts fit, each use takes longer, answers are equal. `bytes` then counts
     stored bytes."""
-    eviction_policy: Literal["walk", "lru", "lfu", "pinned"] = "walk"
+    eviction_policy: Literal["walk", "lru"] = "walk"
     """Expert to evict first. "walk": the least recently used one of the layer whose next use is
-    farthest away. "lru": least recently used. "lfu": least frequently used recently. "pinned": LRU
-    in one slot of four; the other slots hold the most used experts of the profile."""
+    farthest away. "lru": least recently used."""
     predictor: Literal["none", "router", "fitted", "quasi", "estimator"] | None = None
     """Predictor of the next layer's experts, which are prefetched. "router": the next layer's
     router on this layer's state. "fitted": a least-squares fit. "quasi": the next router, with the

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from contracts.errors import CheckpointError, ConfigError
+from contracts.errors import CheckpointError
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
@@ -120,7 +120,7 @@ def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], ki
 def test_few_experts_as_they_are_stored_give_the_answers_of_all(
     pair_of: Callable[[str], Pair], tmp_path: Path, kind: str
 ) -> None:
-    """On expert ranks and in a prefill worker; the most frequent ones by a profile stay."""
+    """On expert ranks and in a prefill worker, with a profile."""
     folder, _ = pair_of(kind)
     local = LocalModel.load(folder, dtype="float32")
     expected = local.forward([prompt()])[0][-1]
@@ -133,7 +133,6 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
         "experts": {
             "slots": 4,
             "storage_format": True,
-            "eviction_policy": "pinned",
             "profile": str(profile),
         },
         "prefill": {"experts": "cached", "host_store": str(tmp_path)},
@@ -146,17 +145,6 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
             answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
         found = torch.tensor(answer.candidate_logits)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_what_stays_in_a_cache_needs_a_profile(
-    pair_of: Callable[[str], Pair], tmp_path: Path
-) -> None:
-    sections = {
-        "experts": {"slots": 4, "eviction_policy": "pinned"},
-        "prefill": {"experts": "cached", "host_store": str(tmp_path)},
-    }
-    with pytest.raises(ConfigError, match=r"experts.eviction_policy=pinned: needs a profile"):
-        PrefillThreads(pair_of("gpt_oss")[0], prefill_config(**sections))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -51,7 +51,7 @@ class Rig:
         self.own = {layer: tuple(half) for layer in self.spec.moe_layers}
         layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
         file = open_expert_file(folder, ComputeFormat(layout), store=store, deadline_s=DEADLINE_S)
-        order, self.tier = eviction("lru", slots, {}), FileTier(file)
+        order, self.tier = eviction("lru"), FileTier(file)
         self.cache = ExpertCache(
             self.tier, ComputeFormat(layout), slots, order, pays, deadline_s=DEADLINE_S
         )

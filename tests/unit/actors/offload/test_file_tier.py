@@ -47,7 +47,7 @@ class Rig:
             direct_io=direct_io,
         )
         self.tier = FileTier(self.file)
-        order = eviction("lru", slots, {})
+        order = eviction("lru")
         self.cache = ExpertCache(
             self.tier, ComputeFormat(self.layout), slots, order, pays, deadline_s=deadline_s
         )

@@ -103,6 +103,6 @@ def test_rank_that_does_not_acknowledge_is_named_in_the_failure(
     monkeypatch.setattr(expert_resize, "POLL_S", 0.001)
     monkeypatch.setattr(expert_resize, "ANSWER_S", 0.05)
     ranks = [Silent("expert-0"), Expert("expert-1")]
-    with pytest.raises(LaunchError, match=r"^1 expert ranks: expert-0 did not hear of its experts"):
+    with pytest.raises(LaunchError, match=r"^1 expert ranks: expert-0 did not receive its experts"):
         place_experts(lambda: [RunningRank(e.ready, e) for e in ranks], 1, TandemConfig())
     assert all(e.report.newest == 1 and e.rounds > ROUNDS_UNDER_WAY for e in ranks)

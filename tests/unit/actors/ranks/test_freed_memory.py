@@ -17,7 +17,7 @@ from actors.ranks import memory
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-memory._GIVE_BACK_EVERY_S = 0.2
+memory._TRIM_INTERVAL_S = 0.2
 memory.bound_memory()
 blocks = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each
 full = resident_bytes()

@@ -131,7 +131,7 @@ def opened(
     kind: Kind = "lru",
     deadline_s: float = DEADLINE_S,
 ) -> ExpertCache:
-    order = eviction(kind, slots, {})
+    order = eviction(kind)
     return ExpertCache(tier, ComputeFormat(layout), slots, order, pays, deadline_s=deadline_s)
 
 
@@ -155,7 +155,7 @@ def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[i
 PAIRS = dict.fromkeys(range(EXPERTS), 1)
 
 
-@pytest.mark.parametrize("kind", ["lru", "lfu", "walk", "pinned"])
+@pytest.mark.parametrize("kind", ["lru", "walk"])
 def test_a_layer_that_wants_more_than_there_are_slots_comes_in_waves(
     layout: ExpertLayout, kind: Kind
 ) -> None:
@@ -224,14 +224,14 @@ def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
     assert tier.experts[:2] == [(1, 2), (1, 3)], "what had been asked for was skipped"
 
 
-@pytest.mark.parametrize("kind", ["lru", "lfu", "walk"])
+@pytest.mark.parametrize("kind", ["lru", "walk"])
 @pytest.mark.parametrize("quiet_s", [0.0, 2 * LS_LIVE_S])
 def test_a_prompt_of_be_leaves_what_ls_uses_while_ls_is_live(
     layout: ExpertLayout, kind: Kind, quiet_s: float
 ) -> None:
     tier, now = FakeTier(), [5.0]
     cache = ExpertCache(
-        tier, ComputeFormat(layout), 8, eviction(kind, 8, {}), pays, deadline_s=20.0,
+        tier, ComputeFormat(layout), 8, eviction(kind), pays, deadline_s=20.0,
         clock=lambda: now[0],
     )  # fmt: skip
     for layer in range(2):
@@ -328,7 +328,7 @@ def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> 
 
 def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
     tier = FakeTier()
-    order = eviction("lru", 6, {})
+    order = eviction("lru")
     cache = ExpertCache(
         tier,
         ComputeFormat(layout),
@@ -390,7 +390,7 @@ EVENTS = st.lists(
 
 
 @settings(deadline=None, max_examples=200)
-@given(slots=st.integers(2, 12), kind=st.sampled_from(["lru", "lfu", "walk"]), events=EVENTS)
+@given(slots=st.integers(2, 12), kind=st.sampled_from(["lru", "walk"]), events=EVENTS)
 def test_any_hints_wants_and_drops_end_with_what_was_wanted(
     layout: ExpertLayout,
     slots: int,
