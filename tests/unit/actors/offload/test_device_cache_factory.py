@@ -16,7 +16,6 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError, ResourceError, TandemError
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Priority
-from models.experts import device_tier
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import PinnedExperts
 from models.spec.model import read_spec
@@ -109,14 +108,3 @@ def test_what_does_not_fit_or_is_not_there_is_named_with_its_numbers(
         device_cache(spec_of(tmp_path, **experts), layout, Telemetry())
     assert raised.value.message.startswith(expected_error)
     assert not list(tmp_path.iterdir()), "nothing was made"
-
-
-def test_memory_that_is_free_in_pieces_only_is_the_same_error(
-    layout: ExpertLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def too_large(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(device_tier, "ExpertBuffer", too_large)
-    with pytest.raises(ResourceError, match=r"experts.slots=40: 40 experts of 221184 bytes are"):
-        device_cache(spec_of(tmp_path, slots=40), layout, Telemetry())
