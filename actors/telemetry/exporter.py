@@ -95,7 +95,7 @@ class Exporter:
         with self._turn:  # one page at a time, and at most SHARE of the time
             sleep(max(0.0, self._free_s - monotonic_s()))
             start_s = monotonic_s()
-            page: Iterable[bytes] = self._page(environ, start_response)
+            page: Iterable[bytes] = self._page({**environ, "QUERY_STRING": ""}, start_response)
             end_s = monotonic_s()
             self._free_s = end_s + min(MAX_PAUSE_S, (end_s - start_s) * (1 / SHARE - 1))
         return page
