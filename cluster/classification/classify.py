@@ -42,6 +42,17 @@ from models.text.tokenizer import SUFFIX_CHARACTERS, Tokenizer
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+DEFAULT_TEMPLATE = "{prefix}{text}"
+MAX_LABELS = 256
+OPTIONS = "{options}"
+SYMBOLS = string.ascii_uppercase
+_PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
+TRIE_TOKENS = 8  # memory of a trie node, in list tokens
+CONCURRENT_PASSES = 64  # per row; each holds the prompt and its path
+ANSWERS = ("yes", "no")
+YES = 0
+THRESHOLD = 0.5
+
 
 async def map_bounded(
     function: Callable[[Item], Awaitable[Result]], items: Iterable[Item], limit: int
@@ -69,15 +80,6 @@ async def map_bounded(
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     return [results[index] for index in range(len(listed))]
-
-
-DEFAULT_TEMPLATE = "{prefix}{text}"
-MAX_LABELS = 256
-OPTIONS = "{options}"
-SYMBOLS = string.ascii_uppercase
-TRIE_TOKENS = 8  # memory of a trie node, in list tokens
-CONCURRENT_PASSES = 64  # per row; each holds the prompt and its path
-_PLACEHOLDER = re.compile(r"\{(text|prefix|label|options)\}")
 
 
 class Scorer(Protocol):
@@ -359,11 +361,6 @@ def add_usage(usages: Sequence[Usage]) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
     )
-
-
-ANSWERS = ("yes", "no")
-YES = 0
-THRESHOLD = 0.5
 
 
 def check_questions(task: ClassifyTask) -> None:

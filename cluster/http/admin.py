@@ -47,6 +47,13 @@ log = logging.getLogger("tandem.ingress")
 
 MAX_BODY_BYTES: Final = 4096
 REPLY_TIMEOUT_S: Final = 15.0
+DEFAULT_S = 5.0
+EXTRA_S = 30.0  # beyond the traced seconds, for collecting and encoding
+INGRESS_PID = 1
+FIRST_RANK_PID = 2
+INGRESS = "ingress"
+SCRAPE_TIMEOUT_S = 5.0
+DISTRIBUTION = "tandem-moe"
 
 
 async def get_scale(app_state: AppState, request: Request) -> Response:
@@ -87,13 +94,6 @@ async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> 
         raise NotReadyError(
             f"the launcher of the ranks has not answered within {REPLY_TIMEOUT_S:g} s"
         ) from None
-
-
-DEFAULT_S = 5.0
-EXTRA_S = 30.0  # beyond the traced seconds, for collecting and encoding
-INGRESS_PID = 1
-FIRST_RANK_PID = 2
-INGRESS = "ingress"
 
 
 async def trace(app_state: AppState, request: Request) -> Response:
@@ -147,8 +147,6 @@ def _file(answer: TraceResponse, recent_requests: list[RequestSpan], clock: Cloc
     return head + b'},"traceEvents":' + joined + b"}"
 
 
-SCRAPE_TIMEOUT_S = 5.0
-
 PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
 
 
@@ -175,11 +173,17 @@ def _pipelines(app_state: AppState) -> dict[str, response_types.PipelineLoad]:
 
 
 def status_of(app_state: AppState) -> PlainEndpoint:
-    scrapes = ScrapeCoalescer(lambda: _status(app_state), app_state.clock)
+    return _coalesced(app_state, lambda: _status(app_state), "application/json")
+
+
+def _coalesced(
+    app_state: AppState, make: Callable[[], Awaitable[str]], content_type: str
+) -> PlainEndpoint:
+    scrapes = ScrapeCoalescer(make, app_state.clock)
 
     async def answer(app_state: AppState, request: Request) -> Response:
         app_state.authenticator.check_metrics(request)
-        return Response(await scrapes.text(), media_type="application/json")
+        return Response(await scrapes.text(), headers={"Content-Type": content_type})
 
     return answer
 
@@ -206,17 +210,11 @@ async def _status(app_state: AppState) -> str:
 
 
 def metrics_of(app_state: AppState) -> PlainEndpoint:
-    scrapes = ScrapeCoalescer(lambda: _scrape(app_state), app_state.clock)
     app_state.telemetry.read_each(
         metrics.REQUESTS_WAITING,
         lambda: {(one, label): n for (one, label), n in app_state.backend.waiting().items()},
     )
-
-    async def answer(app_state: AppState, request: Request) -> Response:
-        app_state.authenticator.check_metrics(request)
-        return Response(await scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
-
-    return answer
+    return _coalesced(app_state, lambda: _scrape(app_state), CONTENT_TYPE)
 
 
 async def _scrape(app_state: AppState) -> str:
@@ -229,9 +227,6 @@ async def _scrape(app_state: AppState) -> str:
             reason = f"none within {SCRAPE_TIMEOUT_S:g} s"
             event(log, "rank_metrics_failed", logging.WARNING, error=reason)
     return merge_expositions(texts)
-
-
-DISTRIBUTION = "tandem-moe"
 
 
 def version() -> str:

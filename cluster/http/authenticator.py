@@ -35,6 +35,8 @@ PROVE = "prove"  # in scope["state"], set by our HTTP server: call it when the k
 TENANT_BYTES = 8
 _TENANT, _NAMED_TENANT = b"tandem-tenant", b"tandem-named"  # domains of digests
 _KEY_SALT, _CACHE_SALT = b"tandem-key-salt", b"tandem-salt"
+CONCURRENCY_RETRY_S = 1.0  # a running request may have ended by then
+POLL_PERIOD_S = 1.0
 
 
 class _Client(NamedTuple):
@@ -161,9 +163,6 @@ def _check(keys: Iterable[str], request: Request, message: str) -> str:
     return given
 
 
-CONCURRENCY_RETRY_S = 1.0  # a running request may have ended by then
-
-
 class RateLimitError(OverloadError):
     """The key's quota is exhausted. Other keys are not affected."""
 
@@ -236,8 +235,6 @@ def _refused(used: str, field: str, limit: float, wait_s: float) -> RateLimitErr
 
 log = logging.getLogger("tandem.ingress")
 
-POLL_PERIOD_S = 1.0
-
 
 class ApiKeyReloader:
     """Loads http.keys_file into `authenticator` and polls it for changes, on its event loop.
@@ -269,7 +266,7 @@ class ApiKeyReloader:
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        for outcome in ("taken", "refused"):
+        for outcome in ("loaded", "rejected"):
             self._telemetry.count(metrics.KEYS_RELOADED, outcome, by=0)
         while True:
             await self._sleep(POLL_PERIOD_S)
@@ -297,7 +294,7 @@ class ApiKeyReloader:
             return
         self._set_keys(keys)
         self._last_result, self.problem = data, ""
-        self._telemetry.count(metrics.KEYS_RELOADED, "taken")
+        self._telemetry.count(metrics.KEYS_RELOADED, "loaded")
         event(log, "api_keys_reloaded", keys=len(keys.api_keys), path=self._path)
 
     def _set_keys(self, keys: Keys) -> None:
@@ -308,5 +305,5 @@ class ApiKeyReloader:
         if self._last_result == result:
             return
         self._last_result, self.problem = result, error.message
-        self._telemetry.count(metrics.KEYS_RELOADED, "refused")
+        self._telemetry.count(metrics.KEYS_RELOADED, "rejected")
         event(log, "api_keys_rejected", logging.ERROR, reason=f"{error.message}; the old keys stay")

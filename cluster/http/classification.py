@@ -60,6 +60,8 @@ from contracts.requests import Priority, Usage
 
 CONCURRENT_ROWS = 256  # per request, with one pass each
 ENCODED_AT_ONCE = 128
+CONCURRENT_ITEMS = 256  # per request
+SCORES_AT_ONCE = 1 << 14
 
 
 async def classify(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
@@ -212,10 +214,6 @@ def _row(
     index: int, task: ClassifyTask, label: str | list[str], probs: list[float]
 ) -> ClassifiedRow:
     return ClassifiedRow(index=index, label=label, probs=probs, num_classes=len(task.labels))
-
-
-CONCURRENT_ITEMS = 256  # per request
-SCORES_AT_ONCE = 1 << 14
 
 
 class ScoreJob(msgspec.Struct, frozen=True):

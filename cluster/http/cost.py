@@ -33,6 +33,9 @@ ANSWER_TOKEN_BYTES = 8  # its text
 ANSWER_NUMBER_BYTES = 24
 COMPLETION_ALTERNATIVE_BYTES = 48  # "text": -12.345678901234567,
 CHAT_ALTERNATIVE_BYTES = 112  # {"token": ..., "logprob": ..., "bytes": [...]},
+RETRY_AFTER_S = 1.0
+BEST_EFFORT = 0.75  # of the budget
+STEP_BYTES = 1 << 16
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,11 +149,6 @@ def classified_answer_bytes(texts: int, labels: Sequence[str], *, multi_label: b
 
 def scored_answer_bytes(items: int, labels: int) -> int:
     return items * labels * ANSWER_NUMBER_BYTES
-
-
-RETRY_AFTER_S = 1.0
-BEST_EFFORT = 0.75  # of the budget
-STEP_BYTES = 1 << 16
 
 
 class MemoryBudget:

@@ -36,13 +36,17 @@ from cluster.http.responses import (
     sse,
 )
 from cluster.http.schemas import GenerationBody, GenerationOptions
-from cluster.http.text import Delta, SequenceText, ShownToken
+from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
-from contracts.requests import Caller, Sampling, Usage
+from contracts.requests import Sampling, Usage
 from models.text.tokenizer import Tokenizer
 
-SLICE_TOKENS = 256
+CONCURRENT_SEQUENCES = 256  # per request
+CONCURRENT_ECHOES = 64
+_MERGE_BUFFER = 64  # deltas; then producers wait for the client
+
+_Item = tuple[int, Delta]
 
 
 class Echo(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +62,6 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
     offsets: Sequence[int] = ()
     scored: Scored | None = None
     reason: str | None = None
-    usage: Usage
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         if self.scored is None:
@@ -89,45 +92,8 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         return tokens
 
 
-async def echo(
-    app_state: AppState,
-    text: str,
-    token_ids: list[int],
-    options: GenerationOptions,
-    caller: Caller,
-    *,
-    wait_for_slot: bool,
-) -> Echo:
-    """Return the echo of a prompt, scored if log-probabilities are requested."""
-    reason = "length" if options.max_tokens == 0 else None
-    top = options.sampling.logprobs
-    if top is None:
-        usage = Usage(prompt_tokens=len(token_ids))
-        return Echo(text=text, token_ids=token_ids, reason=reason, usage=usage)
-    scored = Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
-    if len(token_ids) > 1:
-        submit = Submit(
-            request_id=0,
-            token_ids=token_ids,
-            sampling=None,
-            priority=options.priority,
-            score_from=1,
-            score_top=top,
-            caller=caller,
-        )
-        scored = await app_state.backend.score(submit, wait_for_slot=wait_for_slot)
-    return Echo(
-        text=text,
-        token_ids=token_ids,
-        offsets=await _offsets(app_state, token_ids),
-        scored=scored,
-        reason=reason,
-        usage=scored.usage,
-    )
-
-
-async def _offsets(app_state: AppState, token_ids: list[int]) -> Sequence[int]:
-    detokenizer = app_state.tokenizer.detokenizer()
+async def _offsets(tokenizer: Tokenizer, token_ids: list[int]) -> Sequence[int]:
+    detokenizer = tokenizer.detokenizer()
     offsets, offset = array.array("q"), 0
     for index, token_id in enumerate(token_ids):
         offsets.append(offset)
@@ -135,12 +101,6 @@ async def _offsets(app_state: AppState, token_ids: list[int]) -> Sequence[int]:
         if index % SLICE_TOKENS == SLICE_TOKENS - 1:
             await asyncio.sleep(0)
     return offsets
-
-
-CONCURRENT_SEQUENCES = 256  # per request
-_MERGE_BUFFER = 64  # deltas; then producers wait for the client
-
-_Item = tuple[int, Delta]
 
 
 async def merge_sequences(
@@ -187,9 +147,6 @@ async def _drain(
                 return
     finally:
         getter.cancel()
-
-
-CONCURRENT_ECHOES = 64
 
 
 class GenerationPrompt(msgspec.Struct, frozen=True):
@@ -387,17 +344,36 @@ class _Run:
 
     async def _echo(self, number: int) -> Echo:
         """Return the echo of prompt `number`. Its usage counts if nothing is generated."""
-        options = self._job.options
-        prompt = self._job.prompts[number]
-        echoed = await echo(
-            *(self._app_state, prompt.text, prompt.token_ids, options, self._ctx.caller),
-            wait_for_slot=number > 0,
-        )
-        if options.max_tokens == 0:
+        options, prompt = self._job.options, self._job.prompts[number]
+        token_ids, usage = prompt.token_ids, Usage(prompt_tokens=len(prompt.token_ids))
+        scored: Scored | None = None
+        offsets: Sequence[int] = ()
+        reason = "length" if options.max_tokens == 0 else None
+        if options.sampling.logprobs is not None:
+            scored = await self._score(token_ids, number)
+            usage, offsets = scored.usage, await _offsets(self._app_state.tokenizer, token_ids)
+        if reason:
             self._ctx.on_token()
-            self._ctx.on_sequence_end(echoed.usage, 0.0, 0.0)
-            self._usages[number * options.n] = echoed.usage
-        return echoed
+            self._ctx.on_sequence_end(usage, 0.0, 0.0)
+            self._usages[number * options.n] = usage
+        return Echo(
+            text=prompt.text, token_ids=token_ids, offsets=offsets, scored=scored, reason=reason
+        )
+
+    async def _score(self, token_ids: list[int], number: int) -> Scored:
+        if len(token_ids) == 1:
+            return Scored(0, Usage(prompt_tokens=1), token_logprobs=[])
+        options = self._job.options
+        submit = Submit(
+            request_id=0,
+            token_ids=token_ids,
+            sampling=None,
+            priority=options.priority,
+            score_from=1,
+            score_top=options.sampling.logprobs or 0,
+            caller=self._ctx.caller,
+        )
+        return await self._app_state.backend.score(submit, wait_for_slot=number > 0)
 
 
 def _shifted(delta: Delta, characters: int) -> Delta:

@@ -18,7 +18,7 @@ from contracts.sampling_limits import MAX_CHOICE_TOKENS, check_lengths
 from models.text.encoding_steps import EncodingSteps
 from models.text.tokenizer import Tokenizer
 
-MAX_CHARACTERS_TO_CUT = 1 << 20  # of all choices behind all prompt tails: about 1 s
+MAX_TOKENIZED_CHARACTERS = 1 << 20  # of all choices behind all prompt tails: about 1 s
 TAIL_TOKENS = 8  # of a prompt that may affect how text behind it is tokenized
 TAIL_CHARACTERS = 64  # of such a tail, tokenized again with each choice
 
@@ -64,10 +64,10 @@ async def choice_ids(
     assert choices is not None
     tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
     characters = len(tails) * sum(len(choice) + TAIL_CHARACTERS for choice in choices)
-    if characters > MAX_CHARACTERS_TO_CUT:
+    if characters > MAX_TOKENIZED_CHARACTERS:
         raise RequestError(
             f"{name}: behind {len(tails)} prompts the choices have {characters} characters,"
-            f" at most {MAX_CHARACTERS_TO_CUT}: send fewer prompts at once, or fewer choices",
+            f" at most {MAX_TOKENIZED_CHARACTERS}: send fewer prompts at once, or fewer choices",
             name,
         )
     for stop in options.stops:

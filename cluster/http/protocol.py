@@ -76,7 +76,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._chunks = self._body_bytes = 0
         self._unsent_bytes = 0
         self._problem: TandemError | None = None
-        self._leave: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
 
     # Connection
 
@@ -84,7 +84,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._is_over = self._is_lost = True
         self._connections.leave(self)
-        self._watch(self._leave)
+        self._watch(self._on_disconnect)
 
     def data_received(self, data: bytes) -> None:
         if self._is_over:
@@ -93,10 +93,10 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:  # not supported: answered without the upgrade
-            self._read_no_more()
+            self._stop_reading()
         except httptools.HttpParserError as error:
             if self._problem is None and not self._is_over:
-                self._problem = MalformedHttpError(f"not HTTP/1.1: {_words(error)}", None)
+                self._problem = MalformedHttpError(f"not HTTP/1.1: {_ascii_message(error)}", None)
         if self._is_advancing:
             self._idle_bytes = 0
         else:
@@ -123,7 +123,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:  # each takes far more memory than its bytes
-            self._read_no_more()
+            self._stop_reading()
             raise RuntimeError("ends the parsing; those that wait are answered")
         super().on_message_begin()
         self.scope["state"].update({PROVE: self._prove, WATCH: self._watch})
@@ -217,12 +217,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_proven = True
             self._connections.prove(self)
 
-    def _watch(self, leave: Callable[[], None] | None) -> None:
+    def _watch(self, on_disconnect: Callable[[], None] | None) -> None:
         """Set the callback for a client that disconnects during the request at work."""
-        self._leave = leave
-        if leave is not None and self._is_lost:
-            self._leave = None
-            self.loop.call_soon(leave)
+        self._on_disconnect = on_disconnect
+        if on_disconnect is not None and self._is_lost:
+            self._on_disconnect = None
+            self.loop.call_soon(on_disconnect)
 
     def _update_wait(self) -> None:
         """Report to the table what the connection waits for."""
@@ -298,7 +298,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif not at_work:
             self._answer(error)
         elif not self._in_body:  # an earlier request: answer it, then close
-            self._read_no_more()
+            self._stop_reading()
         elif self.pipeline or cycle.response_started:
             self.drop()
         else:
@@ -319,7 +319,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _read_no_more(self) -> None:
+    def _stop_reading(self) -> None:
         """Stop reading. The last pipelined request is answered with `Connection: close`."""
         self._is_over = True
         if self.cycle is not None:
@@ -336,6 +336,6 @@ def refusal(error: TandemError, more: str = "") -> bytes:
     return STATUS_LINE[error.status] + head.encode() + body
 
 
-def _words(error: httptools.HttpParserError) -> str:
+def _ascii_message(error: httptools.HttpParserError) -> str:
     """Return the parser's message as one line of ASCII."""
     return ascii(str(error))[1:-1]

@@ -38,6 +38,13 @@ from models.text.tokenizer import Tokenizer
 POLL_PERIOD_S = 0.05
 
 
+Result = TypeVar("Result")
+MAX_RECENT_REQUESTS = 4096  # for traces
+# In scope["state"], set by our HTTP server: call it with a callback for the client's disconnect,
+# or with None to reset it. On other servers a task waits for the disconnect, which is slower.
+WATCH = "watch"
+
+
 class DrainController:
     """Rejects new requests and waits for active ones before the server stops."""
 
@@ -61,16 +68,11 @@ class DrainController:
         return len(requests)
 
 
-Result = TypeVar("Result")
 FetchRankMetrics = Callable[[], Awaitable[str]]
-MAX_RECENT_REQUESTS = 4096  # for traces
 FetchRankStatus = Callable[[], Awaitable[list[RankStatus]]]
 ScaleRanks = Callable[[ScaleTarget | None], Awaitable[ScaleState]]
 """Starts a change of the number of ranks; None: only reports the progress."""
 
-# In scope["state"], set by our HTTP server: call it with a callback for the client's disconnect,
-# or with None to reset it. On other servers a task waits for the disconnect, which is slower.
-WATCH = "watch"
 Watch = Callable[[Callable[[], None] | None], None]
 
 

@@ -30,6 +30,7 @@ Json = list[bytes]  # pieces of JSON text, never joined: an answer may be large
 
 SENT_AT_ONCE_BYTES = 1 << 18
 TEXT_OVERHEAD_BYTES = 64
+DONE = b"data: [DONE]\n\n"
 
 
 class ChunkedResponse(Response):
@@ -278,9 +279,6 @@ def _alternative(tokenizer: Tokenizer, token_id: int, logprob: float) -> respons
     return response_types.TopLogprob(
         token=data.decode(errors="replace"), logprob=logprob, bytes=list(data)
     )
-
-
-DONE = b"data: [DONE]\n\n"
 
 
 def sse(body: object) -> bytes:

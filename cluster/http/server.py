@@ -34,6 +34,9 @@ log = logging.getLogger("tandem.front")
 START_TIMEOUT_S = 10.0
 BIND_TIMEOUT_S = 8.0  # a replaced replica may still be ending
 RETRY_AFTER_S = 1
+ACCEPTS_PER_TURN = 64  # then the event loop continues
+BACKLOG = 2048
+PAUSE_S = 0.5
 
 
 class UvicornServer(uvicorn.Server):
@@ -208,9 +211,6 @@ def _capacity_refusal(limit: int, *, is_tls: bool) -> bytes:
     return refusal(error, more=f"retry-after: {RETRY_AFTER_S}\r\n")
 
 
-ACCEPTS_A_TURN = 64  # then the event loop continues
-BACKLOG = 2048
-PAUSE_S = 0.5
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -258,7 +258,7 @@ class HttpListener:
         """Return at once: `close` leaves nothing open."""
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_A_TURN):
+        for _ in range(ACCEPTS_PER_TURN):
             try:
                 sock, address = self._listening.accept()
             except BlockingIOError:

@@ -27,6 +27,9 @@ from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 SLICE_TOKENS = 256  # per turn of the event loop
 
 
+Result = TypeVar("Result")
+
+
 class StopStrings:
     """Passes text through up to the first stop string. Linear in the text for given stops."""
 
@@ -177,9 +180,6 @@ class SequenceText:
         while self._pending and (everything or self._pending[0].offset < self._shown):
             tokens.append(self._pending.popleft())
         return Delta(text, tokens, reason)
-
-
-Result = TypeVar("Result")
 
 
 class _Done(NamedTuple):

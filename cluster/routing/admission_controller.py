@@ -25,6 +25,10 @@ from planner.scheduling.retry_reservations import RetryReservations
 
 _Owner = tuple[bytes, int]
 
+JITTER = 0.1  # spreads the retries of requests that are rejected together
+RESERVABLE_FRACTION = 0.9  # of the drain rate; the rest absorbs uneven arrivals
+LOW_LOAD_FRACTION = 0.25  # of the limits; below it, reservations do not count
+
 
 class WaitQueue:
     """Slots of one class, and a fair queue for them. Belongs to one event loop.
@@ -106,11 +110,6 @@ class WaitQueue:
 
 def _owner_of(caller: Caller) -> _Owner:
     return caller.tenant, caller.request
-
-
-JITTER = 0.1  # spreads the retries of requests that are rejected together
-RESERVABLE_FRACTION = 0.9  # of the drain rate; the rest absorbs uneven arrivals
-LOW_LOAD_FRACTION = 0.25  # of the limits; below it, reservations do not count
 
 
 class AdmissionController:

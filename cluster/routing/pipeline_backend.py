@@ -29,6 +29,9 @@ from contracts.errors import (
 from contracts.logs import event
 from contracts.messages import Failed, Finished, Scored, Submit, Tokens
 
+STARTS_PER_TURN = 8  # of later sequences, per turn of the event loop: about 1 ms
+POLL_S = 0.1
+
 
 class LoopThrottle:
     """Limit of starts per turn of the event loop, in order of arrival."""
@@ -66,8 +69,6 @@ class LoopThrottle:
 
 log = logging.getLogger("tandem.admission")
 
-STARTS_PER_TURN = 8  # of later sequences, per turn of the event loop: about 1 ms
-
 
 class PipelineBackend:
     """Backend of one pipeline. Owns its ranks' clients; belongs to one event loop."""
@@ -83,7 +84,7 @@ class PipelineBackend:
         self._controller = AdmissionController(self._slots, placer.config, clock)
         self._ranks.on_available = self._controller.grant_slots
 
-    # ---- life
+    # ---- lifecycle
 
     @property
     def clients(self) -> list[RankClient]:
@@ -264,9 +265,6 @@ class Backend(Protocol):
 
     def waiting(self) -> Mapping[tuple[str, str], int]:
         """Return the sequences that wait for a first answer, by (pipeline, class)."""
-
-
-POLL_S = 0.1
 
 
 class Pipelines:

@@ -96,19 +96,22 @@ class RankClient:
         if address == self.address:
             return
         self.address, self._reset_error = address, None
-        if self._task is not None:
-            self._task.cancel()
-            self._fail_all(PeerDeadError(f"{self.name} has been replaced", self.name))
-            self._task = None
+        if self._stop("has been replaced"):
             self.start()
 
     def disconnect(self) -> None:
         """Stop connecting until the rank has an address again. Fails waiting requests."""
         self.address = ""
-        if self._task is not None:
-            self._task.cancel()
-            self._fail_all(PeerDeadError(f"{self.name} has ended", self.name))
-            self._task = None
+        self._stop("has ended")
+
+    def _stop(self, reason: str) -> bool:
+        """Stop connecting and fail waiting requests. Return whether the client was started."""
+        task, self._task = self._task, None
+        if task is None:
+            return False
+        task.cancel()
+        self._fail_all(PeerDeadError(f"{self.name} {reason}", self.name))
+        return True
 
     def reset_connection(self, reason: str) -> None:
         """Abort the connection. The client reconnects."""

@@ -114,7 +114,7 @@ class RankSet(Generic[MemberT]):
         self._timer: asyncio.TimerHandle | None = None
 
     def __iter__(self) -> Iterator[MemberT]:
-        return (member for member in self._all if member.is_member)
+        return iter([member for member in self._all if member.is_member])
 
     @property
     def clients(self) -> list[RankClient]:

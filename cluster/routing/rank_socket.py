@@ -59,9 +59,7 @@ class RankSocket:
         self._config = config
         self._clock = clock
         self._last_frame_s = clock()
-        self._local_process: LocalProcess | None = (
-            None  # the rank, if it is a process of this machine
-        )
+        self._local_process: LocalProcess | None = None  # if the rank is on this machine
         self._unsent = bytearray()
         self._encoder = msgspec.msgpack.Encoder()
 

@@ -225,12 +225,12 @@ def _metrics(snapshot: ServerSnapshot) -> Finding:
 
 
 def _keys(snapshot: ServerSnapshot) -> Finding:
-    """Report whether the server refused a changed file of keys."""
+    """Report whether the server rejected a changed file of keys."""
     name, scraped = metrics.KEYS_RELOADED.name, snapshot.scraped or {}
-    refused = scraped.get((name, (("outcome", "refused"),)), 0.0)
-    taken = scraped.get((name, (("outcome", "taken"),)), 0.0)
-    found = f"changed files: {taken:g} loaded, {refused:g} refused since the start"
-    if refused:
+    rejected = scraped.get((name, (("outcome", "rejected"),)), 0.0)
+    loaded = scraped.get((name, (("outcome", "loaded"),)), 0.0)
+    found = f"changed files: {loaded:g} loaded, {rejected:g} rejected since the start"
+    if rejected:
         advice = (
             "the old keys stay until the file is valid: see api_keys_rejected in the ingress's log"
         )

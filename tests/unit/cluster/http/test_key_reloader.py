@@ -76,9 +76,9 @@ def test_swapped_secret_takes_effect_at_second_poll(
     followed.poll(1)
     assert [is_let_in(followed.authenticator, key) for key in ("old", "stays", "new")] == [0, 1, 1]
     assert followed.authenticator.priority("new").label == "be"
-    assert followed.count("taken") == 1
+    assert followed.count("loaded") == 1
     followed.poll(3)
-    assert followed.count("taken") == 1, "what has not changed is not taken again"
+    assert followed.count("loaded") == 1, "what has not changed is not taken again"
 
 
 def test_invalid_file_keeps_old_keys_and_is_logged_and_counted_once(
@@ -98,11 +98,11 @@ def test_invalid_file_keeps_old_keys_and_is_logged_and_counted_once(
     assert [line.split()[0] for line in messages] == ["api_keys_rejected", "api_keys_rejected"]
     assert SECRET not in "".join(messages)
     assert "the old keys stay" in messages[0]
-    assert followed.count("refused") == 2
+    assert followed.count("rejected") == 2
     path.write_text("api_keys: [old]")
     followed.poll()
     assert followed.reloader.problem == ""
-    assert followed.count("taken") == 1
+    assert followed.count("loaded") == 1
 
 
 def test_unchanged_key_keeps_quota_state(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_missing_series_and_refused_keys_are_reported() -> None:
     silent = status(rank("attention-0", 62.0), rank("expert-9", 62.0))
     found = well()
     assert level_of("metrics", found._replace(status=silent)) == "warning"
-    refused = {("tandem_api_key_reloads_total", (("outcome", "refused"),)): 1.0}
+    refused = {("tandem_api_key_reloads_total", (("outcome", "rejected"),)): 1.0}
     assert level_of("keys", well(more=refused)) == "warning"
 
 
