@@ -26,8 +26,8 @@ from cluster.http.body import read_body
 from cluster.http.errors import BodyTimeoutError, MediaTypeError
 from cluster.http.request_context import AppState
 from cluster.http.responses import json_response
-from cluster.http.scrape_coalescer import ScrapeCoalescer
 from contracts import metrics
+from contracts.clock import Clock
 from contracts.errors import NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
 from contracts.metrics import Pipeline
@@ -47,13 +47,22 @@ log = logging.getLogger("tandem.ingress")
 
 MAX_BODY_BYTES: Final = 4096
 REPLY_TIMEOUT_S: Final = 15.0
+DISTRIBUTION = "tandem-moe"
+
+PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
+
+# Traces
 DEFAULT_S = 5.0
 EXTRA_S = 30.0  # beyond the traced seconds, for collecting and encoding
 INGRESS_PID = 1
 FIRST_RANK_PID = 2
 INGRESS = "ingress"
+
+# Scrapes
 SCRAPE_TIMEOUT_S = 5.0
-DISTRIBUTION = "tandem-moe"
+SHARE = 0.05  # maximum fraction of the event loop's time
+MAX_PAUSE_S = 1.0
+ANSWER_S = 0.0003  # time of the event loop per response
 
 
 async def get_scale(app_state: AppState, request: Request) -> Response:
@@ -147,9 +156,6 @@ def _file(answer: TraceResponse, recent_requests: list[RequestSpan], clock: Cloc
     return head + b'},"traceEvents":' + joined + b"}"
 
 
-PlainEndpoint = Callable[[AppState, Request], Awaitable[Response]]
-
-
 async def load(app_state: AppState, request: Request) -> Response:
     """Answer with the requests under way and the sequences that wait for a first answer."""
     app_state.authenticator.check_metrics(request)
@@ -239,3 +245,56 @@ def version() -> str:
     if not project.is_file():
         return "unknown"
     return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+
+
+class ScrapeCoalescer:
+    """Shares one call of `make` among concurrent callers of `text`.
+
+    A caller gets a text whose collection started after its call. The next collection is delayed
+    until the previous one and its responses are at most SHARE of the time, so a client that scrapes
+    in a loop slows down itself and not the requests.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Awaitable[str]],
+        clock: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._make = make
+        self._clock = clock
+        self._sleep = sleep
+        self._next: asyncio.Future[str] | None = None
+        self._waiters = 0
+        self._free_s = float("-inf")
+        self._task: asyncio.Task[None] | None = None
+
+    async def text(self) -> str:
+        """Return the text; raises what `make` raises. Other callers survive cancellation."""
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+            # Mark an exception as retrieved if every caller was cancelled.
+            self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._waiters += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> None:
+        try:
+            while self._next is not None:
+                pause_s = self._free_s - self._clock()
+                if pause_s > 0:
+                    await self._sleep(pause_s)
+                answer, waiters = self._next, self._waiters
+                self._next, self._waiters = None, 0
+                start_s = self._clock()
+                try:
+                    answer.set_result(await self._make())
+                except Exception as error:  # noqa: BLE001 - raised by every caller
+                    answer.set_exception(error)
+                end_s = self._clock()
+                cost_s = end_s - start_s + ANSWER_S * waiters
+                self._free_s = end_s + min(MAX_PAUSE_S, cost_s * (1 / SHARE - 1))
+        finally:
+            self._task = None

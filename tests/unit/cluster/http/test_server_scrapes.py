@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.http.scrape_coalescer import MAX_PAUSE_S, SHARE, ScrapeCoalescer
+from cluster.http.admin import MAX_PAUSE_S, SHARE, ScrapeCoalescer
 from contracts.config import HttpConfig
 from tests.support.api_harness import Api, serve_api
 from tests.support.fake_rank import FakeRank
