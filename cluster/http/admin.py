@@ -74,7 +74,7 @@ async def start_scale(app_state: AppState, request: Request) -> Response:
     """Answer 200 once the change has started: it may take minutes."""
     app_state.authenticator.check_operator(request)
     if "content-type" not in request.headers:  # a cross-site form has none
-        raise MediaTypeError("content-type: expected application/json, got none", None)
+        raise MediaTypeError("content-type: expected application/json, got none")
     app_state.drainer.check()
     requested = await _read_scale_request(app_state, request)
     check_counts(requested)
@@ -88,7 +88,7 @@ async def _read_scale_request(app_state: AppState, request: Request) -> ScaleTar
         async with asyncio.timeout(limit_s):
             return await read_body(request, ScaleTarget, MAX_BODY_BYTES, account)
     except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s", None) from None
+        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from None
     finally:
         account.close()
 

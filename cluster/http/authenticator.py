@@ -108,8 +108,7 @@ class Authenticator:
         elif not (self._is_open and self._is_local):
             raise UnauthorizedError(
                 f"{needed}: this server was started without one, though it has API keys or others "
-                "than this machine reach it",
-                None,
+                "than this machine reach it"
             )
 
     def caller(self, key: str | None, name: str = "") -> Caller:
@@ -156,7 +155,7 @@ def _check(keys: Iterable[str], request: Request, message: str) -> str:
     given = key.strip()
     known = [hmac.compare_digest(given.encode(), one.encode()) for one in keys]
     if scheme.lower() != "bearer" or not any(known):
-        raise UnauthorizedError(message, None)
+        raise UnauthorizedError(message)
     prove = request.scope.get("state", {}).get(PROVE)
     if prove is not None:
         prove()

@@ -130,7 +130,7 @@ async def read_body(
         raise _too_large(int(declared), max_bytes)
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
-        raise MediaTypeError(f"content-type: expected application/json, got {media_type}", None)
+        raise MediaTypeError(f"content-type: expected application/json, got {media_type}")
     data = bytearray()
     try:
         async for chunk in request.stream():
@@ -156,11 +156,11 @@ def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
         body: Body = _decode_fields(data, kind)
         return body
     except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}", None) from None
+        raise RequestError(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}", None) from None
+        raise RequestError(f"the body is not valid UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise RequestError("the body is nested too deeply", None) from None
+        raise RequestError("the body is nested too deeply") from None
     finally:
         if collects:
             gc.enable()
@@ -175,8 +175,7 @@ def _decode_fields(data: bytes | bytearray, kind: type[Body]) -> Any:
 
 def _too_large(got_bytes: int, max_bytes: int) -> BodyTooLargeError:
     return BodyTooLargeError(
-        f"the body has {got_bytes} bytes, at most {max_bytes} are accepted (http.max_body_bytes)",
-        None,
+        f"the body has {got_bytes} bytes, at most {max_bytes} are accepted (http.max_body_bytes)"
     )
 
 

@@ -110,43 +110,30 @@ async def merge_sequences(
 
     The first error ends all of them.
     """
-    items: asyncio.Queue[_Item] = asyncio.Queue(_MERGE_BUFFER)
-    waiting = iter(range(count))
+    items: asyncio.Queue[_Item | Exception | None] = asyncio.Queue(_MERGE_BUFFER)
 
-    async def work() -> None:
-        for index in waiting:
-            async with aclosing(deltas_of(index)) as deltas:
-                async for item in deltas:
-                    await items.put(item)
+    async def run(index: int) -> None:
+        async with aclosing(deltas_of(index)) as deltas:
+            async for item in deltas:
+                await items.put(item)
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(count, CONCURRENT_SEQUENCES))]
-    everything = asyncio.gather(*workers)
+    async def run_all() -> None:
+        end: Exception | None = None
+        try:
+            await map_bounded(run, range(count), CONCURRENT_SEQUENCES)
+        except Exception as error:  # noqa: BLE001 - raised by the consumer
+            end = error
+        await items.put(end)
+
+    producer = asyncio.ensure_future(run_all())
     try:
-        async with aclosing(_drain(items, everything)) as drained:
-            async for item in drained:
-                yield item
+        while isinstance(item := await items.get(), tuple):
+            yield item
+        if item is not None:
+            raise item
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, everything, return_exceptions=True)
-
-
-async def _drain(
-    items: asyncio.Queue[_Item], done: asyncio.Future[list[None]]
-) -> AsyncGenerator[_Item, None]:
-    """Yield items until `done` is done and none is left. Raises what `done` raises."""
-    getter: asyncio.Future[_Item] = asyncio.ensure_future(items.get())
-    try:
-        while True:
-            await asyncio.wait((getter, done), return_when=asyncio.FIRST_COMPLETED)
-            if getter.done():
-                yield getter.result()
-                getter = asyncio.ensure_future(items.get())
-            elif items.empty():
-                done.result()
-                return
-    finally:
-        getter.cancel()
+        producer.cancel()
+        await asyncio.gather(producer, return_exceptions=True)
 
 
 class GenerationPrompt(msgspec.Struct, frozen=True):

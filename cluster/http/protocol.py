@@ -96,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._stop_reading()
         except httptools.HttpParserError as error:
             if self._problem is None and not self._is_over:
-                self._problem = MalformedHttpError(f"not HTTP/1.1: {_ascii_message(error)}", None)
+                self._problem = MalformedHttpError(f"not HTTP/1.1: {_ascii_message(error)}")
         if self._is_advancing:
             self._idle_bytes = 0
         else:
@@ -140,8 +140,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._fail(
                 MalformedHttpError(
                     f"the body has {self._chunks} chunks of {self._body_bytes} bytes in all: send "
-                    f"chunks of at least {MIN_CHUNK_BYTES} bytes",
-                    None,
+                    f"chunks of at least {MIN_CHUNK_BYTES} bytes"
                 )
             )
         self._chunks += 1
@@ -175,8 +174,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._fail(
                 TargetTooLongError(
                     f"the request's target has {target_bytes} bytes, at most {MAX_TARGET_BYTES} "
-                    "are accepted",
-                    None,
+                    "are accepted"
                 )
             )
         self._check_size(self.headers, target_bytes)
@@ -188,8 +186,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._fail(
                 HeadersTooLargeError(
                     f"the request has {len(headers)} headers, at most {self._http.max_headers} are "
-                    "accepted (http.max_headers)",
-                    None,
+                    "accepted (http.max_headers)"
                 )
             )
         size = sum([len(name) + len(value) for name, value in headers])
@@ -200,8 +197,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _too_large(self, got_bytes: int) -> HeadersTooLargeError:
         return HeadersTooLargeError(
             f"the headers have {got_bytes} bytes or more, at most {self._http.max_header_bytes} "
-            "are accepted (http.max_header_bytes)",
-            None,
+            "are accepted (http.max_header_bytes)"
         )
 
     def _fail(self, problem: TandemError) -> None:
@@ -250,7 +246,7 @@ class HttpProtocol(HttpToolsProtocol):
         if wait is WaitState.HEAD and self._idle_bytes:
             self._refuse(
                 HeadersTooSlowError(
-                    f"the headers did not arrive within {limit_s:g} s (http.header_timeout_s)", None
+                    f"the headers did not arrive within {limit_s:g} s (http.header_timeout_s)"
                 )
             )
         elif wait in (WaitState.HEAD, WaitState.IDLE) and self.transport is not None:

@@ -249,7 +249,7 @@ class RequestContext:
     def _body_timeout_error(self) -> TandemError:
         limit_s, http = self._body_limit_s, self._app_state.http
         name = "body_timeout_s" if limit_s == http.body_timeout_s else "request_timeout_s"
-        return BodyTimeoutError(f"the body did not arrive within {limit_s:g} s (http.{name})", None)
+        return BodyTimeoutError(f"the body did not arrive within {limit_s:g} s (http.{name})")
 
     def _timeout_error(self) -> TandemError:
         limit_s = self._app_state.http.request_timeout_s

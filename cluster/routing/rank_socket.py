@@ -95,8 +95,7 @@ class RankSocket:
         if len(body) > MAX_FRAME_BYTES:
             raise TooCostlyError(
                 f"a prompt of {len(body)} bytes is more than the {MAX_FRAME_BYTES} of one message"
-                " between processes: shorten it",
-                None,
+                " between processes: shorten it"
             )
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self.flush)
