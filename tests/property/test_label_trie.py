@@ -39,9 +39,7 @@ def test_passes_score_each_label_by_sum_over_tokens(labels: list[list[int]]) -> 
 
 
 @given(labels=labels_of)
-def test_each_continued_position_is_computed_once(
-    labels: list[list[int]],
-) -> None:
+def test_each_continued_position_is_computed_once(labels: list[list[int]]) -> None:
     goes_on = {tuple(label[:end]) for label in labels for end in range(1, len(label))}
     passes = LabelTrie(labels).passes
     computed = [

@@ -43,9 +43,7 @@ def apply(accounts: list[MemoryAccount], budget: MemoryBudget, operation: Operat
 
 
 @given(wanted=operations)
-def test_held_memory_is_sum_of_accounts_within_limits(
-    wanted: list[Operation],
-) -> None:
+def test_held_memory_is_sum_of_accounts_within_limits(wanted: list[Operation]) -> None:
     budget, accounts = MemoryBudget(LIMITS), list[MemoryAccount]()
     for operation in wanted:
         apply(accounts, budget, operation)

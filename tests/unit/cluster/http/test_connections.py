@@ -20,15 +20,7 @@ from cluster.http.connections import (
 from cluster.http.server import bind
 from contracts.errors import ResourceError
 from tests.support.api_harness import TIMEOUT_S
-from tests.support.front_harness import (
-    LOOPS,
-    Front,
-    get,
-    is_ended,
-    post,
-    read_answer,
-    serve_front,
-)
+from tests.support.front_harness import LOOPS, Front, get, is_ended, post, read_answer, serve_front
 
 LIMIT = 4
 
@@ -84,9 +76,7 @@ def test_oldest_unproven_connection_closes_first(book: ConnectionTable) -> None:
     assert len(book) == LIMIT
 
 
-def test_longest_idle_proven_connection_closes_next(
-    book: ConnectionTable,
-) -> None:
+def test_longest_idle_proven_connection_closes_next(book: ConnectionTable) -> None:
     lines = filled(book)
     for line in lines:
         book.prove(line)
@@ -253,9 +243,7 @@ def test_proven_connection_is_kept_while_its_body_arrives() -> None:
         assert read_answer(good).body == b"2"
 
 
-def test_server_recovers_from_descriptor_exhaustion(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_server_recovers_from_descriptor_exhaustion(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with serve_front() as front, contextlib.ExitStack() as lines:
         line = lines.enter_context(front.connect_later())

@@ -65,9 +65,7 @@ def mounted(folder: Path, generation: str, text: str) -> Path:
     return path
 
 
-def test_swapped_secret_takes_effect_at_second_poll(
-    tmp_path: Path,
-) -> None:
+def test_swapped_secret_takes_effect_at_second_poll(tmp_path: Path) -> None:
     followed = Followed(mounted(tmp_path, "..one", "api_keys: [old, stays]"))
     assert is_let_in(followed.authenticator, "old")
     mounted(tmp_path, "..two", "api_keys: [stays, {key: new, priority: be}]")

@@ -91,10 +91,7 @@ def test_chat_completion_uses_rendered_template(api: Api) -> None:
 
 def test_streamed_chat_starts_with_role_and_ends_with_usage(api: Api) -> None:
     stream = api.openai.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        stream=True,
-        stream_options={"include_usage": True},
+        model=MODEL, messages=CHAT, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -120,10 +117,7 @@ def test_stop_string_ends_text_and_cancels_rest(api: Api) -> None:
 
 def test_stream_never_contains_part_of_stop_string(api: Api) -> None:
     stream = api.openai.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        stop="\n\nQuestion",
-        stream=True,
+        model=MODEL, messages=CHAT, stop="\n\nQuestion", stream=True
     )
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(pieces) == "The answer is 42. 你好 😀"
@@ -180,10 +174,7 @@ def test_completion_logprobs_match_text(api: Api) -> None:
 
 def test_chat_logprobs_have_bytes_and_alternatives(api: Api) -> None:
     done = api.openai.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        logprobs=True,
-        top_logprobs=2,
+        model=MODEL, messages=CHAT, logprobs=True, top_logprobs=2
     )
     logprobs = done.choices[0].logprobs
     assert logprobs is not None

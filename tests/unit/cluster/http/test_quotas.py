@@ -63,9 +63,7 @@ def test_key_above_request_rate_gets_retry_after_and_other_keys_are_admitted(api
     assert "x-ratelimit-limit-requests" not in send(api, "free").headers
 
 
-def test_token_quota_overdraft_must_be_refilled(
-    api: Api,
-) -> None:
+def test_token_quota_overdraft_must_be_refilled(api: Api) -> None:
     first = send(api, "frugal")
     assert first.status_code == 200
     used = first.json()["usage"]["total_tokens"]

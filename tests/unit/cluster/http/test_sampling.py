@@ -178,13 +178,7 @@ BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
     ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
-    (
-        {
-            "prompt": [str(i) for i in range(128)],
-            "guided_choice": [str(i) for i in range(200)],
-        },
-        "",
-    ),
+    ({"prompt": [str(i) for i in range(128)], "guided_choice": [str(i) for i in range(200)]}, ""),
 ]
 
 

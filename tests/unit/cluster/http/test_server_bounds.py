@@ -196,9 +196,7 @@ def test_bad_pipelined_request_does_not_affect_earlier_answer(front: Front) -> N
         assert is_ended(line)
 
 
-def test_broken_body_is_400_and_application_is_notified_of_disconnect(
-    front: Front,
-) -> None:
+def test_broken_body_is_400_and_application_is_notified_of_disconnect(front: Front) -> None:
     front.app.left.clear()
     with front.connect() as line:
         line.sendall(chunked("/echo", b"3\r\nabc\r\n"))

@@ -11,6 +11,7 @@ import pytest
 from cluster.http.admin import MAX_PAUSE_S, SHARE, ScrapeCoalescer
 from contracts.config import HttpConfig
 from tests.support.api_harness import Api, serve_api
+from tests.support.async_tests import run_async
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import write_byte_level
 
@@ -45,76 +46,66 @@ class Loop:
         await asyncio.sleep(0)
 
 
-def test_concurrent_scrapes_share_one_collection() -> None:
-    async def scrape_all() -> None:
-        loop = Loop()
-        texts = await asyncio.gather(*(loop.scrapes.text() for _ in range(64)))
-        assert texts == ["text 1"] * 64
-        assert loop.num_started == 1
-
-    asyncio.run(scrape_all())
+@run_async
+async def test_concurrent_scrapes_share_one_collection() -> None:
+    loop = Loop()
+    texts = await asyncio.gather(*(loop.scrapes.text() for _ in range(64)))
+    assert texts == ["text 1"] * 64
+    assert loop.num_started == 1
 
 
-def test_scrape_during_collection_joins_the_next_one() -> None:
-    async def scrape_all() -> None:
-        loop = Loop()
-        loop.go.clear()
-        first = asyncio.create_task(loop.scrapes.text())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert loop.num_started == 1
-        later = [asyncio.create_task(loop.scrapes.text()) for _ in range(10)]
-        await asyncio.sleep(0)
-        loop.go.set()
-        assert await first == "text 1"
-        assert await asyncio.gather(*later) == ["text 2"] * 10
-
-    asyncio.run(scrape_all())
+@run_async
+async def test_scrape_during_collection_joins_the_next_one() -> None:
+    loop = Loop()
+    loop.go.clear()
+    first = asyncio.create_task(loop.scrapes.text())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert loop.num_started == 1
+    later = [asyncio.create_task(loop.scrapes.text()) for _ in range(10)]
+    await asyncio.sleep(0)
+    loop.go.set()
+    assert await first == "text 1"
+    assert await asyncio.gather(*later) == ["text 2"] * 10
 
 
-def test_endless_scrapes_take_a_bounded_share_of_time() -> None:
-    async def scrape_all() -> None:
-        loop = Loop()
-        for _ in range(20):
-            await loop.scrapes.text()
-        assert SHARE * (loop.now_s + loop.pauses[-1]) * 1.001 >= 20 * COST_S
-        assert all(pause_s <= MAX_PAUSE_S for pause_s in loop.pauses)
-
-    asyncio.run(scrape_all())
+@run_async
+async def test_endless_scrapes_take_a_bounded_share_of_time() -> None:
+    loop = Loop()
+    for _ in range(20):
+        await loop.scrapes.text()
+    assert SHARE * (loop.now_s + loop.pauses[-1]) * 1.001 >= 20 * COST_S
+    assert all(pause_s <= MAX_PAUSE_S for pause_s in loop.pauses)
 
 
-def test_single_scraper_never_waits() -> None:
-    async def scrape_all() -> None:
-        loop = Loop()
-        for _ in range(3):
-            await loop.scrapes.text()
-            loop.now_s += MAX_PAUSE_S
-        assert loop.pauses == []
-
-    asyncio.run(scrape_all())
+@run_async
+async def test_single_scraper_never_waits() -> None:
+    loop = Loop()
+    for _ in range(3):
+        await loop.scrapes.text()
+        loop.now_s += MAX_PAUSE_S
+    assert loop.pauses == []
 
 
-def test_cancelled_scrape_does_not_affect_others_and_errors_reach_all() -> None:
-    async def scrape_all() -> None:
-        loop = Loop()
-        loop.go.clear()
-        leaves = asyncio.create_task(loop.scrapes.text())
-        stays = asyncio.create_task(loop.scrapes.text())
-        await asyncio.sleep(0)
-        leaves.cancel()
-        await asyncio.sleep(0)
-        loop.go.set()
-        assert await stays == "text 1"
+@run_async
+async def test_cancelled_scrape_does_not_affect_others_and_errors_reach_all() -> None:
+    loop = Loop()
+    loop.go.clear()
+    leaves = asyncio.create_task(loop.scrapes.text())
+    stays = asyncio.create_task(loop.scrapes.text())
+    await asyncio.sleep(0)
+    leaves.cancel()
+    await asyncio.sleep(0)
+    loop.go.set()
+    assert await stays == "text 1"
 
-        async def fail() -> str:
-            raise ConnectionError("gone")
+    async def fail() -> str:
+        raise ConnectionError("gone")
 
-        broken = ScrapeCoalescer(fail, lambda: 0.0, loop._sleep)
-        for _ in range(2):
-            answers = await asyncio.gather(broken.text(), broken.text(), return_exceptions=True)
-            assert [str(answer) for answer in answers] == ["gone", "gone"]
-
-    asyncio.run(scrape_all())
+    broken = ScrapeCoalescer(fail, lambda: 0.0, loop._sleep)
+    for _ in range(2):
+        answers = await asyncio.gather(broken.text(), broken.text(), return_exceptions=True)
+        assert [str(answer) for answer in answers] == ["gone", "gone"]
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,7 @@ def _another_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(application, "check_deployed", lambda _: None)
 
 
-def test_answer_of_other_server_on_port_is_not_accepted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answer_of_other_server_on_port_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     def failures(_: object) -> None:
         raise ResourceError("http.host=h http.port=1: Address already in use")
 

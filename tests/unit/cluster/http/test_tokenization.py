@@ -38,9 +38,7 @@ def test_tokenize_then_detokenize_returns_text(api: Api) -> None:
     assert api.rank.submits.empty()
 
 
-def test_special_tokens_are_added_to_text_and_on_request_to_conversation(
-    api: Api,
-) -> None:
+def test_special_tokens_are_added_to_text_and_on_request_to_conversation(api: Api) -> None:
     plain = api.tokenizer.encode("a", add_special_tokens=False)
     assert api.post("/tokenize", prompt="a", add_special_tokens=False).json()["tokens"] == plain
     chat = api.tokenizer.encode_chat(CHAT)

@@ -33,6 +33,7 @@ from planner.routing.backlog import Backlog
 from planner.routing.request_work import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
+from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
 from tests.support.routing import LoggingWorker
 from tests.support.tiny_tokenizer import write_byte_level
@@ -157,27 +158,23 @@ def test_cache_salt_separates_requests_of_client(ranks: Any, what: str) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def test_keys_share_prefixes_if_configured(ranks: Any) -> None:
-    async def run() -> None:
-        body = {"prompt": [*PROMPT, 7], "max_tokens": 2}
-        async with api_client(ranks, KEYS, share_between_keys=True) as send:
-            await send(KEYS[0], "/v1/completions", **body)
-            assert await send(KEYS[1], "/v1/completions", **body) == len(PROMPT)
-            assert await send(KEYS[1], "/v1/completions", **body, cache_salt="mine") == 0
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+@run_async
+async def test_keys_share_prefixes_if_configured(ranks: Any) -> None:
+    body = {"prompt": [*PROMPT, 7], "max_tokens": 2}
+    async with api_client(ranks, KEYS, share_between_keys=True) as send:
+        await send(KEYS[0], "/v1/completions", **body)
+        assert await send(KEYS[1], "/v1/completions", **body) == len(PROMPT)
+        assert await send(KEYS[1], "/v1/completions", **body, cache_salt="mine") == 0
 
 
-def test_cache_salt_outside_length_bounds_is_rejected(ranks: Any) -> None:
-    async def run() -> None:
-        async with api_client(ranks, []) as send:
-            for path, body in BODIES.values():
-                many = MAX_CACHE_SALT_CHARACTERS + 1
-                for salt, problem in (("", "is empty"), ("x" * many, f"has {many} characters")):
-                    with pytest.raises(AssertionError, match=f"cache_salt {problem}"):
-                        await send(None, path, **body, cache_salt=salt)
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+@run_async
+async def test_cache_salt_outside_length_bounds_is_rejected(ranks: Any) -> None:
+    async with api_client(ranks, []) as send:
+        for path, body in BODIES.values():
+            many = MAX_CACHE_SALT_CHARACTERS + 1
+            for salt, problem in (("", "is empty"), ("x" * many, f"has {many} characters")):
+                with pytest.raises(AssertionError, match=f"cache_salt {problem}"):
+                    await send(None, path, **body, cache_salt=salt)
 
 
 # ---- tables of blocks

@@ -62,9 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_stream_resumes_after_any_number_of_handovers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stream_resumes_after_any_number_of_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
         for rank in ranks[:-1]:
             rank.hold_after = 1
@@ -101,9 +99,7 @@ def test_draining_rank_completes_its_requests_and_gets_no_new_ones(
     run(body, monkeypatch)
 
 
-def test_handover_by_rank_that_stays_counts_as_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_handover_by_rank_that_stays_counts_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(admission: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
         ranks[0].fail_with = ("attention-0 leaves", "handed_over", 503)
         generation = Generation(admission)

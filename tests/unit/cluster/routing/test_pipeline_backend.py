@@ -27,6 +27,7 @@ from contracts.errors import (
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
+from tests.support.async_tests import run_async
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.manual_clock import ManualClock
 
@@ -234,20 +235,18 @@ def test_prefixes_are_forgotten_when_rank_restarts() -> None:
     run(body, ranks=2, choose=record)
 
 
-def test_wrong_token_is_rejected_with_handshake_error() -> None:
-    async def main() -> None:
-        fake = FakeRank("attention-0", lambda _: [1])
-        stranger = Identity(name="ingress-0", token=b"not the token", epoch=None)
-        client = RankClient(fake.name, await fake.listen(), stranger, QUICK)
-        client.start()
-        await client.wait_until(lambda c: c.last_error is not None)
-        assert isinstance(client.last_error, HandshakeError)
-        with pytest.raises(HandshakeError):
-            await open_stream(client, submit())
-        await client.close()
-        await fake.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@run_async
+async def test_wrong_token_is_rejected_with_handshake_error() -> None:
+    fake = FakeRank("attention-0", lambda _: [1])
+    stranger = Identity(name="ingress-0", token=b"not the token", epoch=None)
+    client = RankClient(fake.name, await fake.listen(), stranger, QUICK)
+    client.start()
+    await client.wait_until(lambda c: c.last_error is not None)
+    assert isinstance(client.last_error, HandshakeError)
+    with pytest.raises(HandshakeError):
+        await open_stream(client, submit())
+    await client.close()
+    await fake.close()
 
 
 def test_close_fails_waiting_requests() -> None:
@@ -279,28 +278,24 @@ class CountingClock(ManualClock):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_local_running_rank_has_fourfold_heartbeat_timeout(
-    is_known: bool,
-) -> None:
-    async def main() -> None:
-        fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
-        fake.process_identity = own_identity() if is_known else b""
-        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
-        config = RankClientConfig(heartbeat_timeout_s=1.5, stall_s=1e9, check_every_s=0.001)
-        client = RankClient(fake.name, await fake.listen(), me, config, clock)
-        client.start()
-        await client.wait_until(lambda c: c.problem is None)
-        fake.silent, reads = True, clock.reads
-        await _until(lambda: clock.reads > reads + 20)  # what it has said already has arrived
-        clock.advance(1.6)
-        if is_known:
-            reads = clock.reads
-            await _until(lambda: clock.reads > reads + 20)
-            assert client.problem is None
-            clock.advance(4 * 1.5)
-        await client.wait_until(lambda c: c.last_error is not None)
-        assert isinstance(client.last_error, PeerHungError)
-        await client.close()
-        await fake.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@run_async
+async def test_local_running_rank_has_fourfold_heartbeat_timeout(is_known: bool) -> None:
+    fake, clock = FakeRank("attention-0", lambda _: [1]), CountingClock()
+    fake.process_identity = own_identity() if is_known else b""
+    me = Identity(name="ingress-0", token=TOKEN, epoch=None)
+    config = RankClientConfig(heartbeat_timeout_s=1.5, stall_s=1e9, check_every_s=0.001)
+    client = RankClient(fake.name, await fake.listen(), me, config, clock)
+    client.start()
+    await client.wait_until(lambda c: c.problem is None)
+    fake.silent, reads = True, clock.reads
+    await _until(lambda: clock.reads > reads + 20)  # what it has said already has arrived
+    clock.advance(1.6)
+    if is_known:
+        reads = clock.reads
+        await _until(lambda: clock.reads > reads + 20)
+        assert client.problem is None
+        clock.advance(4 * 1.5)
+    await client.wait_until(lambda c: c.last_error is not None)
+    assert isinstance(client.last_error, PeerHungError)
+    await client.close()
+    await fake.close()

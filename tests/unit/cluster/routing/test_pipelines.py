@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 
@@ -15,12 +13,9 @@ from cluster.routing.rank_set import RoutingConfig
 from contracts.messages import Finished, Submit
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
+from tests.support.async_tests import run_async
 from tests.support.fake_prefill import FakePrefill, routing
 from tests.support.fake_rank import FakeRank
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 20))
 
 
 def generation(max_tokens: int) -> Submit:
@@ -36,55 +31,49 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
     return events[-1]
 
 
-def test_request_goes_to_its_pipeline() -> None:
-    async def body() -> None:
-        rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
-        admission = PipelineBackend(
-            LeastWorkPlacer(
-                [RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig()
-            )
-        )
-        async with routing([worker]) as router:
-            both = Pipelines(admission, router)
-            both.start()
-            await both.wait_ready()
-            await both.score(SCORE)
-            await drain(both, generation(1))
-            assert len(worker.taken) == 2
-            assert rank.submits.empty()
-            await drain(both, generation(3))
-            assert len(worker.taken) == 2
-            assert rank.submits.qsize() == 1
-            worker.drop_connections()
-            await worker.close()
-            while not both.problems():
-                await asyncio.sleep(0.005)
-            assert "prefill-0" in both.problems()[0]
-        await admission.close()
-        await rank.close()
-
-    run(body())
+@run_async
+async def test_request_goes_to_its_pipeline() -> None:
+    rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
+    admission = PipelineBackend(
+        LeastWorkPlacer([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
+    )
+    async with routing([worker]) as router:
+        both = Pipelines(admission, router)
+        both.start()
+        await both.wait_ready()
+        await both.score(SCORE)
+        await drain(both, generation(1))
+        assert len(worker.taken) == 2
+        assert rank.submits.empty()
+        await drain(both, generation(3))
+        assert len(worker.taken) == 2
+        assert rank.submits.qsize() == 1
+        worker.drop_connections()
+        await worker.close()
+        while not both.problems():
+            await asyncio.sleep(0.005)
+        assert "prefill-0" in both.problems()[0]
+    await admission.close()
+    await rank.close()
 
 
-def test_single_pipeline_runs_all_requests() -> None:
-    async def body() -> None:
-        worker = FakePrefill(0)
-        async with routing([worker]) as router:
-            only = Pipelines(None, router)
-            await only.score(SCORE)
-            assert (await drain(only, generation(3))).usage.completion_tokens == 3
-        rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
-        client = RankClient(rank.name, await rank.listen(), ME, QUICK)
-        admission = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
-        only = Pipelines(admission, None)
-        only.start()
-        await only.wait_ready()
+@run_async
+async def test_single_pipeline_runs_all_requests() -> None:
+    worker = FakePrefill(0)
+    async with routing([worker]) as router:
+        only = Pipelines(None, router)
         await only.score(SCORE)
-        assert (await drain(only, generation(1))).usage.completion_tokens == 1
-        await only.close()
-        await rank.close()
-
-    run(body())
+        assert (await drain(only, generation(3))).usage.completion_tokens == 3
+    rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
+    client = RankClient(rank.name, await rank.listen(), ME, QUICK)
+    admission = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
+    only = Pipelines(admission, None)
+    only.start()
+    await only.wait_ready()
+    await only.score(SCORE)
+    assert (await drain(only, generation(1))).usage.completion_tokens == 1
+    await only.close()
+    await rank.close()
 
 
 def test_backend_without_pipeline_is_rejected() -> None:

@@ -19,6 +19,7 @@ from contracts.errors import RankError
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
+from tests.support.async_tests import run_async
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
 from tests.support.group_harness import ThreadGroup, group_config
 
@@ -269,34 +270,31 @@ def test_rank_waiting_for_expert_ranks_is_used_last() -> None:
     run(body, ranks=1, waiting=1)
 
 
-def test_stream_waits_for_replacement_rank() -> None:
+@run_async
+async def test_stream_waits_for_replacement_rank() -> None:
     """The replacement is found by its name in the directory."""
+    lost, better = (FakeRank("attention-0", counted_on) for _ in range(2))
+    directory: dict[str, str] = {}
 
-    async def body() -> None:
-        lost, better = (FakeRank("attention-0", counted_on) for _ in range(2))
-        directory: dict[str, str] = {}
+    async def find(_: dict[str, str]) -> dict[str, str]:
+        return directory
 
-        async def find(_: dict[str, str]) -> dict[str, str]:
-            return directory
-
-        clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
-        admission.start()
-        await admission.wait_ready()
-        lost.hold_after = 2
-        started = Generation(admission, ignore_eos=True)
-        await started.has(2)
-        await lost.close()
-        new = Generation(admission, ignore_eos=True)
-        while admission.waiting()["generation", "ls"] < 1:
-            await asyncio.sleep(0)
-        directory["attention-0"] = await better.listen()
-        await asyncio.gather(started.task, new.task)
-        assert started.tokens == new.tokens == list(range(40, 40 + WANTED))
-        await admission.close()
-        await better.close()
-
-    asyncio.run(asyncio.wait_for(body(), 20))
+    clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
+    admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
+    admission.start()
+    await admission.wait_ready()
+    lost.hold_after = 2
+    started = Generation(admission, ignore_eos=True)
+    await started.has(2)
+    await lost.close()
+    new = Generation(admission, ignore_eos=True)
+    while admission.waiting()["generation", "ls"] < 1:
+        await asyncio.sleep(0)
+    directory["attention-0"] = await better.listen()
+    await asyncio.gather(started.task, new.task)
+    assert started.tokens == new.tokens == list(range(40, 40 + WANTED))
+    await admission.close()
+    await better.close()
 
 
 def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
