@@ -53,13 +53,13 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 class Asked:
     """A generation that is read as it comes."""
 
-    def __init__(self, admission: PipelineBackend, sampling: Sampling) -> None:
+    def __init__(self, backend: PipelineBackend, sampling: Sampling) -> None:
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=sampling)
         self.tokens: list[int] = []
-        self.task = asyncio.create_task(self._read(admission, submit))
+        self.task = asyncio.create_task(self._read(backend, submit))
 
-    async def _read(self, admission: PipelineBackend, submit: Submit) -> list[int]:
-        async for batch in admission.generate(submit):
+    async def _read(self, backend: PipelineBackend, submit: Submit) -> list[int]:
+        async for batch in backend.generate(submit):
             for event in batch:
                 assert isinstance(event, Tokens | Finished)
                 self.tokens += event.token_ids if isinstance(event, Tokens) else []
@@ -78,13 +78,13 @@ def asking(
     async def main() -> None:
         me = Identity(name="ingress", token=token, epoch=None)
         clients = [RankClient(*each, me) for each in addresses.items()]
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(max_attempts=1)))
-        admission.start()
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(max_attempts=1)))
+        backend.start()
         try:
-            await admission.wait_ready()
-            await body(admission)
+            await backend.wait_ready()
+            await body(backend)
         finally:
-            await admission.close()
+            await backend.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -100,13 +100,13 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
 ) -> None:
     """max_attempts is 1: whatever cost one would fail."""
 
-    async def body(admission: PipelineBackend) -> None:
-        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
-        asked = {kind: Asked(admission, one) for kind, one in SAMPLINGS.items()}
-        more = [Asked(admission, SAMPLINGS["greedy"]) for _ in range(3)]
+    async def body(backend: PipelineBackend) -> None:
+        expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
+        asked = {kind: Asked(backend, one) for kind, one in SAMPLINGS.items()}
+        more = [Asked(backend, SAMPLINGS["greedy"]) for _ in range(3)]
         await asyncio.gather(*(each.has(3) for each in (*asked.values(), *more)))
         group.attention[0].drain(within_s)
-        later = Asked(admission, SAMPLINGS["seeded"])
+        later = Asked(backend, SAMPLINGS["seeded"])
         assert await later.task == expected["seeded"]
         assert {kind: await each.task for kind, each in asked.items()} == expected
         assert [await each.task for each in more] == [expected["greedy"]] * 3
@@ -128,14 +128,14 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
 def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
     folder: Path, doomed: str
 ) -> None:
-    async def body(admission: PipelineBackend) -> None:
-        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
-        asked = [(kind, Asked(admission, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
+    async def body(backend: PipelineBackend) -> None:
+        expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
+        asked = [(kind, Asked(backend, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
         await asyncio.gather(*(each.has(3) for _, each in asked))
         group.processes[doomed].send_signal(signal.SIGTERM)
         for kind, each in asked:
             assert await each.task == expected[kind]
-        assert await Asked(admission, SAMPLINGS["seeded"]).task == expected["seeded"]
+        assert await Asked(backend, SAMPLINGS["seeded"]).task == expected["seeded"]
 
     config = group_config(2, 2, groups={"drain_timeout_s": 0.0})
     with LocalGroup(str(folder), config) as group:
@@ -177,11 +177,11 @@ def test_the_only_expert_rank_serves_until_its_time_is_over(folder: Path) -> Non
 
 
 def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
-    async def body(admission: PipelineBackend) -> None:
-        asked = [Asked(admission, greedy(2000)) for _ in range(2)]
+    async def body(backend: PipelineBackend) -> None:
+        asked = [Asked(backend, greedy(2000)) for _ in range(2)]
         await asyncio.gather(*(each.has(1) for each in asked))
         group.processes["attention-0"].send_signal(signal.SIGTERM)
-        while not admission.problems():
+        while not backend.problems():
             await asyncio.sleep(0.01)
         group.processes["attention-0"].send_signal(signal.SIGTERM)
         await asyncio.to_thread(group.processes["attention-0"].close)

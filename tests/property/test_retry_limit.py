@@ -95,7 +95,7 @@ def test_generation_fails_after_three_losses_within_few_tokens(
     gives: list[int],
 ) -> None:
     result = generated(gives)
-    assert result.tokens == list(range(len(result.tokens))), "none is lost, none comes twice"
+    assert result.tokens == list(range(len(result.tokens))), "no token is lost or repeated"
     ends = len(result.lost_after)
     assert ends <= (MOST_ENDS - 1) * (len(result.tokens) // RESET_TOKENS) + MOST_ENDS
     if result.given_up:
@@ -103,7 +103,7 @@ def test_generation_fails_after_three_losses_within_few_tokens(
             f"{MOST_ENDS} attention ranks were lost with this request"
         )
         *_, first, _, last = result.lost_after
-        assert last - first < RESET_TOKENS, "it was given up though it had come on"
+        assert last - first < RESET_TOKENS, "failed in spite of progress"
     else:
         assert len(result.tokens) == sum(gives) + 1
 

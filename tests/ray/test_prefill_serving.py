@@ -122,17 +122,15 @@ def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
     async def through_attention_ranks() -> list[list[float]]:
         directory = server.served.directory
         clients = rank_clients(directory.client_addresses, directory.token)
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        admission.start()
-        await admission.wait_ready()
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
+        backend.start()
+        await backend.wait_ready()
         rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
         assert all(isinstance(row, TokenizedRow) for row in rows)
         found = [
-            await classify_row(admission, task, row)
-            for row in rows
-            if isinstance(row, TokenizedRow)
+            await classify_row(backend, task, row) for row in rows if isinstance(row, TokenizedRow)
         ]
-        await admission.close()
+        await backend.close()
         return [classified.probs for classified in found]
 
     tokenizer = Tokenizer.load(resolve_model_folder("bundled"))

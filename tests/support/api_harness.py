@@ -94,7 +94,7 @@ class Api:
         self.openai = openai.OpenAI(
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
-        self.admission: PipelineBackend
+        self.backend: PipelineBackend
         self.app: Starlette
         self.eos: list[int]
         self.folder: Path
@@ -104,11 +104,11 @@ class Api:
         return self.ranks[0]
 
     def wait_ready(self) -> None:
-        self.loop.run(self.admission.wait_ready())
+        self.loop.run(self.backend.wait_ready())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Wait until `condition` holds. Evaluated at every change of rank 0's client."""
-        client = self.admission.clients[0]
+        client = self.backend.clients[0]
         self.loop.run(client.wait_until(lambda _: condition()))
 
     async def send(self, request: httpx.Request) -> httpx.Response:
@@ -156,9 +156,9 @@ def serve_api(
 
     async def start() -> tuple[PipelineBackend, Starlette, HttpServer]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
-        admission.start()
-        await admission.wait_ready()
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
+        backend.start()
+        await backend.wait_ready()
         eos = tokenizer.encode(eos_text, add_special_tokens=False)
         model = ModelInfo(
             name=MODEL,
@@ -167,7 +167,7 @@ def serve_api(
             eos_token_ids=tuple(eos),
         )
         app = build_app(
-            admission,
+            backend,
             tokenizer,
             model,
             settings,
@@ -179,18 +179,18 @@ def serve_api(
         )
         front = HttpServer(app, settings)
         await front.start()
-        return admission, app, front
+        return backend, app, front
 
-    admission, app, front = loop.run(start())
+    backend, app, front = loop.run(start())
 
     async def stop() -> None:
         await front.close()
-        await admission.close()
+        await backend.close()
         for rank in ranks:
             await rank.close()
 
     api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
-    api.admission = admission
+    api.backend = backend
     api.app = app
     api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
     api.folder = folder

@@ -32,7 +32,7 @@ class Time:
         return self.now_s
 
 
-class Line:
+class FakeConnection:
     """A connection that records its calls."""
 
     def __init__(self, address: str = "a") -> None:
@@ -54,92 +54,92 @@ def clock() -> Time:
 
 
 @pytest.fixture
-def book(clock: Time) -> ConnectionTable:
+def table(clock: Time) -> ConnectionTable:
     return ConnectionTable(LIMIT, None, dict.fromkeys(WaitState, 10.0), clock)
 
 
-def filled(book: ConnectionTable) -> list[Line]:
-    lines = [Line() for _ in range(LIMIT)]
-    assert all(book.admit(line) for line in lines)
+def filled(table: ConnectionTable) -> list[FakeConnection]:
+    lines = [FakeConnection() for _ in range(LIMIT)]
+    assert all(table.admit(line) for line in lines)
     return lines
 
 
-def test_oldest_unproven_connection_closes_first(book: ConnectionTable) -> None:
-    first, second, third, fourth = filled(book)
+def test_oldest_unproven_connection_closes_first(table: ConnectionTable) -> None:
+    first, second, third, fourth = filled(table)
     for proven in (first, second):
-        book.prove(proven)
-        book.wait_for(proven, WaitState.IDLE)
-    book.prove(fourth)
-    book.wait_for(fourth, None)
-    assert book.admit(Line())
+        table.prove(proven)
+        table.wait_for(proven, WaitState.IDLE)
+    table.prove(fourth)
+    table.wait_for(fourth, None)
+    assert table.admit(FakeConnection())
     assert [line.is_cut for line in (first, second, third, fourth)] == [False, False, True, False]
-    assert len(book) == LIMIT
+    assert len(table) == LIMIT
 
 
-def test_longest_idle_proven_connection_closes_next(book: ConnectionTable) -> None:
-    lines = filled(book)
+def test_longest_idle_proven_connection_closes_next(table: ConnectionTable) -> None:
+    lines = filled(table)
     for line in lines:
-        book.prove(line)
-        book.wait_for(line, None)
-    book.wait_for(lines[2], WaitState.IDLE)
-    book.wait_for(lines[1], WaitState.IDLE)
-    new = [Line(), Line(), Line()]
+        table.prove(line)
+        table.wait_for(line, None)
+    table.wait_for(lines[2], WaitState.IDLE)
+    table.wait_for(lines[1], WaitState.IDLE)
+    new = [FakeConnection(), FakeConnection(), FakeConnection()]
     admitted = []
     for line in new:
-        admitted.append(book.admit(line))
-        book.prove(line)
-        book.wait_for(line, None)
+        admitted.append(table.admit(line))
+        table.prove(line)
+        table.wait_for(line, None)
     assert admitted == [True, True, False]
     assert [line.is_cut for line in lines] == [False, True, True, False]
 
 
-def test_continued_wait_keeps_its_start(book: ConnectionTable, clock: Time) -> None:
-    line = Line()
-    book.admit(line)
+def test_continued_wait_keeps_its_start(table: ConnectionTable, clock: Time) -> None:
+    line = FakeConnection()
+    table.admit(line)
     for clock.now_s in range(12):
-        book.wait_for(line, WaitState.HEAD)
-        book.sweep()
+        table.wait_for(line, WaitState.HEAD)
+        table.sweep()
     assert line.timed_out == [WaitState.HEAD]
 
 
-def test_wait_times_out_once_at_its_limit(book: ConnectionTable, clock: Time) -> None:
-    early, late = Line(), Line()
-    book.admit(early)
+def test_wait_times_out_once_at_its_limit(table: ConnectionTable, clock: Time) -> None:
+    early, late = FakeConnection(), FakeConnection()
+    table.admit(early)
     clock.now_s = 5.0
-    book.admit(late)
+    table.admit(late)
     for clock.now_s in (9.9, 10.0, 14.9):
-        book.sweep()
+        table.sweep()
     assert (early.timed_out, late.timed_out) == ([WaitState.HEAD], [])
-    book.leave(late)
+    table.leave(late)
     clock.now_s = 99.0
-    book.sweep()
+    table.sweep()
     assert late.timed_out == []
-    assert len(book) == 1
+    assert len(table) == 1
 
 
 def test_connections_per_address_are_limited(clock: Time) -> None:
-    book = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), clock)
-    held = [Line("a"), Line("a")]
-    assert all(book.admit(line) for line in held)
-    assert not book.admit(Line("a"))
-    assert book.admit(Line("b"))
-    book.leave(held[0])
-    assert book.admit(Line("a"))
+    table = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), clock)
+    held = [FakeConnection("a"), FakeConnection("a")]
+    assert all(table.admit(line) for line in held)
+    assert not table.admit(FakeConnection("a"))
+    assert table.admit(FakeConnection("b"))
+    table.leave(held[0])
+    assert table.admit(FakeConnection("a"))
 
 
 def test_rejected_connections_are_logged_at_limited_rate(
-    book: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
+    table: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for line in filled(book):
-        book.prove(line)
-        book.wait_for(line, None)
+    for line in filled(table):
+        table.prove(line)
+        table.wait_for(line, None)
     with caplog.at_level(logging.WARNING, logger="tandem.front"):
         for number in range(1000):
             clock.now_s = number * 0.001
-            assert not book.admit(Line())
-            book.sweep()
+            assert not table.admit(FakeConnection())
+            table.sweep()
         clock.now_s += LOG_EVERY_S
-        book.sweep()
+        table.sweep()
     assert [record.getMessage() for record in caplog.records] == [
         "connection_limit_reached open=4 limit=4 refused=1",
         "connection_limit_reached open=4 limit=4 refused=999",
@@ -222,7 +222,7 @@ def test_only_valid_key_proves_connection() -> None:
         for line, path in ((good, "/key"), (bad, "/echo")):
             line.sendall(get(path))
             assert read_answer(line).status == 200
-        assert front.exchange(get("/echo")).status == 200, "in the place of the older one, the bad"
+        assert front.exchange(get("/echo")).status == 200, "in place of the older, invalid header"
         assert is_ended(bad)
         good.sendall(get("/key"))
         assert read_answer(good).status == 200

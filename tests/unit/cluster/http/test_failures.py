@@ -96,7 +96,7 @@ def test_disconnect_is_detected_on_any_asgi_server(api: Api, rank: FakeRank) -> 
 
 
 def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptureFixture) -> None:
-    api.admission.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment]
+    api.backend.generate = lambda *_, **__: 1 / 0  # type: ignore[assignment]
     answer = api.http.post(
         "/v1/completions",
         json={"model": MODEL, "prompt": "Hello"},
@@ -109,7 +109,7 @@ def test_internal_error_gets_500_and_is_logged(api: Api, caplog: pytest.LogCaptu
     assert "of-the-bug" in record.getMessage()
     assert "ZeroDivisionError" in record.getMessage()
     assert "test_failures.py" in LineFormatter(has_traces=True).format(record), (
-        "where it was raised"
+        "traceback of the origin"
     )
     assert api.app.state.memory_budget.held_bytes == 0
 
@@ -202,7 +202,7 @@ def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank)
 def test_unhealthy_rank_gets_503_with_reason(folder: Path, rank: FakeRank) -> None:
     with serve_api(folder, [rank], no_rank_timeout_s=0.2) as api:
         rank.healthy = False
-        api.wait_for(lambda: bool(api.admission.problems()))
+        api.wait_for(lambda: bool(api.backend.problems()))
         assert "told so" in api.http.get("/health").json()["error"]["message"]
         response = api.post("/v1/completions", prompt="Hello")
         assert response.status_code == 503
@@ -250,7 +250,7 @@ def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank
         ]
         assert texts == [["a"] * 6, ["Hello"] * 2]
         full = api.post("/v1/completions", prompt="Hello")
-        assert full.status_code == 429, "the share that is kept for first sequences is taken"
+        assert full.status_code == 429, "first sequences use the reserved share"
         for request in (large, *sent):
             request.cancel()
 
@@ -301,7 +301,7 @@ def test_key_sets_priority_and_tenant_and_request_may_override(
         plain, batch, other = submitted("plain"), submitted("batch"), submitted("batch-2")
         assert [each.priority for each in (plain, batch, other)] == [LS, BE, BE]
         assert batch.caller.tenant == other.caller.tenant != plain.caller.tenant
-        assert batch.caller.salt != other.caller.salt, "they do not find each other's prefixes"
+        assert batch.caller.salt != other.caller.salt, "prefixes are not shared"
         assert submitted("batch", priority="ls").priority is LS
         assert submitted("batch", service_tier="priority").priority is LS
         assert submitted("batch", service_tier="default").priority is BE
@@ -345,7 +345,7 @@ def test_draining_server_rejects_new_requests_and_completes_open_ones(
         lines = response.iter_lines()  # kept: it closes with the last reference
         next(lines)
         assert isinstance(api.app, App)
-        assert api.loop.run(api.app.drain(0.1)) == 1, "it is still under way"
+        assert api.loop.run(api.app.drain(0.1)) == 1, "still under way"
         with httpx.Client(base_url=api.url, timeout=TIMEOUT_S) as other:
             assert other.get("/health").status_code == 503
             refused = other.post("/v1/completions", json={**body, "stream": False})
@@ -353,4 +353,4 @@ def test_draining_server_rejects_new_requests_and_completes_open_ones(
             assert "stopping" in refused.json()["error"]["message"]
             assert other.get("/load", timeout=TIMEOUT_S).json()["server_load"] == 1
         waiting = api.loop.start(api.app.drain(TIMEOUT_S))
-    assert waiting.result(TIMEOUT_S) == 0, "as soon as it is over"
+    assert waiting.result(TIMEOUT_S) == 0, "drained after the last request"

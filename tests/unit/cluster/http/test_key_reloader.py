@@ -70,13 +70,13 @@ def test_swapped_secret_takes_effect_at_second_poll(tmp_path: Path) -> None:
     assert is_let_in(followed.authenticator, "old")
     mounted(tmp_path, "..two", "api_keys: [stays, {key: new, priority: be}]")
     followed.poll(1)
-    assert is_let_in(followed.authenticator, "old"), "it may be written in the middle of a look"
+    assert is_let_in(followed.authenticator, "old"), "the file may be written during a poll"
     followed.poll(1)
     assert [is_let_in(followed.authenticator, key) for key in ("old", "stays", "new")] == [0, 1, 1]
     assert followed.authenticator.priority("new").label == "be"
     assert followed.count("loaded") == 1
     followed.poll(3)
-    assert followed.count("loaded") == 1, "what has not changed is not taken again"
+    assert followed.count("loaded") == 1, "unchanged content is not loaded again"
 
 
 def test_invalid_file_keeps_old_keys_and_is_logged_and_counted_once(

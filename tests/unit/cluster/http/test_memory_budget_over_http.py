@@ -103,7 +103,7 @@ def test_growing_bodies_are_charged_and_others_get_429(api: Api) -> None:
     assert refused.status_code == 429
     assert int(refused.headers["retry-after"]) >= 1
     assert "limits.open_bytes" in refused.json()["error"]["message"]
-    assert api.post("/v1/completions", prompt="a").status_code == 200, "a small one has room"
+    assert api.post("/v1/completions", prompt="a").status_code == 200, "a small request fits"
     for hog in hogs:
         hog.close()
     settled(api)

@@ -79,7 +79,7 @@ def test_requests_before_ready_get_documented_503(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank], no_rank_timeout_s=0.05) as api:
         rank.healthy = False
-        api.wait_for(lambda: bool(api.admission.problems()))
+        api.wait_for(lambda: bool(api.backend.problems()))
         fuzzed = Fuzzed(api)
         for path in POSTS:
             if path.startswith("/v1/"):  # the others use no rank

@@ -165,7 +165,7 @@ def test_expect_100_continue_is_answered_when_body_is_read(front: Front) -> None
         line.sendall(b"abc")
         assert read_answer(line).body == b"3"
         line.sendall(post("/open", b"", "Expect: 100-continue", length=3))
-        assert read_answer(line).status == 200, "not wanted, so not asked for"
+        assert read_answer(line).status == 200, "not requested"
 
 
 def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> None:

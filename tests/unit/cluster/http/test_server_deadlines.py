@@ -92,8 +92,8 @@ def test_request_at_work_is_not_timed_out_by_server(front: Front) -> None:
         with front.connect() as silent, front.connect() as other:
             other.sendall(get("/echo"))
             assert read_answer(other).status == 200
-            assert is_ended(silent), "its time is over"
-            assert is_ended(other), "and twice that"
+            assert is_ended(silent), "deadline passed"
+            assert is_ended(other), "twice the limit"
         front.release()
         assert read_answer(line).status == 200
 
@@ -107,7 +107,7 @@ def test_remaining_body_after_answer_times_out(front: Front) -> None:
         line.sendall(post("/open", b"a", length=2))
         assert read_answer(line).status == 200
         line.sendall(b"a" + get("/echo"))
-        assert read_answer(line).status == 200, "the rest came: the connection is as good as before"
+        assert read_answer(line).status == 200, "the body is complete: the connection stays usable"
 
 
 def test_client_not_reading_answer_is_disconnected(front: Front) -> None:

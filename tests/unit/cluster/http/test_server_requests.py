@@ -73,7 +73,7 @@ def test_internal_error_has_request_id(folder: Path) -> None:
         return [60]
 
     with serve_api(folder, [FakeRank("attention-0", breaks)]) as api:
-        api.admission.problems = lambda: 1 / 0  # type: ignore[assignment, return-value]
+        api.backend.problems = lambda: 1 / 0  # type: ignore[assignment, return-value]
         answer = api.http.get("/health", headers={"X-Request-Id": "mine"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
 

@@ -152,7 +152,7 @@ def test_server_with_certificate_uses_https(certificate: dict[str, Any], kind: s
             silent = [lines.enter_context(front.connect()) for _ in range(6)]
             with connect() as line:
                 line.sendall(get("/echo"))
-                assert read_answer(line).status == 200, "they lock nobody out"
+                assert read_answer(line).status == 200, "others are still served"
             assert all(is_ended_on_any_error(line) for line in silent)
 
 

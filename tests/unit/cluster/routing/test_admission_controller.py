@@ -96,7 +96,7 @@ def test_ls_beyond_max_wait_gets_429_with_retry_after() -> None:
     retry_after = [wait_s for wait_s in times if wait_s is not None]
     assert len(retry_after) == 100
     assert retry_after[-1] > retry_after[0] + 5, (
-        "who is refused later comes later: 100 tokens are 0.1 s"
+        "later rejections retry later: 100 tokens take 0.1 s"
     )
 
 
@@ -119,7 +119,7 @@ def test_client_that_never_retries_does_not_delay_other_tenants() -> None:
     assert retry_after[-1] > 60
     other = front.acquire_nowait(job(LS, tenant=b"one"))
     assert other is not None
-    assert other <= 2, "he stands behind one of them"
+    assert other <= 2, "behind one of them"
 
 
 def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
@@ -142,7 +142,7 @@ def test_later_sequences_of_large_request_do_not_block_others() -> None:
         waits = front.door.acquire(job(LS))
         with pytest.raises(StopIteration):
             waits.send(None)
-    assert 20 <= front.fill(200, LS) <= 26, "half of what is done meanwhile is theirs"
+    assert 20 <= front.fill(200, LS) <= 26, "they receive half of the throughput"
 
 
 def test_client_that_honours_retry_after_is_admitted_at_150_percent_load() -> None:
@@ -173,4 +173,4 @@ def test_client_that_honours_retry_after_is_admitted_at_150_percent_load() -> No
             heapq.heappush(arrivals, (at_s + wait_s, number, refused + 1, submit))
     assert back > 500
     assert kept / back >= 0.9
-    assert longest < 2 * 2.0, "and those inside wait for as long as they may"
+    assert longest < 2 * 2.0, "admitted requests wait at most max_wait_s"

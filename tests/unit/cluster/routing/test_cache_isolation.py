@@ -136,7 +136,7 @@ def test_key_finds_only_its_own_prefix(ranks: Any, what: str) -> None:
             assert await send(one, path, **body) == 0
             again = await send(one, path, **body)
             assert again > 2 * BLOCK
-            assert await send(two, path, **body) == 0, "what the first key has sent"
+            assert await send(two, path, **body) == 0, "sent with the first key"
             assert await send(two, path, **body) == again
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -232,7 +232,7 @@ def test_router_index_matches_per_salt(text: list[int]) -> None:
         return decision.worker
 
     homes = [home(number, salt) for number, salt in enumerate((*SALTS[:2], *SALTS[:2]))]
-    assert homes == [0, 1, 0, 1], "each where its own is, and the second not where the first's is"
+    assert homes == [0, 1, 0, 1], "each on its own rank"
 
 
 def test_key_digest_hides_key_and_is_equal_in_all_replicas() -> None:

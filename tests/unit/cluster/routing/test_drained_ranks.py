@@ -35,14 +35,14 @@ def run(body: Body, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, known: int 
         async def find(_: dict[str, str]) -> dict[str, str]:
             return directory
 
-        admission = PipelineBackend(placer(directory, find))
-        admission.start()
+        backend = PipelineBackend(placer(directory, find))
+        backend.start()
         try:
-            await admission.wait_ready()
+            await backend.wait_ready()
             directory["prefill-0"] = "tcp:127.0.0.1:1"  # of the other pipeline
-            await body(admission, fakes, directory)
+            await body(backend, fakes, directory)
         finally:
-            await admission.close()
+            await backend.close()
             for fake in fakes:
                 await fake.close()
 
@@ -63,10 +63,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_stream_resumes_after_any_number_of_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
         for rank in ranks[:-1]:
             rank.hold_after = 1
-        generation = Generation(admission, ignore_eos=True)
+        generation = Generation(backend, ignore_eos=True)
         for tokens, rank in enumerate(ranks[:-1], 1):
             await generation.has(tokens)
             await sent(rank, 1)
@@ -74,7 +74,7 @@ def test_stream_resumes_after_any_number_of_handovers(monkeypatch: pytest.Monkey
         await generation.task
         assert generation.tokens == WHOLE
         (rest,) = await sent(ranks[-1], 1)
-        assert rest.generated == 4, "more than the attempts that a request has"
+        assert rest.generated == 4, "more handovers than max_attempts"
 
     run(body, monkeypatch, 5, 5)
 
@@ -82,13 +82,13 @@ def test_stream_resumes_after_any_number_of_handovers(monkeypatch: pytest.Monkey
 def test_draining_rank_completes_its_requests_and_gets_no_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
         ranks[0].hold_after = 1
-        started = Generation(admission, ignore_eos=True)
+        started = Generation(backend, ignore_eos=True)
         await started.has(1)
         ranks[0].leave(hands_over=False)
-        await until(lambda: "attention-0 is leaving" in admission.problems())
-        others = [Generation(admission, ignore_eos=True) for _ in range(4)]
+        await until(lambda: "attention-0 is leaving" in backend.problems())
+        others = [Generation(backend, ignore_eos=True) for _ in range(4)]
         await asyncio.gather(*(each.task for each in others))
         assert ranks[0].submits.qsize() == 1
         assert not started.task.done()
@@ -100,9 +100,9 @@ def test_draining_rank_completes_its_requests_and_gets_no_new_ones(
 
 
 def test_handover_by_rank_that_stays_counts_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
         ranks[0].fail_with = ("attention-0 leaves", "handed_over", 503)
-        generation = Generation(admission)
+        generation = Generation(backend)
         with pytest.raises(RankError, match="3 attention ranks were lost"):
             await generation.task
 
@@ -112,19 +112,19 @@ def test_handover_by_rank_that_stays_counts_as_failure(monkeypatch: pytest.Monke
 def test_new_rank_is_discovered_and_removed_rank_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
-        assert len(admission.clients) == 1
+    async def body(backend: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
+        assert len(backend.clients) == 1
         directory["attention-1"] = await ranks[1].listen()
-        await until(lambda: len(admission.clients) == 2 and not admission.problems())
+        await until(lambda: len(backend.clients) == 2 and not backend.problems())
         ranks[0].hold_after = 1
-        started = Generation(admission, ignore_eos=True)
+        started = Generation(backend, ignore_eos=True)
         await started.has(1)
-        await Generation(admission, ignore_eos=True).task
+        await Generation(backend, ignore_eos=True).task
         assert [rank.submits.qsize() for rank in ranks] == [1, 1]
         del directory["attention-0"]
-        await until(lambda: len(admission.clients) == 1)
-        assert not admission.problems(), "one that goes is nobody's problem"
-        await Generation(admission, ignore_eos=True).task
+        await until(lambda: len(backend.clients) == 1)
+        assert not backend.problems(), "a draining rank is no problem"
+        await Generation(backend, ignore_eos=True).task
         assert ranks[1].submits.qsize() == 2
         ranks[0].leave()
         await started.task
@@ -135,10 +135,10 @@ def test_new_rank_is_discovered_and_removed_rank_is_forgotten(
 
 
 def test_empty_directory_removes_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
         directory.clear()
         await asyncio.sleep(0.02)
-        generation = Generation(admission, ignore_eos=True)
+        generation = Generation(backend, ignore_eos=True)
         await generation.task
         assert generation.tokens == WHOLE
 

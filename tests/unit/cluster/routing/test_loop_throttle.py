@@ -31,4 +31,4 @@ async def test_starts_are_limited_per_loop_turn_in_order() -> None:
         await asyncio.sleep(0)
     completed.clear()
     await asyncio.gather(*(one(number) for number in range(3)))
-    assert len(completed) == 3, "and it is ready for the next ones"
+    assert len(completed) == 3, "ready for more requests"

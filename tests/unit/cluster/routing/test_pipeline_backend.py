@@ -56,22 +56,22 @@ def run(
             for fake, address in zip(fakes, addresses, strict=True)
         ]
         config = RoutingConfig(max_waiting=max_waiting, no_rank_timeout_s=no_rank_timeout_s)
-        admission = PipelineBackend(LeastWorkPlacer(clients, config, choose))
-        admission.start()
+        backend = PipelineBackend(LeastWorkPlacer(clients, config, choose))
+        backend.start()
         try:
-            await admission.wait_ready()
-            await body(admission, fakes)
+            await backend.wait_ready()
+            await body(backend, fakes)
         finally:
-            await admission.close()
+            await backend.close()
             for fake in fakes:
                 await fake.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-async def tokens_of(admission: PipelineBackend, wanted: Submit) -> list[int]:
+async def tokens_of(backend: PipelineBackend, wanted: Submit) -> list[int]:
     out: list[int] = []
-    async for batch in admission.generate(wanted):
+    async for batch in backend.generate(wanted):
         for event in batch:
             if isinstance(event, Tokens):
                 out += event.token_ids
@@ -82,17 +82,17 @@ async def tokens_of(admission: PipelineBackend, wanted: Submit) -> list[int]:
 
 @pytest.mark.parametrize("use_unix", [True, False])
 def test_tokens_arrive_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
-        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
+        assert await tokens_of(backend, submit()) == [1, 2, 3, 4]
 
     run(body, path=tmp_path if use_unix else None)
 
 
 def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].reply = lambda s: [s.token_ids[0]] * 10
         wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
-        results = await asyncio.gather(*(tokens_of(admission, s) for s in wanted))
+        results = await asyncio.gather(*(tokens_of(backend, s) for s in wanted))
         assert results == [[i] * (i % 5 + 1) for i in range(50)]
         ids = [ranks[0].submits.get().request_id for _ in range(50)]
         assert len(set(ids)) == 50
@@ -101,23 +101,23 @@ def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
 
 
 def test_request_goes_to_rank_with_its_prefix() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        busy = admission.generate(submit(first=0))
+        busy = backend.generate(submit(first=0))
         await anext(busy)
-        await tokens_of(admission, submit(first=100))
+        await tokens_of(backend, submit(first=100))
         await busy.aclose()
-        await tokens_of(admission, submit(first=100))  # both are idle; rank 1 has the prefix
+        await tokens_of(backend, submit(first=100))  # both are idle; rank 1 has the prefix
         assert [rank.submits.qsize() for rank in ranks] == [1, 2]
 
     run(body, ranks=2)
 
 
 def test_load_is_spread_while_requests_are_outstanding() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 1
-        streams = [admission.generate(submit(first=i * 50)) for i in range(4)]
+        streams = [backend.generate(submit(first=i * 50)) for i in range(4)]
         for stream in streams:
             await anext(stream)
         assert [rank.submits.qsize() for rank in ranks] == [2, 2]
@@ -128,19 +128,19 @@ def test_load_is_spread_while_requests_are_outstanding() -> None:
 
 
 def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].healthy = False
-        await admission.clients[0].wait_until(lambda client: client.problem is not None)
+        await backend.clients[0].wait_until(lambda client: client.problem is not None)
         for _ in range(3):
-            await tokens_of(admission, submit())
+            await tokens_of(backend, submit())
         assert [rank.submits.qsize() for rank in ranks] == [0, 3]
         ranks[1].healthy = False
-        await admission.clients[1].wait_until(lambda client: client.problem is not None)
+        await backend.clients[1].wait_until(lambda client: client.problem is not None)
         with pytest.raises(RankError, match=r"no attention rank for 0.2 s.*0.*attention-1") as why:
-            await tokens_of(admission, submit())
+            await tokens_of(backend, submit())
         assert (why.value.code, why.value.status) == ("not_ready", 503)
-        task = asyncio.create_task(tokens_of(admission, submit()))
-        await _until(lambda: admission.waiting()["generation", "ls"] == 1)
+        task = asyncio.create_task(tokens_of(backend, submit()))
+        await _until(lambda: backend.waiting()["generation", "ls"] == 1)
         ranks[1].healthy = True
         assert await task == [1, 2, 3, 4]
 
@@ -148,29 +148,29 @@ def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
 
 
 def test_full_rank_is_skipped_and_all_full_is_overload() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after = 0
-        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(2)]
+        waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(2)]
         await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
         with pytest.raises(OverloadError) as caught:
-            await tokens_of(admission, submit())
+            await tokens_of(backend, submit())
         assert caught.value.retry_after_s > 0
-        assert admission.waiting()["generation", "ls"] == 2
+        assert backend.waiting()["generation", "ls"] == 2
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert admission.waiting()["generation", "ls"] == 0
+        assert backend.waiting()["generation", "ls"] == 0
 
     run(body, ranks=2, max_waiting=1)
 
 
 def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 0
-        first = asyncio.create_task(tokens_of(admission, submit()))
+        first = asyncio.create_task(tokens_of(backend, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)
-        wait_for_slot = admission.generate(submit(), wait_for_slot=True)
+        wait_for_slot = backend.generate(submit(), wait_for_slot=True)
         second = asyncio.ensure_future(anext(wait_for_slot))
         ranks[0].hold_after = None
         first.cancel()
@@ -181,10 +181,10 @@ def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
 
 
 def test_closing_unfinished_generation_cancels_it() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await tokens_of(admission, submit())
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await tokens_of(backend, submit())
         ranks[0].hold_after = 1
-        stream = admission.generate(submit())
+        stream = backend.generate(submit())
         await anext(stream)
         await stream.aclose()
         await _until(lambda: ranks[0].cancels.qsize() == 1)
@@ -198,9 +198,9 @@ def _has_submits(rank: FakeRank, count: int) -> bool:
 
 
 def test_request_fails_after_third_lost_connection() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        waiting = [asyncio.create_task(tokens_of(admission, submit())) for _ in range(5)]
+        waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(5)]
         for submitted in (5, 10, 15):
             await _until(partial(_has_submits, ranks[0], submitted))
             ranks[0].drop_connections()
@@ -209,9 +209,9 @@ def test_request_fails_after_third_lost_connection() -> None:
             assert result.code == "peer_dead"
             assert "3 attention ranks were lost" in result.message
             assert "attention-0" in result.message
-        await admission.wait_ready()  # it reconnects by itself
+        await backend.wait_ready()  # it reconnects by itself
         ranks[0].hold_after = None
-        assert await tokens_of(admission, submit()) == [1, 2, 3, 4]
+        assert await tokens_of(backend, submit()) == [1, 2, 3, 4]
 
     run(body)
 
@@ -223,13 +223,13 @@ def test_prefixes_are_forgotten_when_rank_restarts() -> None:
         seen.append(views[0].prefix_tokens)
         return views[0]
 
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await tokens_of(admission, submit())
-        await tokens_of(admission, submit())
-        client = admission.clients[0]
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await tokens_of(backend, submit())
+        await tokens_of(backend, submit())
+        client = backend.clients[0]
         ranks[0].drop_connections()
         await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
-        await tokens_of(admission, submit())
+        await tokens_of(backend, submit())
         assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
 
     run(body, ranks=2, choose=record)
@@ -250,11 +250,11 @@ async def test_wrong_token_is_rejected_with_handshake_error() -> None:
 
 
 def test_close_fails_waiting_requests() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 1
-        waiting = asyncio.create_task(tokens_of(admission, submit()))
+        waiting = asyncio.create_task(tokens_of(backend, submit()))
         await _until(lambda: ranks[0].submits.qsize() == 1)
-        await admission.close()
+        await backend.close()
         with pytest.raises(RankError, match="shutting down"):
             await waiting
 

@@ -34,11 +34,11 @@ async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
 @run_async
 async def test_request_goes_to_its_pipeline() -> None:
     rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
-    admission = PipelineBackend(
+    backend = PipelineBackend(
         LeastWorkPlacer([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
     )
     async with routing([worker]) as router:
-        both = Pipelines(admission, router)
+        both = Pipelines(backend, router)
         both.start()
         await both.wait_ready()
         await both.score(SCORE)
@@ -53,7 +53,7 @@ async def test_request_goes_to_its_pipeline() -> None:
         while not both.problems():
             await asyncio.sleep(0.005)
         assert "prefill-0" in both.problems()[0]
-    await admission.close()
+    await backend.close()
     await rank.close()
 
 
@@ -66,8 +66,8 @@ async def test_single_pipeline_runs_all_requests() -> None:
         assert (await drain(only, generation(3))).usage.completion_tokens == 3
     rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
     client = RankClient(rank.name, await rank.listen(), ME, QUICK)
-    admission = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
-    only = Pipelines(admission, None)
+    backend = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
+    only = Pipelines(backend, None)
     only.start()
     await only.wait_ready()
     await only.score(SCORE)

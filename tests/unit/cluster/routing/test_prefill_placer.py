@@ -201,7 +201,7 @@ async def test_requests_failed_before_unhealthy_report_are_retried() -> None:
         answers = await asyncio.gather(*tasks)
         assert len(answers) == 60
         met = Counter(tuple(taken.token_ids) for taken in dying.taken)
-        assert max(met.values()) == 1, "nobody is sent again to the one that failed him"
+        assert max(met.values()) == 1, "no request returns to the rank that failed it"
 
 
 @run_async
@@ -366,7 +366,7 @@ async def test_no_request_is_lost_while_workers_join_and_leave() -> None:
             worker.hold = False
             worker.release()
         await asyncio.gather(*first, *later)
-        assert len(workers[1].taken) == taken, "nothing new, and what it had is answered"
+        assert len(workers[1].taken) == taken, "no new requests; open ones are answered"
         await workers[1].close()
         assert router.is_serving
         again = FakePrefill(1, epoch=7)
@@ -400,7 +400,7 @@ async def test_draining_worker_completes_and_is_replaced() -> None:
         other.hold = False
         other.release()
         await asyncio.gather(*scores(router, 4))
-        assert len(leaving.taken) == had, "nothing new"
+        assert len(leaving.taken) == had, "no new requests"
         leaving.release()
         await asyncio.gather(*first)
         assert (router.load(0), router.load(1)) == (0, 0)

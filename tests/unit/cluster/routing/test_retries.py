@@ -42,13 +42,13 @@ def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
         for fake in fakes[:waiting]:
             fake.waits = True
         clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
-        admission.start()
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
+        backend.start()
         try:
-            await admission.wait_ready()
-            await body(admission, fakes)
+            await backend.wait_ready()
+            await body(backend, fakes)
         finally:
-            await admission.close()
+            await backend.close()
             for fake in fakes:
                 await fake.close()
 
@@ -58,17 +58,17 @@ def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
 class Generation:
     """A generation that is read as it arrives."""
 
-    def __init__(self, admission: PipelineBackend, **sampling: Any) -> None:
+    def __init__(self, backend: PipelineBackend, **sampling: Any) -> None:
         wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=wanted, eos_token_ids=[43])
         self.submit = submit
         self.tokens: list[int] = []
         self.cached: list[int] = []
         self.finished: Finished | None = None
-        self.task = asyncio.create_task(self._read(admission, submit))
+        self.task = asyncio.create_task(self._read(backend, submit))
 
-    async def _read(self, admission: PipelineBackend, submit: Submit) -> None:
-        async for batch in admission.generate(submit):
+    async def _read(self, backend: PipelineBackend, submit: Submit) -> None:
+        async for batch in backend.generate(submit):
             for event in batch:
                 if isinstance(event, Tokens):
                     self.tokens += event.token_ids
@@ -88,15 +88,15 @@ async def sent(rank: FakeRank, count: int) -> list[Submit]:
 
 
 def test_request_without_tokens_is_retried_unchanged() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 0
-        generation = [Generation(admission, seed=7, frequency_penalty=1.0) for _ in range(2)]
+        generation = [Generation(backend, seed=7, frequency_penalty=1.0) for _ in range(2)]
         await sent(ranks[0], 1)
         ranks[0].drop_connections()
         await asyncio.gather(*(each.task for each in generation))
         (_, second) = await sent(ranks[1], 2)
         assert (second.token_ids, second.sampling and second.sampling.seed) == (PROMPT, 7)
-        assert not admission.waiting()["generation", "ls"]
+        assert not backend.waiting()["generation", "ls"]
 
     run(body)
 
@@ -113,17 +113,17 @@ def test_request_without_tokens_is_retried_unchanged() -> None:
     ],
 )
 def test_stream_resumes_with_prompt_and_tokens(sampling: dict[str, Any]) -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = 2
-        generation = Generation(admission, **{"min_tokens": 5, "ignore_eos": True, **sampling})
+        generation = Generation(backend, **{"min_tokens": 5, "ignore_eos": True, **sampling})
         await generation.has(2)
         ranks[0].drop_connections()
         await generation.task
         assert generation.tokens == list(range(40, 40 + WANTED))
         (rest,) = await sent(ranks[1], 1)
         assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41], 2)
-        assert rest.sampling == generation.submit.sampling, "what the client asked for"
-        assert generation.cached == [CACHED_TOKENS], "of the prompt, once"
+        assert rest.sampling == generation.submit.sampling, "as requested"
+        assert generation.cached == [CACHED_TOKENS], "prompt tokens count once"
         assert generation.finished is not None
         usage = generation.finished.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), WANTED)
@@ -133,9 +133,9 @@ def test_stream_resumes_with_prompt_and_tokens(sampling: dict[str, Any]) -> None
 
 
 def test_stream_resumes_twice() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = ranks[1].hold_after = 2
-        generation = Generation(admission, ignore_eos=True)
+        generation = Generation(backend, ignore_eos=True)
         await generation.has(2)
         ranks[0].drop_connections()
         await generation.has(4)
@@ -165,9 +165,9 @@ def test_complete_stream_of_lost_rank_ends_normally(
 ) -> None:
     """It ends with eos token 43, max_tokens, or a whole choice."""
 
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = held
-        generation = Generation(admission, **sampling)
+        generation = Generation(backend, **sampling)
         await generation.has(held)
         ranks[0].drop_connections()
         await generation.task
@@ -199,12 +199,12 @@ def test_stream_over_two_real_ranks_is_unchanged(
             RankClient(worker.ready.name, worker.ready.client_address, me(group))
             for worker in group.attention
         ]
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        admission.start()
-        await admission.wait_ready()
-        whole = Generation(admission, max_tokens=60, **sampling)
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
+        backend.start()
+        await backend.wait_ready()
+        whole = Generation(backend, max_tokens=60, **sampling)
         await whole.task
-        second = Generation(admission, max_tokens=60, **sampling)
+        second = Generation(backend, max_tokens=60, **sampling)
         await second.has(5)
         (busy,) = [client for client in clients if client._sinks]
         busy.reset_connection("cut off by a test")
@@ -215,7 +215,7 @@ def test_stream_over_two_real_ranks_is_unchanged(
         assert second.finished.reason == whole.finished.reason
         usage = second.finished.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), len(whole.tokens))
-        await admission.close()
+        await backend.close()
 
     with ThreadGroup(tiny_checkpoint(vocab_size=420), group_config(2, 1)) as group:
         asyncio.run(asyncio.wait_for(body(group), 60))
@@ -226,15 +226,15 @@ def me(group: ThreadGroup) -> Identity:
 
 
 def test_request_fails_after_three_lost_ranks() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         for rank in ranks:
             rank.hold_after, rank.on_submit = 1, rank.drop_connections
-        generation = Generation(admission)
+        generation = Generation(backend)
         with pytest.raises(RankError, match=r"3 attention ranks .* last: attention-") as caught:
             await generation.task
         assert caught.value.code == "peer_dead"
         assert sum(rank.submits.qsize() for rank in ranks) == 3
-        assert not admission.waiting()["generation", "ls"]
+        assert not backend.waiting()["generation", "ls"]
 
     run(body)
 
@@ -242,7 +242,7 @@ def test_request_fails_after_three_lost_ranks() -> None:
 def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
     ends = [None] * 5
 
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         def lost(rank: FakeRank) -> None:
             ends.pop()
             for each in ranks:
@@ -252,7 +252,7 @@ def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
 
         for rank in ranks:
             rank.hold_after, rank.on_submit = 1, partial(lost, rank)
-        generation = Generation(admission, min_tokens=WANTED, ignore_eos=True)
+        generation = Generation(backend, min_tokens=WANTED, ignore_eos=True)
         await generation.task
         assert generation.tokens == list(range(40, 40 + WANTED))
         assert not ends
@@ -261,8 +261,8 @@ def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
 
 
 def test_rank_waiting_for_expert_ranks_is_used_last() -> None:
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await asyncio.gather(*(Generation(admission).task for _ in range(4)))
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
+        await asyncio.gather(*(Generation(backend).task for _ in range(4)))
         counts = [rank.submits.qsize() for rank in ranks]
         assert counts == ([0, 4] if len(ranks) == 2 else [4])
 
@@ -280,31 +280,31 @@ async def test_stream_waits_for_replacement_rank() -> None:
         return directory
 
     clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
-    admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
-    admission.start()
-    await admission.wait_ready()
+    backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
+    backend.start()
+    await backend.wait_ready()
     lost.hold_after = 2
-    started = Generation(admission, ignore_eos=True)
+    started = Generation(backend, ignore_eos=True)
     await started.has(2)
     await lost.close()
-    new = Generation(admission, ignore_eos=True)
-    while admission.waiting()["generation", "ls"] < 1:
+    new = Generation(backend, ignore_eos=True)
+    while backend.waiting()["generation", "ls"] < 1:
         await asyncio.sleep(0)
     directory["attention-0"] = await better.listen()
     await asyncio.gather(started.task, new.task)
     assert started.tokens == new.tokens == list(range(40, 40 + WANTED))
-    await admission.close()
+    await backend.close()
     await better.close()
 
 
 def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
     """All requests of two ranks move to the remaining one."""
 
-    async def body(admission: PipelineBackend, ranks: list[FakeRank]) -> None:
+    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].hold_after = ranks[1].hold_after = 1
         started = []
         for _ in range(6):
-            started.append(Generation(admission, ignore_eos=True))
+            started.append(Generation(backend, ignore_eos=True))
             await started[-1].has(1)
         (full, lost) = sorted(ranks, key=lambda rank: rank.submits.qsize())
         full.hold_after = 0
@@ -312,7 +312,7 @@ def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
         await lost.close()
         await sent(full, had + 2)
         await asyncio.sleep(0)
-        assert full.submits.empty(), "two wait there, as many as may"
+        assert full.submits.empty(), "max_waiting is 2"
         full.hold_after = None
         full.drop_connections()
         await asyncio.gather(*(each.task for each in started))

@@ -48,20 +48,20 @@ async def test_waiting_sequences_leave_slots_to_first_sequences_of_others() -> N
 async def test_slots_rotate_among_waiting_requests_within_share() -> None:
     room = room_of(8)
     hogs, small = await waiting(room, HOG, 40), await waiting(room, SMALL, 6)
-    assert (granted(hogs), granted(small)) == (6, 0), "alone it may have more"
+    assert (granted(hogs), granted(small)) == (6, 0), "a single request may exceed its share"
     for turn in (1, 2):
         room.release(HOG)
         await settle()
-        assert (granted(hogs), granted(small)) == (6, turn), "until it has its share"
+        assert (granted(hogs), granted(small)) == (6, turn), "up to its share"
     for _ in range(4):
         room.release(HOG)
         await settle()
-    assert (granted(hogs), granted(small)) == (6 + 3, 3), "as many each while both wait"
+    assert (granted(hogs), granted(small)) == (6 + 3, 3), "equal shares while both wait"
     for task in small:
         task.cancel()
     room.release(HOG)
     await settle()
-    assert granted(hogs) == 6 + 4, "nobody else is in line"
+    assert granted(hogs) == 6 + 4, "no other request waits"
     for task in hogs:
         task.cancel()
     await asyncio.gather(*hogs, return_exceptions=True)
@@ -93,7 +93,7 @@ async def test_slots_are_neither_lost_nor_granted_twice_under_cancellation(
     waits = [pair for pair in tasks if not pair[1].done()]
     held += [c for c, task in tasks if task.done() and not task.cancelled()]
     assert room.in_use == len(held) <= 5
-    assert not waits or room.in_use >= 4, "who is patient leaves one place of five"
+    assert not waits or room.in_use >= 4, "later sequences leave one slot of five"
     while waits:
         room.release(held.pop())
         await settle()

@@ -86,18 +86,18 @@ def test_answers_are_those_of_classify(
     async def run() -> None:
         worker = group.attention[0].ready
         clients = rank_clients({worker.name: worker.client_address}, group.token)
-        admission = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        admission.start()
+        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
+        backend.start()
         async with asyncio.timeout(60):
-            await admission.wait_ready()
-            answers = await RowClassifier(admission, tokenizer, BulkTask(task=task)).answer(ROWS)
+            await backend.wait_ready()
+            answers = await RowClassifier(backend, tokenizer, BulkTask(task=task)).answer(ROWS)
             for row, got in zip(ROWS, answers, strict=True):
                 one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
-                alone = await classify_row(admission, one, tokenize_row(tokenizer, one, row.text))
+                alone = await classify_row(backend, one, tokenize_row(tokenizer, one, row.text))
                 assert isinstance(got, RowAnswer)
                 assert got.probs == pytest.approx(alone.probs, abs=1e-5)
                 assert got.prompt_tokens == alone.usage.prompt_tokens
-        await admission.close()
+        await backend.close()
 
     asyncio.run(run())
 
