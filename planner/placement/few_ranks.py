@@ -1,4 +1,4 @@
-"""Which replica answers, where there are three to eight ranks: the rule of `replicas.py`, in calls
+"""Which replica answers, for two to eight ranks: the rule of `replicas.py`, in calls
 whose number depends neither on the tokens nor on the sets of ranks among them.
 
 1. A token's ranks are a smallest set that has a rank of each of its experts (`rank_sets.py`). Of
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement.few_pairs import PairwiseChooser
 from planner.placement.levels import level_ranks
 from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
+from planner.placement.replicas import PairwiseChooser
 
 Array = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -35,13 +35,13 @@ class SmallGroupChooser:
     """The ranks that have each expert of a layer, and the choice among them."""
 
     def __init__(self, slot_ER: NDArray[Any]) -> None:
-        """slot_ER: -1 where the rank does not have the expert. Three to eight ranks."""
+        """slot_ER: -1 where the rank does not have the expert. Two to eight ranks."""
         self._ranks = slot_ER.shape[1]
         bits_R = 1 << np.arange(self._ranks)
         self._sets_E = ((slot_ER >= 0) * bits_R).sum(axis=1)
         self._bytes_E = self._sets_E.astype(np.uint8)
         self._slot_N = slot_ER.ravel()
-        self._few = PairwiseChooser(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
+        self._few = PairwiseChooser(slot_ER)
         self._hitting = hitting_sets(self._ranks)
 
     def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:

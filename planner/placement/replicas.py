@@ -1,5 +1,5 @@
-"""Which replica answers a (token, expert) pair: a token goes to the fewest ranks that have its
-experts, and of equals to those with the least to do.
+"""The choice of the replica that answers a (token, expert) pair: a token goes to the fewest ranks
+that have its experts, and of equals to those with the least to do.
 
     experts of a token     5        9             2          7
     ranks that have it     {1}      {0, 1}        {0, 2}     {2, 3}
@@ -7,39 +7,27 @@ experts, and of equals to those with the least to do.
                                     goes anyway
 
 1. Experts with one replica force their ranks. What these ranks have is answered there.
-2. What a token lacks then goes together, to a rank that has all of it. Where none has, two experts
-   go where they like; of three and more, those of the commonest rank go there, again and again
-   (with up to three experts left that is the fewest).
+2. What a token lacks then goes to the rank that has most of it, again and again.
 3. Pairs that several ranks of their token could answer level the ranks' numbers of pairs.
 
-Here for any number of ranks. Two have a shorter way (`two_ranks.py`), and so have up to eight
-(`few_ranks.py`), few pairs are gone through one by one (`few_pairs.py`): where tokens are few, time
-is the number of numpy's calls.
-
-A set of ranks is an integer, a bit for each.
-Shapes: T tokens, K experts of each, U tokens with experts left, E experts, R ranks, N sets.
+`PairwiseChooser` is the rule; `few_ranks.py` computes it in numpy for up to eight ranks and many
+pairs. A set of ranks is an integer, a bit for each.
+Shapes: T tokens, K experts of each, E experts, R ranks.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement.few_pairs import PairwiseChooser, members, take_commonest
-from planner.placement.levels import levelled
-
 Array = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Sets = NDArray[Any]  # of ranks: unsigned
 
 MAX_RANKS = 56
 MAX_TOP_K = 255
-_TURNS = 4  # neighbours are divided too: what one rank gets of a batch is spread over it
-_MANY = 32  # items of a set: worth to be divided in turns
-_FEW_PAIRS = 128  # are gone through one by one
-_OFTEN = 16  # where one pair in so many goes anywhere, others of its token may go there too
 
 
 class RoundRobinChooser:
@@ -60,91 +48,71 @@ class RoundRobinChooser:
         return slot_TK
 
 
-class ReplicaChooser:
-    """The ranks that have each expert of a layer, and the choice among them."""
+class PairwiseChooser:
+    """The rule, token by token: as fast as a dozen calls of numpy for about a hundred pairs, and
+    for any number of ranks up to MAX_RANKS."""
 
     def __init__(self, slot_ER: NDArray[Any]) -> None:
-        """slot_ER: -1 where the rank does not have the expert. At most MAX_RANKS ranks."""
-        self._ranks = slot_ER.shape[1]
-        has_ER = slot_ER >= 0
-        self._bits_R = np.array([1 << rank for rank in range(self._ranks)], np.uint64)
-        self._sets_E = (has_ER * self._bits_R).sum(axis=1).astype(np.uint64)
-        self._only_E = np.where(has_ER.sum(axis=1) == 1, self._sets_E, np.uint64(0))
-        self._slot_N = slot_ER.ravel()
-        self._few = PairwiseChooser(self._sets_E.tolist(), slot_ER.tolist(), slot_ER.dtype)
+        """slot_ER: -1 where the rank does not have the expert."""
+        self._slot_ER: list[list[int]] = slot_ER.tolist()
+        self._kind = slot_ER.dtype
+        self._sets_E = [
+            sum(1 << rank for rank, slot in enumerate(slots) if slot >= 0)
+            for slots in self._slot_ER
+        ]
+        self._only_E = [each if not each & (each - 1) else 0 for each in self._sets_E]
 
-    def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
-        """[T, K] slot of each pair; at most MAX_TOP_K of a token. free_rank: one that costs it
-        nothing."""
-        if topk_ids_TK.size <= _FEW_PAIRS:
-            return self._few.slots(topk_ids_TK, free_rank)
-        ids_KT = np.ascontiguousarray(topk_ids_TK.T)
-        sets_KT = self._sets_E.take(ids_KT)
-        chosen_T = np.bitwise_or.reduce(self._only_E.take(ids_KT), axis=0)
-        if free_rank is not None:
-            chosen_T |= self._bits_R[free_rank]
-        allowed_KT = sets_KT & chosen_T
-        lacks_KT = allowed_KT == 0
-        if np.count_nonzero(lacks_KT):
-            self._cover(chosen_T, sets_KT, allowed_KT, lacks_KT)
-            np.bitwise_and(sets_KT, chosen_T, out=allowed_KT)
-            apart_KT = allowed_KT == 0
-            np.copyto(allowed_KT, sets_KT, where=apart_KT)
-            if _OFTEN * np.count_nonzero(apart_KT) > ids_KT.size > 2 * len(chosen_T):
-                bits_KT = self._bits_R.take(self._levelled(allowed_KT)) * apart_KT
-                chosen_T |= np.bitwise_or.reduce(bits_KT, axis=0)
-                np.bitwise_and(sets_KT, chosen_T, out=allowed_KT)
-        rank_KT = self._levelled(allowed_KT)
-        slot_TK: NDArray[Any] = self._slot_N.take((ids_KT * self._ranks + rank_KT).T)
-        return slot_TK
+    def slots(self, topk_ids_TK: NDArray[np.int64], free_rank: int | None) -> NDArray[Any]:
+        """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
+        sets_E, only_E, slot_ER = self._sets_E, self._only_E, self._slot_ER
+        load_R, slots = [0] * len(slot_ER[0]), list[int]()
+        rows = topk_ids_TK.tolist()
+        for experts in rows:
+            for expert in experts:
+                if only_E[expert]:
+                    load_R[only_E[expert].bit_length() - 1] += 1
+        free = 0 if free_rank is None else 1 << free_rank
+        for experts in rows:
+            chosen = free
+            for expert in experts:
+                chosen |= only_E[expert]
+            left = [sets_E[expert] for expert in experts if not sets_E[expert] & chosen]
+            if left:
+                chosen |= _fewest(left, load_R)
+            for expert in experts:
+                ranks = members(sets_E[expert] & chosen)
+                rank = ranks[0]
+                for other in ranks[1:]:
+                    if load_R[other] < load_R[rank]:
+                        rank = other
+                if not only_E[expert]:
+                    load_R[rank] += 1
+                slots.append(slot_ER[expert][rank])
+        return np.array(slots, self._kind).reshape(topk_ids_TK.shape)
 
-    def _cover(self, chosen_T: Sets, sets_KT: Sets, allowed_KT: Sets, lacks_KT: Bools) -> None:
-        """Adds to chosen_T the ranks where two experts or more go that a token lacks; of more than
-        two experts also where one does."""
-        load_R, left_KT = self._load(allowed_KT), sets_KT * lacks_KT
-        if len(left_KT) == 2:
-            common_T = left_KT[0] & left_KT[1]
-        else:
-            common_T = np.bitwise_and.reduce(np.where(lacks_KT, sets_KT, ~np.uint64(0)), axis=0)
-            lacking_T = np.add.reduce(lacks_KT.view(np.uint8), axis=0, dtype=np.uint8)
-            apart_U = ((common_T == 0) & (lacking_T > 2)).nonzero()[0]
-            if apart_U.size:
-                rows = left_KT[:, apart_U].T.tolist()
-                chosen_T[apart_U] |= np.array([take_commonest(r, load_R) for r in rows], np.uint64)
-            common_T *= lacking_T != 0
-        together_U = common_T.nonzero()[0]
-        if together_U.size:
-            pairs = max(1, np.count_nonzero(left_KT[:, together_U]) // together_U.size)
-            rank_U = self._divided(common_T[together_U], load_R, pairs)
-            chosen_T[together_U] |= self._bits_R[rank_U]
 
-    def _load(self, allowed_KT: Sets) -> list[int]:
-        """Pairs of each rank that no other may answer."""
-        return [int((allowed_KT == bit).sum()) for bit in self._bits_R]
+def _fewest(left: list[int], load_R: Sequence[int]) -> int:
+    """The ranks that have most of what a token has left, again and again; of equals, the least
+    loaded."""
+    chosen = 0
+    while left:
+        _, ties = most(tuple(left))
+        rank = min(ties, key=load_R.__getitem__)
+        chosen |= 1 << rank
+        left = [each for each in left if not each >> rank & 1]
+    return chosen
 
-    def _levelled(self, allowed_KT: Sets) -> Array:
-        """The rank of each pair."""
-        rank_N = self._divided(allowed_KT.ravel(), [0] * self._ranks)
-        return rank_N.reshape(allowed_KT.shape)
 
-    def _divided(self, sets_N: Sets, load_R: list[int], pairs: int = 1) -> Array:
-        """A rank of each set, such that load_R, to which so many pairs of each are added, is
-        level."""
-        found_S, code_N, counts_S = np.unique(sets_N, return_inverse=True, return_counts=True)
-        every = [members(each) for each in found_S.tolist()]
-        sizes = [len(each) for each in every]
-        order_S = np.argsort(sizes, kind="stable")  # those with fewest first
-        groups = [(every[code], int(counts_S[code])) for code in order_S.tolist()]
-        ranks, times = list[int](), list[int]()
-        for (those, items), parts in zip(groups, levelled(groups, pairs, load_R), strict=True):
-            if items >= _MANY:
-                some = [part // _TURNS for part in parts]
-                ranks += those * (_TURNS - 1)
-                times += some * (_TURNS - 1)
-                parts = [n - m * (_TURNS - 1) for n, m in zip(parts, some, strict=True)]
-            ranks += those
-            times += parts
-        rank_N, place_S = np.empty(len(sets_N), np.int64), np.empty_like(order_S)
-        place_S[order_S] = np.arange(len(order_S))
-        rank_N[place_S[code_N].argsort(kind="stable")] = np.array(ranks, np.int64).repeat(times)
-        return rank_N
+@functools.lru_cache(maxsize=1 << 14)
+def most(sets: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """In how many of the sets the commonest ranks are, and which these are."""
+    ranks = members(functools.reduce(int.__or__, sets, 0))
+    times = [sum(each >> rank & 1 for each in sets) for rank in ranks]
+    found = max(times, default=0)
+    return found, tuple(rank for rank, n in zip(ranks, times, strict=True) if n == found)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def members(ranks: int) -> tuple[int, ...]:
+    """The ranks of a set."""
+    return tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)

@@ -17,11 +17,10 @@ from contracts.placement import Placement, bounds_of
 from planner.placement.few_ranks import SmallGroupChooser
 from planner.placement.layout import Bools, Ints
 from planner.placement.rank_sets import FEW_RANKS
-from planner.placement.replicas import MAX_RANKS, ReplicaChooser, RoundRobinChooser
-from planner.placement.two_ranks import TwoRankChooser
+from planner.placement.replicas import MAX_RANKS, PairwiseChooser, RoundRobinChooser
 
 Array = NDArray[np.int64]
-_Choice = TwoRankChooser | SmallGroupChooser | ReplicaChooser | RoundRobinChooser
+_Choice = SmallGroupChooser | PairwiseChooser | RoundRobinChooser
 
 
 class LayerSlots:
@@ -74,11 +73,9 @@ class LayerSlots:
 
 def _choice(slot_ER: NDArray[Any]) -> _Choice:
     ranks = slot_ER.shape[1]
-    if ranks == 2:
-        return TwoRankChooser(slot_ER)
     if ranks <= FEW_RANKS:
         return SmallGroupChooser(slot_ER)
-    return ReplicaChooser(slot_ER) if ranks <= MAX_RANKS else RoundRobinChooser(slot_ER)
+    return PairwiseChooser(slot_ER) if ranks <= MAX_RANKS else RoundRobinChooser(slot_ER)
 
 
 class ExpertPlacement:
