@@ -92,7 +92,7 @@ class PlannerPlacement:
         self._window = RoutingWindow(
             model.num_experts, len(model.moe_layers), model.top_k, model.vocab_size
         )
-        self._follower = RebalancePolicy(spec.placement, config)
+        self._policy = RebalancePolicy(spec.placement, config)
         self._expert_bytes = shape.expert_elements * shape.element_bytes
         self._held: dict[str, bool] = {}  # ranks that have reported their placement
         self._record = RoutingRecord(spec, model)
@@ -108,13 +108,13 @@ class PlannerPlacement:
     def handle_held(self, name: str, held: CurrentPlacement) -> None:
         self._check(name, held.placement)
         self._held[name] = True
-        self._follower.held(held.placement, held.newest)
+        self._policy.record_held(held.placement, held.newest)
 
     def handle_outcome(self, name: str, outcome: PlacementReport) -> None:
         self._check_name(name)
         now_s = monotonic_s()
         if outcome.outcome is MoveOutcome.RETIRED:
-            self._follower.retired(name, outcome.generation, now_s)
+            self._policy.record_retired(name, outcome.generation, now_s)
         elif outcome.outcome is MoveOutcome.FAILED:
             event(
                 log,
@@ -123,7 +123,7 @@ class PlannerPlacement:
                 generation=outcome.generation,
                 reason=outcome.reason,
             )
-            self._follower.record_failure(outcome.generation, now_s)
+            self._policy.record_failure(outcome.generation, now_s)
 
     def lost(self, name: str) -> None:
         """Handle a lost connection; the rank reports its placement again when it reconnects."""
@@ -142,11 +142,11 @@ class PlannerPlacement:
         if self._thread is not None or self._spec.placement.ranks == 0:
             return
         now_s = monotonic_s()
-        routing, follower = self._window.routing(now_s), self._follower
-        is_due = follower.is_due(now_s, routing) and self._have_reported()
-        current, unit_ms = follower.current, self._planner.unit_ms() or (None, None)
+        routing, policy = self._window.routing(now_s), self._policy
+        is_due = policy.is_due(now_s, routing) and self._have_reported()
+        current, unit_ms = policy.current, self._planner.unit_ms() or (None, None)
         costs = MoveCosts(self._expert_bytes, *unit_ms)
-        generation, gains = follower.newest + 1, follower.min_gains(now_s)
+        generation = policy.newest + 1
 
         def run() -> None:
             result = SolveResult(is_due_at_start=is_due)
@@ -160,7 +160,6 @@ class PlannerPlacement:
                         costs,
                         self._config,
                         generation=generation,
-                        min_gains=gains,
                         should_continue=lambda: (
                             not self._closing and monotonic_s() < now_s + MAX_SOLVE_S
                         ),
@@ -184,19 +183,19 @@ class PlannerPlacement:
         if result.step is not None and self._have_reported(result.step):
             self._propose(result.step, now_s)
         elif result.is_due_at_start:
-            self._follower.record_no_step(now_s)
+            self._policy.record_no_step(now_s)
 
     def _have_reported(self, step: RebalanceStep | None = None) -> bool:
         """True if all ranks in use have reported, and `step` still follows from their placement,
         which the launcher may have resized."""
-        current = self._follower.current
-        is_next = step is None or step.placement.generation > self._follower.newest
+        current = self._policy.current
+        is_next = step is None or step.placement.generation > self._policy.newest
         is_current = is_next and (step is None or step.placement.ranks == current.ranks)
         names = rank_names(Group.EXPERT, current.ranks)
         return is_current and all(self._held.get(name) for name in names)
 
     def _propose(self, step: RebalanceStep, now_s: float) -> None:
-        self._follower.proposed(step, now_s)
+        self._policy.record_proposal(step, now_s)
         self._telemetry.count(metrics.PLACEMENT_PROPOSALS)
         self._telemetry.set(metrics.PLACEMENT_GAIN, to=step.gain_fraction)
         event(

@@ -183,8 +183,8 @@ def test_failed_move_is_logged_and_its_generation_is_spent(
             )
         )
         assert group.answers()
-        follower = group.planner.loop._placement._follower  # type: ignore[attr-defined]
-        assert (first.generation, follower.newest, follower.pending) == (1, 1, None)
+        policy = group.planner.loop._placement._policy  # type: ignore[attr-defined]
+        assert (first.generation, policy.newest, policy.pending) == (1, 1, None)
     assert "disk on fire" in caplog.text
 
 
@@ -296,7 +296,7 @@ def test_failed_solve_is_logged_and_retried(
         for seed in range(3):
             group.report(seed)
         assert failed.wait(DEADLINE_S)
-        assert again.wait(DEADLINE_S)  # POLL_INTERVAL_S of the follower later
+        assert again.wait(DEADLINE_S)  # POLL_INTERVAL_S of the policy later
         assert group.answers()
     assert "no slots for it" in caplog.text
 

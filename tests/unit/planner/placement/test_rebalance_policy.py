@@ -14,7 +14,6 @@ from contracts.config import PlacementConfig
 from contracts.placement import Placement
 from planner.placement.rebalance_policy import (
     LEAST_TOKENS,
-    POLL_INTERVAL_S,
     MoveCosts,
     RebalancePolicy,
     RebalanceStep,
@@ -23,7 +22,6 @@ from planner.placement.rebalance_policy import (
 from planner.placement.routing import measure
 from planner.placement.routing_window import (
     MOST_TOKENS,
-    SETTLED_S,
     WINDOW_S,
     RoutingWindow,
     WindowRouting,
@@ -155,7 +153,7 @@ def test_each_step_stays_within_move_bytes_and_gains(
         loads = loads_of(current, step.placement)
         assert 0 < max(loads) <= most
         assert max(loads) * 1000 == step.load_bytes
-        assert copies(kind, step.placement) <= copies(kind, current) + 1e-9
+        assert step.gain_fraction > 0
         current = step.placement
     raise AssertionError("steps without an end")
 
@@ -172,12 +170,7 @@ def test_a_change_that_is_too_large_is_made_in_several_steps() -> None:
     assert steps == LAYERS  # two experts of a layer for each rank
 
 
-def test_layers_that_rest_and_layers_that_time_is_out_for_stay() -> None:
-    step = find_rebalance_step(
-        routing_of("one"), placement(), COSTS, CONFIG, generation=1, min_gains={1: 1.0, 2: 1.0}
-    )
-    assert step is not None
-    assert step.placement.expert_of_slot[1:3] == placement().expert_of_slot[1:3]
+def test_layers_that_are_not_reached_stay() -> None:
     replies: Iterator[bool] = iter([True, False])
     cut = find_rebalance_step(
         routing_of("one"),
@@ -201,11 +194,11 @@ def test_layers_that_rest_and_layers_that_time_is_out_for_stay() -> None:
 
 
 class Clockwork:
-    """A group whose moves take `move_s`, and a follower, on a clock of its own."""
+    """A group whose moves take `move_s`, and a policy, on a clock of its own."""
 
     def __init__(self, config: PlacementConfig = CONFIG, move_s: float = 0.5) -> None:
         self.window = RoutingWindow(E, LAYERS, K, vocab_size=50)
-        self.follower = RebalancePolicy(placement(), config)
+        self.policy = RebalancePolicy(placement(), config)
         self.config, self.move_s, self.now_s = config, move_s, 0.0
         self.steps: list[tuple[float, RebalanceStep]] = []
         self.answers = True
@@ -222,62 +215,50 @@ class Clockwork:
             self._poll()
 
     def _poll(self) -> None:
-        follower, routing = self.follower, self.window.routing(self.now_s)
-        if self.steps and follower.pending and self.answers:
+        policy, routing = self.policy, self.window.routing(self.now_s)
+        if self.steps and policy.pending and self.answers:
             sent_s, sent = self.steps[-1]
             if self.now_s >= sent_s + self.move_s:
                 for rank in range(2):
-                    follower.retired(f"expert-{rank}", sent.placement.generation, self.now_s)
-        if not follower.is_due(self.now_s, routing):
+                    policy.record_retired(f"expert-{rank}", sent.placement.generation, self.now_s)
+        if not policy.is_due(self.now_s, routing):
             return
         step = find_rebalance_step(
             routing,
-            follower.current,
+            policy.current,
             COSTS,
             self.config,
-            generation=follower.newest + 1,
-            min_gains=follower.min_gains(self.now_s),
+            generation=policy.newest + 1,
         )
         if step is None:
-            follower.record_no_step(self.now_s)
+            policy.record_no_step(self.now_s)
             return
-        follower.proposed(step, self.now_s)
+        policy.record_proposal(step, self.now_s)
         self.steps.append((self.now_s, step))
 
 
-def test_experts_follow_a_turn_of_the_traffic_within_its_window() -> None:
+def test_changed_traffic_moves_experts_within_a_window() -> None:
     group = Clockwork()
     group.run("one", 30)
-    assert copies("one", group.follower.current) == 1.0
+    assert copies("one", group.policy.current) == 1.0
     group.run("other", 30)
-    assert copies("other", group.follower.current) == 1.0
+    assert copies("other", group.policy.current) == 1.0
     turned = [at_s for at_s, _ in group.steps if at_s > 30]
     assert 30 < turned[0] <= 30 + WINDOW_S + 2
 
 
 @pytest.mark.parametrize("turn_s", [1, 3, 5])
-def test_traffic_in_quick_turns_is_one_mixture(turn_s: int) -> None:
+def test_alternating_traffic_moves_experts_at_most_once_a_window(turn_s: int) -> None:
     group = Clockwork()
     for _ in range(120 // turn_s):
         group.run("one", turn_s)
         group.run("other", turn_s)
-    assert len(group.steps) <= LAYERS * group.now_s / CONFIG.payback_s
-
-
-def test_slow_turns_are_followed_ever_more_rarely() -> None:
-    group = Clockwork()
-    for _ in range(12):
-        group.run("one", 40)
-        group.run("other", 40)
-    half = group.now_s / 2
-    early = sum(at_s <= half for at_s, _ in group.steps)
-    late = sum(at_s > half for at_s, _ in group.steps)
-    assert late <= 0.75 * early
+    assert len(group.steps) <= group.now_s / WINDOW_S
 
 
 def test_generations_are_used_once_and_grow() -> None:
     group = Clockwork()
-    group.follower.held(placement(), newest=41)  # one that failed, before this planner began
+    group.policy.record_held(placement(), newest=41)  # one that failed, before this planner began
     for kind in ("one", "other", "one"):
         group.run(kind, 60)
     numbers = [step.placement.generation for _, step in group.steps]
@@ -299,21 +280,7 @@ def test_once_goes_on_until_all_steps_of_the_change_are_made() -> None:
     assert len(group.steps) == LAYERS
     group.run("other", 60)
     assert len(group.steps) == LAYERS
-    assert copies("one", group.follower.current) == 1.0
-
-
-def test_after_failures_it_waits_longer_and_longer() -> None:
-    group = Clockwork()
-    group.answers = False
-    gaps: list[float] = []
-    for _ in range(4):
-        while len(group.steps) == len(gaps):
-            group.run("one", 1)
-        gaps.append(group.now_s)
-        group.follower.record_failure(group.follower.newest, group.now_s)
-    waits = np.diff(gaps)
-    assert (waits[1:] >= 1.8 * waits[:-1]).all()
-    assert group.follower.current == placement()
+    assert copies("one", group.policy.current) == 1.0
 
 
 def test_proposal_times_out_and_a_late_outcome_is_accepted() -> None:
@@ -323,8 +290,8 @@ def test_proposal_times_out_and_a_late_outcome_is_accepted() -> None:
     assert len(group.steps) == 2  # again after its time, and a rest
     first = group.steps[0][1].placement
     for rank in range(2):
-        group.follower.retired(f"expert-{rank}", first.generation, group.now_s)
-    assert group.follower.current == first
+        group.policy.record_retired(f"expert-{rank}", first.generation, group.now_s)
+    assert group.policy.current == first
 
 
 def test_one_rank_alone_has_not_moved_the_group() -> None:
@@ -333,40 +300,10 @@ def test_one_rank_alone_has_not_moved_the_group() -> None:
     group.run("one", 10)
     step = group.steps[0][1].placement
     for _ in range(2):
-        group.follower.retired("expert-0", step.generation, group.now_s)
-    assert group.follower.current == placement()
-    group.follower.retired("expert-1", step.generation, group.now_s)
-    assert group.follower.current == step
-
-
-def test_a_turn_of_the_traffic_is_followed_as_soon_as_it_has_lasted() -> None:
-    """And from no traffic but what came since."""
-    group = Clockwork()
-    group.run("front", 24)
-    group.run("back", 12)
-    turned = [at_s for at_s, _ in group.steps if at_s > 24]
-    assert 24 + SETTLED_S <= turned[0] <= 24 + SETTLED_S + POLL_INTERVAL_S
-    assert copies("back", group.follower.current) == 1.0
-    assert group.window.routing(group.now_s).shifted_s == pytest.approx(24, abs=1)
-
-
-def test_what_moved_by_traffic_of_before_a_turn_does_not_rest() -> None:
-    group = Clockwork()
-    group.run("front", 6)
-    moved_s = group.steps[-1][0]
-    group.run("back", SETTLED_S - 1)
-    assert group.steps[-1][0] == moved_s
-    group.run("back", 1 + POLL_INTERVAL_S)
-    assert moved_s < group.steps[-1][0] < moved_s + WINDOW_S
-
-
-@pytest.mark.parametrize("turn_s", [1, 2, 3, 5])
-def test_kinds_in_quick_turns_are_no_turn(turn_s: int) -> None:
-    group = Clockwork()
-    for kind in ("front", "back") * (24 // turn_s):
-        group.run(kind, turn_s)
-    assert group.window.routing(group.now_s).shifted_s < WINDOW_S  # while it fills, it may seem so
-    assert len(group.steps) <= LAYERS
+        group.policy.record_retired("expert-0", step.generation, group.now_s)
+    assert group.policy.current == placement()
+    group.policy.record_retired("expert-1", step.generation, group.now_s)
+    assert group.policy.current == step
 
 
 # --- the window
