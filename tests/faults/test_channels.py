@@ -1,5 +1,4 @@
-"""What a link does when this process runs out of memory or descriptors, and when two machines'
-clocks differ: the peer is told of by name, and nobody waits for ever."""
+"""Links when this process lacks memory or descriptors, and when clocks differ."""
 
 from __future__ import annotations
 
@@ -136,8 +135,8 @@ def test_transfer_times_between_machines_use_one_clock(
             send(sender, receiver.name, [torch.ones(3)], _sent(head, clock()))
             packet = first_packet(receiver)
             ((sent_s, arrived_s),) = transfers([packet])
-            took_s = monotonic_s() - start_s
-            assert abs(arrived_s - sent_s) <= took_s + 5.0  # of a handshake, on a busy machine
+            transfer_s = monotonic_s() - start_s
+            assert abs(arrived_s - sent_s) <= transfer_s + 5.0  # of a handshake, on a busy machine
             packet.release()
     finally:
         left.close()

@@ -1,4 +1,4 @@
-"""Channels to a peer that is a process of its own: which computes, is stopped, is killed."""
+"""Channels to another process that computes, is stopped, or is killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What silent, slow and noisy strangers can do to every socket that a rank listens on, before they
-have proven anything: nothing to anybody else (FINDINGS A8)."""
+"""Silent, slow and noisy strangers on every listening socket of a rank."""
 
 from __future__ import annotations
 
@@ -39,12 +38,12 @@ from tests.support.prefill_workers import make_source, worker_spec
 
 Checkpoints = Callable[..., Path]
 CROWD = 100
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 NESTED = b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0"
 
 
 class Listening(NamedTuple):
-    """A socket that a rank has opened, and what a peer that may come in says."""
+    """A listening socket of a rank and a peer's credentials."""
 
     address: str
     me: Identity
@@ -52,7 +51,7 @@ class Listening(NamedTuple):
     extra: bytes = b""
 
     def prove(self, deadline_s: float) -> None:
-        """Comes in as a peer does, and leaves. Raises ChannelError."""
+        """Authenticate and disconnect. Raises ChannelError."""
         with dial(self.address, deadline_s) as sock:
             handshake.initiate(
                 sock,
@@ -121,7 +120,7 @@ def listening(request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints) -> I
 
 @pytest.fixture(autouse=True)
 def errors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Fails a test in which a thread or a task died of what a stranger had sent."""
+    """Fail a test in which a thread or a task died."""
     died: list[BaseException | None] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: died.append(args.exc_value))
     yield
@@ -131,7 +130,7 @@ def errors(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
 
 @contextlib.contextmanager
 def strangers(address: str, count: int) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing."""
+    """Open silent connections."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(dial(address, 5.0)) for _ in range(count)]
 
@@ -141,8 +140,8 @@ def sockets() -> int:
 
 
 def ended(sock: socket.socket) -> bool:
-    """Whether the other side has closed it, once it has. Takes what comes before."""
-    sock.settimeout(PATIENCE_S)
+    """Read until the other side closes; return whether it did."""
+    sock.settimeout(TIMEOUT_S)
     try:
         while sock.recv(1 << 16):
             pass
@@ -171,7 +170,7 @@ def test_silent_stranger_is_closed_before_the_whole_deadline(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 10 * TIMEOUT_S)
     with dial(listening.address, 5.0) as stranger:
         assert ended(stranger)
 
@@ -184,7 +183,7 @@ def test_slow_stranger_gets_no_more_time(
     with dial(listening.address, 5.0) as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(b"\xff")  # of a length that is allowed: ff 00 00 00
-            for _ in range(int(PATIENCE_S / 0.1)):
+            for _ in range(int(TIMEOUT_S / 0.1)):
                 stranger.settimeout(0.1)
                 with contextlib.suppress(TimeoutError):
                     if not stranger.recv(1 << 16):
@@ -197,7 +196,7 @@ def test_slow_stranger_gets_no_more_time(
 
 def test_megabytes_of_garbage_are_not_read(listening: Listening) -> None:
     with dial(listening.address, 5.0) as stranger:
-        stranger.settimeout(PATIENCE_S)
+        stranger.settimeout(TIMEOUT_S)
         with pytest.raises(ConnectionError):
             stranger.sendall(b"nonsense" * (8 << 20))
         listening.prove(5.0)
@@ -235,7 +234,7 @@ def test_accept_without_descriptors_is_retried_without_spinning(
         start_s = time.monotonic()  # before the first of them can be tried
         for sock in waiting:
             sock.connect(target)
-        end_s = start_s + PATIENCE_S
+        end_s = start_s + TIMEOUT_S
         while len(tries) < 3:
             assert time.monotonic() < end_s
             time.sleep(0.01)

@@ -1,5 +1,4 @@
-"""A peer that dies or hangs while experts are gathered from it: named at once, done without, taken
-back."""
+"""A peer that dies or hangs while experts are gathered from it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from tests.support.weights_peer import Peer, peer_process
 
 Checkpoints = Callable[..., Path]
 SEEN_WITHIN_S = 10.0
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @contextmanager
@@ -39,7 +38,7 @@ def worker_and_peer(folder: Path, backend: str) -> Iterator[tuple[PeerSource, Pe
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + TIMEOUT_S
     while not true():
         assert time.monotonic() < end_s
         time.sleep(0.01)
@@ -82,6 +81,6 @@ def kill_while_gathering(source: PeerSource, peer: Peer, folder: Path) -> None:
     start_s = time.monotonic()
     gathering.start()
     peer.process.send_signal(signal.SIGKILL)
-    gathering.join(PATIENCE_S)
+    gathering.join(TIMEOUT_S)
     assert "prefill-1" in source.lost["prefill-1"]
     assert time.monotonic() - start_s < SEEN_WITHIN_S

@@ -1,4 +1,4 @@
-"""Siblings that part inside a block: who shares how much, and that they meet."""
+"""Siblings that diverge inside a block: shared tokens and homes."""
 
 from __future__ import annotations
 

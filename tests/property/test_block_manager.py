@@ -1,4 +1,4 @@
-"""The KV block manager against its own books, under random use."""
+"""The KV block manager under random use."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Books(RuleBasedStateMachine):
         return table
 
     def check_head(self, tokens: list[int], whole: int) -> None:
-        """What is found begins as the prompt goes on."""
+        """Matched blocks hold the prompt's prefix."""
         first = whole * BLOCK
         rest = tokens[first : first + BLOCK]
         parent = chain_hashes(tokens[:first], BLOCK)[-1] if whole else b""
@@ -83,7 +83,7 @@ class Books(RuleBasedStateMachine):
 def register(
     blocks: BlockManager, table: Sequence[int], tokens: Sequence[int], *, batch: int
 ) -> None:
-    """As a chunk of all of `tokens` does."""
+    """Register `tokens` as one chunk does."""
     hashes = chain_hashes(tokens, BLOCK)
     for place, block in enumerate(table):
         held = tokens[place * BLOCK : (place + 1) * BLOCK]
@@ -113,7 +113,7 @@ def test_pending_blocks_are_shared_within_their_batch_only() -> None:
 
 
 def test_blocks_of_a_failed_batch_are_not_found() -> None:
-    """Not by the next of the same number either (FINDINGS B18: a planted bug survived)."""
+    """Also not by a later batch of the same number."""
     blocks = BlockManager(8)
     table = blocks.take([], 3)
     assert table is not None
@@ -179,7 +179,7 @@ def test_least_recently_used_chain_is_evicted_from_its_end() -> None:
 
 
 def cache(blocks: BlockManager, first: int, *, batch: int, best_effort: bool) -> list[bytes]:
-    """Leaves two full blocks behind; their hashes."""
+    """Leave two full cached blocks; return their hashes."""
     hashes = chain_hashes(range(first, first + 8), BLOCK)
     table = blocks.take(matched := blocks.match(hashes, batch=batch), 2 - len(matched))
     assert table is not None

@@ -1,4 +1,4 @@
-"""The segments' allocator and arena against a model that remembers every byte."""
+"""The segment allocator against a model of every byte."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def any_owner(owner: list[int | None], start: int, size: int) -> bool:
 
 
 class PlainMemory:
-    """A segment that nobody else maps."""
+    """A segment of this process only."""
 
     def __init__(self, num_bytes: int) -> None:
         import torch

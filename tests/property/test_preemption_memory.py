@@ -1,5 +1,4 @@
-"""Memory of two classes: a latency-sensitive sequence never waits for blocks that best effort
-holds, whatever is live, and the books balance."""
+"""LS never waits for blocks that BE holds, and the books balance."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
 class Watched(Scheduler):
-    """Notes who was refused blocks, and who gave way in which order."""
+    """Record refused sequences and the order of preemption."""
 
     refused: set[Sequence]
 
@@ -73,7 +72,7 @@ class View(NamedTuple):
 
 
 class TwoClasses(Simulation):
-    """Batches of both classes live at once, as `by_class` forms them."""
+    """Form batches of both classes at once, as `by_class` does."""
 
     def __init__(self, *, max_batch_tokens: int = 12, whole_prompts: bool = False) -> None:
         super().__init__(pool_blocks=8, max_batch_tokens=max_batch_tokens)
@@ -103,7 +102,7 @@ class TwoClasses(Simulation):
         return View(batches, self.scheduler.count, waiting, self.scheduler.running)
 
     def form(self) -> None:
-        """As many batches as the policy wants."""
+        """Form as many batches as the policy allows."""
         while True:
             for form in by_class(self.view):
                 self.scheduler.refused.clear()
@@ -198,7 +197,7 @@ def test_idle_be_sequences_are_preempted_least_computed_first() -> None:
 
 
 def test_prompt_too_long_for_the_batch_preempts_no_best_effort_work() -> None:
-    """No block would help it: it is in the next batch."""
+    """It lacks room in the batch, not blocks."""
     sim = TwoClasses(whole_prompts=True)
     sim.add([0] * 8, priority=BE)
     sim.form()

@@ -1,5 +1,4 @@
-"""A generation that is cut off at any token and goes on elsewhere has the tokens, log-probabilities
-and end that it would have had."""
+"""A generation resumed at any token has the same tokens, log-probabilities and end."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Half:
 
 
 def events_of_rank(submit: Submit) -> list[SequenceEvent]:
-    """By a rank to which the whole of what it was given is cached."""
+    """Generate on a rank that has the whole prompt cached."""
     half: Any = Half()
     finisher, found = Finisher(half, max_context_tokens=1000), list[SequenceEvent]()
     sequence = Sequence((0, 1), submit, 4)
@@ -52,7 +51,7 @@ def events_of_rank(submit: Submit) -> list[SequenceEvent]:
 
 
 class ClientView(NamedTuple):
-    """To the client."""
+    """Return what the client receives."""
 
     tokens: list[int]
     logprobs: list[TokenLogprob]
@@ -73,7 +72,7 @@ def client_view(events: SequenceOf[SequenceEvent]) -> ClientView:
 
 
 def cut_off(submit: Submit, cuts: SequenceOf[int]) -> ClientView:
-    """As ranks answer of which each is lost after so many tokens, but for the last."""
+    """Generate on ranks that are lost after some tokens each, except the last."""
     ticket = Ticket(submit, wait_for_slot=False, on_lost=lambda *_: None)
     for cut in [*cuts, 2 * MOST]:
         for event in events_of_rank(ticket.submit)[:cut]:
@@ -98,7 +97,7 @@ def test_generation_is_independent_of_where_it_is_resumed(
 
 
 def test_unseeded_generation_resumes_with_new_draws() -> None:
-    """Not with those that it began with."""
+    """Draws differ from those before the resume."""
     sampling = Sampling(max_tokens=40, temperature=2.0, ignore_eos=True)
     submit = Submit(request_id=0, token_ids=[1], sampling=sampling)
     parts = [cut_off(submit, [20]).tokens for _ in range(2)]

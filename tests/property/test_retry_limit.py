@@ -1,5 +1,4 @@
-"""How many lost ranks a generation may meet: as many as there are while it gives tokens, three
-while it gives none."""
+"""Lost ranks that a generation survives: any number with progress, three without."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ ENDLESS = 10_000
 
 
 class Client:
-    """Of a rank that comes again whenever it is lost."""
+    """A rank that returns whenever it is lost."""
 
     name, connections, waits = "attention-0", 0, False
 
@@ -35,8 +34,7 @@ class Client:
 
 
 class LostRanks:
-    """A placer. Each rank is lost after it has given so many tokens; the last one goes on to the
-    end."""
+    """A placer whose ranks are lost after some tokens each, except the last."""
 
     config = CONFIG
 
@@ -117,7 +115,7 @@ def test_generation_that_progresses_survives_any_number_of_lost_ranks(gives: lis
 def test_generation_that_ends_every_rank_at_one_token_fails_after_three(
     generated_tokens: int, before: int
 ) -> None:
-    """Whatever it had given before that place, on ranks that were lost for other reasons."""
+    """Independent of earlier progress on other ranks."""
     result = generated([before, generated_tokens, 0, 0, 0])
     assert result.given_up
     assert result.lost_after[-1] == before + generated_tokens

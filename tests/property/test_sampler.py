@@ -1,5 +1,4 @@
-"""What is drawn, against the distribution that the request asks for, computed independently in
-float64; and the logits that it is made of, against a slow reading of every field."""
+"""Sampling against an independent float64 implementation."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def softmax(logits: list[float]) -> list[float]:
 def shaped_by_hand(
     logits: list[float], sampling: Sampling, prompt: list[int], generated: list[int]
 ) -> list[float]:
-    """Choices, min_tokens, logit_bias, repetition, frequency, presence: as the fields are defined,
-    from all tokens at every step."""
+    """Reference logits, from all tokens at every step."""
     out = list(logits)
     if sampling.choices is not None:
         done = len(generated)
@@ -66,7 +64,7 @@ def shaped_by_hand(
 
 
 def probabilities_by_hand(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """Temperature, min_p, top_k, top_p; those that can be drawn, most probable first."""
+    """Reference distribution, most probable first."""
     scaled = [x / sampling.temperature for x in logits]
     probs = softmax(scaled)
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
@@ -85,7 +83,7 @@ def probabilities_by_hand(logits: list[float], sampling: Sampling) -> dict[int, 
 
 
 def on_an_edge(logits: list[float], sampling: Sampling) -> bool:
-    """Whether float32 may decide otherwise about a token."""
+    """Return whether float32 may round the other way."""
     probs = sorted(softmax([x / sampling.temperature for x in logits]), reverse=True)
     if any(abs(p - sampling.min_p * probs[0]) < 1e-5 for p in probs if p > 0):
         return True
@@ -95,13 +93,13 @@ def on_an_edge(logits: list[float], sampling: Sampling) -> bool:
 
 
 def chi_square_limit(freedom: int) -> float:
-    """About the 99.9 % quantile (Wilson and Hilferty)."""
+    """Approximate the 99.9 % quantile (Wilson and Hilferty)."""
     z, k = 3.09, 2 / (9 * freedom)
     return freedom * (1 - k + z * math.sqrt(k)) ** 3
 
 
 def assert_drawn_from(drawn: SequenceOf[int], expected: dict[int, float]) -> None:
-    """Everything that can be drawn was, nothing else was, and as often as it should be."""
+    """Check that draws match the distribution in support and frequency."""
     counts = Counter(drawn)
     assert set(counts) == set(expected)
     statistic = sum(
@@ -193,8 +191,7 @@ SIZES = st.floats(-6, 6, width=32)
 def test_every_field_matches_the_reference_implementation(
     request: tuple[Sampling, list[int]], steps: list[list[float]]
 ) -> None:
-    """The logits to choose by, what may be drawn and how probable it is, step after step, from
-    state that is kept; greedy rows take the likeliest."""
+    """Incremental state gives the reference logits and distribution at every step."""
     sampling, prompt = request
     sequence = sequence_of(sampling, prompt)
     for logits in steps:

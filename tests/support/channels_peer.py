@@ -1,4 +1,4 @@
-"""The other process in the tests of the channels. Argument: options as JSON, see `Options`."""
+"""Peer process of the channel tests. Argument: options as JSON, see `Options`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def echo(end: Endpoint, options: Options) -> None:
-    """Answers every packet with a copy of it, until main is gone."""
+    """Echo every packet until main is gone."""
     for packet in _packets(end):
         parts = [
             TensorSpec(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for t in packet.tensors
@@ -46,7 +46,7 @@ def echo(end: Endpoint, options: Options) -> None:
 
 
 def flood(end: Endpoint, options: Options) -> None:
-    """Commits all its packets before it looks at any, and says how many sound ones it got."""
+    """Send all packets before receiving any; print the number of correct ones."""
     for index in range(options.packets):
         reservation = end.reserve("main", [TensorSpec("int32", (options.elements,))])
         reservation.tensors[0].fill_(index)
@@ -60,7 +60,7 @@ def flood(end: Endpoint, options: Options) -> None:
 
 
 def hold(end: Endpoint, options: Options) -> None:
-    """Answers packets with others and keeps what it received."""
+    """Answer packets with others and keep those received."""
     held = []
     for packet in _packets(end):
         held.append(packet)
@@ -70,7 +70,7 @@ def hold(end: Endpoint, options: Options) -> None:
 
 
 def half(end: Endpoint, options: Options) -> None:
-    """Sends half of a TCP payload and stops there."""
+    """Send half of a TCP payload."""
     link = end._links["main"]  # type: ignore[attr-defined]
     assert isinstance(link, TcpLink)
     frame = PayloadFrame(
@@ -85,7 +85,7 @@ def half(end: Endpoint, options: Options) -> None:
 
 
 def _packets(end: Endpoint) -> Iterator[Packet]:
-    """All packets until main is gone."""
+    """Yield packets until main is gone."""
     while True:
         for channel_event in end.poll(POLL_S):
             if isinstance(channel_event, Packet):

@@ -1,4 +1,4 @@
-"""Endpoints, packets and peer processes for the tests of the channels."""
+"""Endpoints, packets and peer processes of the channel tests."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def endpoint(
 
 @contextlib.contextmanager
 def linked(backend: str, **config: Any) -> Iterator[tuple[Endpoint, Endpoint]]:
-    """Two endpoints of this process, "left" joined to "right"."""
+    """Yield two endpoints of this process, "left" joined to "right"."""
     with joined(endpoint("left", backend, **config), endpoint("right", backend, **config)) as pair:
         yield pair
 
 
 @contextlib.contextmanager
 def joined(left: Endpoint, right: Endpoint) -> Iterator[tuple[Endpoint, Endpoint]]:
-    """`left` joined to `right`; both are closed at the end."""
+    """Join `left` to `right`; close both at the end."""
     try:
         left.connect("right", right.listen())
         wait_for(right, PeerJoined)
@@ -85,7 +85,7 @@ def joined(left: Endpoint, right: Endpoint) -> Iterator[tuple[Endpoint, Endpoint
 def wait_for(
     end: Endpoint, kind: type, count: int = 1, deadline_s: float = DEADLINE_S
 ) -> list[Any]:
-    """The next `count` happenings, which must all be of `kind`."""
+    """Return the next `count` events, which must all be of `kind`."""
     found: list[ChannelEvent] = []
     end_s = monotonic_s() + deadline_s
     while len(found) < count:
@@ -121,7 +121,7 @@ def send(end: Endpoint, peer: str, tensors: Sequence[torch.Tensor], head: Header
 
 
 def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Any bit pattern of that dtype (bool: 0 and 1)."""
+    """Return random bit patterns of that dtype (bool: 0 and 1)."""
     generator = torch.Generator().manual_seed(seed)
     kind: torch.dtype = getattr(torch, dtype)
     if kind is torch.bool:
@@ -134,7 +134,7 @@ def random_tensor(dtype: str, shape: Sequence[int], seed: int) -> torch.Tensor:
 
 
 def raw_frame(backend: str, body: bytes) -> bytes:
-    """`body` as a header's bytes on the wire, without a payload."""
+    """Return `body` as a header frame without a payload."""
     if backend == "tcp":
         return PIECE.pack(0, len(body)) + body
     return len(body).to_bytes(4, "little") + body
@@ -172,7 +172,7 @@ class Peer:
 def with_peer(
     backend: str, role: str, *, options: dict[str, Any] | None = None, **config: Any
 ) -> Iterator[tuple[Endpoint, Peer]]:
-    """An endpoint "main", and a process "peer" that is joined to it."""
+    """Yield an endpoint "main" and a process "peer" that is joined to it."""
     main = endpoint("main", backend, **config)
     peer = None
     try:
@@ -197,15 +197,13 @@ def shm_files() -> set[str]:
 
 
 def our_threads() -> set[threading.Thread]:
-    """All but those that stay for good: of a progress bar, which a library starts with its first
-    model, and of memory that is given back (actors/ranks/memory.py)."""
+    """Return the threads except permanent ones (progress bar, memory release)."""
     for_good = {"tqdm_monitor", "malloc-trim"}
     return {thread for thread in threading.enumerate() if thread.name not in for_good}
 
 
 def is_foreign(fd: int, target: str) -> bool:
-    """Whether it is a socket, or one to wait for sockets, that no Python socket has: where an
-    earlier test ran a cluster, Ray's libraries in this process open some whenever they like."""
+    """Return whether it belongs to Ray's libraries, which open some at any time."""
     objects = gc.get_objects()
     ours = {o.fileno() for o in objects if issubclass(type(o), socket.socket)}
     return target.startswith(("socket:", "anon_inode:")) and fd not in ours
@@ -213,7 +211,7 @@ def is_foreign(fd: int, target: str) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
-    """Fails a test after which a thread, a descriptor or a file in /dev/shm is left."""
+    """Fail a test that leaves a thread, a descriptor or a file in /dev/shm."""
     gc.collect()
     gc.freeze()  # so that the collection after the test looks through that test's objects only
     threads, fds, files = our_threads(), open_fds(), shm_files()
@@ -234,7 +232,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 def until(condition: Callable[[], bool], end: Endpoint, deadline_s: float = DEADLINE_S) -> None:
-    """Polls `end`, to which nothing may happen, until `condition`."""
+    """Poll `end`, without events, until `condition`."""
     end_s = monotonic_s() + deadline_s
     while not condition():
         assert monotonic_s() < end_s

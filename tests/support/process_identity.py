@@ -1,4 +1,4 @@
-"""Where another process is, as it would say of itself."""
+"""Identity of another process, as `own_identity` encodes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actors.channels.local_process import LocalProcess, ProcessIdentity
 
 
 def process_identity_of(pid: int, *, later_ticks: int = 0) -> bytes:
-    """later_ticks: by how much later than it the process has started that is meant."""
+    """Return its identity, started later_ticks later."""
     process = LocalProcess(pid)
     start_ticks = process.start_ticks + later_ticks
     process.close()

@@ -16,7 +16,7 @@ from tests.support.prefill_workers import TOKEN, make_source, worker_spec
 
 
 class Peer:
-    """Another process's weights. `process`: to be stopped or killed."""
+    """Weights of another process. `process`: to stop or kill."""
 
     def __init__(self, folder: Path, rank: int, workers: int, backend: str) -> None:
         self.process = subprocess.Popen(
@@ -32,7 +32,7 @@ class Peer:
         self.address = self.process.stdout.readline().strip()
 
     def stop(self) -> None:
-        """Returns once every thread of it stands still."""
+        """Return once all of its threads are stopped."""
         self.process.send_signal(signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
 

@@ -1,4 +1,4 @@
-"""When whom a rank refuses is told to come again."""
+"""Retry-After of refused requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 16
 
 
 class Rank:
-    """Of which `begin` lets so many sequences of those that wait begin, and end at once."""
+    """A rank on a manual clock whose sequences end as soon as they start."""
 
     def __init__(self, max_waiting: int) -> None:
         self.now_s = 50.0
@@ -34,7 +34,7 @@ class Rank:
         self._numbers = itertools.count()
 
     def retry_after_s(self, priority: Priority = Priority.LS) -> float | None:
-        """After how many seconds to come again; None: it waits now."""
+        """Return Retry-After; None: the request was queued."""
         number = next(self._numbers)
         submit = Submit(
             request_id=number,

@@ -1,4 +1,4 @@
-"""Whose tokens a batch has, and the lines of requests that end."""
+"""Trace spans of batches, and log lines of ended requests."""
 
 from __future__ import annotations
 

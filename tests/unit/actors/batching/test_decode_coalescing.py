@@ -1,4 +1,4 @@
-"""LS decodes wait for one another while BE runs, as long as they are in time."""
+"""LS decodes wait for each other while BE runs, within their due times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LS = Priority.LS
 
 
 class Rank:
-    """A scheduler with LS sequences that have their first token, and who is patient with them."""
+    """A scheduler with decoding LS sequences, and its coalescer."""
 
     def __init__(self, count: int) -> None:
         self.clock = ManualClock(100.0)
@@ -34,7 +34,7 @@ class Rank:
         self.end(first)
 
     def run(self, seconds: float) -> ScheduledBatch:
-        """A pass of decodes."""
+        """Run a pass of decodes."""
         batch = self.scheduler.next_batch(LS_DECODES)
         assert batch is not None
         self.coalescer.formed(batch)

@@ -1,4 +1,4 @@
-"""When tokens are due."""
+"""Due times of tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Continuous batching against its promises, under random arrivals, cancellations and pool pressure.
-
-The simulation runs batches as the worker does, and keeps what the KV pool would hold: each slot
-must hold the K and V of exactly the tokens up to its position when a chunk reads it.
-"""
+"""Continuous batching under random arrivals, cancellations and pool pressure."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ ANONYMOUS = Caller()
 
 
 class Simulation:
-    """A scheduler and what would happen around it."""
+    """A scheduler with a simulated environment."""
 
     def __init__(
         self,
@@ -68,7 +64,7 @@ class Simulation:
         score_from: int | None = None,
         caller: Caller = ANONYMOUS,
     ) -> Sequence:
-        """max_tokens 0: a scoring."""
+        """Submit a request; max_tokens 0: scoring."""
         sampling = Sampling(max_tokens=max_tokens) if max_tokens else None
         submit = Submit(
             request_id=next(self._ids),
@@ -83,7 +79,7 @@ class Simulation:
         return made
 
     def start(self, form: Form = ALL) -> ScheduledBatch | None:
-        """Forms the next batch and checks what must hold of every batch."""
+        """Form the next batch and check its invariants."""
         before = {s.key for s in self.scheduler.sequences if s.block_table}
         batch = self.running = self.scheduler.next_batch(form)
         if batch is None:
@@ -119,7 +115,7 @@ class Simulation:
                 assert by == index or by in chunk.after, "it shares a block and does not wait"
 
     def _copy(self, batch: ScheduledBatch, writer: dict[tuple[int, int], int]) -> None:
-        """All copies of a batch are one operation: none may read what another one writes."""
+        """Copies of a batch are one operation: no source may be a target."""
         copied: dict[tuple[int, int], tuple[int, ...]] = {}
         for index, chunk in enumerate(batch.chunks):
             for source, block, first, last in chunk.copies:
@@ -142,7 +138,7 @@ class Simulation:
         return sequence.block_table[position // BLOCK], position % BLOCK
 
     def finish(self) -> None:
-        """Ends the batch as the finisher would."""
+        """End the batch as the finisher does."""
         assert self.running is not None
         batch, self.running = self.running, None
         for chunk in batch.chunks:
@@ -158,7 +154,7 @@ class Simulation:
         self.scheduler.complete(batch)
 
     def step(self) -> int:
-        """Runs a batch, if there is work; the tokens computed."""
+        """Run a batch if there is work; return the tokens computed."""
         batch = self.start()
         if batch is None:
             return 0
@@ -171,7 +167,7 @@ class Simulation:
         self.blocks.check([*(s.block_table for s in self.scheduler.sequences), sources])
 
     def drain(self, limit: int = 2000) -> int:
-        """Runs until every sequence has ended; how many batches it took."""
+        """Run until every sequence has ended; return the number of batches."""
         if self.running is not None:
             self.finish()
         for batches in range(limit):
@@ -316,8 +312,7 @@ def test_pool_pressure_requeues_the_youngest_of_the_lowest_class() -> None:
 
 
 def decoding_beside_a_prompt(decoding: Priority, prompt: Priority) -> tuple[Sequence, Sequence]:
-    """One token of each per batch, until the decoding one finds no third block and somebody has to
-    give way: it goes first, so that both are idle then."""
+    """The decoding sequence needs a third block while both are idle."""
     sim = Simulation(max_batch_tokens=2, pool_blocks=3, prefix_cache=False)
     decodes = sim.add(range(BLOCK), 2 * BLOCK, decoding)
     for _ in range(BLOCK // 2):
@@ -339,7 +334,7 @@ def test_best_effort_is_preempted_for_idle_ls_prompt() -> None:
 
 
 def test_restarted_scoring_has_no_scores() -> None:
-    """Each token would be told twice (FINDINGS B18: a planted bug survived)."""
+    """Otherwise scores would be returned twice."""
     decodes, prompted = decoding_beside_a_prompt(Priority.LS, Priority.BE)
     assert decodes.block_table
     assert not prompted.block_table
@@ -434,8 +429,7 @@ def test_equal_prompts_share_blocks_within_a_batch_and_across_batches(priority: 
 def test_only_the_last_prompt_token_is_computed_twice(
     arrivals: list[list[list[int]]], max_batch_tokens: int, max_batch_sequences: int
 ) -> None:
-    """However prompts are cut into chunks, and whether a prefix is cached, of the same batch, or
-    half computed when a sibling arrives."""
+    """For any chunking, with cached, pending and half-computed prefixes."""
     sim = Simulation(
         max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences, pool_blocks=400
     )
@@ -450,7 +444,7 @@ def test_only_the_last_prompt_token_is_computed_twice(
 
 
 def least_tokens(prompts: list[list[int]]) -> int:
-    """Nodes of the prompts' trie; and of a prompt that is in it already, the last token again."""
+    """Nodes of the prompts' trie, plus the last token of each repeated prompt."""
     nodes: set[tuple[int, ...]] = set()
     repeated = 0
     for prompt in prompts:
@@ -473,7 +467,7 @@ def batches_until(sim: Simulation, sequence: Sequence, limit: int = 500) -> int:
 
 
 def crowded(**limits: Any) -> Simulation:
-    """One request of 100 sequences, which has had everything for some batches."""
+    """One request of 100 sequences that ran alone for some batches."""
     sim = Simulation(max_batch_tokens=64, max_batch_sequences=8, pool_blocks=2000, **limits)
     for number in range(100):
         sim.add([number, 1, 2], 50, caller=HOG)

@@ -1,7 +1,4 @@
-"""The parts of the GPU backends that need no GPU: order of events, frames, flags, memory.
-
-CUDA and NCCL are stood in for by objects of this process whose events are reached when told so.
-"""
+"""Parts of the GPU backends that need no GPU: order of events, frames, flags, memory."""
 
 from __future__ import annotations
 
@@ -302,7 +299,7 @@ def test_packet_is_delivered_when_complete_and_waits_for_no_other_class(
 def test_half_sent_payload_of_lost_peer_is_no_packet(
     fake_nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its header has come; `abort` ends the transfer, as if it had come whole."""
+    """`abort` completes the transfer as if all of it had arrived."""
     with pair_of(NcclEndpoint) as (left, right):
         FakeEvent.reached = False
         send(left, "right", payload(0), header(0))
@@ -319,7 +316,7 @@ def test_half_sent_payload_of_lost_peer_is_no_packet(
 def test_replacement_rank_creates_its_own_communicators(
     fake_nccl: FakeNccl,
 ) -> None:
-    """Those of the ranks that stay with each other go on."""
+    """Communicators between the remaining ranks stay."""
     left, right = made(NcclEndpoint, "left"), made(NcclEndpoint, "right")
     other, again = made(NcclEndpoint, "other"), made(NcclEndpoint, "left", epoch=2)
     address = right.listen()

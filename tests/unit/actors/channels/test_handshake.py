@@ -1,4 +1,4 @@
-"""The mutual challenge, on sockets and on asyncio streams, and what strangers get from it."""
+"""The handshake on sockets and asyncio streams, and its refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def greet(
     to: str | None = "right",
     answer: handshake.AcceptHandler | None = None,
 ) -> tuple[Remote | HandshakeError, Remote | HandshakeError]:
-    """What the initiator and the acceptor got."""
+    """Run both sides; return their results or errors."""
     a, b = socket.socketpair()
     with a, b:
         got: list[Remote | HandshakeError] = []
@@ -122,7 +122,7 @@ def test_acceptor_refuses_with_a_reason() -> None:
 
 
 def test_acceptor_without_token_is_rejected() -> None:
-    """It may skip its own check, but it cannot make the proof that the initiator asks for."""
+    """It can skip its own check, but cannot produce the proof."""
     a, b = socket.socketpair()
     with a, b:
         fake = Identity(name="right", token=b"other", epoch=3)
@@ -187,7 +187,7 @@ def test_silence_and_disconnect_fail_within_the_deadline() -> None:
 
 
 def test_hello_is_bound_to_one_challenge() -> None:
-    """A recorded hello does not work a second time."""
+    """A recorded hello cannot be replayed."""
     a, b = socket.socketpair()
     c, d = socket.socketpair()
     with a, b, c, d:

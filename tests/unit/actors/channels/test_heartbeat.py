@@ -1,4 +1,4 @@
-"""Silence, judged with a clock of our own; frames, on a socket that takes no more."""
+"""Silence, judged with a manual clock, and frames on a full socket."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeLink:
 
 
 class Ward:
-    """One link under a Pulse whose thread never runs; `tick` is called by hand."""
+    """One link under a HeartbeatThread that is not started; `tick` is called by hand."""
 
     def __init__(self, ends: tuple[socket.socket, socket.socket]) -> None:
         self.other, sock = ends
@@ -76,7 +76,7 @@ class Ward:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends that do not know each other's process."""
+    """Two TCP ends, without a known local process."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         dialled = socket.create_connection(server.getsockname())
         return dialled, server.accept()[0]

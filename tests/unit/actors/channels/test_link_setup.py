@@ -1,4 +1,4 @@
-"""A link's two sockets become one joint, whichever handshake ends first."""
+"""The two sockets of a link, in either order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every CPU backend must do, between two endpoints and between two processes."""
+"""Requirements of every CPU backend."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def test_unknown_dtype_loses_that_peer(backend: str) -> None:
 
 
 def _address(end: Endpoint) -> str:
-    """Of an endpoint that listens already."""
+    """Return the address of a listening endpoint."""
     listener = end._link_setup._listener  # type: ignore[attr-defined]
     name = listener._sock.getsockname()
     if isinstance(name, bytes):

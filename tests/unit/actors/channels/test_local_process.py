@@ -1,4 +1,4 @@
-"""A process of this machine is told from one that has its number later (FINDINGS B16)."""
+"""Identity, state and kill of local processes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_stopped_and_replaced_processes_are_not_running(
 def test_process_in_another_network_namespace_is_not_local_and_can_be_killed(
     child: subprocess.Popen[bytes],
 ) -> None:
-    """Its silence may be a link's, and that it runs does not excuse it."""
+    """The link may be at fault, so a running process is no excuse."""
     there = msgspec.msgpack.decode(process_identity_of(child.pid), type=ProcessIdentity)
     there = msgspec.structs.replace(there, network="net:[1]")
     assert find_process(msgspec.msgpack.encode(there)) is None

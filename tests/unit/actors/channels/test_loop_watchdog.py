@@ -1,4 +1,4 @@
-"""When a loop counts as stuck, on a clock of our own."""
+"""LoopWatchdog on a manual clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Watched:
         self.watch = LoopWatchdog("expert-3", STUCK_S, self.clock, STACKS_S)
 
     def check_for(self, seconds: float, *, moves: bool = False) -> str:
-        """Looks as a heartbeat does, for so long; what was found last."""
+        """Check periodically; return the last problem."""
         for _ in range(round(seconds / CHECK_PERIOD_S)):
             self.clock.advance(CHECK_PERIOD_S)
             if moves:

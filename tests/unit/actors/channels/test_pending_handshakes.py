@@ -1,4 +1,4 @@
-"""Who gives way when more connect than may try to prove themselves (FINDINGS A8)."""
+"""Eviction of unauthenticated connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from actors.channels.pending_handshakes import MAX_PER_ADDRESS, MAX_UNPROVEN, Pe
 
 
 class Crowd:
-    """Enters by name; `cut` has the names of those that had to go."""
+    """Connections by name; `cut` has the evicted ones."""
 
     def __init__(self) -> None:
         self.gate = PendingHandshakes("rank")

@@ -1,4 +1,4 @@
-"""TCP: payloads cut off in the middle, progress, buffers."""
+"""TCP: reused buffers and reservations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lane per class on a TCP link: LS overtakes within a BE packet; pieces that make no sense."""
+"""Lanes of a TCP link: LS overtakes within a BE packet; malformed pieces."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ def link() -> Iterator[Link]:
 
 
 class Reader:
-    """What the far end gets, piece by piece: (lane, batch, whether the packet is whole with it).
-
-    taken: bytes of payload so far."""
+    """Pieces at the far end: (lane, batch, is the packet complete)."""
 
     def __init__(self, far: socket.socket) -> None:
         self._far = far
@@ -143,7 +141,7 @@ def test_every_eighth_piece_is_be_while_ls_fills_the_line(
 
 
 def test_ls_waits_for_the_rest_of_a_piece_started_by_commit(link: Link) -> None:
-    """The line is free, `commit` sends by itself, and the kernel takes a part of it."""
+    """`commit` sends by itself on a free line, and the kernel accepts a part."""
     batch = 0
     while link.blocked_since_s is None:
         batch += 1

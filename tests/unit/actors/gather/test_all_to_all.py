@@ -1,4 +1,4 @@
-"""The DP+EP baseline: the same logits, whoever has a batch; a peer that is lost is named."""
+"""The DP+EP baseline: equal logits, and lost peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 class Worker:
-    """What a worker of the baseline does, batch by batch, without anything around it."""
+    """A baseline worker that runs batches without a rank around it."""
 
     def __init__(self, folder: Path, rank: int, workers: int, backend: str, **channel: Any) -> None:
         self.model = check_checkpoint(folder)
@@ -57,7 +57,7 @@ class Worker:
 
     @torch.inference_mode()
     def run(self, ids: list[int] | None) -> torch.Tensor | None:
-        """Logits after the last token; None: there is no batch, others have one."""
+        """Logits after the last token; None: take part without a batch."""
         if ids is None:
             end_s = time.monotonic() + JOIN_S
             while not self.all_to_all.wait_for_pass(0.1):
@@ -96,7 +96,7 @@ def make_workers(
 def run_all(
     workers: Sequence[Worker], passes: Sequence[Sequence[list[int] | None]]
 ) -> list[list[torch.Tensor | None]]:
-    """Each worker's answers to its batches, one after the other."""
+    """Run the workers; return each one's answers in order."""
     answers: list[list[torch.Tensor | None]] = [[] for _ in workers]
 
     def work(rank: int) -> None:

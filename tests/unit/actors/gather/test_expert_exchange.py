@@ -1,4 +1,4 @@
-"""Expert ranks give each other experts: right bytes, and what silent or strange peers do."""
+"""Transfer of experts between ranks, and failing peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKEN = b"a token of 32 random bytes......"
 
 class Free:
     def acquire(self, num_bytes: int) -> None:
-        """At any rate."""
+        """Never wait."""
 
 
 def specs(folder: Path) -> list[RankSpec]:
@@ -50,7 +50,7 @@ def specs(folder: Path) -> list[RankSpec]:
 
 
 class Pair:
-    """Rank 1 gives to rank 0."""
+    """Rank 1 serves rank 0."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         self.model = read_spec(folder)

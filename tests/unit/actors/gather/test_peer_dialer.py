@@ -1,5 +1,4 @@
-"""How peers are joined to gather from: one that fails holds up nobody, and is joined once it can be
-(FINDINGS B2, B13, B16, B18)."""
+"""Dialing of weight peers, with failing ones."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def mute(*, hangs_up: bool) -> Iterator[str]:
-    """The address of a peer that says nothing, or hangs up at once."""
+    """Address of a peer that is silent or disconnects at once."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken: list[socket.socket] = []
 
@@ -191,7 +190,7 @@ def test_worker_moved_to_another_node_uses_tcp(
 
 
 def elsewhere(address: str) -> str:
-    """As it looks from another node, where nobody has such a Unix socket."""
+    """The address as seen from another node, without the Unix socket."""
     unix, tcp = address.split(ADDRESS_SEPARATOR)
     assert unix.startswith("unix:@")
     return ADDRESS_SEPARATOR.join((unix + "-gone", tcp))

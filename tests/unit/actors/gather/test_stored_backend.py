@@ -1,4 +1,4 @@
-"""The executor over experts from a store whose copies are slower than the compute."""
+"""The executor over a store whose copies are slower than the compute."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ CPU = torch.device("cpu")
 
 
 class GatedSource:
-    """A checkpoint's experts; a copy begins when the gate has been opened for it. `copies`: all
-    that have begun."""
+    """A checkpoint's experts, copied when the gate opens. `copies`: those started."""
 
     def __init__(self, folder: Path, layout: ExpertLayout) -> None:
         self._source = open_host_source(folder, layout, store=None, deadline_s=DEADLINE_S)
@@ -95,7 +94,7 @@ class Rig:
         self.executor.submit(ScheduledBatch(number, priority, [chunk]), Plan())
 
     def run(self, *, steps: int = 10_000) -> list[int]:
-        """Numbers of the batches, in the order in which they ended."""
+        """Numbers of the batches in order of completion."""
         done: list[int] = []
         with torch.inference_mode():
             for _ in range(steps):
@@ -132,7 +131,7 @@ def opened(folder: Path) -> Iterator[Callable[..., Rig]]:
 
 
 def alone(rig: Rig, numbers: list[int]) -> dict[int, list[float]]:
-    """One batch after the other, nothing in the way."""
+    """Run one batch at a time."""
     for _ in range(50):
         rig.source.gate.release()
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Experts gathered from other workers: every byte, whatever the number of workers and the way."""
+"""Experts gathered from other workers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_model_or_placement_mismatch_is_refused(
 
 
 def test_layout_mismatch_is_refused(tiny_checkpoint: Checkpoints) -> None:
-    """As on another processor; as plain matrices they are taken, whatever the processor."""
+    """A layout of another processor; plain matrices fit any processor."""
     folder = tiny_checkpoint("qwen3_moe")
     other = layout_of(folder)
     other.digest = b"of another processor"
@@ -176,8 +176,7 @@ def test_replaced_worker_is_rejoined_at_its_new_address(
 def test_unreachable_peer_is_replaced_by_the_fallback_until_it_answers(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that were lost at once are replaced one after the other: the first knows only the second
-    one's old address."""
+    """The first replacement knows only the second worker's old address."""
     monkeypatch.setattr(actors.gather.peer_dialer, "REDIAL_S", 0.01)
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
     first, gone = (make_source(worker_spec(folder, rank, 2, backend="tcp")) for rank in (0, 1))

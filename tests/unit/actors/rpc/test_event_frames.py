@@ -1,4 +1,4 @@
-"""No frame is larger than its receiver reads, and what is too large ends its own request only."""
+"""Frames stay below the receiver's limit; a larger event ends its own request only."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_log_entry_above_the_limit_is_an_error() -> None:
 
 
 class _Rank:
-    """A rank's client socket; answers what `run` is told to."""
+    """A rank's client socket that answers by script."""
 
     def __init__(self) -> None:
         self._woken = threading.Semaphore(0)
