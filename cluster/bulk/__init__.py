@@ -1,1 +1,1 @@
-"""The bulk job: rows of files, classified once each, whatever dies in between."""
+"""Entry point of the bulk job."""

@@ -5,7 +5,7 @@ import sys
 from cluster.cli.current_folder import remove_current_folder
 
 if __name__ == "__main__":
-    remove_current_folder()  # before anything else of ours is imported
+    remove_current_folder()  # before any import of Tandem's packages
 
     from cluster.cli.main import main
 

@@ -1,5 +1,4 @@
-"""What the commands of `tandem` have in common: how they are declared, and how wrong arguments are
-told: one line, with the nearest option or command."""
+"""Declaration of `tandem`'s commands, and one-line errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -18,17 +17,17 @@ else:
     Commands = Any
 
 EXIT_ERROR = 2
-EXIT_UNRECOVERABLE = 3  # of a server that has served, and can no more: start it again
+EXIT_UNRECOVERABLE = 3  # a server has failed for good: restart it
 Run = Callable[[argparse.Namespace, MutableMapping[str, str]], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line and exit status 2."""
+    """Argument parser whose errors are one line with exit status 2."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Nothing is unknown and goes on: argparse would tell of it without the command's name."""
+        """Reject unknown arguments here: argparse would report them without the command's name."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -39,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_ERROR, f"{self.prog}: error: {line}{self._nearest(line)}\n")
 
     def _nearest(self, message: str) -> str:
-        """What may have been meant by the first word that is none of ours."""
+        """Return a hint: the known option or command nearest to the first unknown word."""
         if not message.startswith(("unrecognized", "argument COMMAND: invalid choice")):
             return f"; see {self.prog} --help"
         words = re.findall(r"--?[\w-]+", message) or re.findall(r"'([^']*)'", message)
@@ -64,7 +63,7 @@ def add_command(
 
 
 def version() -> str:
-    """Of what is installed; in a checkout that is not, of nothing."""
+    """Return the installed version, or a note for a checkout."""
     try:
         return importlib.metadata.version("tandem-moe")
     except importlib.metadata.PackageNotFoundError:
@@ -72,5 +71,5 @@ def version() -> str:
 
 
 def pretty(value: Any) -> str:
-    """JSON for people and machines."""
+    """Return indented JSON."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()

@@ -1,4 +1,4 @@
-"""Options of the command line that end up in the configuration."""
+"""Command-line options that set configuration keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable"
     )
 
-    command.add_argument("--served-model-name", metavar="M", help="what clients call the model")
+    command.add_argument("--served-model-name", metavar="M", help="name of the model for clients")
     command.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="default info"
     )
@@ -36,7 +36,7 @@ def add_config_options(command: argparse.ArgumentParser) -> None:
 
 
 def config_from_options(options: argparse.Namespace) -> TandemConfig:
-    """The file, then --set, then the named options, each overriding the one before."""
+    """Load the file, then apply --set, then the named options."""
     named = {
         "model.path": options.model,
         "model.name": options.served_model_name,
@@ -58,7 +58,7 @@ def config_from_options(options: argparse.Namespace) -> TandemConfig:
 
 
 def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
-    """`config`, with the key of KEY_VARIABLE where it has none itself. Raises ConfigError."""
+    """Return `config` with the key of KEY_VARIABLE if it has none. Raises ConfigError."""
     key = environment.get(KEY_VARIABLE)
     if key is None or config.http.has_keys:
         return config
@@ -70,8 +70,10 @@ def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -
 
 
 def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:
-    """`config` with its relative paths below `here` made absolute: ranks and the ingress start in a
-    folder of their own. Names that are no paths, as "bundled" or a hub id, stay."""
+    """Make relative paths absolute: ranks and the ingress start in other folders.
+
+    Names that are not paths, such as "bundled" or a hub id, stay as they are.
+    """
     return msgspec.convert(_absolute(msgspec.to_builtins(config), TandemConfig, here), TandemConfig)
 
 
@@ -79,7 +81,7 @@ def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
     hints = typing.get_type_hints(struct, include_extras=True)
     for key, value in tree.items():
         hint = hints[key]
-        kinds = (hint, *typing.get_args(hint))  # None may be another one of them
+        kinds = (hint, *typing.get_args(hint))  # None may be one of them
         if isinstance(value, dict) and isinstance(hint, type):
             _absolute(value, hint, here)
         elif isinstance(value, str) and (InputPath in kinds or OutputFolder in kinds):
@@ -90,5 +92,5 @@ def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
 
 
 def group_sizes(options: argparse.Namespace) -> tuple[int | None, ...]:
-    """Ranks of each group as given: attention, expert, prefill."""
+    """Return the numbers of attention ranks, expert ranks and prefill workers as given."""
     return options.attention_ranks, options.expert_ranks, options.prefill_ranks

@@ -1,7 +1,4 @@
-"""Writes docs/configuration.md, what `tandem config` prints as a page.
-
-python -m cluster.cli.config_page
-"""
+"""Generator of docs/configuration.md: `python -m cluster.cli.config_page`."""
 
 from __future__ import annotations
 

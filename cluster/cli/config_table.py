@@ -1,6 +1,6 @@
-"""Every key of the configuration, with its default, what it takes, and what it means.
+"""Table of all configuration keys for `tandem config`.
 
-The meaning is the string below the field, in contracts/config.
+A key's meaning is the string below its field in contracts/config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BOUNDS = {"ge": ">= ", "gt": "> ", "le": "<= ", "lt": "< "}
 
 
 class ConfigKey(msgspec.Struct, frozen=True, kw_only=True):
-    """value: in the configuration that was asked about."""
+    """One key. value: in the configuration that is shown."""
 
     key: str
     value: Any
@@ -32,7 +32,7 @@ class ConfigKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sections() -> Iterator[tuple[str, types.StructType]]:
-    """Name and fields of each, in their order."""
+    """Yield the name and the fields of each section."""
     kind = types.type_info(TandemConfig)
     assert isinstance(kind, types.StructType)
     for section in kind.fields:
@@ -41,7 +41,7 @@ def sections() -> Iterator[tuple[str, types.StructType]]:
 
 
 def config_keys(config: TandemConfig) -> list[ConfigKey]:
-    """In the order of the sections."""
+    """Return all keys in the order of the sections."""
     defaults, values = msgspec.to_builtins(TandemConfig()), msgspec.to_builtins(config)
     keys: list[ConfigKey] = []
     for section, kind in sections():
@@ -60,7 +60,7 @@ def config_keys(config: TandemConfig) -> list[ConfigKey]:
 
 
 def _open(name: str, value: Any) -> Any:
-    """The value, but of API keys only how many there are."""
+    """Return the value with secrets replaced."""
     if name == "api_keys":
         return ["…"] * len(value)
     return "…" if name in ("metrics_key", "operator_key") and value else value
@@ -69,7 +69,9 @@ def _open(name: str, value: Any) -> Any:
 def render_table(keys: list[ConfigKey]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("key", "value", "takes", "meaning"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "key")  # to be copied
+        table.add_column(
+            heading, overflow="fold", no_wrap=heading == "key"
+        )  # keys stay whole, to be copied
     for key in keys:
         value = escape(format_value(key.value))
         if key.value != key.default:
@@ -83,7 +85,7 @@ def format_value(value: Any) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """By field: the string that stands below it in the class."""
+    """Return the string below each field of a section's class, by field name."""
     (struct,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(struct, ast.ClassDef)
     found: dict[str, str] = {}
@@ -95,7 +97,7 @@ def _meanings(section: type) -> dict[str, str]:
 
 
 def _takes(kind: types.Type) -> str:
-    """As "int >= 1" or "pack, spread"."""
+    """Describe a type, for example "int >= 1" or "pack, spread"."""
     if isinstance(kind, types.Metadata):
         return _takes(kind.type)
     if isinstance(kind, types.UnionType):

@@ -1,6 +1,6 @@
 """The command line: `tandem`, or `python -m cluster`.
 
-Errors are one line on standard error and exit status 2.
+Errors are one line on standard error with exit status 2.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contracts.logs import set_up_logging
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command and return the exit status."""
     set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
     prepare_ray_environment(os.environ, has_terminal=sys.stderr.isatty())
     options = _parser().parse_args(arguments)
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
+    except BrokenPipeError:  # the reader of our output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return status

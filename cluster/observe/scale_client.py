@@ -1,4 +1,4 @@
-"""`tandem scale`: more ranks or fewer, and what becomes of it."""
+"""Client of `tandem scale`: requests new numbers of ranks and follows the change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from contracts.scaling import ScaleState, ScaleTarget, format_counts
 _REQUEST_TIMEOUT_S: Final = 30.0
 _MAX_BYTES: Final = 1 << 20
 _POLL_S: Final = 0.5
-_MAX_SILENCE_S: Final = 60.0  # so long nobody may answer while a launcher is replaced
+_MAX_SILENCE_S: Final = 60.0  # without an answer, while a launcher is replaced
 
 
 def start_scale(server: Server, requested: ScaleTarget) -> ScaleState:
-    """Raises ConfigError where it cannot be, or nobody answers."""
+    """Start the change. Raises ConfigError if the server refuses or does not answer."""
     return _request_scale(server, "POST", requested)
 
 
@@ -30,8 +30,10 @@ def follow_scale(
     within_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> ScaleState:
-    """Says each step, until it has ended. Raises LaunchError if it has failed, or not ended by
-    then: it goes on in the server."""
+    """Report each step until the change has ended.
+
+    Raises LaunchError if the change failed, or has not ended in time: it continues in the server.
+    """
     end_s, last_reply_s = time.monotonic() + within_s, time.monotonic()
     num_reported, state = 0, started
     while True:
@@ -39,12 +41,12 @@ def follow_scale(
             report(step)
         num_reported = len(state.steps)
         if state.state == "failed":
-            raise LaunchError(f"{state.reason}; there are {format_counts(state.ranks)}")
+            raise LaunchError(f"{state.reason}; current ranks: {format_counts(state.ranks)}")
         if state.state != "running":
             return state
         if time.monotonic() > end_s:
             raise LaunchError(
-                f"not done within {within_s:g} s (--within): it goes on; look at `tandem status`"
+                f"not done within {within_s:g} s (--within): it continues; see `tandem status`"
             )
         sleep(_POLL_S)
         try:
@@ -55,7 +57,7 @@ def follow_scale(
             continue
         if state.number != started.number:
             raise LaunchError(
-                "the launcher of the ranks was started anew, or another scale has begun: look at "
+                "the launcher was restarted, or another scale request has begun: see "
                 "`tandem status`, and scale again"
             )
 

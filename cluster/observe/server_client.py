@@ -1,4 +1,4 @@
-"""Servers that a command asks: where they are, the key, and how it is told that nobody answers."""
+"""HTTP client of the commands: server address, key, and one-line errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from contracts.errors import ConfigError
 
 
 def check_url(url: str) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError unless `url` is an HTTP URL."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {url}: begin it with http:// or https://")
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """Headers."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -45,8 +44,11 @@ def send_request(
     timeout_s: float,
     content: bytes | None = None,
 ) -> HttpAnswer:
-    """content: JSON. timeout_s: for it to go on; in all it may take twice as long. Raises
-    ConfigError where nobody answers, or without an end."""
+    """Send a request and return its answer.
+
+    content: JSON. timeout_s: until the next bytes; in all the answer may take twice as long. Raises
+    ConfigError if no complete answer arrives.
+    """
     headers = bearer(server.key) | ({} if content is None else {"content-type": "application/json"})
     end_s = time.monotonic() + 2 * timeout_s
     try:
@@ -60,8 +62,7 @@ def send_request(
 
 
 def get_monitored(server: Server, path: str, *, most_bytes: int, timeout_s: float) -> HttpAnswer:
-    """What whoever watches the server may see. Raises ConfigError, too where the key is another
-    one."""
+    """Send a GET with the monitoring key. Raises ConfigError without an answer or on status 401."""
     answer = send_request(server, "GET", path, most_bytes=most_bytes, timeout_s=timeout_s)
     if answer.status == 401:
         raise ConfigError(
@@ -71,8 +72,11 @@ def get_monitored(server: Server, path: str, *, most_bytes: int, timeout_s: floa
 
 
 def read_answer(response: httpx.Response, most_bytes: int, end_s: float) -> bytes:
-    """The body of one that is streamed. Raises httpx.ReadTimeout where it does not end by then, on
-    the monotonic clock, or is longer."""
+    """Read a streamed body.
+
+    Raises httpx.ReadTimeout if it is longer than most_bytes or has not ended at end_s, on the
+    monotonic clock.
+    """
     parts, size = list[bytes](), 0
     for part in response.iter_bytes():
         parts.append(part)
@@ -83,7 +87,7 @@ def read_answer(response: httpx.Response, most_bytes: int, end_s: float) -> byte
 
 
 def error_message(body: bytes) -> str:
-    """Of an error's answer, in one line."""
+    """Return the message of an error answer in one line."""
     try:
         decoded = msgspec.json.decode(body, type=dict[str, dict[str, str | None]])
         return str(decoded["error"]["message"])

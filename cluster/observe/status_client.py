@@ -1,4 +1,4 @@
-"""`tandem status`: what a server and its ranks are at."""
+"""Client of `tandem status`: a server's state as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DECODER: Final = msgspec.json.Decoder(Status)
 
 
 def fetch_status(server: Server) -> Status:
-    """Raises ConfigError where nobody answers, or somebody else."""
+    """Return the server's state. Raises ConfigError if Tandem does not answer there."""
     status, body = get_monitored(
         server, "/status", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S
     )
@@ -45,8 +45,10 @@ def print_status(server: Server, found: Status) -> None:
 
 
 def watch(server: Server, period_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Until it is interrupted: the state, again and again. A server that does not answer is told,
-    and asked again. Raises ConfigError if it does not answer at first."""
+    """Show the state periodically until interrupted; report failed requests and retry.
+
+    Raises ConfigError if the first request fails.
+    """
     terminal = Terminal(highlight=False)
     before, requested_s = fetch_status(server), time.monotonic()
     with Live(_render(server, before, None), console=terminal, auto_refresh=False) as live:
@@ -63,7 +65,7 @@ def watch(server: Server, period_s: float, sleep: Callable[[float], None] = time
 
 
 class _EarlierStatus(NamedTuple):
-    """An earlier answer, so many seconds ago."""
+    """An earlier answer, and the seconds since then."""
 
     status: Status
     seconds: float
@@ -79,7 +81,7 @@ def _render(server: Server, found: Status, since: _EarlierStatus | None) -> Line
     for name, load in found.pipelines.items():
         waiting = ", ".join(f"{number} {label}" for label, number in load.waiting.items())
         lines.append(
-            Text(f"{name:11}{load.requests} requests; first answers waited for: {waiting}")
+            Text(f"{name:11}{load.requests} requests; waiting for a first answer: {waiting}")
         )
     lines.append(_table(found, since))
     for rank in found.ranks:

@@ -1,4 +1,4 @@
-"""The terminal, or whatever standard output is."""
+"""Console on standard output or standard error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Terminal(Console):
-    """Leaves it to `main` to end when whoever reads us has left: rich would exit with 1."""
+    """Console that lets `main` handle a broken pipe: rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

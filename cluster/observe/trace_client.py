@@ -1,4 +1,4 @@
-"""`tandem trace`: what all processes of a running server do in the next seconds, as a file."""
+"""Client of `tandem trace`: records all processes of a running server into a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contracts.errors import ConfigError
 from contracts.traces import TraceInfo
 
 MAX_BYTES: Final = 512 << 20
-EXTRA_S: Final = 40.0  # beyond the seconds themselves
+EXTRA_S: Final = 40.0  # beyond the recorded seconds
 
 
 class _TraceMetadata(msgspec.Struct):
@@ -24,15 +24,17 @@ class _TraceMetadata(msgspec.Struct):
 
 
 class _File(msgspec.Struct, rename={"metadata": "otherData", "events": "traceEvents"}):
-    """Its events are not looked at."""
+    """The events stay undecoded."""
 
     metadata: _TraceMetadata
     events: msgspec.Raw
 
 
 def save_trace(server: Server, seconds: float, output: Path) -> TraceInfo:
-    """Writes the file, whole or not at all, and returns what it says of itself. Raises ConfigError
-    where nobody answers, or somebody else, or another trace is under way."""
+    """Write the file atomically and return its metadata.
+
+    Raises ConfigError if Tandem does not answer, or another trace is running.
+    """
     body = fetch_trace(server, seconds)
     note = parse_note(server, body)
     partial = output.with_name(f"{output.name}.{os.getpid()}.part")
@@ -46,7 +48,7 @@ def save_trace(server: Server, seconds: float, output: Path) -> TraceInfo:
 
 
 def fetch_trace(server: Server, seconds: float) -> bytes:
-    """The file as it is answered. Raises ConfigError."""
+    """Return the trace as the server sends it. Raises ConfigError."""
     path = f"/trace?{urlencode({'seconds': f'{seconds:g}'})}"
     timeout_s = seconds + EXTRA_S
     status, body = get_monitored(server, path, most_bytes=MAX_BYTES, timeout_s=timeout_s)
@@ -56,7 +58,7 @@ def fetch_trace(server: Server, seconds: float) -> bytes:
 
 
 def parse_note(server: Server, body: bytes) -> TraceInfo:
-    """What a trace says of itself. Raises ConfigError."""
+    """Return a trace's metadata. Raises ConfigError."""
     try:
         return msgspec.json.decode(body, type=_File).metadata.tandem
     except (msgspec.DecodeError, RecursionError):
@@ -67,14 +69,14 @@ def parse_note(server: Server, body: bytes) -> TraceInfo:
 
 
 def print_trace(note: TraceInfo, output: Path) -> None:
-    """missing ranks: on standard error, too, for what is piped."""
+    """Print a table of processes, and the missing ones on standard error too."""
     terminal = Terminal(highlight=False)
     terminal.print(
         f"{output}: {note.seconds:g} s; open it in https://ui.perfetto.dev", markup=False
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("process", no_wrap=True)
-    for heading in ("spans", "clock ahead by, ms", "to within, ms"):
+    for heading in ("spans", "clock offset, ms", "uncertainty, ms"):
         table.add_column(heading, justify="right")
     for name, rank in note.ranks.items():
         clock = rank.clock
@@ -86,4 +88,4 @@ def print_trace(note: TraceInfo, output: Path) -> None:
     for name, reason in note.missing.items():
         errors.print(f"{name} is missing: {reason}", markup=False, soft_wrap=True)
     if any(rank.is_cut for rank in note.ranks.values()):
-        errors.print("+: its older spans are gone: ask for fewer seconds, or raise trace.spans")
+        errors.print("+: older spans were overwritten: record fewer seconds, or raise trace.spans")

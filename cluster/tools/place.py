@@ -1,4 +1,4 @@
-"""`tandem place`: experts of every layer on ranks, from a routing profile."""
+"""`tandem place`: a placement of every layer's experts on ranks, from a routing profile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from planner.placement.slots import Line, contiguous, contiguous_line, held, lay
 from planner.placement.solve import solve_layer, split
 from planner.placement.token_ranks import token_ranks
 
-MIN_GAIN = 0.005  # fewer copies, or less load, by this part or less is nothing
+MIN_GAIN = 0.005  # relative; smaller gains count as none
 
 
 class PlaceSettings(NamedTuple):
-    """spare: slots of each rank beyond its part of the experts."""
+    """spare: slots of each rank beyond its share of the experts."""
 
     profile: Path
     model_folder: Path
@@ -33,7 +33,7 @@ class PlaceSettings(NamedTuple):
 
 
 class PlacementQuality(NamedTuple):
-    """Of a layer, on the part of the sample that its placement was not made of."""
+    """Quality of one layer's placement on the held-out part of the sample."""
 
     copies: float
     local_fraction: float
@@ -41,7 +41,7 @@ class PlacementQuality(NamedTuple):
 
 
 class LayerReport(NamedTuple):
-    """in_order: experts in order, each once. placed: where `tandem place` has them."""
+    """in_order: experts in order, each once. placed: the solver's placement."""
 
     layer: int
     in_order: PlacementQuality
@@ -54,14 +54,14 @@ class LayerReport(NamedTuple):
 
 
 class PlaceReport(NamedTuple):
-    """tokens: that each layer was judged on."""
+    """tokens: evaluated per layer."""
 
     file: PlacementFile
     rows: list[LayerReport]
     tokens: int
 
     def means(self) -> tuple[PlacementQuality, PlacementQuality]:
-        """Over layers: in order, and placed."""
+        """Return the means over layers: in order, and placed."""
         one, other = [row.in_order for row in self.rows], [row.placed for row in self.rows]
         return _mean(one), _mean(other)
 
@@ -69,7 +69,10 @@ class PlaceReport(NamedTuple):
 def place(
     settings: PlaceSettings, progress: Callable[[float], None] = lambda part: None
 ) -> PlaceReport:
-    """progress: told the part that is done. Raises CheckpointError, ConfigError."""
+    """Place the experts of all layers.
+
+    progress: called with the completed fraction. Raises CheckpointError, ConfigError.
+    """
     spec = check_checkpoint(settings.model_folder)
     slots = slots_of(spec.num_experts, settings.ranks, settings.spare)
     counts = RoutingCounts.read(settings.profile, settings.model_folder, spec)
@@ -94,7 +97,7 @@ def place(
 
 
 def slots_of(num_experts: int, ranks: int, spare: int) -> tuple[int, ...]:
-    """Slots per rank. Raises ConfigError."""
+    """Return the slots of each rank. Raises ConfigError."""
     if not 1 <= ranks <= num_experts:
         raise ConfigError(
             f"--ranks {ranks}: the model has {num_experts} experts; give 1 to {num_experts} ranks"
@@ -123,7 +126,7 @@ def _mean(rows: Sequence[PlacementQuality]) -> PlacementQuality:
 
 
 def as_json(report: PlaceReport) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     in_order, placed = report.means()
     return {
         "tokens": report.tokens,
@@ -144,7 +147,7 @@ def as_json(report: PlaceReport) -> dict[str, Any]:
 
 
 def print_report(report: PlaceReport) -> None:
-    """A row for each layer, and their mean."""
+    """Print a row for each layer, and the mean."""
     slots = report.file.placement.slots_per_rank
     table = Table(
         title=f"experts in order -> placed, on {report.tokens} tokens held out",
@@ -157,12 +160,12 @@ def print_report(report: PlaceReport) -> None:
         table.add_row(
             str(row.layer),
             *_shown(row.in_order, row.placed),
-            "" if row.is_improvement else "brings nothing",
+            "" if row.is_improvement else "no gain",
         )
     table.add_row("mean", *_shown(*report.means()), style="bold")
     Terminal().print(table)
     if not any(row.is_improvement for row in report.rows):
-        Terminal().print("placing brings nothing here: experts in order do as well")
+        Terminal().print("no gain: experts in order are as good")
 
 
 def _shown(before: PlacementQuality, after: PlacementQuality) -> list[str]:

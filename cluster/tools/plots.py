@@ -1,4 +1,4 @@
-"""matplotlib, which is in the `bench` extra only, and one-line errors of writing its pictures."""
+"""Pictures by matplotlib (extra `bench`), with one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def pyplot(option: str) -> Any:
-    """matplotlib.pyplot without a display. Raises ConfigError where it is not installed."""
+    """Return matplotlib.pyplot without a display. Raises ConfigError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -29,7 +29,7 @@ def pyplot(option: str) -> Any:
 
 @contextmanager
 def saving_figure(figure: Any, path: Path, option: str) -> Iterator[None]:
-    """Inside: draw. Then the figure is written and closed. Raises ConfigError."""
+    """Write and close the figure after the block. Raises ConfigError."""
     check_format(path, option)
     try:
         yield
@@ -40,7 +40,7 @@ def saving_figure(figure: Any, path: Path, option: str) -> Iterator[None]:
 
 
 def check_format(path: Path, option: str) -> None:
-    """Raises ConfigError for a name that does not end in a known picture format."""
+    """Raise ConfigError unless the name ends in a known picture format."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"{option} {path}: end its name in one of {', '.join(FORMATS)}")
 
@@ -48,22 +48,24 @@ def check_format(path: Path, option: str) -> None:
 _COLOURS = ("#3b75af", "#ee8636", "#519d3e", "#8d69b8")  # by micro-batch; readable on white
 _ROWS = {
     Stage.ATTENTION: 0,
-    Stage.SHARED: 0,  # the same rank's, hatched
+    Stage.SHARED: 0,  # on the same rank, hatched
     Stage.A2E: 1,
     Stage.EXPERT: 2,
     Stage.E2A: 3,
 }
 _LABELS = ("attention", "A2E", "experts", "E2A")
-_LEAST_WIDTH = 1.5e-3  # of the picture, for what would be invisible
-_LABELLED_WIDTH = 0.04  # of the picture, from which on a bar has room for its layer
-_GROUP_ROWS = 2  # token groups lie in turns, so that neighbours can be told apart
+_LEAST_WIDTH = 1.5e-3  # of the picture: minimum of a bar
+_LABELLED_WIDTH = 0.04  # of the picture: minimum of a bar with a label
+_GROUP_ROWS = 2  # token groups alternate between rows, so that neighbours differ
 
 
 def draw_gantt(
     spans: Sequence[TaskSpan], layers: range, title: str, path: Path, *, option: str = "--picture"
 ) -> None:
-    """One row per stage (two for links, token groups in turns), coloured by micro-batch; shared
-    experts are hatched. Raises ConfigError, naming `option`."""
+    """Draw one row per stage, two for links, coloured by micro-batch; shared experts are hatched.
+
+    Raises ConfigError, naming `option`.
+    """
     check_format(path, option)
     plt = pyplot(option)
     shown = [span for span in spans if span.layer in layers and span.stage in _ROWS]

@@ -43,5 +43,5 @@ def test_a_server_whose_lost_expert_rank_is_not_replaced_in_time_ends_with_statu
         errors.seek(0)
         said = [line for line in errors if line.startswith("tandem serve:")]
     assert len(said) == 1
-    assert "can serve no more" in said[0]
+    assert "the server has failed" in said[0]
     assert "expert-0" in said[0]

@@ -166,7 +166,7 @@ def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
         wait_rows(done, 1, job)
         cluster.other.kill()
         assert done.count() < ROWS_WHILE_A_NODE_DIES
-        assert "127.0.0.2" in wait_line(job, "goes on without: prefill-")
+        assert "127.0.0.2" in wait_line(job, "continues without: prefill-")
         assert httpx.get(f"{cluster.url}/health", timeout=DEADLINE_S).status_code == 503
         third = cluster.nodes.enter_context(ray_node(cluster.head, 3, resources=ROOM))
         _, errors = job.communicate(timeout=DEADLINE_S)

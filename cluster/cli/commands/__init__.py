@@ -1,4 +1,4 @@
-"""The commands of `tandem`, a file each: `add` declares its options, `run` does it.
+"""Commands of `tandem`: `add_*` declares a command's options, `run*` runs it.
 
-Ray and torch take a second to import: only `run` does so, and --help need not wait.
+Only `run*` imports Ray and torch, which take a second: `--help` stays fast.
 """

@@ -1,4 +1,4 @@
-"""`tandem status`."""
+"""Commands for running servers and configurations: status, scale, trace, doctor, config."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _STATUS_EXAMPLE = """example:
   tandem status
   tandem status --url http://HOST:8000 --watch
   tandem status --json
-exit status 2 if the server is not ready, or nobody answers
+exit status 2 if the server is not ready or does not answer
 """
 
 
 def add_status(commands: Commands) -> None:
-    help_ = "Look at a running server: its ranks, plans, loads and queues."
+    help_ = "Show a running server's ranks, plans, loads and queues."
     command = add_command(commands, "status", help_, _STATUS_EXAMPLE, run_status)
     command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
     command.add_argument(
@@ -36,7 +36,7 @@ def add_status(commands: Commands) -> None:
         nargs="?",
         const=1.0,
         metavar="SECONDS",
-        help="look again and again, every second if nothing is said",
+        help="refresh periodically (default: every second)",
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -64,9 +64,8 @@ def run_status(options: argparse.Namespace, environment: MutableMapping[str, str
 _SCALE_EXAMPLE = """example:
   tandem scale --attention-ranks 3
   tandem scale --url http://HOST:8000 --api-key KEY --prefill-workers 4 --expert-ranks 2
-requests go on meanwhile: a rank that goes ends what it has within groups.drain_timeout_s, or
-another one
-goes on with it; exit status 2 if it cannot be, or has failed: what was done until then stays
+requests continue: a rank that stops finishes its requests within groups.drain_timeout_s, or
+another one continues them; exit status 2 if the change is refused or fails: completed steps remain
 """
 
 
@@ -85,7 +84,7 @@ def add_scale(commands: Commands) -> None:
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="wait so long for its end (default %(default)g)",
+        help="time limit of the change (default %(default)g)",
     )
     command.add_argument("--json", action="store_true", help="print JSON at the end")
 
@@ -98,7 +97,7 @@ def run_scale(options: argparse.Namespace, environment: MutableMapping[str, str]
     requested = ScaleTarget(**{name: getattr(options, name) for name in FIELDS})
     if not requested.counts:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in FIELDS)
-        raise ConfigError(f"no number of ranks is given: give one of {given}")
+        raise ConfigError(f"no number of ranks: give one of {given}")
     for name, count in requested.counts.items():
         if not 1 <= count <= MAX_RANKS_PER_KIND:
             option = f"--{name.replace('_', '-')}"
@@ -123,13 +122,13 @@ def run_scale(options: argparse.Namespace, environment: MutableMapping[str, str]
 _TRACE_EXAMPLE = """example:
   tandem trace --seconds 5
   tandem trace --url http://HOST:8000 --seconds 1 --output trace.json
-open the file in https://ui.perfetto.dev; exit status 2 if nobody answers, or another trace is under
-way; a rank that does not answer is named, and the others' spans are there
+open the file in https://ui.perfetto.dev; exit status 2 if the server does not answer or another
+trace is running; ranks that do not answer are listed and their spans are missing
 """
 
 
 def add_trace(commands: Commands) -> None:
-    help_ = "Record what every process of a running server does, for Perfetto."
+    help_ = "Record the tasks of all processes of a running server for Perfetto."
     command = add_command(commands, "trace", help_, _TRACE_EXAMPLE, run_trace)
     command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
     command.add_argument(
@@ -150,7 +149,9 @@ def run_trace(options: argparse.Namespace, environment: MutableMapping[str, str]
     if not 0 < options.seconds <= MAX_TRACE_S:
         raise ConfigError(f"--seconds {options.seconds}: give more than 0, {MAX_TRACE_S:g} at most")
     if not options.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {options.output}: there is no folder {options.output.parent}")
+        raise ConfigError(
+            f"--output {options.output}: folder {options.output.parent} does not exist"
+        )
     server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
     note = save_trace(server, options.seconds, options.output)
     if options.json:
@@ -164,18 +165,18 @@ _DOCTOR_EXAMPLE = """example:
   tandem doctor
   tandem doctor --config tandem.yaml --json
   tandem doctor --url http://127.0.0.1:8000
-exit status 2 if there is an error among the findings; warnings are none
+exit status 2 if a finding is an error; warnings are not
 """
 
 
 def add_doctor(commands: Commands) -> None:
-    help_ = "Check this machine and a configuration, or a server that runs."
+    help_ = "Check this machine and a configuration, or a running server."
     doctor = add_command(commands, "doctor", help_, _DOCTOR_EXAMPLE, run_doctor)
     add_config_options(doctor)
     doctor.add_argument(
         "--url",
-        help="of a server that runs: it is checked, and of the configuration its keys file and "
-        "its exporters (serve.name, metrics.targets)",
+        help="check this running server, and of the configuration only its keys file and "
+        "exporters (serve.name, metrics.targets)",
     )
     doctor.add_argument(
         "--api-key", metavar="KEY", help=f"of its http.metrics_key (default: ${KEY_VARIABLE})"
@@ -184,14 +185,13 @@ def add_doctor(commands: Commands) -> None:
 
 
 def run_doctor(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    """2 if there is an error among the findings; warnings are none."""
     from cluster.fleet.targets_file import targets_path
     from cluster.observe.server_client import Server
     from cluster.tools.doctor.config_checks import check_config
     from cluster.tools.doctor.findings import check_keys
     from cluster.tools.doctor.server_checks import check_server
 
-    key, options.api_key = options.api_key, None  # the client's, none of a configuration
+    key, options.api_key = options.api_key, None  # the client's key, not the configuration's
     config = config_from_options(options)
     if options.url is None:
         findings = check_config(config, environment)
@@ -215,7 +215,7 @@ _CONFIG_EXAMPLE = """example:
 
 
 def add_config(commands: Commands) -> None:
-    help_ = "Print every key of the configuration: value, default, what it takes, what it means."
+    help_ = "Print every configuration key: value, default, accepted values, meaning."
     config = add_command(commands, "config", help_, _CONFIG_EXAMPLE, run_config)
     add_config_options(config)
     config.add_argument("--json", action="store_true", help="print JSON instead of a table")

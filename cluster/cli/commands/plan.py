@@ -1,4 +1,4 @@
-"""`tandem plan`."""
+"""`tandem plan` and `tandem place`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ spec.json, a model on a machine (a Hugging Face folder, or the fields of its con
   {{"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048,
    "attention_ranks": 3, "expert_ranks": 5}}
   and, with "routing": "routing.safetensors" (of `tandem profile --routing`) and "spare_slots": 2,
-  what placing its experts brings
+  the gain of placing its experts
 or stage models, in ms per sample (attention, shared) and per token of an expert (expert, link):
   {{"stages": {{"attention": {{"alpha_ms": 0.2, "beta_ms": 1.5}},
               "shared": {{"alpha_ms": 0.1, "beta_ms": 0.4}},
@@ -38,9 +38,7 @@ def add_plan(commands: Commands) -> None:
     plan.add_argument(
         "--devices", type=int, metavar="N", help="search over the splits of N devices"
     )
-    plan.add_argument(
-        "--beyond", action="store_true", help="also schedules that are not in the paper"
-    )
+    plan.add_argument("--beyond", action="store_true", help="include schedules beyond the paper")
     plan.add_argument("--picture", type=Path, metavar="F", help="draw the plan (.png, .svg, .pdf)")
     plan.add_argument("--trace", type=Path, metavar="F", help="write a Perfetto trace of the plan")
     plan.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -65,9 +63,8 @@ def run_plan(options: argparse.Namespace, environment: MutableMapping[str, str])
 _PLACE_EXAMPLE = """example:
   tandem profile --routing --model DIR --input texts.jsonl --output routing.safetensors
   tandem place routing.safetensors --model DIR --ranks 4 --spare 2 --output placement.json
-Experts that tokens go to together stand on one rank, so that a token is sent to fewer ranks, and no
-rank has more to do than it must; spare slots hold replicas. Bytes count where the link limits,
-balance everywhere: where neither gets better, the table says so.
+Experts that process the same tokens share a rank, so that a token is sent to fewer ranks, and load
+is balanced over ranks; spare slots hold replicas. The table marks layers without a gain.
 """
 
 
@@ -76,7 +73,7 @@ def add_place(commands: Commands) -> None:
     place = add_command(commands, "place", help_, _PLACE_EXAMPLE, run_place)
     place.add_argument("profile", type=Path, metavar="routing.safetensors")
     place.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
-    place.add_argument("--ranks", type=int, required=True, metavar="N", help="that hold experts")
+    place.add_argument("--ranks", type=int, required=True, metavar="N", help="expert ranks")
     place.add_argument(
         "--spare",
         type=int,

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 _EXAMPLE = """example:
   tandem profile --output here.json --plot here.png
   tandem profile --model DIR --seconds 90
-then name the file as "hardware" in a SPEC of `tandem plan`
+use the file as "hardware" in a SPEC of `tandem plan`
   tandem profile --routing --model DIR --input texts.jsonl --output DIR/routing.safetensors
-counts which experts tokens go to, for `tandem place`, and foretells which the next layer wants, for
-prefill.experts=cached: a server finds it there, or where experts.profile says
+counts the experts of tokens for `tandem place`, and fits predictors of the next layer's experts for
+prefill.experts=cached; a server reads the file there, or from experts.profile
   tandem profile --routing --model DIR --add monday.safetensors --add tuesday.safetensors
-adds up what was counted
+adds the counts of files
 """
 
 
 def add_profile(commands: Commands) -> None:
-    help_ = "Measure this machine's stages and links with a model, and fit a hardware file to them."
+    help_ = "Measure this machine's stages and links with a model, and fit a hardware file."
     profile = add_command(commands, "profile", help_, _EXAMPLE, run)
     profile.add_argument("--model", default=BUNDLED, help='Hugging Face folder, or "bundled"')
     profile.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto")
@@ -43,13 +43,13 @@ def add_profile(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="FILES",
-        help="--routing: texts, as `python -m cluster.bulk` reads them; may be given several times",
+        help="--routing: texts, in the formats of `tandem bulk`; repeatable",
     )
     profile.add_argument(
         "--text-field", default="text", metavar="NAME", help="--routing: of a row (default text)"
     )
     profile.add_argument(
-        "--tokens", type=int, default=60_000, help="--routing: to look at (default 60000)"
+        "--tokens", type=int, default=60_000, help="--routing: limit of all texts (default 60000)"
     )
     profile.add_argument(
         "--add",
@@ -57,13 +57,16 @@ def add_profile(commands: Commands) -> None:
         default=[],
         type=Path,
         metavar="F",
-        help="--routing: and what was counted in this file; may be given several times",
+        help="--routing: add the counts of this file; repeatable",
     )
     profile.add_argument(
-        "--paths", type=int, metavar="N", help="--routing: tokens to sample for the file, at most"
+        "--paths", type=int, metavar="N", help="--routing: limit of sampled tokens in the file"
     )
     profile.add_argument(
-        "--pairs", type=int, metavar="N", help="--routing: pairs of token id and expert, of a layer"
+        "--pairs",
+        type=int,
+        metavar="N",
+        help="--routing: limit of pairs (token id, expert) of a layer",
     )
 
 
@@ -76,7 +79,7 @@ def run(options: argparse.Namespace, environment: MutableMapping[str, str]) -> i
 
     if options.routing:
         return _routing(options)
-    if options.plot is not None:  # before a minute of measuring
+    if options.plot is not None:  # before a minute of measurement
         check_format(options.plot, "--plot")
         pyplot("--plot")
     folder = resolve_model_folder(options.model)
@@ -113,7 +116,7 @@ def _routing(options: argparse.Namespace) -> int:
     elif options.add:
         merge_counts(None, options.add, folder).truncate(limits).write(path)
     else:
-        raise ConfigError("--routing: say of which texts: --input FILES")
+        raise ConfigError("--routing: texts are missing: give --input FILES")
     print(f"written: {path}")
     return 0
 

@@ -1,4 +1,4 @@
-"""`tandem serve`."""
+"""`tandem serve` and `tandem stop`."""
 
 from __future__ import annotations
 
@@ -37,14 +37,12 @@ def add_serve(commands: Commands) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="a key that opens the server; repeatable. Everybody on this machine can read command "
-        f"lines: better in {KEY_VARIABLE}, or as http.api_keys in a file of --config",
+        help="a key that clients must send; repeatable. Other users can read command lines: prefer "
+        f"{KEY_VARIABLE}, or http.api_keys in a file of --config",
     )
     serve.add_argument("--ssl-certfile", metavar="F", help="PEM file: serve HTTPS")
     serve.add_argument("--ssl-keyfile", metavar="F", help="PEM file of its private key")
-    serve.add_argument(
-        "--root-path", metavar="/PATH", help="prefix that a proxy in front takes off"
-    )
+    serve.add_argument("--root-path", metavar="/PATH", help="prefix that a proxy in front strips")
 
 
 def _print_line(line: str) -> None:
@@ -65,7 +63,10 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
         (skip_drain if stop.is_set() else stop).set()
 
     with serving(config, show_rank_logs=True, report=_print_line) as served:
-        for number in (signal.SIGINT, signal.SIGTERM):  # not earlier: ray.init sets its own
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # after ray.init, which sets its own handlers
             signal.signal(number, end)
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
@@ -73,7 +74,7 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
         launcher_timeout_s = config.groups.launcher_timeout_s
         reason = wait_for_shutdown(served.groups, served.directory.token, stop, launcher_timeout_s)
         if reason:
-            print(f"tandem serve: can serve no more: {reason}", file=sys.stderr, flush=True)
+            print(f"tandem serve: the server has failed: {reason}", file=sys.stderr, flush=True)
         elif config.http.drain_timeout_s > 0:
             ingress, replicas = ingress_handle(config.serve.name), config.groups.ingress_replicas
             drain(ingress, config.http.drain_timeout_s, skip_drain, replicas)
@@ -83,12 +84,12 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
 
 _STOP_EXAMPLE = """example:
   tandem stop --address 10.0.0.1:6379 --name other
-Ctrl-C in `tandem serve` does the same. This is for an application whose launcher is gone.
+For an application whose launcher is gone; otherwise use Ctrl-C in `tandem serve`.
 """
 
 
 def add_stop(commands: Commands) -> None:
-    help_ = "End an application that is left on a Ray cluster."
+    help_ = "Stop an application that remains on a Ray cluster."
     stop = add_command(commands, "stop", help_, _STOP_EXAMPLE, run_stop)
     stop.add_argument("--name", default=ServeConfig().name, help='default "tandem"')
     stop.add_argument("--address", help="of the Ray cluster (default RAY_ADDRESS; auto: this one)")
@@ -101,7 +102,7 @@ def run_stop(options: argparse.Namespace, environment: MutableMapping[str, str])
 
     config = TandemConfig(groups=GroupsConfig(address=options.address))
     if cluster_address(config, environment) is None:
-        raise ConfigError("give --address, or set RAY_ADDRESS: a local cluster ends by itself")
+        raise ConfigError("give --address, or set RAY_ADDRESS: a local cluster stops by itself")
     with ray_session(config, environment, show_rank_logs=False):
         application.check_present(options.name)
         application.end(options.name, is_clusters_end=False)

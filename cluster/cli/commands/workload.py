@@ -1,4 +1,4 @@
-"""`tandem bulk`."""
+"""Commands that send work: bulk, bench, demo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from contracts.logs import set_up_logging
 
 
 def add_bulk(commands: Commands) -> None:
-    help_ = "Classify the rows of files, each exactly once, whatever dies in between."
+    help_ = "Classify the rows of files, each exactly once even if processes fail."
     bulk = add_command(commands, "bulk", help_, EXAMPLE, run_bulk_command)
     add_options(bulk)
     add_config_options(bulk)
@@ -70,23 +70,23 @@ _BENCH_EXAMPLE = """example:
   tandem bench --url http://HOST:8000 --chat --rate 8 --prompt-tokens 512 --output-tokens 64
   tandem bench --trace AzureLLMInferenceTrace_conv_2023.csv --rate 2 --divide-lengths 10 --ls 0.2 \\
     --picture bench.svg --output bench.json
-Requests come when they are due, whether or not earlier ones are answered: times count from then.
-Any server with OpenAI's API is measured alike; --ls and --set name fields that only some take.
+Requests are sent at their arrival times, whether or not earlier ones are answered; latencies count
+from the arrival. Any server with OpenAI's API can be measured; --ls and --set need server support.
 """
 
 
 def add_bench(commands: Commands) -> None:
-    help_ = "Load a server that speaks OpenAI's API, open loop, and tell what its clients saw."
+    help_ = "Measure a server with OpenAI's API under open-loop load."
     command = add_command(commands, "bench", help_, _BENCH_EXAMPLE, run_bench)
     command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    command.add_argument("--model", metavar="M", help="default: the first that the server names")
+    command.add_argument("--model", metavar="M", help="default: the first that the server lists")
     command.add_argument("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
     command.add_argument("--chat", action="store_true", help="chats instead of completions")
     command.add_argument("--rate", type=float, help="requests per second (default 1, or a trace's)")
     command.add_argument("--seconds", type=float, default=30.0, help="of arrivals (default 30)")
     command.add_argument("--prompt-tokens", type=int, metavar="N", help="of each, about")
     command.add_argument(
-        "--output-tokens", type=int, metavar="N", help="of each (default: as chats have them)"
+        "--output-tokens", type=int, metavar="N", help="of each (default: as in chats)"
     )
     command.add_argument(
         "--trace", type=Path, metavar="F", help="arrivals and lengths (.csv, .jsonl)"
@@ -101,7 +101,7 @@ def add_bench(commands: Commands) -> None:
         "--timeout-s", type=float, default=600.0, help="of a request (default 600)"
     )
     command.add_argument(
-        "--come-back", action="store_true", help="who is refused waits as told, and comes once more"
+        "--come-back", action="store_true", help="refused clients retry once, after Retry-After"
     )
     command.add_argument(
         "--set",
@@ -119,7 +119,7 @@ def add_bench(commands: Commands) -> None:
 
 
 def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    """2 if no request was answered."""
+    """Run the load; return 2 if no request was answered."""
     from rich.progress import Progress
 
     from cluster.observe.terminal import Terminal
@@ -128,7 +128,7 @@ def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]
     from cluster.tools.plots import check_format, pyplot
 
     _check(options)
-    if options.picture is not None:  # before all the load
+    if options.picture is not None:  # before the load
         check_format(options.picture, "--picture")
         pyplot("--picture")
     settings = BenchSettings(
@@ -180,7 +180,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _fields(given: list[str]) -> dict[str, Any]:
-    """Values are JSON, or else strings."""
+    """Decode each value as JSON, or else take it as a string."""
     fields: dict[str, Any] = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -200,7 +200,7 @@ _DEMO_EXAMPLE = """example:
 
 
 def add_demo(commands: Commands) -> None:
-    help_ = "Start a local cluster, serve the bundled model, send real requests, show the answers."
+    help_ = "Serve the bundled model on a local cluster, send requests, show the answers."
     demo = add_command(commands, "demo", help_, _DEMO_EXAMPLE, run_demo_command)
     demo.add_argument("--trace", type=Path, help="also write a Perfetto trace to this file")
 

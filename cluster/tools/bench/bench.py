@@ -1,4 +1,4 @@
-"""`tandem bench`: load for a server, and what its clients saw."""
+"""`tandem bench`: open-loop load for a server, and what its clients measure."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ from contracts.errors import ConfigError
 from contracts.requests import Priority
 
 MAX_REQUESTS: Final = 1_000_000
-_REQUEST_TIMEOUT_S: Final = 10.0  # until a server must say what it serves
+_REQUEST_TIMEOUT_S: Final = 10.0  # for the list of models
 _OTHER_DESCRIPTORS: Final = 64
 
 
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """rate: requests per second; None: a trace's own. ls: the part of them that is
-    latency-sensitive; None: requests tell no class. prompt_tokens, output_tokens: of each; None:
-    as chats have them, or the trace. divisor: of a trace's lengths."""
+    """Settings of a run.
+
+    rate: requests per second; None: the trace's. ls: fraction of latency-sensitive requests; None:
+    requests name no class. prompt_tokens, output_tokens: of each request; None: from the trace or
+    as in chats. divisor: of a trace's lengths.
+    """
 
     url: str
     model: str | None = None
@@ -55,8 +58,7 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """again: of clients that were refused and came back as they were told. by_class: where requests
-    tell theirs."""
+    """again: retries of refused clients. by_class: empty if requests name no class."""
 
     url: str
     model: str
@@ -68,8 +70,11 @@ class Bench(msgspec.Struct, frozen=True):
 
 
 def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Bench:
-    """progress: told how many of how many requests have ended. Raises ConfigError before anything
-    is sent."""
+    """Send the load.
+
+    progress: called with the numbers of ended and of all requests. Raises ConfigError before the
+    first request.
+    """
     arrivals = _arrivals(settings)
     model = asyncio.run(_model(settings))
     target = LoadTarget(
@@ -101,7 +106,6 @@ def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Benc
 
 
 def _arrivals(settings: BenchSettings) -> list[RequestArrival]:
-    """Raises ConfigError."""
     rng, ls = random.Random(settings.seed), 1.0 if settings.ls is None else settings.ls
     if settings.trace is not None:
         rows = read_trace(settings.trace)
@@ -133,8 +137,10 @@ def _check_number(requests: float) -> None:
 
 
 async def _model(settings: BenchSettings) -> str:
-    """What requests call the model: the first that the server names. Raises ConfigError where
-    nobody answers there."""
+    """Return the given model, or the first that the server lists.
+
+    Raises ConfigError if the server does not answer.
+    """
     headers = bearer(settings.key)
     try:
         async with httpx.AsyncClient(
@@ -162,7 +168,7 @@ async def _model(settings: BenchSettings) -> str:
 
 
 def _max_open() -> int:
-    """Connections that this process may have."""
+    """Return the number of connections that this process may open."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS)
 
 

@@ -1,4 +1,4 @@
-"""Load over streaming HTTP: what a client of any server with OpenAI's API sees."""
+"""Load over streaming HTTP for any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ _MAX_ERROR_CHARS: Final = 120
 
 
 class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A server. path: "/v1/completions", or "/v1/chat/completions". classes: whether requests tell
-    theirs, which only some servers take. fields: of every request's body, besides."""
+    """A server. path: "/v1/completions" or "/v1/chat/completions".
+
+    classes: whether requests name their class, which not every server accepts. fields: added to
+    each body.
+    """
 
     url: str
     model: str
@@ -37,7 +40,7 @@ class _Piece(msgspec.Struct):
 
     @property
     def is_content(self) -> bool:
-        """A chat opens with a piece that names the role and says nothing."""
+        """Return false for the first piece of a chat, which names the role only."""
         if self.delta is None:
             return self.text is not None
         return bool(self.delta.get("content") or self.delta.get("reasoning_content"))
@@ -57,9 +60,12 @@ _DECODER: Final = msgspec.json.Decoder(_Chunk)
 
 
 class HttpLoadGenerator:
-    """Sends requests as they are due. comes_back: a client that is refused waits as it is told,
-    once. most_open: requests at a time; one that is due beyond is not sent, which its error says:
-    to wait would close the loop."""
+    """Sender of requests at their arrival times.
+
+    retries_refused: a refused client waits as advised and retries once. max_open: limit of open
+    requests; a request beyond it is not sent but counted as an error, since waiting would close the
+    loop.
+    """
 
     def __init__(
         self,
@@ -70,17 +76,17 @@ class HttpLoadGenerator:
         max_open: int = 8192,
         progress: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        """progress: told how many requests have ended."""
+        """progress: called with the number of ended requests."""
         self._target = target
         self._rng = random.Random(seed)
         self._comes_back = retries_refused
         self._max_open = max_open
         self._progress = progress
         self._open = self._ended = 0
-        self.again: list[RequestResult] = []  # what became of those who came back
+        self.again: list[RequestResult] = []  # results of retries
 
     async def run(self, outcomes: Sequence[RequestResult], timeout_s: float) -> None:
-        """Fills them in. timeout_s: for each request, from sent to its end."""
+        """Send the requests and fill in their results. timeout_s: per request, from sent to end."""
         target = self._target
         headers = bearer(target.key)
         limits = httpx.Limits(max_connections=None)
@@ -114,7 +120,7 @@ class HttpLoadGenerator:
         self._progress(self._ended)
 
     def _body(self, outcome: RequestResult) -> dict[str, Any]:
-        """A word is about a token."""
+        """Build a body; one word is about one token."""
         target, arrival = self._target, outcome.arrival
         text = " ".join(self._rng.choices(WORDS, k=arrival.lengths.prompt))
         is_chat = target.path.endswith("chat/completions")
@@ -164,7 +170,7 @@ def _refused(outcome: RequestResult, response: httpx.Response) -> None:
     try:
         outcome.retry_s = float(response.headers["retry-after"])
     except (KeyError, ValueError):
-        outcome.retry_s = None  # it says nothing, or gives a date
+        outcome.retry_s = None  # absent, or a date
 
 
 async def _read_stream(response: httpx.Response, outcome: RequestResult, start_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What became of each request, and figures of many."""
+"""Results of requests, and their statistics."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from cluster.tools.bench.workload import RequestArrival
 
 
 class RequestResult(msgspec.Struct):
-    """Times are seconds after the start; they count from when the request was to come, not from
-    when it was sent. tokens_s: when each piece of the answer came. usage_tokens: generated, as the
-    server says (0: it does not). said: with an error, by the server. retry_s: a refusal's
-    Retry-After."""
+    """Result of one request.
+
+    Times are seconds after the start; latencies count from the arrival, not from sending. tokens_s:
+    arrival of each piece of the answer. usage_tokens: generated tokens as reported by the server,
+    or 0. detail: the server's error message. retry_s: Retry-After of a refusal.
+    """
 
     arrival: RequestArrival
     sent_s: float = math.nan
@@ -36,12 +38,12 @@ class RequestResult(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Generated: by the server's count, else a token for each piece."""
+        """Return the server's count of tokens, or else the number of pieces."""
         return self.usage_tokens or len(self.tokens_s)
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; NaN of one token."""
+        """Return the mean time per token after the first; NaN of one token."""
         if self.tokens < 2:
             return math.nan
         return (self.tokens_s[-1] - self.tokens_s[0]) / (self.tokens - 1)
@@ -52,7 +54,7 @@ class RequestResult(msgspec.Struct):
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The nearest rank: a value that occurred. NaN of none."""
+    """Return the nearest-rank percentile; NaN of no values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)]
@@ -63,7 +65,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 class LatencyStats(msgspec.Struct, frozen=True):
-    """Of times, in milliseconds; None where there were none."""
+    """Statistics in milliseconds; None without values."""
 
     mean: float | None
     p50: float | None
@@ -79,9 +81,11 @@ class LatencyStats(msgspec.Struct, frozen=True):
 
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Of some requests. errors: how many ended with each (a status, or what went wrong). said: by
-    the server with one of each. seconds: from the first arrival to the last end. late_ms: how much
-    later than drawn one was sent."""
+    """Statistics of some requests.
+
+    errors: count by status or reason. detail: one message of each. seconds: from the first arrival
+    to the last end. late_ms: largest delay between arrival and sending.
+    """
 
     requests: int
     answered: int

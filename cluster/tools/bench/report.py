@@ -1,4 +1,4 @@
-"""What `tandem bench` prints, writes and draws."""
+"""Output of `tandem bench`: tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROWS = (
 
 
 def as_json(found: Bench) -> dict[str, Any]:
-    """For machines: without the single requests."""
+    """Return the result without the single requests."""
     tree: dict[str, Any] = msgspec.to_builtins(found)
     del tree["outcomes"]
     return tree
@@ -71,7 +71,7 @@ def _number(value: float | None) -> str:
 
 
 def write_outcomes(found: Bench, path: Path) -> None:
-    """Every request, and the figures. Raises ConfigError."""
+    """Write the result with every request. Raises ConfigError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
     except OSError as error:
@@ -79,7 +79,7 @@ def write_outcomes(found: Bench, path: Path) -> None:
 
 
 def draw_bench(found: Bench, path: Path) -> None:
-    """How many requests waited how long, and when. Raises ConfigError."""
+    """Draw the distribution of latencies and their course. Raises ConfigError."""
     plt = pyplot("--picture")
     figure, (shares, course) = plt.subplots(1, 2, figsize=(11, 3.6))
     good = [each for each in found.outcomes if not each.error]

@@ -1,4 +1,4 @@
-"""When requests come, and how long they are: drawn, or as a trace has them."""
+"""Arrivals and lengths of requests: drawn, or read from a trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contracts.requests import Priority
 
 
 class Lengths(NamedTuple):
-    """prompt: of it in tokens; output: how many are generated, 1 or more."""
+    """Tokens of the prompt and of the output, 1 or more."""
 
     prompt: int
     output: int
@@ -39,7 +39,7 @@ def always(prompt: int, output: int) -> Draw:
 
 
 def chat_lengths(most: Lengths = Lengths(512, 256)) -> Draw:  # noqa: B008
-    """About as long as ShareGPT's first turns: lognormal, medians 75 and 100."""
+    """Return a sampler similar to ShareGPT's first turns: lognormal, medians 75 and 100."""
 
     def draw(rng: random.Random) -> Lengths:
         prompt, output = rng.lognormvariate(4.3, 0.8), rng.lognormvariate(4.6, 0.6)
@@ -53,7 +53,7 @@ def chat_lengths(most: Lengths = Lengths(512, 256)) -> Draw:  # noqa: B008
 def poisson(
     rate: float, seconds: float, draw: Draw, ls: float, rng: random.Random
 ) -> list[RequestArrival]:
-    """rate: per second. ls: the part of them that is latency-sensitive."""
+    """Draw Poisson arrivals. rate: per second. ls: fraction of latency-sensitive requests."""
     arrivals, at_s = [], 0.0
     while rate > 0 and (at_s := at_s + rng.expovariate(rate)) < seconds:
         priority = Priority.LS if rng.random() < ls else Priority.BE
@@ -62,7 +62,7 @@ def poisson(
 
 
 def from_trace(rows: Iterable[tuple[float, Lengths]], ls: float, seed: int) -> list[RequestArrival]:
-    """As they came. ls: the part that is drawn to be latency-sensitive."""
+    """Take arrivals from a trace. ls: fraction that is drawn to be latency-sensitive."""
     rng = random.Random(seed)
     return [
         RequestArrival(at_s, Priority.LS if rng.random() < ls else Priority.BE, lengths)
@@ -73,8 +73,11 @@ def from_trace(rows: Iterable[tuple[float, Lengths]], ls: float, seed: int) -> l
 def fit_trace(
     rows: Sequence[tuple[float, Lengths]], seconds: float, rate: float, divisor: int
 ) -> list[tuple[float, Lengths]]:
-    """A stretch of a trace for a small machine: its arrivals keep their pattern, `rate` of them a
-    second on average over `seconds`; its lengths are divided."""
+    """Scale a trace to a small machine.
+
+    Arrivals keep their pattern, with `rate` per second on average over `seconds`; lengths are
+    divided.
+    """
     kept = rows[: round(rate * seconds)]
     stretch = seconds / kept[-1][0]
     return [
@@ -93,7 +96,10 @@ _MAX_LINE_CHARS: Final = 1 << 20
 
 
 def read_trace(path: Path) -> list[Row]:
-    """By its ending, in order of time; what comes after MOST_ROWS is left. Raises ConfigError."""
+    """Read at most MAX_ROWS rows in order of time.
+
+    The format follows the ending. Raises ConfigError.
+    """
     readers = {".csv": _azure_rows, ".jsonl": _mooncake_rows}
     reader = readers.get(path.suffix)
     if reader is None:
@@ -140,7 +146,7 @@ def _azure_rows(lines: Iterator[str]) -> Iterator[tuple[object, object, object]]
         except KeyError as error:
             raise ConfigError(f"--trace: no column {error}: it is no Azure trace") from None
         except (TypeError, ValueError):
-            yield row.get("TIMESTAMP"), 0, 0  # told with its number
+            yield row.get("TIMESTAMP"), 0, 0  # the row's number is reported
 
 
 def _mooncake_rows(lines: Iterator[str]) -> Iterator[tuple[object, object, object]]:
@@ -149,4 +155,4 @@ def _mooncake_rows(lines: Iterator[str]) -> Iterator[tuple[object, object, objec
             row: Any = msgspec.json.decode(line)
             yield row["timestamp"] / 1e3, row["input_length"], row["output_length"]
         except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
-            yield line[:80].strip(), 0, 0  # told with its number
+            yield line[:80].strip(), 0, 0  # the row's number is reported

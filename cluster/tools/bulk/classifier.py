@@ -1,4 +1,4 @@
-"""A chunk of rows, answered: tokenised together, then each through the scorer."""
+"""Classification of chunks of rows: one tokenizer call, then one scorer call per row."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ from models.text.tokenizer import Tokenizer
 
 MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
-MAX_FAILURES = 3  # of a row: workers lost with it, errors of their own
+MAX_FAILURES = 3  # of a row: lost workers and errors of its own
 _LOST = frozenset({PeerDeadError.code, PeerHungError.code})
 
 
 class _RowError(TandemError):
-    """No worker can answer this row."""
+    """A row that no worker can answer."""
 
 
 class RowRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What of a row goes to the router."""
+    """The fields of a row that the router needs."""
 
     prefix: str
     text: str
 
 
 class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
-    """task: without a prefix, each row has its own. unavailable_s: how long no row may get an
-    answer before the job gives up."""
+    """task: has no prefix, since each row has its own. unavailable_s: limit without any answer."""
 
     task: ClassifyTask
     multi_label: bool = False
@@ -51,7 +50,7 @@ class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowClassifier:
-    """Answers chunks; several at once. Belongs to one event loop."""
+    """Classifier of chunks, several at once. Belongs to one event loop."""
 
     def __init__(
         self, scorer: Scorer, tokenizer: Tokenizer, bulk: BulkTask, clock: Clock = monotonic_s
@@ -61,7 +60,10 @@ class RowClassifier:
         self._last_answer_s = clock()
 
     async def answer(self, rows: Sequence[RowRequest]) -> list[RowOutcome]:
-        """Raises the last TandemError once nothing has been answered for `unavailable_s`."""
+        """Classify the rows.
+
+        Raises the last TandemError after `unavailable_s` without any answer.
+        """
         passes = [pair for row in rows for pair in self._questions(row)]
         tokenized = await asyncio.to_thread(tokenize_rows, self._tokenizer, passes)
         per_row = len(passes) // len(rows)
@@ -96,8 +98,11 @@ class RowClassifier:
         return RowAnswer(probs, usage.prompt_tokens, usage.cached_tokens)
 
     async def _classify_with_retry(self, task: ClassifyTask, row: TokenizedRow) -> Classified:
-        """Asks again where that may help: a worker was lost, queues are full. Raises _RowError for
-        what is the row's fault, and the last error after `unavailable_s` without any answer."""
+        """Classify a row; retry after lost workers and full queues.
+
+        Raises _RowError for errors of the row, and the last error after `unavailable_s` without any
+        answer.
+        """
         pause_s = MIN_PAUSE_S
         failures = 0
         while True:

@@ -1,10 +1,10 @@
-"""Windows in, committed windows out: what is read, sent, kept and written when.
+"""Driver of a bulk job: reads windows, sends rows, commits windows.
 
     read      | window 2 |          | window 3 |
     send      | window 1 .......... | window 2 ...........
     commit            | window 0 |          | window 1 |
 
-Two windows are open at a time, so that the last rows of one do not keep the workers waiting.
+Two windows are open at a time, so that the last rows of one do not leave workers idle.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ IN_FLIGHT_ROWS = 512
 CHUNK_ROWS = 64
 CHUNK_CHARACTERS = 1 << 20
 SYNC_EVERY_S = 1.0
-PROB_DIGITS = 7  # logits are equal between runs up to 1e-5; more digits would say nothing
+PROB_DIGITS = 7  # logits of two runs differ by up to 1e-5
 
 
 class RouterLostError(JobError):
-    """The router went while it had these rows; another one can be asked."""
+    """The router was lost with these rows; another one can answer them."""
 
 
 class RowRouter(Protocol):
     async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
-        """Raises RouterLostError, or JobError where asking again is of no use."""
+        """Return an outcome per row. Raises RouterLostError, or JobError if a retry cannot help."""
 
 
 class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Driver:
-    """Runs once. Belongs to one event loop."""
+    """Driver of one run. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Driver:
         self._synced_s = clock()
 
     async def run(self, windows: Iterator[Window]) -> None:
-        """Returns when all are committed. Raises TandemError; what is done stays done."""
+        """Commit all windows. Raises TandemError; committed windows remain."""
         for line in self._output.committed:
             rows = line.rows_ok + line.rows_rejected
             self._tally.found(rows, line.prompt_tokens, line.cached_tokens)
@@ -88,7 +88,7 @@ class Driver:
     async def _start(
         self, group: asyncio.TaskGroup, window: Window, before: list[asyncio.Task[None]]
     ) -> asyncio.Task[None]:
-        """Sends all of the window's rows; returns the task that commits it."""
+        """Send all rows of the window; return the task that commits it."""
         journal = await asyncio.to_thread(self._output.journal, window)
         self._tally.rejected(len(window.rejects))
         self._tally.found(len(journal.answers), *_tokens(list(journal.answers.values())))
@@ -149,7 +149,7 @@ class Driver:
         await asyncio.to_thread(self._output.commit, done, lines, rejects)
 
     def _lines(self, window: Window, answers: list[RowOutcome]) -> Iterator[bytes]:
-        """The part file's lines."""
+        """Yield the lines of the part file."""
         labels, multi_label = self._settings.task.labels, self._settings.multi_label
         encode = msgspec.json.Encoder().encode
         for row, answer in zip(window.rows, answers, strict=True):
@@ -168,7 +168,7 @@ class Driver:
 
 
 async def _read_ahead(windows: Iterator[Window]) -> AsyncIterator[Window]:
-    """The windows, the next one read by a thread while this one is worked on."""
+    """Yield the windows; a thread reads the next one meanwhile."""
 
     def read() -> Window | None:
         return next(windows, None)
@@ -183,7 +183,7 @@ async def _read_ahead(windows: Iterator[Window]) -> AsyncIterator[Window]:
 
 
 def _tokens(answers: list[RowOutcome]) -> tuple[int, int]:
-    """Prompt tokens, and how many of them came from a cache."""
+    """Return the numbers of prompt tokens and of cached ones."""
     counted = [answer for answer in answers if isinstance(answer, RowAnswer)]
     return sum(a.prompt_tokens for a in counted), sum(a.cached_tokens for a in counted)
 
@@ -192,7 +192,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if isinstance(error, OSError):  # readers of input tell of theirs themselves
+    if isinstance(error, OSError):  # readers handle errors of the input
         where = error.filename or "the output folder"
         return JobError(f"{where}: cannot be written: {error.strerror}; then run with --resume")
     return error

@@ -1,4 +1,4 @@
-"""What a bulk job is asked to do, and what of it decides the answers."""
+"""Options of a bulk job, and the fingerprint of those that determine its answers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its workin
 
 
 class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """in_flight_rows: sent to the router and not yet answered, so the most that its death or the
-    driver's can cost; None: `IN_FLIGHT_ROWS`, or more with many workers."""
+    """in_flight_rows: limit of unanswered rows, which the loss of a process repeats.
+
+    None: `IN_FLIGHT_ROWS`, or more with many workers.
+    """
 
     inputs: tuple[str, ...]
     output: Path
@@ -43,7 +45,7 @@ class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool = False
 
     def task(self, max_context_tokens: int = 1 << 30) -> ClassifyTask:
-        """What all rows share; each has its own prefix."""
+        """Return the task that all rows share; each row has its own prefix."""
         return ClassifyTask(
             labels=self.labels,
             template=self.template,
@@ -53,8 +55,10 @@ class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_job(job: BulkJob, here: Path) -> None:
-    """Raises RequestError or ConfigError for what no input can make right. here: the folder that
-    relative paths start from."""
+    """Check what no input can correct.
+
+    here: the folder of relative paths. Raises RequestError or ConfigError.
+    """
     for text in (*job.labels, job.template):
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError("--labels and --template must be valid Unicode")
@@ -69,7 +73,7 @@ def check_job(job: BulkJob, here: Path) -> None:
 
 
 def fingerprint(job: BulkJob, sources: list[Source], model_folder: Path) -> dict[str, Any]:
-    """All that decides the answers and their order, for job.json."""
+    """Return all that determines the answers and their order, for job.json."""
     return {
         "inputs": [source.file for source in sources],
         "labels": job.labels,
@@ -85,7 +89,7 @@ def fingerprint(job: BulkJob, sources: list[Source], model_folder: Path) -> dict
 
 
 def model_digest(folder: Path) -> str:
-    """Of the files' names and sizes and of the first 64 KiB of each: wherever the folder stands."""
+    """Hash names, sizes and the first 64 KiB of the model's files, independent of the folder."""
     digest = hashlib.blake2b(digest_size=16)
     names = ("*.json", "*.safetensors")
     for path in sorted({path for name in names for path in folder.glob(name)}):
@@ -103,34 +107,43 @@ EXAMPLE = """examples:
 input: .jsonl .ndjson .json (one object a line), .csv, .parquet; text also .gz .bz2 .zst; globs,
   folders, s3:// gs:// hdfs:// paths
 output: part-*.jsonl (id, label, probs, in the order of the input), rejected.jsonl (id, place,
-  reason), summary.json; --resume goes on from whatever is there, and starts where nothing is
+  reason), summary.json; --resume continues an earlier run, or starts a new one
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """All but those of the model's configuration."""
+    """Declare all options except those of the model's configuration."""
     add = parser.add_argument
     add("--input", nargs="+", action="extend", required=True, metavar="PATH", help="files to read")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the answers")
-    add(
-        "--labels", required=True, metavar="A,B,C", help="""what a row can be; 'a,"b, c"' are two"""
-    )
+    add("--labels", required=True, metavar="A,B,C", help="""classes; 'a,"b, c"' are two""")
     add("--text-field", default="text", metavar="F", help='default "text"')
-    add("--prefix-field", metavar="F", help='what rows may share (default "prefix", where it is)')
-    add("--id-field", metavar="F", help="default: rows are called FILE:ROW")
+    add("--prefix-field", metavar="F", help='shared beginning (default "prefix", if present)')
+    add("--id-field", metavar="F", help="default: the id is FILE:ROW")
     add("--template", metavar="T", help=f'default "{DEFAULT_TEMPLATE}"; \\n is a new line')
     add("--multi-label", action="store_true", help="any number of labels; {label} in --template")
     add("--limit", type=int, metavar="N", help="only the first N rows")
-    add("--resume", action="store_true", help="go on with what an earlier run left")
+    add("--resume", action="store_true", help="continue an earlier run")
     add("--address", metavar="ADDRESS", help="use the server running on this Ray cluster (or auto)")
-    add("--window-rows", type=int, default=WindowLimits().rows, metavar="N", help="sorted at once")
-    add("--in-flight", type=int, metavar="N", help="rows under way, and lost with a router")
+    add(
+        "--window-rows",
+        type=int,
+        default=WindowLimits().rows,
+        metavar="N",
+        help="rows that are sorted together",
+    )
+    add(
+        "--in-flight",
+        type=int,
+        metavar="N",
+        help="limit of unanswered rows, which a lost router repeats",
+    )
     add("--patience", type=float, default=120.0, metavar="S", help="seconds without any answer")
     add("--json", action="store_true", help="print the summary as JSON")
 
 
 def parse_job(options: argparse.Namespace) -> BulkJob:
-    """Raises ConfigError for a number that cannot be."""
+    """Build the job from options. Raises ConfigError for numbers out of range."""
     for name in ("limit", "window_rows", "in_flight", "patience"):
         value = getattr(options, name)
         if value is not None and not value > 0:
@@ -159,7 +172,7 @@ def parse_job(options: argparse.Namespace) -> BulkJob:
 
 
 def _labels(given: str) -> tuple[str, ...]:
-    """As a line of CSV: a label with a comma in it stands in double quotes."""
+    """Parse labels as a line of CSV: a label with a comma is in double quotes."""
     try:
         (line,) = csv.reader([given], skipinitialspace=True, strict=True)
     except (csv.Error, ValueError) as error:
@@ -171,5 +184,5 @@ def _labels(given: str) -> tuple[str, ...]:
 
 
 def _unescaped(template: str) -> str:
-    """A shell passes \\n as it stands."""
+    """Replace \\n and \\t, which a shell passes unchanged."""
     return template.replace("\\n", "\n").replace("\\t", "\t")

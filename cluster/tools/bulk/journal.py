@@ -1,4 +1,4 @@
-"""Files that survive a crash: whole lines, and whole files."""
+"""Files that survive a crash: the journal of a window, and atomic writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ Line = TypeVar("Line")
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the ledger: a window that is done. digest: of its input. rejected_bytes: of
-    rejected.jsonl after it. rows_sent_again: times that a row went to the router anew because the
-    answer was lost. seconds: from the window before, or the run's start."""
+    """A line of the ledger: one committed window.
+
+    digest: of its input. rejected_bytes: size of rejected.jsonl afterwards. rows_sent_again:
+    repetitions after lost answers. seconds: since the previous window or the start of the run.
+    """
 
     window: int
     digest: str
@@ -33,7 +35,7 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def whole_lines(data: bytes, decoder: msgspec.json.Decoder[Line]) -> tuple[list[Line], int]:
-    """The lines of `data` up to the first that is torn or broken, and their bytes."""
+    """Decode lines up to the first incomplete one; return them and their bytes."""
     lines: list[Line] = []
     size = 0
     for line in data.splitlines(keepends=True):
@@ -48,7 +50,7 @@ def whole_lines(data: bytes, decoder: msgspec.json.Decoder[Line]) -> tuple[list[
 
 
 def write_whole(path: Path, body: bytes) -> None:
-    """The file is there with all of `body`, or as it was before, whatever happens."""
+    """Write the file atomically: a crash leaves the old content or the new."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(body)
@@ -58,7 +60,7 @@ def write_whole(path: Path, body: bytes) -> None:
 
 
 def sync(file: BinaryIO) -> None:
-    """On the disk when it returns."""
+    """Flush the file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -72,35 +74,40 @@ def _sync_folder(folder: Path) -> None:
 
 
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True, tag="begun"):
-    """The first line: which input the window had."""
+    """First line: the digest of the window's input."""
 
     digest: str
 
 
 class RowsSent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
-    """So many rows go to the router now."""
+    """A number of rows has been sent to the router."""
 
     rows: int
 
 
 class RowsAnswered(msgspec.Struct, frozen=True, array_like=True, tag="came"):
-    """row: its place in `Window.rows`."""
+    """row: its index in `Window.rows`."""
 
     row: int
     answer: RowOutcome
 
 
 JournalEntry = JournalHeader | RowsSent | RowsAnswered
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# at import: msgspec crashes if two threads create a type's first decoder at once
 _ENTRIES: msgspec.json.Decoder[JournalEntry] = msgspec.json.Decoder(JournalEntry)
 
 
 class Journal:
-    """`answers`: those that are safe, an earlier run's included. `sends`: rows sent so far, some of
-    them twice; also over all runs."""
+    """Journal of one window.
+
+    answers: recorded ones, from earlier runs too. sends: rows sent over all runs, with repetitions.
+    """
 
     def __init__(self, path: Path, window: Window) -> None:
-        """Cuts a torn end off. Raises JobError if the window was another one then."""
+        """Open the journal and cut off an incomplete line.
+
+        Raises JobError if the window's input has changed.
+        """
         self.answers: dict[int, RowOutcome] = {}
         self.sends = 0
         self._file = path.open("a+b")
@@ -127,8 +134,10 @@ class Journal:
         self._write([RowsSent(rows)])
 
     def add(self, answers: Sequence[tuple[int, RowOutcome]]) -> None:
-        """Safe from a crash of this process when it returns, from one of the machine after
-        `sync`."""
+        """Record answers.
+
+        They survive a crash of this process at once, one of the machine after `sync`.
+        """
         self._write([RowsAnswered(row, answer) for row, answer in answers])
         self.answers.update(answers)
 

@@ -1,17 +1,16 @@
-"""The output folder: what is there after any crash, and how a later run goes on from it.
+"""The output folder of a bulk job, and its recovery after a crash.
 
-    job.json            what the job is; another job's folder is refused
-    part-00000.jsonl    the answers of window 0, in the order of the input; never changed again
+    job.json            the job; the folder of another job is refused
+    part-00000.jsonl    answers of window 0, in the order of the input; final
     rejected.jsonl      rejected rows, window after window
-    ledger.jsonl        a line per finished window: how many rows, where rejected.jsonl ends then
-    journal-00007.jsonl answers of an unfinished window, as they came
-    summary.json        the job is complete
+    ledger.jsonl        one line per committed window: its counts, and the size of rejected.jsonl
+    journal-00007.jsonl answers of an open window, in order of arrival
+    summary.json        present when the job is complete
 
-A window is committed by its ledger line. Everything before that line is written and synced first,
-in this order: rejected.jsonl, part (under another name, then renamed), ledger. So after a crash the
-ledger says what counts: `Output.open` cuts rejected.jsonl back to where the ledger saw its end,
-removes parts that it does not name, and keeps the journals of the windows that come next, up to
-their last whole line.
+A line of the ledger commits a window. The files are written and synced in this order:
+rejected.jsonl, part (under another name, then renamed), ledger. After a crash `Output.open`
+restores the ledger's state: it truncates rejected.jsonl, removes uncommitted parts, and keeps the
+journals of open windows up to their last complete line.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from contracts.errors import ConfigError
 
 JOB, LEDGER, REJECTED, SUMMARY = "job.json", "ledger.jsonl", "rejected.jsonl", "summary.json"
 LOCK = ".lock"
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# at import: msgspec crashes if two threads create a type's first decoder at once
 _COMMITTED = msgspec.json.Decoder(Committed)
 _decode_job = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 class Output:
-    """The folder, locked. `committed`: the windows that are done, from window 0 on."""
+    """The locked output folder. committed: the committed windows, from window 0 on."""
 
     def __init__(self, folder: Path, committed: list[Committed], lock: BinaryIO) -> None:
         self.folder, self.committed = folder, committed
@@ -54,7 +53,10 @@ class Output:
 
     @classmethod
     def open(cls, folder: Path, job: dict[str, Any], *, resume: bool) -> Output:
-        """Raises ConfigError if the folder holds something else, or this job and not `resume`."""
+        """Open the folder.
+
+        Raises ConfigError if it holds something else, or this job without `resume`.
+        """
         lock = _claim(folder)
         try:
             _check_job(folder, job, resume)
@@ -68,22 +70,21 @@ class Output:
             file.close()
 
     def summary(self) -> dict[str, Any] | None:
-        """Of a job that is complete."""
+        """Return the summary of a complete job, or None."""
         path = self.folder / SUMMARY
         return msgspec.json.decode(path.read_bytes()) if path.exists() else None
 
     def journal(self, window: Window) -> Journal:
-        """That window's journal, with what an earlier run wrote into it. Raises JobError if the
-        input is not what it was then."""
+        """Open the window's journal. Raises JobError if its input has changed."""
         return Journal(self.folder / journal_name(window.number), window)
 
     def check_unchanged(self, window: Window) -> None:
-        """Raises JobError if a committed window is not what was read this time."""
+        """Raise JobError if a committed window differs from this run's."""
         if self.committed[window.number].digest != window.digest:
             raise input_changed(window)
 
     def commit(self, done: Committed, lines: Iterable[bytes], rejects: Sequence[Reject]) -> None:
-        """Makes a window final. done: all but `rejected_bytes`. Windows come in order."""
+        """Commit a window. done: without `rejected_bytes`. Windows are committed in order."""
         self._rejected.write(msgspec.json.Encoder().encode_lines(rejects))
         sync(self._rejected)
         write_whole(self.folder / part_name(done.window), b"".join(lines))
@@ -106,7 +107,7 @@ def journal_name(window: int) -> str:
 
 
 def _claim(folder: Path) -> BinaryIO:
-    """Makes the folder, and locks it against another run until this process ends."""
+    """Create the folder and lock it until this process ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / LOCK).open("wb")
@@ -166,7 +167,7 @@ def _short(value: object) -> str:
 
 
 def _repair(folder: Path) -> list[Committed]:
-    """Brings the folder back to what the ledger says. Returns the ledger."""
+    """Restore the folder to the state of the ledger, and return the ledger."""
     ledger, rejected = folder / LEDGER, folder / REJECTED
     ledger.touch()
     rejected.touch()
@@ -179,7 +180,7 @@ def _repair(folder: Path) -> list[Committed]:
     for line in committed:
         (folder / journal_name(line.window)).unlink(missing_ok=True)
     if missing := sorted(parts - present):
-        raise ConfigError(f"{folder}: {missing[0]} is in the ledger, but not there any more")
+        raise ConfigError(f"{folder}: {missing[0]} is in the ledger, but missing")
     expected = committed[-1].rejected_bytes if committed else 0
     if rejected.stat().st_size < expected:
         raise ConfigError(f"{rejected}: shorter than when its last window was finished")

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a job: a bar on a terminal, periodic lines in a log."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ RATE_OVER_S = 30.0
 
 
 class RowTally:
-    """Counts of this run, and those of earlier ones that it goes on from. `expected_rows`: all of
-    the job, once that can be told or guessed."""
+    """Counts of this run and of earlier ones. expected_rows: estimate for the whole job."""
 
     def __init__(self, clock: Clock = monotonic_s) -> None:
         self._clock = clock
@@ -35,7 +34,7 @@ class RowTally:
         self._answered_now = self._rejected_now = 0
 
     def found(self, rows: int, prompt_tokens: int, cached_tokens: int) -> None:
-        """Rows that an earlier run has done."""
+        """Add rows of an earlier run."""
         self.rows += rows
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
@@ -58,7 +57,7 @@ class RowTally:
         self._rejected_now += rows
 
     def show(self, telemetry: Telemetry) -> None:
-        """Has it read at each scrape: what this run has done."""
+        """Register this run's counts, read at each scrape."""
         telemetry.read_each(metrics.BULK_ROWS, self._rows_by_outcome)
         telemetry.read(metrics.BULK_EXPECTED_ROWS, of=lambda: self.expected_rows or 0)
         tokens, cached = growth(lambda: self._tokens_now), growth(lambda: self._cached_now)
@@ -69,7 +68,7 @@ class RowTally:
         return {("answered",): self._answered_now, ("rejected",): self._rejected_now}
 
     def rates(self) -> tuple[float, float]:
-        """Rows and prompt tokens per second, over the last half minute."""
+        """Return rows and prompt tokens per second over the last half minute."""
         now_s = self._clock()
         self._recent.append((now_s, self._rows_now, self._tokens_now))
         while now_s - self._recent[0][0] > RATE_OVER_S and len(self._recent) > 2:
@@ -92,7 +91,7 @@ class RowTally:
 
 
 async def show(tally: RowTally, console: Terminal) -> None:
-    """Until cancelled."""
+    """Show the progress until cancelled."""
     if not console.is_terminal:
         while True:
             await asyncio.sleep(LINE_EVERY_S)

@@ -1,4 +1,4 @@
-"""JSONL: one object a line. A line is judged by itself, so that a bad one costs no other."""
+"""Readers of JSONL, CSV and Parquet. Each row is decoded alone: a bad one affects no other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class LineReader:
-    """stream: already decompressed. position: bytes of the file itself that have been read."""
+    """JSONL reader. stream: decompressed. position: returns the bytes read of the file itself."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class LineReader:
 
 
 def split_lines(read: Callable[[int], bytes]) -> Iterator[bytes | None]:
-    """Lines without their end; None for one that is too long to be held in memory."""
+    """Yield lines without their end; None for a line that is too long."""
     rest = b""
     too_long = False
     first = True
@@ -80,13 +80,16 @@ def split_lines(read: Callable[[int], bytes]) -> Iterator[bytes | None]:
         yield None if too_long else rest
 
 
-CSV_BLOCK_BYTES = 8 << 20  # no row of a CSV file may be longer
+CSV_BLOCK_BYTES = 8 << 20  # limit of a row in a CSV file
 BATCH_ROWS = 4096
 
 
 class CsvReader:
-    """A row with too few or too many columns is rejected by pyarrow's invalid_row_handler, which
-    tells its number; values come as bytes, and each is decoded by itself."""
+    """CSV reader.
+
+    pyarrow's invalid_row_handler reports rows with a wrong number of columns. Values are bytes,
+    each decoded alone.
+    """
 
     def __init__(
         self,
@@ -146,7 +149,7 @@ class CsvReader:
 
 
 class ParquetReader:
-    """Batch by batch; never a whole row group's strings as Python objects."""
+    """Parquet reader. Converts one batch at a time to Python objects."""
 
     def __init__(
         self, name: str, size_bytes: int, file: pyarrow.NativeFile, fields: Fields
@@ -172,7 +175,7 @@ class ParquetReader:
 
 
 def _values(column: pyarrow.Array) -> list[Any]:
-    """Python values; strings as bytes, since nothing has checked that they are UTF-8."""
+    """Return Python values; strings as bytes, since pyarrow has not validated UTF-8."""
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pyarrow.types.is_string(column.type) or pyarrow.types.is_string_view(column.type):
@@ -188,7 +191,7 @@ def _column_names(fields: Fields) -> list[str]:
 
 
 def _present(name: str, fields: Fields, columns: Sequence[str]) -> list[str]:
-    """The columns to read. Raises ConfigError where one that every row needs is missing."""
+    """Return the columns to read. Raises ConfigError if a required one is missing."""
     for option, column in (("--text-field", fields.text), ("--id-field", fields.id)):
         if column is not None and column not in columns:
             listed = ", ".join(columns)[:200]

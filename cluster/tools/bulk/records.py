@@ -1,4 +1,4 @@
-"""What a bulk job's rows are on their way from a file to an answer."""
+"""Types of a bulk job's rows, from file to answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ RowId = str | int
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of a row's fields. prefix None: the template has no place for one. id None: a row is
-    called after its place, "FILE:ROW" (rows of a file count from 1, a CSV's header not counted)."""
+    """Names of a row's fields.
+
+    prefix None: the template has none. id None: the id is "FILE:ROW" (rows count from 1, without a
+    CSV's header).
+    """
 
     text: str = "text"
     prefix: str | None = "prefix"
@@ -27,7 +30,7 @@ class InputRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """A row that gets no answer, and why. `id` is its place where it has no usable id."""
+    """A row without an answer, and the reason. id: its place if it has no usable id."""
 
     id: RowId
     place: str
@@ -38,7 +41,7 @@ InputRecord = InputRow | Reject
 
 
 class RowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="ok"):
-    """probs in the order of the labels. Tokens count all passes that the row took."""
+    """probs: in the order of the labels. Tokens are summed over all passes of the row."""
 
     probs: list[float]
     prompt_tokens: int
@@ -46,7 +49,7 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="ok"):
 
 
 class RowRejection(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The row cannot be answered, and trying again would not help."""
+    """A row that cannot be answered; a retry would not help."""
 
     reason: str
 
@@ -55,7 +58,7 @@ RowOutcome = RowAnswer | RowRejection
 
 
 class RecordReader(Protocol):
-    """One file. `read_bytes` of `size_bytes` have been consumed so far."""
+    """Reader of one file. read_bytes: consumed so far, of size_bytes."""
 
     size_bytes: int
 
@@ -63,12 +66,14 @@ class RecordReader(Protocol):
     def read_bytes(self) -> int: ...
 
     def __iter__(self) -> Iterator[InputRecord]:
-        """Its rows in order, each as an InputRow or a Reject. Raises InputError where the file
-        cannot be read for a reason that may pass."""
+        """Yield the rows in order.
+
+        Raises OSError or ArrowException where the file cannot be read.
+        """
 
 
 def parse_record(fields: Fields, place: str, values: dict[str, object]) -> InputRecord:
-    """The row with these field values (bytes: text that nobody has decoded yet)."""
+    """Build the row from field values (bytes: text that has not been decoded)."""
     row_id: RowId = place
     try:
         if fields.id is not None:

@@ -1,10 +1,10 @@
-"""The router in a process of its own: it tokenises, routes, and waits for the workers' answers.
+"""The router of a bulk job: an actor that tokenizes, routes, and awaits the workers' answers.
 
     driver ── chunk of rows, one actor call ──> BulkRouter ── sockets ──> prefill workers
            <── their answers ──────────────────
 
-It holds nothing that is worth keeping: when it dies, or says nothing for `ROUTER_TIMEOUT_S`, the
-driver starts another one and sends again what was not answered.
+It holds no state worth keeping: when it dies, or does not answer for `ROUTER_TIMEOUT_S`, the driver
+starts another one and sends unanswered rows again.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ log = logging.getLogger("tandem.bulk")
 
 READY_TIMEOUT_S = 120.0
 PING_EVERY_S = 1.0
-WORKER_WAIT_S = 5.0  # for the last of the workers, when the router starts
-ROUTER_TIMEOUT_S = 15.0  # it shares its cores with workers, and imports torch when it starts
-MAX_LOSSES = 5  # in a row, without an answer in between
+WORKER_WAIT_S = 5.0  # for the last workers, when the router starts
+ROUTER_TIMEOUT_S = 15.0  # it shares cores with workers, and imports torch at its start
+MAX_LOSSES = 5  # consecutive, without an answer in between
 
 
 class RouterFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """An error as a value: what is raised in an actor arrives with a traceback for its text."""
+    """An error as a value: an exception in an actor would arrive with a traceback in its text."""
 
     message: str
 
@@ -53,14 +53,14 @@ class RouterReady(msgspec.Struct, frozen=True, tag="opened"):
 
 
 RouterReply = RouterAnswers | RouterReady | RouterFailure
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# at import: msgspec crashes if two threads create a type's first decoder at once
 _decode_bulk = msgspec.msgpack.Decoder(BulkTask).decode
 _decode_rows = msgspec.msgpack.Decoder(list[RowRequest]).decode
 _decode_reply = msgspec.msgpack.Decoder(RouterReply).decode
 
 
 class BulkRouter:
-    """The actor. groups: the owner of the workers, as an actor; None: the running application's."""
+    """Router actor. groups: the actor that owns the workers; None: the running application's."""
 
     def __init__(self, config: bytes, bulk: bytes, groups: Any | None) -> None:
         self._config = decode_config(config)
@@ -70,7 +70,7 @@ class BulkRouter:
         self._scorer: Pipelines | None = None
 
     async def open(self) -> bytes:
-        """Connects to the workers."""
+        """Connect to the workers."""
         try:
             self._answering = await self._open()
         except TandemError as error:
@@ -104,17 +104,17 @@ class BulkRouter:
             return msgspec.msgpack.encode(RouterFailure(error.message))
 
     async def ping(self) -> list[str]:
-        """That its loop turns; and one line for each worker that takes no requests."""
+        """Show that the event loop runs; return one line for each unavailable worker."""
         return self._scorer.problems() if self._scorer is not None else []
 
 
 class RayRouter:
-    """The driver's side. make: starts a BulkRouter. tell: takes a line for the user."""
+    """Client of the router. make: starts a BulkRouter. notify: reports a line to the user."""
 
     def __init__(self, make: Callable[[], Any], notify: Callable[[str], None]) -> None:
         self._make = make
         self._notify = notify
-        self._missing = 0  # workers
+        self._missing = 0  # unavailable workers
         self._actor: Any | None = None
         self._starting = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
@@ -130,10 +130,10 @@ class RayRouter:
         try:
             reply = _reply(await actor.answer.remote(msgspec.msgpack.encode(rows)))
         except RayActorError as error:
-            if self._actor is actor:  # many calls tell of the same loss
+            if self._actor is actor:  # several calls may report one loss
                 self._actor = None
                 self._count_loss(error)
-                ray.kill(actor)  # it may be out of reach only
+                ray.kill(actor)  # it may be unreachable only
             raise RouterLostError("the router is gone") from None
         except RayTaskError as error:
             raise JobError(f"the router failed: {error.cause!r}") from None
@@ -189,7 +189,7 @@ class RayRouter:
         event(log, "router_lost", logging.WARNING, reason=str(error).strip().partition("\n")[0])
 
     async def _monitor(self, actor: Any) -> None:
-        """Ends a router that hangs; the calls that wait for it then fail."""
+        """Kill a router that hangs; pending calls then fail."""
         ping = actor.ping
         while self._actor is actor:
             await asyncio.sleep(PING_EVERY_S)
@@ -203,16 +203,16 @@ class RayRouter:
                 return
 
     def _report_missing(self, problems: list[str]) -> None:
-        """Once when workers go missing, and once when all are there again."""
+        """Report once when workers become unavailable, and once when all are back."""
         before, self._missing = self._missing, len(problems)
         if self._missing > before:
-            self._notify(f"goes on without: {'; '.join(problems)}")
+            self._notify(f"continues without: {'; '.join(problems)}")
         elif before and not problems:
-            self._notify("all workers are there again")
+            self._notify("all workers are available again")
 
 
 def router_actor(config: bytes, bulk: BulkTask, groups: Any | None) -> Any:
-    """A new BulkRouter, wherever the cluster has room."""
+    """Start a BulkRouter on any node."""
     body = msgspec.msgpack.encode(bulk)
     remote = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(BulkRouter)
     return remote.remote(config, body, groups)
@@ -224,4 +224,4 @@ def _reply(body: bytes) -> RouterReply:
 
 
 def _message(reply: RouterReply) -> str:
-    return reply.message if isinstance(reply, RouterFailure) else "an answer to another question"
+    return reply.message if isinstance(reply, RouterFailure) else "an unexpected answer"

@@ -35,11 +35,11 @@ ROWS_PER_WORKER = 256
 def run_bulk(
     job: BulkJob, workers: contextlib.AbstractContextManager[WorkerSource], console: Terminal
 ) -> dict[str, Any]:
-    """Runs the job, or what is left of it; the summary. Raises TandemError, one line."""
+    """Run the job, or the rest of it, and return the summary. Raises TandemError, one line."""
     check_job(job, Path.cwd())
     sources = find_sources(job.inputs)
     for source in sources:
-        source.open(job.fields)  # a missing column is told before workers are started
+        source.open(job.fields)  # before workers start: report missing columns
     with workers as found, contextlib.ExitStack() as stack:
         folder = resolve_model_folder(found.config.model.path)
         output = Output.open(job.output, fingerprint(job, sources, folder), resume=job.resume)
@@ -91,7 +91,10 @@ async def _run(
 
 
 def _metrics_endpoint(config: TandemConfig, groups: Any | None, tally: RowTally) -> MetricsEndpoint:
-    """groups: the owner of the workers; None: the running application's."""
+    """Publish the job's metrics.
+
+    groups: the actor that owns the workers; None: the running application's.
+    """
     telemetry = Telemetry()
     tally.show(telemetry)
 
@@ -115,8 +118,7 @@ def _in_flight_rows(config: TandemConfig) -> int:
 
 
 def _windows(job: BulkJob, sources: Sequence[Source], tally: RowTally) -> Iterator[Window]:
-    """All windows of the job; tells the tally how many rows there will be, by the share of the
-    input's bytes that has been read."""
+    """Yield all windows; estimate the number of rows from the fraction of bytes read."""
     watch = ReadProgress(sum(source.file.size_bytes for source in sources))
     records = islice(read_all(sources, job.fields, watch), job.limit)
     rows = 0
@@ -130,7 +132,7 @@ def _windows(job: BulkJob, sources: Sequence[Source], tally: RowTally) -> Iterat
 
 
 def _totals(committed: Sequence[Committed]) -> Committed:
-    """The sum of the ledger's lines."""
+    """Sum the ledger's lines."""
     return Committed(
         window=len(committed),
         digest="",
@@ -144,7 +146,7 @@ def _totals(committed: Sequence[Committed]) -> Committed:
 
 
 def _summary(committed: Sequence[Committed], restarts: int) -> dict[str, Any]:
-    """summary.json: over all runs of the job, but for router_restarts, of the last one."""
+    """Return summary.json: of all runs, except router_restarts, of the last one."""
     total = _totals(committed)
     rows = total.rows_ok + total.rows_rejected
     seconds = max(total.seconds, 1e-9)
@@ -178,5 +180,5 @@ def stopped_line(committed: Sequence[Committed], output: Path) -> str:
     total = _totals(committed)
     return (
         f"{output}: stopped with {total.rows_ok + total.rows_rejected:,} rows written; the same "
-        "command with --resume goes on from there"
+        "command with --resume continues from there"
     )

@@ -1,4 +1,4 @@
-"""The input files: found, told apart by their endings, and opened, all through pyarrow."""
+"""Input files: search, format by ending, and opening through pyarrow."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.
 
 
 class SourceFile(msgspec.Struct, frozen=True):
-    """name: as the user wrote it. digest: of its first and last 64 KiB."""
+    """name: as given by the user. digest: of its first and last 64 KiB."""
 
     name: str
     size_bytes: int
@@ -40,7 +40,7 @@ class SourceFile(msgspec.Struct, frozen=True):
 
 
 class Source:
-    """An input file that has been found; `open` starts a reader at its beginning."""
+    """An input file; `open` starts a reader at its beginning."""
 
     def __init__(self, filesystem: fs.FileSystem, path: str, name: str) -> None:
         self._filesystem, self._path = filesystem, path
@@ -56,7 +56,7 @@ class Source:
         return SourceFile(name, size, digest.hexdigest())
 
     def open(self, fields: Fields) -> RecordReader:
-        """Raises ConfigError for a file that is not what its ending says or lacks a column."""
+        """Open the file. Raises ConfigError if its content or columns do not fit."""
         name, size = self.file.name, self.file.size_bytes
         try:
             raw = self._filesystem.open_input_file(self._path)
@@ -79,7 +79,7 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str]) -> list[Source]:
-    """The files that `inputs` (paths, URIs, globs, folders) name, each once. Raises ConfigError."""
+    """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError."""
     found: dict[str, Source] = {}
     for given in inputs:
         try:
@@ -97,8 +97,11 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
 def read_all(
     sources: Sequence[Source], fields: Fields, watch: ReadProgress
 ) -> Iterator[InputRecord]:
-    """The rows of all files in turn. What is wrong with a file's data from some place on is a
-    rejected row, and the next file follows. Raises JobError where reading again may help."""
+    """Yield the rows of all files in turn.
+
+    Where the data of a file is corrupt, a rejected row takes the place of the rest, and the next
+    file follows. Raises JobError if a later attempt may succeed.
+    """
     for source in sources:
         reader = source.open(fields)
         watch.begin(reader)
@@ -122,7 +125,7 @@ def read_all(
 
 
 class ReadProgress:
-    """How much of all input has been read. Written by the reading thread, read by any."""
+    """Fraction of the input that has been read. Written by one thread, read by any."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -144,7 +147,7 @@ class ReadProgress:
 
 
 def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
-    """(filesystem, path on it, name) of each file."""
+    """Return (filesystem, path on it, name) of each file."""
     if "://" not in given:
         local = fs.LocalFileSystem()
         names = sorted(glob.glob(given, recursive=True)) if _MAGIC.search(given) else [given]
@@ -159,14 +162,14 @@ def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
 
 
 def _split_pattern(uri: str) -> tuple[str, str]:
-    """The folders without * and [ in them, and the rest; all of it where nothing has."""
+    """Split off the leading folders without * and [."""
     parts = uri.split("/")
     at = next((n for n, part in enumerate(parts) if re.search(r"[*\[]", part)), len(parts))
     return "/".join(parts[:at]), "/".join(parts[at:])
 
 
 def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
-    """`path`, or where it is a folder the files in it that have one of our endings."""
+    """Return `path`, or the files with known endings in that folder."""
     info = filesystem.get_file_info(path)
     if info.type == fs.FileType.NotFound:
         raise FileNotFoundError("no such file")
@@ -178,7 +181,7 @@ def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
 
 
 def _remote_glob(filesystem: fs.FileSystem, base: str, pattern: str) -> list[str]:
-    """Files below `base` that match part by part; a * does not cross a slash."""
+    """Return files below `base` that match part by part; a * does not cross a slash."""
     parts = f"{base}/{pattern}".split("/")
     listed = filesystem.get_file_info(fs.FileSelector(base, recursive=True))
     return sorted(
@@ -191,7 +194,7 @@ def _remote_glob(filesystem: fs.FileSystem, base: str, pattern: str) -> list[str
 
 
 def _split(name: str) -> tuple[str, str]:
-    """(ending, ending of the compression or "")."""
+    """Return (ending, ending of the compression or "")."""
     stem, dot, last = name.rpartition(".")
     if f".{last}".lower() in COMPRESSIONS:
         return f".{stem.rpartition('.')[2]}".lower(), f".{last}".lower()

@@ -1,4 +1,4 @@
-"""Which ids have been there before, in 8 bytes an id."""
+"""Windows of rows, chunks of a window, and the detection of duplicate ids."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Hashes = NDArray[np.uint64]
 
 
 class SeenIds:
-    """64-bit hashes of all ids so far, in sorted runs, each at least twice as long as the next.
+    """Hashes of all ids so far, 64 bits each, in sorted runs of decreasing length.
 
-    8 bytes an id, 16 while runs merge. Two ids with one hash would count as equal: among 10 million
-    ids the chance that there are any is 3e-6, among 1e9 it is 3 %.
+    Needs 8 bytes an id, 16 while runs merge. Ids with equal hashes count as duplicates: the
+    probability of any is 3e-6 among 10 million ids, 3 % among 1e9.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SeenIds:
         return sum(run.nbytes for run in self._runs)
 
     def add(self, ids: Sequence[RowId]) -> list[bool]:
-        """For each id in turn whether it is new: neither seen before nor earlier in `ids`."""
+        """Return for each id whether it is new, also within `ids`."""
         if not ids:
             return []
         hashes = np.fromiter(map(_hash, ids), np.uint64, len(ids))
@@ -54,23 +54,23 @@ class SeenIds:
 
 
 def _hash(row_id: RowId) -> int:
-    """The string "1" and the number 1 are two ids."""
+    """Hash an id; the string "1" and the number 1 differ."""
     digest = hashlib.blake2b(msgspec.json.encode(row_id), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-DUPLICATE = "the id has been there before; its first row is the one that is answered"
+DUPLICATE = "duplicate id: only its first row is answered"
 
 
 class WindowLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """A window ends after so many rows, rejected ones included, or so many characters of text."""
+    """Limits of a window: rows, including rejected ones, and characters of text."""
 
     rows: int = 16_384
     characters: int = 32 << 20
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Rows and rejected rows in the order of the input. digest: of all of both."""
+    """Rows and rejected rows in the order of the input. digest: of both."""
 
     number: int
     rows: list[InputRow]
@@ -85,7 +85,7 @@ class Window(msgspec.Struct, frozen=True):
 def split_windows(
     records: Iterable[InputRecord], limits: WindowLimits, *, ids: bool
 ) -> Iterator[Window]:
-    """ids: rows have ids of their own, of which all but the first with the same are rejected."""
+    """Cut records into windows. ids: reject rows whose id has occurred before."""
     seen = SeenIds() if ids else None
     for number, batch in enumerate(_batches(records, limits)):
         yield _window(number, batch, seen)
@@ -125,8 +125,10 @@ def _window(number: int, batch: Sequence[InputRecord], seen: SeenIds | None) -> 
 def split_chunks(
     window: Window, missing: Iterable[int], task: ClassifyTask, rows: int, characters: int
 ) -> Iterator[list[int]]:
-    """The rows `missing` (indices), sorted by their prompts and cut into messages: rows with a
-    common prefix stand side by side."""
+    """Sort the rows `missing` (indices) by prompt and cut them into chunks.
+
+    Rows with a common prefix are neighbours.
+    """
 
     def prompt(index: int) -> str:
         row = window.rows[index]

@@ -1,4 +1,4 @@
-"""Where a bulk job's workers come from: a running application, or started for the job."""
+"""Workers of a bulk job: of a running application, or started for the job."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ REPLY_TIMEOUT_S = 30.0
 
 
 class WorkerSource(NamedTuple):
-    """start: brings them up and returns the actor that owns them; None: the running
-    application's."""
+    """start: starts the workers and returns their owner; None: the running application's."""
 
     config: TandemConfig
     start: Callable[[], Any | None]
@@ -39,14 +38,13 @@ class WorkerSource(NamedTuple):
 def running_workers(
     address: str, name: str, environment: Mapping[str, str]
 ) -> Iterator[WorkerSource]:
-    """Those of the Tandem application of this name on the Ray cluster at `address`. Raises
-    ResourceError."""
+    """Use the workers of an application on the Ray cluster at `address`. Raises ResourceError."""
     config = TandemConfig(groups=GroupsConfig(address=address))
     with ray_session(config, environment, show_rank_logs=False):
         try:
             check_present(name)
             body = groups_handle(name).config.remote().result(timeout_s=REPLY_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001 - what Serve raises if nothing of ours is there
+        except Exception as error:  # noqa: BLE001 - Serve raises various errors if no application is present
             first = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ResourceError(
                 f"no Tandem application {name} answers on the Ray cluster at {address}: {first}; "
@@ -54,14 +52,17 @@ def running_workers(
                 "for this job"
             ) from None
         found = decode_config(body)
-        serve = msgspec.structs.replace(found.serve, name=name)  # `serve run` names it itself
+        serve = msgspec.structs.replace(found.serve, name=name)  # `serve run` sets the name
         yield WorkerSource(msgspec.structs.replace(found, serve=serve), lambda: None)
 
 
 @contextlib.contextmanager
 def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[WorkerSource]:
-    """Started for the job, gone after it; on the Ray cluster of groups.address or RAY_ADDRESS, or
-    on a local one. Raises TandemError, and so does `start`."""
+    """Start workers for the job, and stop them afterwards.
+
+    They run on the Ray cluster of groups.address or RAY_ADDRESS, or on a local one. Raises
+    TandemError, as `start` does.
+    """
     config = with_targets(config, environment)
     folder = resolve_model_folder(config.model.path)
     check_placement_file(config, folder, check_checkpoint(folder))
@@ -87,6 +88,6 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
 def _close(groups: Any) -> None:
     try:
         ray.get(groups.close.remote(), timeout=CLOSE_TIMEOUT_S)
-    except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
+    except Exception as error:  # noqa: BLE001 - it is killed next in any case
         event(log, "graceful_stop_failed", logging.WARNING, error=error)
     ray.kill(groups)

@@ -1,5 +1,4 @@
-"""`tandem plan`: which way a prefill batch should go, by its size, on workers that hold all weights
-together."""
+"""`tandem plan`: the best schedule and split, alternatives, and modes of prefill."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ TOKENS = (256, 1024, 4096, 16_384, 65_536)  # of a worker's batch
 
 
 class PrefillTimes(msgspec.Struct, kw_only=True):
-    """ms of a batch of so many tokens on each worker. resident: if each had all experts."""
+    """Milliseconds of a batch of `tokens` on each worker. resident: if each had all experts."""
 
     tokens: int
     resident_ms: float
@@ -43,8 +42,7 @@ class PrefillTimes(msgspec.Struct, kw_only=True):
 
 
 class PrefillAnswer(msgspec.Struct, kw_only=True):
-    """gathered_from_tokens: gathering takes no longer from so many tokens of a worker's batch on;
-    None: all_to_all is always sooner."""
+    """gathered_from_tokens: batch from which gathering is no slower than all_to_all, or None."""
 
     batches: list[PrefillTimes]
     gathered_from_tokens: int | None
@@ -52,7 +50,7 @@ class PrefillAnswer(msgspec.Struct, kw_only=True):
 
 
 def prefill_answer(workload: Workload) -> PrefillAnswer:
-    """Batches of prompts as the workload's."""
+    """Compare modes of prefill on batches of the workload's prompts."""
     group, prompt = prefill_group(workload), max(LEAST_PROMPT, workload.sequence_tokens)
     batches = []
     for tokens in TOKENS:
@@ -83,7 +81,7 @@ def prefill_answer(workload: Workload) -> PrefillAnswer:
 
 
 class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One plan and what it brings. samples_per_s: of one attention rank, or of all of a split."""
+    """A plan and its throughput. samples_per_s: of one attention rank, or of all of a split."""
 
     ma: int
     r1: int
@@ -98,7 +96,7 @@ class PlanAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SplitAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One split that was looked at; `problem` where it has no plan."""
+    """One split of the search; problem: why it has no plan."""
 
     attention_ranks: int
     expert_ranks: int
@@ -118,9 +116,12 @@ class AlternativeAnswer(msgspec.Struct, kw_only=True):
 
 
 class PlanReportAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
-    """What `tandem plan --json` prints. From `attention_ranks` on: of a SPEC with a model.
-    layers_differ: makespans are of the layers as they are, lower_bound_ms of their mean.
-    shared_cores: there are fewer than ranks, and makespans say so; lower_bound_ms does not."""
+    """Output of `tandem plan --json`.
+
+    Fields from `attention_ranks` on are set for a SPEC with a model. layers_differ: makespans use
+    the actual layers, lower_bound_ms their mean. shared_cores: set if there are fewer cores than
+    ranks; makespans include that, lower_bound_ms does not.
+    """
 
     lower_bound_ms: float
     solve_ms: float
@@ -141,7 +142,7 @@ class PlanReportAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
 
 
 class PlanReport(NamedTuple):
-    """verdict None: the SPEC has no model, so that there is nothing to compare with."""
+    """verdict None: the SPEC has no model, hence no alternatives."""
 
     answer: PlanReportAnswer
     spec: PlanSpec
@@ -150,7 +151,7 @@ class PlanReport(NamedTuple):
 
 
 def plan_file(path: Path, *, devices: int | None, beyond: bool) -> PlanReport:
-    """Raises ConfigError, CheckpointError or ResourceError: one line."""
+    """Answer a SPEC. Raises ConfigError, CheckpointError or ResourceError, one line each."""
     given = read_plan_file(path, devices)
     if isinstance(given, PlanSpec):
         return _report(given, beyond=beyond)
@@ -194,8 +195,10 @@ def _verdict(problem: ModelProblem, *, beyond: bool) -> SplitComparison:
 def _verdict_of_placed(
     problem: ModelProblem, placed: SolvedRouting, *, beyond: bool
 ) -> SplitComparison:
-    """The best of all splits as they are sketched, then thoroughly, beside the same devices without
-    a split."""
+    """Search all splits with sketched placements, then refine the best.
+
+    The answer also has the same devices without a split.
+    """
     workload = problem.workload
     sketched = _verdict(problem, beyond=beyond)
     best = sketched.best.deployment
@@ -208,7 +211,7 @@ def _verdict_of_placed(
 
 
 def _report(spec: PlanSpec, *, beyond: bool, verdict: SplitComparison | None = None) -> PlanReport:
-    solve(spec)  # what numpy and the solver set up once is no part of a decision's time
+    solve(spec)  # one-time initialization is not part of a decision's time
     start_s = monotonic_s()
     solution = solve(spec)
     best = solve_extended(spec) if beyond else solution.best

@@ -1,4 +1,4 @@
-"""A plan as a picture and as a Perfetto trace, from its replay."""
+"""Output of `tandem plan`: tables, a picture and a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from planner.schedule.replay import replay
 from planner.schedule.schedule import schedule_of
 
 SHOWN_LAYERS = 3
-MAX_SPANS = 200_000  # of a file that a browser still opens
+MAX_SPANS = 200_000  # limit of what a browser still opens
 
 
 def write_picture(report: PlanReport, path: Path) -> None:
-    """The first layers. Raises ConfigError."""
+    """Draw the first layers. Raises ConfigError."""
     layers = range(min(SHOWN_LAYERS, report.spec.num_layers))
     spans = _spans(report, "--picture")
     title = (
@@ -33,7 +33,7 @@ def write_picture(report: PlanReport, path: Path) -> None:
 
 
 def write_trace(report: PlanReport, path: Path) -> None:
-    """All layers, for https://ui.perfetto.dev. Raises ConfigError."""
+    """Write all layers for https://ui.perfetto.dev. Raises ConfigError."""
     try:
         write_chrome_trace(_spans(report, "--trace"), path)
     except OSError as error:
@@ -90,12 +90,12 @@ def _print_plans(console: Terminal, report: PlanReport) -> None:
             f"{row.samples_per_s / answer.samples_per_s:.2f}x",
         )
     console.print(table)
-    alike = "" if not answer.layers_differ else ", were all layers as their mean"
+    alike = "" if not answer.layers_differ else ", if all layers were as their mean"
     if answer.shared_cores is not None:
-        alike += ", had every rank a core"
+        alike += ", if every rank had a core"
     console.print(
-        f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds brings as many samples "
-        f"in less than {_figure(answer.lower_bound_ms)} ms{alike}."
+        f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds processes as many "
+        f"samples in less than {_figure(answer.lower_bound_ms)} ms{alike}."
     )
     if report.plan.is_beyond_paper:
         console.print(f"Beyond the paper: {report.plan.label}")
@@ -145,14 +145,14 @@ def _print_others(console: Terminal, others: list[Alternative]) -> None:
 
 
 def _print_offload(console: Terminal, answer: PlanReportAnswer) -> None:
-    console.print("\nExperts that are read as they are wanted, on one worker: ms per token")
+    console.print("\nExperts read on demand, on one worker: ms per token")
     table = Table(box=None, pad_edge=False)
     for heading in (
         "sequences",
         "read of a layer",
-        "all there",
+        "all resident",
         "on demand",
-        "read ahead, at best",
+        "prefetched, at best",
     ):
         table.add_column(heading, justify="right")
     for row in answer.offload:
@@ -163,5 +163,5 @@ def _print_offload(console: Terminal, answer: PlanReportAnswer) -> None:
 
 
 def _figure(value: float) -> str:
-    """Four digits, and no exponent where a person would write none."""
+    """Format with four digits, without an exponent for common sizes."""
     return f"{value:,.0f}" if 1e3 <= value < 1e9 else f"{value:.4g}"

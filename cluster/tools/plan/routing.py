@@ -1,5 +1,4 @@
-"""`tandem plan` with a routing profile: copies and load in place of uniform routing, with experts
-in order and as the solver places them, and what the placement brings."""
+"""`tandem plan` with a routing profile: copies and load of experts in order and placed."""
 
 from __future__ import annotations
 
@@ -24,17 +23,18 @@ from planner.schedule.alternatives import Workload, any_split
 from planner.schedule.deployment_search import Split, busy_fractions
 from planner.schedule.placed_routing import routing_shape
 
-MIN_GAIN = 0.005  # of throughput: no gain
-LAYERS = 8  # that are placed, evenly spaced; each stands for those nearest to it
+MIN_GAIN = 0.005  # fraction of throughput; smaller gains count as none
+LAYERS = 8  # placed, evenly spaced; each represents the layers nearest to it
 SKETCH, THOROUGH = WORK // 100, WORK // 5
-"""Work for a layer: of every number of ranks that is looked at, and of those of the answer. On the
-bundled model's profile (2, 4 and 8 ranks, up to two spare slots) copies are at most 6.5 and 3.5 %
-over what all of WORK finds, both at 8 ranks, where the busiest rank has up to 5 and 3 % less."""
+"""The solver's work for a layer: for each number of ranks of the search, and for the answer's."""
 
 
 class RoutingAnswer(msgspec.Struct, kw_only=True):
-    """Of the best split. In order: each expert once, none in spare slots. gain_fraction: of its
-    throughput, over the best split's with experts in order."""
+    """Routing of the best split.
+
+    in_order: each expert once, no spare slots. gain_fraction: of throughput over the best split
+    with experts in order.
+    """
 
     spare_slots: int
     copies: float
@@ -47,8 +47,10 @@ class RoutingAnswer(msgspec.Struct, kw_only=True):
 
 
 class ProfiledRouting(NamedTuple):
-    """A profile's layers, ascending. Placements are made of four fifths of the sample; copies and
-    load are those of the fifth that was held out."""
+    """Layers of a profile, ascending.
+
+    Placements use four fifths of the sample; copies and load are measured on the rest.
+    """
 
     layers: list[LayerRouting]
     spare_slots: int
@@ -62,7 +64,10 @@ def read_routing(
     spec: ModelSpec,
     where: str,
 ) -> ProfiledRouting:
-    """split: ranks of both groups, if they are known. Raises ConfigError or CheckpointError."""
+    """Read a routing profile.
+
+    split: ranks of both groups, if known. Raises ConfigError or CheckpointError.
+    """
     if folder is None:
         raise ConfigError(
             f"{where}: routing: a profile is of one checkpoint: give model as its folder, not as "
@@ -80,7 +85,7 @@ def read_routing(
 
 
 def in_order(profiled: ProfiledRouting, workload: Workload) -> RoutingByRanks:
-    """With experts in order, each once."""
+    """Return the routing with experts in order, each once."""
 
     @functools.cache
     def of_ranks(ranks: int) -> RoutingShape:
@@ -93,8 +98,11 @@ def in_order(profiled: ProfiledRouting, workload: Workload) -> RoutingByRanks:
 
 
 class SolvedRouting:
-    """As the solver places them for the cost model's layer time, with replicas in spare slots; a
-    `RoutingByRanks`. Sketches, but for the numbers of ranks that it is told to be thorough for."""
+    """Routing with experts as the solver places them, with replicas in spare slots.
+
+    Minimizes the cost model's layer time. A `RoutingByRanks`: sketched, except for refined numbers
+    of ranks.
+    """
 
     def __init__(self, profiled: ProfiledRouting, workload: Workload) -> None:
         self._profiled, self._workload = profiled, workload
@@ -127,7 +135,9 @@ def _shape_of(
     place: Callable[[LayerRouting, tuple[int, ...]], Line],
 ) -> RoutingShape:
     experts = workload.shape.num_experts
-    if ranks > experts:  # such a split is refused; without one, some devices hold no experts
+    if (
+        ranks > experts
+    ):  # the search refuses such a split; without a split, some devices hold no experts
         return uniform(workload.shape, ranks)
     shares = contiguous(experts, ranks, num_layers=1, moe_layers=[0]).slots_per_rank
     slots = tuple(min(experts, share + spare) for share in shares)
@@ -143,18 +153,18 @@ def _shape_of(
 
 
 def _spaced(count: int, most: int) -> list[int]:
-    """At most so many of the numbers below `count`, the first and the last among them."""
+    """Return at most `most` evenly spaced numbers below `count`, with the first and the last."""
     chosen = min(count, most)
     return [round(n * (count - 1) / max(1, chosen - 1)) for n in range(chosen)]
 
 
 def _nearest(number: int, to: Sequence[int]) -> int:
-    """Where in `to` the one is that differs least."""
+    """Return the index of the nearest number in `to`."""
     return min(range(len(to)), key=lambda place: abs(to[place] - number))
 
 
 def _costs(workload: Workload, ranks: int) -> PlacementCosts:
-    """Of a pair at an expert rank, and of a copy over all links of the split."""
+    """Return the costs of a pair at an expert rank, and of a copy over all links."""
     shape, hardware = workload.shape, workload.hardware
     senders = workload.devices - ranks if ranks < workload.devices else ranks
     row_bytes = shape.hidden_size * shape.element_bytes
@@ -170,7 +180,7 @@ def routing_answer(
     before: tuple[Split, RoutingShape],
     after: tuple[Split, RoutingShape],
 ) -> RoutingAnswer:
-    """The best splits with experts in order, and placed."""
+    """Compare the best splits with experts in order and placed."""
     (split_before, shape_before), (split_after, shape_after) = before, after
     was, now = shape_before.mean, shape_after.mean
     gain = 0.0
@@ -191,19 +201,19 @@ def routing_answer(
 def _advice(split: Split, gain: float, was: Spread, now: Spread) -> str:
     if gain > MIN_GAIN:
         return (
-            f"Placing experts brings {gain:.1%}: a token goes to {now.copies:.2f} ranks instead of "
+            f"Placing experts gains {gain:.1%}: a token goes to {now.copies:.2f} ranks instead of "
             f"{was.copies:.2f}, the busiest has {now.load:.2f} of the mean's pairs instead of "
             f"{was.load:.2f}."
         )
     if gain < -MIN_GAIN:
         return (
-            f"Placing experts so costs {-gain:.1%} here: what spare slots take in memory and in "
-            "calls of experts is more than they bring. Leave them out."
+            f"Placing experts so costs {-gain:.1%} here: spare slots take more memory and expert calls "
+            "than they save. Leave them out."
         )
     busy = busy_fractions(split)
     links = max(busy["A2E"], busy["E2A"])
     return (
-        f"Grouping brings nothing here: links are busy {links:.0%} of the time, expert ranks "
+        f"Grouping has no gain here: links are busy {links:.0%} of the time, expert ranks "
         f"{busy['expert ranks']:.0%}, and in order the busiest has {was.load:.2f} of the mean's "
         "pairs."
     )

@@ -1,4 +1,4 @@
-"""The SPEC.json of `tandem plan`: stage models as they are, or a model and a machine."""
+"""SPEC.json of `tandem plan`: stage models, or a model and a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec,
 from planner.schedule.alternatives import MAX_SAMPLES, Workload
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
 
-MAX_FIELD = 1 << 31  # of a model's integer fields: sizes beyond are mistakes
+MAX_FIELD = 1 << 31  # limit of a model's integer fields
 MAX_DEVICES = 4096
 MAX_TOKENS = 1 << 24
 
@@ -35,7 +35,7 @@ Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 
 
 class _Stages(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`link` stands for a2e and e2a."""
+    """link: sets both a2e and e2a."""
 
     attention: Linear
     expert: Linear
@@ -60,10 +60,12 @@ class StagesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class OffloadFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Experts that are read as they are wanted. kept: part of all of them that there is room for as
-    they are computed with; tier_bytes_per_s: at which the others are read; hits: how many of those
-    that are wanted are there (None: as of even routing). stored_bits_per_weight: as the checkpoint
-    stores them, scales included, with experts.storage_format (None: as they are computed with)."""
+    """Experts that are read on demand.
+
+    kept: fraction that fits into memory in the computed type. tier_bytes_per_s: read rate. hits:
+    fraction of requested experts in memory (None: as with even routing). stored_bits_per_weight:
+    with experts.storage_format, scales included (None: the computed type's).
+    """
 
     kept: Annotated[float, Meta(ge=0, lt=1)]
     tier_bytes_per_s: Annotated[float, Meta(gt=0, le=1e15)]
@@ -75,12 +77,12 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A SPEC of a model and a machine.
 
     model: a Hugging Face folder (its config.json is enough), "bundled", or the fields of a
-    config.json. hardware: a file, a known name, or its fields. attention_ranks and expert_ranks, or
-    one of them and devices, or devices alone, over whose splits is searched. context_tokens: cached
+    config.json. hardware: a file, a known name, or its fields. attention_ranks, expert_ranks: both,
+    or one of them and devices; devices alone: search over their splits. context_tokens: cached
     before each sample's sequence_tokens new ones (decode: sequence_tokens 1). max_samples: a limit
-    beside the memory's. memory_bytes: of a device, instead of the hardware's. memory_fraction: of
-    it, that may be used. offload: None: all experts are there. routing: a file of `tandem profile
-    --routing`, instead of uniform routing; spare_slots: of each rank, beyond its share of experts.
+    beside the memory's. memory_bytes: of a device, overrides the hardware's. memory_fraction: the
+    usable part. offload: None: all experts fit. routing: a file of `tandem profile --routing`,
+    instead of uniform routing. spare_slots: of each rank, beyond its share of experts.
     """
 
     model: str | dict[str, Any]
@@ -102,8 +104,10 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ModelProblem(NamedTuple):
-    """deployment None: search over the splits of the workload's devices. tier: where experts are
-    that are not kept; None: all are. profiled: None: routing is uniform."""
+    """deployment None: search over the splits.
+
+    tier None: all experts fit. profiled None: uniform routing.
+    """
 
     workload: Workload
     deployment: Deployment | None
@@ -113,8 +117,10 @@ class ModelProblem(NamedTuple):
 
 
 def read_plan_file(path: Path, devices: int | None = None) -> PlanSpec | ModelProblem:
-    """`devices`: of the command line, instead of the file's ranks. Raises ConfigError or another
-    TandemError: one line."""
+    """Read a SPEC.
+
+    devices: of the command line, overrides the file's ranks. Raises TandemError, one line.
+    """
     tree = read_json_file(path)
     where = str(path)
     if "stages" in tree:
@@ -210,8 +216,10 @@ def _tier(given: OffloadFile, computed_bits: int, where: str) -> Tier:
 
 
 def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int, int] | None, int]:
-    """(attention ranks, expert ranks), None to search for them; and how many devices there are.
-    Of ranks and devices, what is not given follows from the others."""
+    """Return (attention ranks, expert ranks), None to search, and the number of devices.
+
+    A missing number follows from the others.
+    """
     attention, expert = file.attention_ranks, file.expert_ranks
     total = devices or file.devices
     if total is None:
@@ -222,7 +230,7 @@ def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int,
     if not 2 <= total <= MAX_DEVICES:
         raise ConfigError(f"devices={total}: give 2 to {MAX_DEVICES}, one for each group at least")
     if devices is not None or (attention is None and expert is None):
-        return None, total  # --devices asks for a search, whatever split the file has
+        return None, total  # --devices requests a search, even if the file has a split
     attention = total - expert if attention is None and expert is not None else attention
     expert = total - attention if expert is None and attention is not None else expert
     assert attention is not None
@@ -236,7 +244,7 @@ def _split(file: ModelFile, devices: int | None, where: str) -> tuple[tuple[int,
 
 
 def _memory_bytes(file: ModelFile, hardware: Hardware, devices: int) -> float:
-    """Of a rank's device; ranks that share devices share their memory."""
+    """Return the memory of a rank's device; ranks that share devices share their memory."""
     if file.memory_bytes is not None:
         return file.memory_bytes
     shared = max(1.0, devices / hardware.devices) if hardware.devices else 1.0
@@ -253,8 +261,10 @@ def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
 
 
 def _model(given: str | dict[str, Any]) -> ModelSpec:
-    """given: the fields of a config.json, a well-known model's name, a folder, or a hub id (its
-    config.json alone is downloaded)."""
+    """Read a model: fields of a config.json, a known name, a folder, or a hub id.
+
+    Of a hub id only config.json is downloaded.
+    """
     if isinstance(given, str):
         return _bounded(_named_model(given))
     for name, value in given.items():
@@ -272,7 +282,7 @@ def _model(given: str | dict[str, Any]) -> ModelSpec:
 
 
 def _folder(name: str) -> Path | None:
-    """The model's folder, if it is on this machine."""
+    """Return the model's folder, if it is on this machine."""
     folder = resolve_model_folder(name) if name == BUNDLED else Path(name).expanduser()
     return folder if folder.is_dir() else None
 

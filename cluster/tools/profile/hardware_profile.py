@@ -46,17 +46,17 @@ from planner.costs.stage_fit import (
 )
 
 BACKENDS: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
-SEEDS = 3  # of a batch's tokens, in turn: routing differs, sizes of products come again
+SEEDS = 3  # of a batch's tokens, in turn: routing differs, sizes of products recur
 MAX_ROUNDS = 15
 LEAST_ROUNDS = 3
-MAX_ATTEMPTS = 3  # where noise makes a slope vanish
+MAX_ATTEMPTS = 3  # if noise makes a slope vanish
 LINK_ROUNDS = 30
 LINK_BYTES = (64, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 MAX_BATCH_TOKENS = 8192
 MAX_RAGGED_TOKENS = 2048
 LINK_SHARE = 0.2  # of the time
 SEVERAL_SHARE = 0.2  # of what is left, with several expert ranks
-SEVERAL = 4  # expert ranks, so that packets to more than one are told apart
+SEVERAL = 4  # expert ranks, to separate the cost of further packets
 MAX_SEVERAL_TOKENS = 2048
 SERVED = ((1, 64), (4, 64), (16, 64), (32, 64), (64, 16), (1, 1024), (4, 512))  # count, tokens
 
@@ -65,7 +65,7 @@ Found = TypeVar("Found")
 
 
 class ProfileSettings(NamedTuple):
-    """What to measure, and for how long at most."""
+    """Model, type and time limit of a measurement."""
 
     model_folder: Path
     dtype: Literal["auto", "bfloat16", "float32"]
@@ -73,7 +73,7 @@ class ProfileSettings(NamedTuple):
 
 
 def profile(settings: ProfileSettings) -> Hardware:
-    """Measures attention, shared experts, experts and links, one core for each side.
+    """Measure attention, shared experts, experts and links, one core for each side.
 
     Raises ConfigError, ResourceError, CheckpointError.
     """
@@ -81,7 +81,7 @@ def profile(settings: ProfileSettings) -> Hardware:
         raise ConfigError(f"--seconds {settings.seconds:g}: give 5 to 3600")
     spec = check_checkpoint(settings.model_folder)
     dtype = resolve_dtype(spec, settings.dtype)
-    bound_memory()  # as ranks do
+    bound_memory()  # as in ranks
     shape = shape_of(spec, dtype)
     with _one_thread():
         costs = _until_certain(
@@ -121,7 +121,7 @@ class _StageCosts(NamedTuple):
 
 
 def _until_certain(measure: Callable[[], Found], fits_of: Callable[[Found], list[Fit]]) -> Found:
-    """Measure again while a slope vanishes in noise; the last attempt is taken as it is."""
+    """Measure again while noise makes a slope vanish; the last attempt counts."""
     for _ in range(MAX_ATTEMPTS - 1):
         found = measure()
         if not any(fit.uncertain for fit in fits_of(found)):
@@ -146,7 +146,7 @@ def _fit_stages(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As a rank's `groups.torch_threads` is by default."""
+    """Use one thread, as a rank does by default (`groups.torch_threads`)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -156,8 +156,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def batches(max_context_tokens: int) -> list[Chunks]:
-    """Micro-batches to measure, cheapest first: prompts, chunks behind a cached prefix, decode; of
-    equal sequences, and of sequences whose lengths are all different."""
+    """Return micro-batches to measure, cheapest first.
+
+    Prompts, chunks behind a cached prefix, decode; of equal and of different lengths.
+    """
     longest = min(max_context_tokens, MAX_BATCH_TOKENS)
     wanted = [
         *((count, 0, tokens) for count in (1, 4, 16) for tokens in (16, 64, 256, 1024, 4096)),
@@ -178,8 +180,7 @@ def batches(max_context_tokens: int) -> list[Chunks]:
 
 
 def _ragged(count: int, longest: int) -> Chunks:
-    """Of `count` sequences half decode, a third are prompts, the rest chunks behind a prefix; their
-    lengths from 16 to about `longest` tokens."""
+    """Mix decode (half), prompts (a third) and chunks with a prefix, of 16 to `longest` tokens."""
     chunks = []
     for number in range(count):
         tokens = max(16, int(longest ** ((number + 1) / count)) - 64)
@@ -194,19 +195,21 @@ def _ragged(count: int, longest: int) -> Chunks:
 
 
 def _prompts(count: int, longest: int) -> Chunks:
-    """So many of different lengths, as rows to classify have them: half of at most 67 tokens, the
-    longest of four to six times as many."""
+    """Return prompts of different lengths, like rows to classify.
+
+    Half have at most 67 tokens; the longest has four to six times as many.
+    """
     lengths = [12 * (10 ** (1.5 * (number + 0.5) / count)) for number in range(count)]
     return tuple((0, max(1, min(longest, round(each)))) for each in lengths)
 
 
 def _size(chunks: Chunks) -> float:
-    """Of about its time, in tokens: enough for an order."""
+    """Estimate the time in tokens, for sorting."""
     return sum((stop - start) * (1 + (start + stop) / 4096) for start, stop in chunks)
 
 
 def label_of(chunks: Chunks) -> str:
-    """ "4 x 256 tokens", "8 x 1 tokens after 512", "12 sequences, 340 tokens"."""
+    """Return "4 x 256 tokens", "8 x 1 tokens after 512" or "12 sequences, 340 tokens"."""
     start, stop = chunks[0]
     if len(set(chunks)) > 1:
         return f"{len(chunks)} sequences, {sum(stop - start for start, stop in chunks)} tokens"
@@ -219,7 +222,7 @@ _Measured = dict[Chunks, list[ProbedPass]]
 def _measure_stages(
     settings: ProfileSettings, spec: ModelSpec, dtype: torch.dtype
 ) -> tuple[_Measured, _Measured, list[ServingSample]]:
-    """With one expert rank, with several, and outside of the layers."""
+    """Measure with one expert rank, with several, and outside of the layers."""
     wanted = batches(spec.max_context_tokens)
     budget_s = (1 - LINK_SHARE) * settings.seconds
     pool_tokens = max(pool_tokens_for(chunks) for chunks in wanted)
@@ -237,7 +240,7 @@ def _rounds(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> _Me
     start_s = monotonic_s()
     chosen = _affordable(probe, wanted, budget_s)
     measured: _Measured = {chunks: [] for chunks in chosen}
-    for number in range(MAX_ROUNDS):  # batches in turn, so that a slow second hits all of them
+    for number in range(MAX_ROUNDS):  # batches in turn, so that a slow second affects all of them
         if number >= LEAST_ROUNDS and monotonic_s() - start_s > budget_s:
             break
         for chunks in chosen:
@@ -246,7 +249,7 @@ def _rounds(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> _Me
 
 
 def _served(probe: StageProbe, longest: int, pool_tokens: int) -> list[ServingSample]:
-    """Batches of prompts as one micro-batch and as two; the first round warms up."""
+    """Measure batches of prompts as one micro-batch and as two; the first round warms up."""
     samples = []
     for count, tokens in SERVED:
         lengths = [min(tokens, longest)] * count
@@ -268,7 +271,7 @@ def _tokens(chunks: Chunks) -> int:
 
 
 def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> list[Chunks]:
-    """The cheapest of `wanted` of which LEAST_ROUNDS rounds, warm-up aside, stay in the budget."""
+    """Return the cheapest of `wanted` whose LEAST_ROUNDS rounds fit the budget after warm-up."""
     chosen: list[Chunks] = []
     spent_s = 0.0
     for chunks in wanted:
@@ -286,7 +289,7 @@ def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) ->
 def _attention_samples(
     spec: ModelSpec, measured: _Measured, ranks: int = 1
 ) -> list[AttentionSample]:
-    """The median of each batch and kind of layer, with so many expert ranks."""
+    """Return the median of each batch and kind of layer."""
     samples = []
     for chunks, passes in measured.items():
         tasks = [task for one in passes for task in one.attention]
@@ -345,7 +348,7 @@ def _measure_links(budget_s: float) -> tuple[list[LinkCost], list[Fit]]:
 
 
 def _link_medians(backend: str, budget_s: float) -> Iterator[tuple[int, tuple[float, float]]]:
-    """(bytes, (a2e_s, e2a_s)) of each size; sizes in turn, the first round warms up."""
+    """Yield (bytes, (a2e_s, e2a_s)) of each size; the first round warms up."""
     with link_probe(backend) as probe:
         start_s = monotonic_s()
         rounds: list[list[LinkTransfer]] = []
@@ -360,7 +363,7 @@ def _link_medians(backend: str, budget_s: float) -> Iterator[tuple[int, tuple[fl
 
 
 def _processor() -> str:
-    """As Linux calls it."""
+    """Return the processor's name."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

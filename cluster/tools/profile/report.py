@@ -65,7 +65,7 @@ def _draw_fit(axis: Any, fit: Fit) -> None:
         min(point.measured_ms for point in points),
         max(point.measured_ms for point in points),
     )
-    axis.set_ylim(low / 3, max(3 * high, 10 * low))  # a decade at least: flat is to look flat
+    axis.set_ylim(low / 3, max(3 * high, 10 * low))  # at least a decade, so that flat looks flat
     for side in (axis.xaxis, axis.yaxis):
         side.set_minor_formatter(NullFormatter())  # powers of ten only: others would overlap
     axis.set(xlabel="modelled ms" if several else fit.size_unit, ylabel="ms")

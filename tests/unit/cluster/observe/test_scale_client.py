@@ -91,7 +91,7 @@ def test_as_json_it_is_one_object(folder: Path, capsys: Capture) -> None:
             [_running(), msgspec.structs.replace(DONE, state="failed", reason="no memory")],
             "no memory; there are attention_ranks=3",
         ),
-        ([_running(), ScaleState()], "the launcher of the ranks was started anew"),
+        ([_running(), ScaleState()], "the launcher was restarted"),
         ([_running(), NotReadyError("nobody")], "503: nobody"),
     ],
 )

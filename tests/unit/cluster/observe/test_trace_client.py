@@ -138,7 +138,7 @@ def test_seconds_that_are_none_are_refused(folder: Path, seconds: str) -> None:
         (["--url", "localhost"], "begin it with http"),
         (["--seconds", "0"], "--seconds 0.0: give more than 0, 60 at most"),
         (["--seconds", "nan"], "--seconds nan: give more than 0"),
-        (["--output", "nowhere/trace.json"], "there is no folder nowhere"),
+        (["--output", "nowhere/trace.json"], "folder nowhere does not exist"),
         (["--url", "http://127.0.0.1:9"], "no answer: "),
     ],
 )

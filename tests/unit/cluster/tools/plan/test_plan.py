@@ -372,7 +372,7 @@ def test_grouping_gains_nothing_without_link_limit(tmp_path: Path, capsys: Captu
     ]
     fast["expert"] |= {"ms_per_flop": fast["expert"]["ms_per_flop"] / 1e3}
     assert plan(tmp_path, {**ROUTED, "hardware": fast}) == 0
-    assert "Grouping brings nothing here: links are busy 0%" in " ".join(
+    assert "Grouping has no gain here: links are busy 0%" in " ".join(
         capsys.readouterr().out.split()
     )
 
