@@ -207,8 +207,8 @@ def _advice(split: Split, gain: float, was: Spread, now: Spread) -> str:
         )
     if gain < -MIN_GAIN:
         return (
-            f"Placing experts so costs {-gain:.1%} here: spare slots take more memory and expert calls "
-            "than they save. Leave them out."
+            f"Placing experts so costs {-gain:.1%} here: spare slots take more memory and expert "
+            "calls than they save. Leave them out."
         )
     busy = busy_fractions(split)
     links = max(busy["A2E"], busy["E2A"])

@@ -89,7 +89,7 @@ def test_as_json_it_is_one_object(folder: Path, capsys: Capture) -> None:
         ([NotReadyError("attention_ranks=9: 7 more need 7 CPU")], "503: attention_ranks=9"),
         (
             [_running(), msgspec.structs.replace(DONE, state="failed", reason="no memory")],
-            "no memory; there are attention_ranks=3",
+            "no memory; current ranks: attention_ranks=3",
         ),
         ([_running(), ScaleState()], "the launcher was restarted"),
         ([_running(), NotReadyError("nobody")], "503: nobody"),
@@ -110,7 +110,7 @@ def test_one_that_lasts_is_left_to_itself(folder: Path, capsys: Capture) -> None
     with serve_api(folder, [_rank()], scale=Launcher(_running())) as api:
         given = ["--attention-ranks", "3", "--within", "0.01"]
         assert main(["scale", "--url", api.url, *given]) == 2
-    assert "not done within 0.01 s (--within): it goes on" in capsys.readouterr().err
+    assert "not done within 0.01 s (--within): it continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_ctrl_c_prints_resume_command(
     with pytest.raises(KeyboardInterrupt):
         run_bulk(job, workers(), Terminal(stderr=True))
     error_output = capsys.readouterr().err
-    assert "stopped with 0 rows written; the same command with --resume goes on" in error_output
+    assert "stopped with 0 rows written; the same command with --resume continues" in error_output
 
 
 def test_multi_label_needs_a_question(run: Run) -> None:

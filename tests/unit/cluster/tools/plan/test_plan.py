@@ -119,7 +119,7 @@ def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Capt
         assert row["resident_ms"] < row["ahead_ms"] < row["on_demand_ms"]
     assert "From 5 sequence(s) on" in answer["offload_advice"]
     assert plan(tmp_path, spec) == 0
-    assert "read ahead, at best" in capsys.readouterr().out
+    assert "prefetched, at best" in capsys.readouterr().out
     half = {"kept": 0.5, "tier_bytes_per_s": 5e10, "stored_bits_per_weight": 8}
     assert plan(tmp_path, {**MODEL, "offload": half}, "--json") == 0
     stored = json.loads(capsys.readouterr().out)
