@@ -95,19 +95,13 @@ def _check_cost(
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
     """Return one entry per prompt: all strings, or all lists of token ids."""
-    if isinstance(given, str):
-        return [given]
-    texts = [item for item in given if isinstance(item, str)]
-    token_ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
     if not given:
         raise RequestError("prompt is empty", "prompt")
-    if len(token_ids) == len(given):
-        return [token_ids]
-    if len(texts) == len(given):
-        return texts
-    if len(lists) == len(given):
-        return lists
+    kinds = {type(item) for item in given}
+    if isinstance(given, str) or kinds == {int}:
+        return [given]  # type: ignore[return-value,list-item]
+    if len(kinds) == 1:
+        return given  # type: ignore[return-value]
     raise RequestError(
         "prompt: expected a string, strings, token ids, or lists of token ids, not a mixture",
         "prompt",

@@ -27,6 +27,12 @@ class _Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pass
 
 
+class _Answer(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    created: int
+    model: str
+
+
 class PromptTokensDetails(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of the usage. cached_tokens: prompt tokens found in the prefix cache."""
 
@@ -60,27 +66,21 @@ class CompletionChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=
     finish_reason: FinishReason | None
 
 
-class Completion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Completion(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of /v1/completions."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: TokenUsage
 
 
-class CompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletionChunk(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event of a streamed completion.
 
     usage: with stream_options.include_usage, null until the last chunk, which has no choices.
     """
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: TokenUsage | UnsetType | None = UNSET
 
@@ -126,13 +126,10 @@ class ChatChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
     finish_reason: FinishReason
 
 
-class ChatCompletion(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatCompletion(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: TokenUsage
 
@@ -153,13 +150,10 @@ class ChatChunkChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=T
     finish_reason: FinishReason | None
 
 
-class ChatCompletionChunk(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChatCompletionChunk(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One event of a streamed chat completion. usage: as in CompletionChunk."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
     usage: TokenUsage | UnsetType | None = UNSET
 
@@ -177,24 +171,18 @@ class ClassifiedRow(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_classes: int
 
 
-class Classification(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Classification(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of /v1/classify: one row per text, in order."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[ClassifiedRow]
     usage: TokenUsage
 
 
-class Scoring(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Scoring(_Answer, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The answer of /v1/score: per item a score for each of label_token_ids."""
 
-    id: str
     object: Literal["scoring"]
-    created: int
-    model: str
     scores: list[list[float]]
     usage: TokenUsage
 
