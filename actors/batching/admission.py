@@ -26,11 +26,7 @@ from planner.scheduling.drain_rate import BACKLOG, SHORTEST_S, DrainRate, retry_
 
 
 class RankAdmission(NamedTuple):
-    """Limits of one rank.
-
-    pool_tokens: capacity of its KV pool. retry_after_s: time until that many waiting sequences of a
-    class have started.
-    """
+    """Limits of a rank. retry_after_s: time until that many waiting sequences have started."""
 
     rank: str
     vocabulary: int
@@ -92,10 +88,7 @@ class RankAdmission(NamedTuple):
 
 
 class QueueDrain(Observer):
-    """Rate at which sequences start, by class, while enough of them wait to measure it.
-
-    The ingress has admission control of its own; this covers what several ingresses admit together.
-    """
+    """Rate at which sequences start, by class, while enough of them wait to measure it."""
 
     def __init__(self, scheduler: Scheduler, clock: Clock) -> None:
         self._scheduler, self._clock = scheduler, clock

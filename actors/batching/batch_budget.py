@@ -38,10 +38,7 @@ def owner_of(client: int, submit: Submit) -> Owner:
 
 
 class SequenceCounts:
-    """Sequences of each request on the rank, waiting or running.
-
-    LS work does not share with BE work, but BE shares with LS.
-    """
+    """Sequences of each request, waiting or running. BE shares with LS, LS not with BE."""
 
     def __init__(self) -> None:
         self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
@@ -73,10 +70,7 @@ class SequenceCounts:
         return self._totals[priority]
 
     def shared(self, priority: Priority, batch: int, classes: Sequence[Priority]) -> bool:
-        """Return whether requests of a class share this batch with others, or did recently.
-
-        classes: those of the batch.
-        """
+        """Return whether a class shares this batch with other requests, or did recently."""
         if self._has_several(priority, classes):
             self._shared_until[priority] = batch + SHARED_BATCHES
         return batch < self._shared_until[priority]

@@ -15,10 +15,7 @@ from planner.scheduling.batching import Phase
 
 
 class BatchBlocks:
-    """Providers and copies of blocks within a batch.
-
-    sources: blocks that others copy from; the batch holds a reference to each.
-    """
+    """Block providers and copies within a batch, which holds references to `sources`."""
 
     def __init__(self) -> None:
         self.sources: list[int] = []
@@ -65,10 +62,7 @@ class CachedPrefix(NamedTuple):
 def cached_prefix(
     sequence: Sequence, hashes: list[bytes], blocks: BlockManager, batch: int
 ) -> CachedPrefix:
-    """Return the longest cached prefix of `sequence`, up to its first needed position.
-
-    hashes: of the leading blocks to match.
-    """
+    """Return the longest cached prefix before the first needed position. hashes: to match."""
     block_tokens = sequence.block_tokens
     matched = blocks.match(hashes, batch=batch)
     whole = len(matched) * block_tokens
@@ -131,10 +125,7 @@ class BatchBuilder:
         return True
 
     def can_fit(self, sequence: Sequence) -> bool:
-        """Return whether a first chunk fits if there are blocks, so that preemption may help.
-
-        A whole prompt that exceeds the rest of the batch does not fit behind others.
-        """
+        """Return whether the first chunk would fit if there were blocks."""
         start, token_budget = self.prefix(sequence).tokens, self.budget.tokens_for(sequence.owner)
         return (
             not self.chunks
@@ -160,10 +151,7 @@ class BatchBuilder:
     def _allocate(
         self, sequence: Sequence, prefix: CachedPrefix, token_budget: int
     ) -> list[int] | None:
-        """Return the block table; None if blocks or room for a whole prompt are lacking.
-
-        The batch also takes a reference to the block to copy from.
-        """
+        """Return the block table; None if blocks, or room for a whole prompt, are lacking."""
         stop = self._chunk_end(sequence, prefix.tokens, token_budget)
         if self.chunks and stop > prefix.tokens + token_budget:
             return None

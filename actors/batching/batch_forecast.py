@@ -55,10 +55,7 @@ def upcoming(
 
 
 class PrefixEstimator:
-    """Cached prefixes of waiting prompts, within a budget of blocks to match and to hash.
-
-    Hashes are kept: the sequence needs them to start.
-    """
+    """Cached prefixes of waiting prompts, within budgets of blocks to match and to hash."""
 
     def __init__(self, blocks: BlockManager, batch: int) -> None:
         self._blocks = blocks

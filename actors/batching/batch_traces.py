@@ -22,10 +22,7 @@ FLUSH_LINES = 1000
 
 
 class BatchTraces(Observer):
-    """Records batches under the names that clients gave their requests.
-
-    rank: its name. Log lines are written in groups, which is cheaper.
-    """
+    """Records batches under clients' request names. Log lines are written in groups."""
 
     def __init__(self, rank: str, timeline: Timeline, clock: Clock) -> None:
         self._rank, self._timeline, self._clock = rank, timeline, clock

@@ -68,11 +68,7 @@ class DecodeCoalescer(Observer):
         return begin_s - now_s
 
     def free_places(self) -> int:
-        """Return how many sequences may start while BE's decodes join LS's.
-
-        Negative: they may not join, because LS would be late or would leave BE too little of a
-        batch.
-        """
+        """Return how many sequences may start while BE's decodes join LS's; -1: BE may not join."""
         in_time = MAX_RIDE_PASSES * self._pass_s <= self._tbt_s
         of_ls = sum(sequence.priority is Priority.LS for sequence in self._scheduler.started)
         if not in_time or of_ls > self._max_sequences // 2:

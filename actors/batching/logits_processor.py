@@ -92,10 +92,7 @@ class LogitsProcessor:
 
 
 class TokenPenalties:
-    """Distinct tokens of a sequence with their generated counts.
-
-    Updated token by token, so that a step is one operation over the distinct tokens.
-    """
+    """Distinct tokens with generated counts: a step is one operation over them."""
 
     def __init__(self, prompt: Iterable[int], device: torch.device) -> None:
         ids = list(dict.fromkeys(prompt))

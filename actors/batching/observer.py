@@ -40,10 +40,7 @@ class LoopControl(Protocol):
 
 
 class Observer:
-    """Observer of a serving loop that does nothing by default.
-
-    Called in the loop's thread, except `sections` and `notes`.
-    """
+    """Does nothing by default. Called in the loop's thread, except `sections` and `notes`."""
 
     def begin(self, loop: LoopControl) -> None:
         """Run first in the loop."""

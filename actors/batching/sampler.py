@@ -34,10 +34,9 @@ class TokenSampler:
         self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
 
     def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
-        """Return the sequence's next token, and its log-probability if requested.
+        """Return the next token and, if requested, its log-probability under the model.
 
-        The log-probability is that of the model's own distribution. Raises SamplingError, or what
-        torch raises.
+        Raises SamplingError, or what torch raises.
         """
         sampling = sequence.submit.sampling
         assert sampling is not None
@@ -113,10 +112,7 @@ def _draw(logits_V: torch.Tensor, peak: float, sampling: Sampling, drawn: float)
 
 
 def token_logprob(logits_V: torch.Tensor, token: int, num_top: int) -> TokenLogprob:
-    """Return the token's log-probability and those of the `num_top` most probable tokens.
-
-    Each is at least MIN_LOGPROB. Raises SamplingError where logits are not finite.
-    """
+    """Return the log-probability of the token and the `num_top` best. Raises SamplingError."""
     logprobs_V = logits_V.float().log_softmax(-1).clamp_(min=MIN_LOGPROB)
     logprob = float(logprobs_V[token])
     if math.isnan(logprob):  # one NaN or +inf logit makes all of them NaN

@@ -12,11 +12,7 @@ from planner.scheduling.batching import Phase
 
 
 class Chunk(NamedTuple):
-    """New tokens [start, stop) of one sequence.
-
-    after: earlier chunks of this batch whose blocks it shares. copies: what it copies into the
-    block that contains `start`.
-    """
+    """New tokens [start, stop) of a sequence. after: chunks whose blocks it shares."""
 
     sequence: Sequence
     start: int

@@ -175,11 +175,7 @@ class Scheduler:
                 self._start(batch, sequence)
 
     def upcoming(self, forms: Iterable[Form] = (ALL,)) -> list[list[tuple[int, int]]]:
-        """Return new tokens [start, stop) per sequence of the next batch of each form.
-
-        A forecast made while a batch runs (batch_forecast.py), without empty batches. Changes
-        nothing.
-        """
+        """Forecast [start, stop) per sequence of the next batch of each form."""
         held, found = PrefixEstimator(self.blocks, self._batches), []
         for form in forms:
             budget = BatchBudget(self._config, self.sequence_counts, self._batches, form.priorities)
@@ -260,10 +256,7 @@ class Scheduler:
         return True
 
     def _preempt_lower_class(self, priority: Priority) -> bool:
-        """Requeue the idle BE sequence with the least computed, or else preempt a running BE batch.
-
-        Returns False if nothing runs below that class. The prefix cache may recover the lost work.
-        """
+        """Requeue the idle BE sequence with the least computed, else a BE batch; False if none."""
         if priority is not Priority.LS:
             return False
         idle = [s for s in self._running if s.priority > priority and not s.in_flight]
@@ -278,11 +271,7 @@ class Scheduler:
     def _free_blocks_for_waiting(
         self, batch: BatchBuilder, priorities: tuple[Priority, ...]
     ) -> None:
-        """Requeue sequences of requests that exceed their share of blocks, youngest first.
-
-        Frees blocks for the next waiting sequence, but leaves each request no fewer than it would
-        hold.
-        """
+        """Requeue the youngest of requests above their share until the next sequence has blocks."""
         first = next(filter(None, (self._waiting[each].peek() for each in priorities)), None)
         if first is None:
             return

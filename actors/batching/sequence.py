@@ -128,10 +128,7 @@ def failure_reply(request_id: int, error: TandemError) -> Failed:
 
 
 def logged_failure_reply(submit: Submit, error: Exception, kind: type[TandemError]) -> Failed:
-    """Return `failure_reply`, for an unexpected error with the code of `kind`.
-
-    An unexpected error is logged with its traceback; the client receives its type only.
-    """
+    """Return `failure_reply`; log an unexpected error and reply its type under `kind`'s code."""
     if isinstance(error, TandemError):
         return failure_reply(submit.request_id, error)
     fields = {"request_id": submit.caller.name, "error": type(error).__name__}

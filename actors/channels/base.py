@@ -106,10 +106,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 class Reservation(Protocol):
-    """Channel memory to fill in place before `Endpoint.commit`.
-
-    Commit each reservation exactly once; `tensors` is empty afterwards.
-    """
+    """Channel memory to fill in place and commit once; `tensors` is empty afterwards."""
 
     peer: str
     tensors: Sequence[torch.Tensor]
@@ -157,19 +154,13 @@ class Packet:
 
 
 class PeerJoined(msgspec.Struct, frozen=True):
-    """A peer connected to this endpoint, or `join` connected to it.
-
-    `connect` returns once the peer is joined and raises no event.
-    """
+    """A peer connected, or `join` connected to it. `connect` raises no event."""
 
     peer: str
 
 
 class PeerLost:
-    """A peer died (connection closed) or hung (silent for too long), reported once per link.
-
-    epoch: the peer's.
-    """
+    """A peer died or hung, reported once per link. epoch: the peer's."""
 
     __slots__ = ("epoch", "error", "peer")
 
@@ -221,10 +212,7 @@ class Endpoint(Protocol):
         """Join `peer` within connect_timeout_s. Raises HandshakeError or ChannelError."""
 
     def join(self, peer: str, address: str) -> None:
-        """Join `peer` from any thread; `poll` then returns PeerJoined.
-
-        A link to the same name at an older epoch is lost.
-        """
+        """Join `peer`, thread-safe; `poll` returns PeerJoined. Replaces an older epoch's link."""
 
     def peers(self) -> Sequence[str]:
         """Return the names of the peers whose links are up."""
@@ -276,10 +264,7 @@ def send_tensors(
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy `tensors` into channel memory, as `dtype` if one is given, and send them.
-
-    Raises as `Endpoint.reserve`.
-    """
+    """Copy `tensors` to channel memory, as `dtype` if given, and send. Raises as `reserve`."""
     reservation = endpoint.reserve(peer, [spec_of(tensor, dtype) for tensor in tensors])
     for slot, tensor in zip(reservation.tensors, tensors, strict=True):
         slot.copy_(tensor)

@@ -35,10 +35,7 @@ class BufferPool:
         self._idle_bytes = 0
 
     def acquire(self, num_bytes: int) -> Buffer:
-        """Return a buffer of at least `num_bytes`.
-
-        Sizes are rounded up to a power of two or three quarters of one.
-        """
+        """Return a buffer of at least `num_bytes`, rounded up to 2**n or 3/4 of it."""
         size = _SMALLEST_BYTES
         while size < num_bytes:
             size *= 2

@@ -105,10 +105,7 @@ class BaseEndpoint(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, link_sockets: LinkSockets) -> Link:
-        """Make a link over two authenticated sockets, on a handshake thread or the owner's.
-
-        The caller closes the sockets if it raises.
-        """
+        """Make a link over authenticated sockets, which the caller closes if this raises."""
 
     def _offer(self) -> bytes:
         """Return data that the initiator sends to the acceptor's `_join` (NCCL: the unique ids)."""

@@ -69,10 +69,7 @@ def make_endpoint(
     device: torch.device,
     placement: str = "",
 ) -> Endpoint:
-    """Create an endpoint. Raises ChannelError.
-
-    `config.backend` must be resolved, not "auto". placement: a digest, equal on all peers.
-    """
+    """Create an endpoint. `config.backend` must not be "auto". Raises ChannelError."""
     return _backend(config.backend, device)(
         name=name,
         token=token,

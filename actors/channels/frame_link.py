@@ -76,10 +76,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 
 
 class FrameSocket:
-    """One socket to `peer`. `send` and `flush` are thread-safe; one thread calls `receive`.
-
-    The owner reads `pending` without the lock to decide whether to flush.
-    """
+    """One socket to `peer`. `send` and `flush` are thread-safe; one thread calls `receive`."""
 
     def __init__(self, sock: socket.socket, peer: str, clock: Clock) -> None:
         sock.setblocking(False)

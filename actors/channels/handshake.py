@@ -103,10 +103,7 @@ def initiate(
     extra: bytes = b"",
     deadline_s: float,
 ) -> Remote:
-    """Authenticate the acceptor behind `sock`, which must be named `to` (None: any name).
-
-    Raises HandshakeError. Leaves the socket's timeout at the rest of the deadline.
-    """
+    """Authenticate the acceptor, which must be named `to` (None: any). Raises HandshakeError."""
     return _run_blocking(sock, _initiator(me, purpose=purpose, to=to, extra=extra), deadline_s)
 
 
@@ -285,10 +282,7 @@ async def _run_async(
 
 
 def _timeout_error(deadline_s: float, first_byte_s: float | None) -> HandshakeBrokenError:
-    """Return the error for a timeout.
-
-    first_byte_s: the limit that expired, if it was that of the first byte.
-    """
+    """Return the timeout error. first_byte_s: that limit, if it is the one that expired."""
     if first_byte_s is not None and first_byte_s < deadline_s:
         return HandshakeBrokenError(f"nothing was received within {first_byte_s:g} s")
     return HandshakeBrokenError(f"no handshake within {deadline_s:g} s")

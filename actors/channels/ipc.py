@@ -87,10 +87,7 @@ class IpcLink(SharedMemoryLink):
         return super().reserve(parts)
 
     def maintain(self, now_s: float) -> None:
-        """Set flags. Segments stay until the end.
-
-        Freeing device memory that the peer has open is undefined, and it stops the device.
-        """
+        """Set flags. Segments stay: freeing device memory that the peer has open is undefined."""
         self._set_flags()
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:

@@ -108,10 +108,7 @@ class LinkSetup:
         return self._listener is not None
 
     def connect(self, peer: str, address: str, offer: bytes) -> LinkSockets:
-        """Return two authenticated sockets to `peer` within deadline_s. Thread-safe.
-
-        Raises HandshakeError or ChannelError.
-        """
+        """Return two authenticated sockets. Thread-safe. Raises HandshakeError, ChannelError."""
         end_s = monotonic_s() + self._deadline_s
         extra = _Extra(self._backend, secrets.token_bytes(16), offer, placement=self._placement)
         data, offset_s, epoch = self._dial(peer, address, _DATA, extra, end_s)
@@ -144,10 +141,7 @@ class LinkSetup:
     def _dial(
         self, peer: str, address: str, purpose: str, extra: _Extra, end_s: float
     ) -> tuple[socket.socket, float, int]:
-        """Return an authenticated socket, the clock offset and the peer's epoch.
-
-        The offset (peer minus ours) is exact to half the duration of the handshake.
-        """
+        """Return an authenticated socket, the peer's clock minus ours, and the peer's epoch."""
         sock = dial(address, max(end_s - monotonic_s(), 1e-3))
         try:
             start_s = self._clock()

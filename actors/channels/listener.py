@@ -109,10 +109,7 @@ def _dial_unix(name: str, timeout_s: float) -> socket.socket:
 
 
 class HandshakeListener:
-    """Accepts on `sock`, which it owns.
-
-    accepted: called on a handshake thread, owns the connection even if it raises.
-    """
+    """Accepts on `sock`. `accepted`, on a handshake thread, owns the connection."""
 
     def __init__(
         self, sock: socket.socket, me: Identity, *, answer: AcceptHandler, accepted: AcceptedHandler

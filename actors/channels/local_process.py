@@ -85,10 +85,7 @@ class LocalProcess:
 def is_hung(
     silent_s: float, heartbeat_timeout_s: float, local_process: LocalProcess | None
 ) -> bool:
-    """Return whether a peer has been silent for too long.
-
-    local_process: the peer, if it runs on this machine.
-    """
+    """Return whether a peer is silent for too long. local_process: the peer, if it is local."""
     if silent_s < heartbeat_timeout_s:
         stopped_s = STOPPED_FACTOR * heartbeat_timeout_s
         return silent_s >= stopped_s and local_process is not None and local_process.is_stopped
@@ -128,10 +125,7 @@ def own_identity() -> bytes:
 
 
 def find_process(process_identity: bytes) -> LocalProcess | None:
-    """Return the process of that `own_identity()` if it is local and in our network namespace.
-
-    In another namespace silence may be a link's fault, which the process state does not show.
-    """
+    """Return the process of that `own_identity()` if no network link lies between it and us."""
     identity = _decode_local(process_identity)
     return (
         _open_process(identity) if identity is not None and identity.network == _network() else None
@@ -187,10 +181,7 @@ def boot_id() -> str:
 
 
 def kill_process(process_identity: bytes) -> bool:
-    """Kill the process of that `own_identity()`, never a later one with the same pid.
-
-    Returns False if it is gone or on another machine. Raises OSError.
-    """
+    """Kill the process of that `own_identity()`; False if it is not live here. Raises OSError."""
     identity = _decode_local(process_identity)
     if identity is None:
         return False

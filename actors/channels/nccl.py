@@ -64,10 +64,9 @@ _Call = Callable[[int, int, int, int, int], None]  # pointer, count, dtype, peer
 def transfer(
     nccl: Any, stream: torch.cuda.Stream, calls: Sequence[tuple[_Call, int, torch.Tensor]]
 ) -> torch.cuda.Event:
-    """Enqueue (send or recv, peer's rank, tensor) as one group on `stream`.
+    """Enqueue (send or recv, peer's rank, tensor) as one group behind the current stream.
 
-    The group runs after the current stream's work. The returned event marks its end; the tensors
-    must live until then.
+    The tensors must live until the returned event.
     """
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     nccl.groupStart()
@@ -131,10 +130,7 @@ class Lanes:
 
 
 def open_lanes(make: Callable[[], Lanes], peer: str, deadline_s: float) -> Lanes:
-    """Return what `make` returns. Raises PeerHungError after deadline_s.
-
-    NCCL's set-up cannot be interrupted: its daemon thread is then left behind.
-    """
+    """Return what `make` returns, from a daemon thread. Raises PeerHungError after deadline_s."""
     results: list[Lanes | RuntimeError] = []
 
     def run() -> None:

@@ -51,10 +51,7 @@ class PendingHandshakes:
         self._evicted = 0
 
     def enter(self, address: str, close_connection: CloseConnection) -> int:
-        """Add a connection and return its number for `leave`.
-
-        close_connection: called on any thread if the connection is evicted.
-        """
+        """Add a connection; return its number. close_connection: evicts it, on any thread."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             victim = self._evict(address)

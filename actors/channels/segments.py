@@ -75,10 +75,7 @@ class HostMemory:
 def create_memfd(
     num_bytes: int, *, advice: str = "lower channel.segment_bytes or the batch size"
 ) -> int:
-    """Create a sealed memfd of FLAG_BYTES + num_bytes with its pages allocated.
-
-    Raises ChannelError, with `advice` if memory is short.
-    """
+    """Create a sealed, allocated memfd of FLAG_BYTES + num_bytes. Raises ChannelError."""
     total = FLAG_BYTES + num_bytes
     try:  # both need a descriptor
         available = available_bytes()

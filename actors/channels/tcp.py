@@ -334,10 +334,7 @@ _SO_BUF_LOCK: Final = 72  # Linux 5.14: 0 lets the kernel choose again
 
 
 class SendBufferTuner:
-    """Sizes the send buffer of one connection. Used by one thread.
-
-    piece_bytes: what the line sends in BUFFERED_S.
-    """
+    """Sizes one connection's send buffer. piece_bytes: what the line sends in BUFFERED_S."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

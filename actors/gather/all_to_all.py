@@ -88,10 +88,7 @@ class AllToAll:
                 self._endpoint.connect(peer, addresses[peer])
 
     def sums(self, layer: int, routed: RoutedTokens) -> Tensor:
-        """Return each token's weighted sum over its experts, [T, D] float32.
-
-        Waits for all workers. Raises PeerError if one is lost.
-        """
+        """Return each token's weighted sum over its experts, [T, D] float32. Raises PeerError."""
         self._wait_for_links()
         tokens, placed = routed.x_TD.shape[0], self._placement.layer(layer)
         slices = plan_dispatch(

@@ -61,10 +61,7 @@ class ExpertSupply(NamedTuple):
 def expert_supply(
     spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
 ) -> ExpertSupply:
-    """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError.
-
-    `timeline` receives copies on the store's thread.
-    """
+    """Build what `prefill.experts` selects. Raises CheckpointError, ResourceError, ConfigError."""
     kind = spec.config.prefill.experts
     if kind == "resident":
         store: ExpertStore = ResidentStore(_load(spec, model, dtype, model.moe_layers))
@@ -157,10 +154,7 @@ def _gathered(
 def _lockstep(
     spec: RankSpec, model: ModelSpec, dtype: torch.dtype, timeline: Timeline, telemetry: Telemetry
 ) -> ExpertSupply:
-    """All-to-all mode: each worker has its share of the experts.
-
-    A lost worker ends the group, which restarts as a whole at a new epoch.
-    """
+    """All-to-all mode: each worker has a share of the experts. A lost worker restarts the group."""
     workers = [rank_name(Group.PREFILL, rank) for rank in range(spec.prefill_ranks)]
     device = torch.device(spec.device)
     check_fits(spec.placement, len(workers), model.num_experts, model.moe_layers)

@@ -56,10 +56,7 @@ def _is_far(host: str) -> bool:
 
 
 class PeerSource:
-    """An ExpertSource over peers. `connect` is thread-safe; the store calls `copy` and `close`.
-
-    fallbacks: parts that did not come from their peer so far.
-    """
+    """An ExpertSource over peers. fallbacks: parts that did not come from their peer."""
 
     def __init__(
         self, spec: RankSpec, part: ExpertRange, shard: Shard, fallback: PartSource

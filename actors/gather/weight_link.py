@@ -46,11 +46,7 @@ _MOST_PIECES = 512  # received at once; the kernel takes 1024
 def join(
     peer: str, address: str, me: Identity, local: Terms, newest_epoch: int, deadline_s: float
 ) -> WeightLink:
-    """Connect to the server at `address`.
-
-    Raises HandshakeError if it refuses us or does not match, another ChannelError if it is
-    unreachable.
-    """
+    """Connect to a server. Raises HandshakeError if it refuses or mismatches, or ChannelError."""
     end_s = monotonic_s() + deadline_s
     sock = dial(address, deadline_s)
     try:
@@ -95,10 +91,7 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
 
 
 def set_timeouts(sock: socket.socket, seconds: float, *options: int) -> None:
-    """Wait in the kernel for whole chunks: partial wake-ups would take the GIL from the loop.
-
-    options: SO_RCVTIMEO, SO_SNDTIMEO.
-    """
+    """Let the kernel wait for whole chunks: partial wake-ups would take the GIL from the loop."""
     sock.setblocking(True)
     whole, part = divmod(seconds, 1.0)
     for option in options:
@@ -217,10 +210,7 @@ class WeightLink:
             offset = stop
 
     def _done(self) -> bool:
-        """Release the slot.
-
-        Over shared memory an open connection proves that the copied bytes were valid until now.
-        """
+        """Release the slot. Copied bytes are valid only if the connection is still open."""
         self._into = []
         self.received_bytes += self._num_bytes
         if self._segment is not None and self._is_closed():

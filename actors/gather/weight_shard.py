@@ -82,10 +82,7 @@ class Shard(Protocol):
         """Raise ChannelError for a layer that is not in the shard."""
 
     def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
-        """Return the slot of a layer, unchanged until `release`; None: not loaded in timeout_s.
-
-        Raises ChannelError if it could not be read.
-        """
+        """Return a layer's slot, fixed until `release`; None at timeout_s. Raises ChannelError."""
 
     def cancel(self, layer: int) -> None: ...
 

@@ -89,10 +89,7 @@ class BlockManager:
         return head
 
     def take(self, matched: Sequence[int], fresh: int) -> list[int] | None:
-        """Take references to `matched` blocks and to `fresh` new ones; None if too few are left.
-
-        Nothing changes when it returns None.
-        """
+        """Take references to `matched` and `fresh` new blocks; None and no change if too few."""
         revived = sum(1 for block in matched if self._references[block] == 0)
         if fresh > self.available - revived:
             return None

@@ -45,10 +45,7 @@ class ClientMessage(NamedTuple):
 
 
 class ClientServer:
-    """Serves clients that prove the cluster's token.
-
-    wake: called after each new message. watch: the rank loop's, checked with each heartbeat.
-    """
+    """Serves authenticated clients. `wake` runs after each message; heartbeats check `watch`."""
 
     def __init__(
         self, name: str, *, token: bytes, wake: Callable[[], None], watch: LoopWatchdog
