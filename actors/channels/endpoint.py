@@ -1,8 +1,9 @@
 """The part of an endpoint that is independent of how payloads move.
 
-owner's thread      listen connect reserve commit poll close accept thread       accepts connections
-┐ pass results to the owner through `_inbox` handshake threads   authenticate peers, join    │ (a
-deque) and an eventfd heartbeat thread    heartbeats, silence         ┘
+owner's thread      listen connect reserve commit poll close
+accept thread       accepts connections         ┐ pass results to the owner through `_inbox`
+handshake threads   authenticate peers, join    │ (a deque) and an eventfd
+heartbeat thread    heartbeats, silence         ┘
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class BaseEndpoint(abc.ABC):
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
         self._lock = threading.Lock()  # guards _heartbeat, _closed and the wake descriptor
-        self._making = threading.Lock()
+        self._join_lock = threading.Lock()
         self._link_setup = LinkSetup(
             Identity(name=name, token=token, epoch=epoch),
             self.backend,
@@ -142,7 +143,7 @@ class BaseEndpoint(abc.ABC):
     def _dial(self, peer: str, address: str) -> Link:
         link_sockets = self._link_setup.connect(peer, address, self._offer())
         try:
-            with self._making:  # NCCL creates one communicator at a time
+            with self._join_lock:  # NCCL creates one communicator at a time
                 return self._join(link_sockets)
         except (ChannelError, OSError) as error:
             link_sockets.close()

@@ -138,9 +138,8 @@ class HeartbeatThread(Generic[L]):
             self._wake.wait(wait_s)
             self._wake.clear()
             stopped_s = monotonic_s() - slept_at_s - wait_s
-            wait_s = self.tick(
-                stopped_s if stopped_s > self._config.heartbeat_timeout_s / 4 else 0.0
-            )
+            is_late = stopped_s > self._config.heartbeat_timeout_s / 4
+            wait_s = self.tick(stopped_s if is_late else 0.0)
             slept_at_s = monotonic_s()
 
     def tick(self, stopped_s: float) -> float:
@@ -166,20 +165,17 @@ class HeartbeatThread(Generic[L]):
         return max(wait_s, _MIN_WAIT_S)
 
     def _until_next_limit_s(self, link: L, now_s: float) -> float:
-        heartbeat_timeout_s, silent_s = (
-            self._config.heartbeat_timeout_s,
-            now_s - link.monitor.last_seen_s,
-        )
-        limits_s = (STOPPED_FACTOR * heartbeat_timeout_s, heartbeat_timeout_s)
+        timeout_s, silent_s = self._config.heartbeat_timeout_s, now_s - link.monitor.last_seen_s
+        limits_s = (STOPPED_FACTOR * timeout_s, timeout_s)
         left_s = (limit_s - silent_s for limit_s in limits_s if limit_s > silent_s)
         return min(left_s, default=math.inf)
 
     def _check_link(self, link: L, now_s: float) -> PeerError | None:
-        peer, heartbeat_timeout_s = link.peer, self._config.heartbeat_timeout_s
+        peer, timeout_s = link.peer, self._config.heartbeat_timeout_s
         silent_s = now_s - link.monitor.last_seen_s
-        if silent_s >= heartbeat_timeout_s and link.monitor.gone:
+        if silent_s >= timeout_s and link.monitor.gone:
             return connection_closed(peer)
-        if is_hung(silent_s, heartbeat_timeout_s, link.monitor.local_process):
+        if is_hung(silent_s, timeout_s, link.monitor.local_process):
             return PeerHungError(f"{peer} has been silent for {silent_s:.1f} s", peer)
         blocked_s = link.blocked_since_s
         if blocked_s is not None and now_s - blocked_s >= self._config.connect_timeout_s:

@@ -132,9 +132,9 @@ class LinkSetup:
         """Close pending sockets and the listener. `joined` is not called afterwards."""
         with self._lock:
             self._closed = True
-            halves, self._pending = list(self._pending.values()), {}
-        for half in halves:
-            half.sock.close()
+            pending, self._pending = list(self._pending.values()), {}
+        for one in pending:
+            one.sock.close()
         if self._listener is not None:
             self._listener.close(self._deadline_s)
 
@@ -203,12 +203,12 @@ class LinkSetup:
             if other is None and not self._closed:
                 self._pending[extra.link_id] = arrived
                 return
-        sockets = {half.purpose: half.sock for half in (arrived, other) if half is not None}
+        sockets = {one.purpose: one.sock for one in (arrived, other) if one is not None}
         is_one = other is not None and (other.name, other.epoch) == (arrived.name, arrived.epoch)
         if other is None or not is_one or sockets.keys() != {_DATA, _HEARTBEAT}:
-            for half in (arrived, other):
-                if half is not None:
-                    half.sock.close()
+            for one in (arrived, other):
+                if one is not None:
+                    one.sock.close()
             return
         self._joined(
             LinkSockets(
@@ -225,8 +225,8 @@ class LinkSetup:
     def _close_expired(self) -> None:
         """Close sockets whose counterpart never came."""
         before_s = monotonic_s() - self._deadline_s
-        for link_id, half in list(self._pending.items()):
-            if half.since_s < before_s:
+        for link_id, one in list(self._pending.items()):
+            if one.since_s < before_s:
                 self._pending.pop(link_id).sock.close()
 
 

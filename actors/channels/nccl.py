@@ -108,15 +108,15 @@ class Lanes:
         outgoing: list[_Lane] = []
         incoming: list[_Lane] = []
         for priority in Priority:  # in the same order on both sides
-            for ids, goes_out in (
+            for ids, is_outgoing in (
                 (offer.from_initiator, initiator),
                 (offer.to_initiator, not initiator),
             ):
                 first = -1 if priority is Priority.LS else 0
                 stream = torch.cuda.Stream(device, priority=first)  # type: ignore[no-untyped-call]
                 lane = _Lane(nccl, ids[priority], rank, stream)
-                (outgoing if goes_out else incoming).append(lane)
-                (lane.send if goes_out else lane.receive)([probe]).synchronize()
+                (outgoing if is_outgoing else incoming).append(lane)
+                (lane.send if is_outgoing else lane.receive)([probe]).synchronize()
         self.outgoing, self.incoming = tuple(outgoing), tuple(incoming)
 
     def check(self) -> None:

@@ -205,7 +205,7 @@ class TcpLink(Link):
                     self._pool.release(lane.popleft().buffer)
                     self._sent += 1
         except PeerDeadError:
-            self._sent = self._queued  # the receiver finds the end of the stream, after what came
+            self._sent = self._queued  # the receiver reports the end, after earlier packets
         except Exception as error:  # noqa: BLE001 - any failure ends this link only
             self._report(self._loss_error("send to", error))
 
@@ -315,11 +315,11 @@ class TcpEndpoint(BaseEndpoint):
     def _join(self, link_sockets: LinkSockets) -> Link:
         link: TcpLink
 
-        def report(news: Packet | PeerError) -> None:
-            if isinstance(news, Packet):
-                self._post(news)
+        def report(result: Packet | PeerError) -> None:
+            if isinstance(result, Packet):
+                self._post(result)
             else:
-                self._post_loss(link, news)
+                self._post_loss(link, result)
 
         link = TcpLink(link_sockets, self.clock, report)
         return link

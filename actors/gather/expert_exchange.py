@@ -1,6 +1,6 @@
 """Transfer of single experts between expert ranks, beside the token path.
 
-    peer     WANT layer, expert
+    peer     REQUEST layer, expert
     server   DATA, bytes | as they stand in memory       or   FAILED, bytes | reason
 
 Each requesting peer has a connection and a thread that sends; the receiver sets the rate. Both
@@ -133,10 +133,8 @@ class ExpertReceiver:
             self._fetch(peer, key, into, limiter)
         except BlockingIOError:
             self._close(peer)
-            heartbeat_timeout_s = self._config.heartbeat_timeout_s
-            raise PeerHungError(
-                f"{peer} sent nothing for {heartbeat_timeout_s:g} s", peer
-            ) from None
+            timeout_s = self._config.heartbeat_timeout_s
+            raise PeerHungError(f"{peer} sent nothing for {timeout_s:g} s", peer) from None
         except OSError as error:
             self._close(peer)
             raise connection_lost(peer, error) from None

@@ -208,16 +208,14 @@ class PeerSource:
         try:
             if not overdue:
                 return link.advance()
-            heartbeat_timeout_s = self._config.heartbeat_timeout_s
-            if monotonic_s() - link.progress_s < heartbeat_timeout_s:
+            timeout_s = self._config.heartbeat_timeout_s
+            if monotonic_s() - link.progress_s < timeout_s:
                 return False
             if link.advance():  # fewer bytes than SO_RCVLOWAT are a sign of life too
                 return True
             silent_s = monotonic_s() - link.progress_s
-            if is_hung(silent_s, heartbeat_timeout_s, link.local_process):
-                raise PeerHungError(
-                    f"{link.peer} sent nothing for {heartbeat_timeout_s:g} s", link.peer
-                )
+            if is_hung(silent_s, timeout_s, link.local_process):
+                raise PeerHungError(f"{link.peer} sent nothing for {timeout_s:g} s", link.peer)
         except PeerError as error:
             self._lose(link, error)
             return True

@@ -190,7 +190,7 @@ class WindowedShard:
         if slot is None:
             self.cancel(layer)
             raise ChannelError(
-                f"layer {layer} did not come from the host store in {deadline_s:g} s"
+                f"layer {layer} was not read from the host store in {deadline_s:g} s"
             )
         return slot
 

@@ -1,1 +1,1 @@
-"""Blocks of the KV pool: who holds which, and what is in them."""
+"""Ownership and contents of the blocks of the KV pool."""
