@@ -78,7 +78,7 @@ class Workload(NamedTuple):
 
     @property
     def cores(self) -> int | None:
-        """That ranks share, where there are fewer than devices; None: each has one."""
+        """Return the number of cores if ranks have to share them, else None."""
         hardware = self.hardware
         if not hardware.shareable or hardware.devices is None or hardware.devices >= self.devices:
             return None
@@ -229,8 +229,6 @@ def _fitting(workload: Workload, weight_bytes: float, sample_bytes: float) -> in
 def _alternative(
     name: str, workload: Workload, samples: int, makespan_ms: float, exposed: float
 ) -> Alternative:
-    if workload.cores is not None:  # all compute at once
-        makespan_ms *= workload.devices / workload.cores
     makespan_ms += serving_ms(
         workload.hardware,
         workload.shape,

@@ -20,7 +20,6 @@ from planner.costs.stages import PlanSpec, StageModels
 from planner.schedule.alternatives import Alternative, Workload, alternatives
 from planner.schedule.recurrence import makespan_of_layers_ms
 from planner.schedule.schedule import schedule_of
-from planner.schedule.shared_cores import Sharing, shared_makespan_ms
 from planner.schedule.solver import PlannedBatch
 
 DEFAULT_MAX_R2 = 64
@@ -28,39 +27,44 @@ _BALANCED = 0.85  # busy fraction from which on a group counts as busy
 
 
 class BatchOverhead(NamedTuple):
-    """What a schedule does not have: what an attention rank does for a batch beside its layers, and
-    the cores that ranks share (None: each rank has its own)."""
+    """Time of an attention rank outside the layers: per batch, micro-batch and sample."""
 
     batch_ms: float = 0.0
     micro_batch_ms: float = 0.0
     sample_ms: float = 0.0
-    sharing: Sharing | None = None
+
+    def of(self, planned: PlannedBatch) -> float:
+        per_micro_batch_ms = self.micro_batch_ms * planned.plan.r1
+        return self.batch_ms + per_micro_batch_ms + self.sample_ms * planned.samples
 
 
 NO_OVERHEAD = BatchOverhead()
 
 
 class Split(NamedTuple):
-    """One split. `planned` is None, and `problem` says why, where none is possible. layers: the
-    stages of each layer, where these differ: `spec` then has their means."""
+    """The plan of one split of the devices.
+
+    planned: None if the split is impossible; `problem` has the reason.
+    layers: stages of each layer if layers differ; `spec` then has their means.
+    """
 
     deployment: Deployment
     spec: PlanSpec | None
     planned: PlannedBatch | None
     problem: str = ""
     layers: tuple[StageModels, ...] = ()
-    outside: BatchOverhead = NO_OVERHEAD
+    overhead: BatchOverhead = NO_OVERHEAD
 
     @property
     def samples_per_s(self) -> float:
-        """Of all attention ranks together; 0 where there is no plan."""
+        """Return the rate of all attention ranks together; 0 without a plan."""
         if self.planned is None:
             return 0.0
         return self.deployment.attention_ranks * self.planned.samples_per_s
 
 
 class SplitComparison(NamedTuple):
-    """best: of the splits. advice: one sentence for a person."""
+    """The best split against the same devices without a split."""
 
     best: Split
     splits: list[Split]
@@ -73,8 +77,10 @@ Solve = Callable[[PlanSpec], PlannedBatch]
 
 
 def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_MAX_R2) -> PlanSpec:
-    """The planning problem of one split, its batch bounded by memory. Raises ResourceError where
-    nothing fits, ConfigError where the hardware has no figures for the split."""
+    """Return the planning problem of one split, with its batch bounded by memory.
+
+    Raises ResourceError if nothing fits, ConfigError if the hardware has no figures for the split.
+    """
     shape, hardware = workload.shape, workload.hardware
     if deployment.expert_ranks > shape.num_experts:
         raise ConfigError(
@@ -93,12 +99,12 @@ def plan_spec(workload: Workload, deployment: Deployment, max_r2: int = DEFAULT_
             has_shared=shape.num_shared_experts > 0,
             **chunk_costs(hardware.attention, shape, deployment),
         )
-    except ValueError as error:  # what stages.py refuses; the fields are those of the file too
+    except ValueError as error:  # raised by stages.py, with the names of the file's fields
         raise ConfigError(str(error)) from None
 
 
 def layer_stages(workload: Workload, deployment: Deployment) -> tuple[StageModels, ...]:
-    """Of each layer with experts; () where all are alike. Raises ConfigError."""
+    """Return the stages of each MoE layer, () if all layers are alike. Raises ConfigError."""
     routing = workload.routing(deployment.expert_ranks)
     if routing.is_even:
         return ()
@@ -108,9 +114,7 @@ def layer_stages(workload: Workload, deployment: Deployment) -> tuple[StageModel
     )
 
 
-def outside_of(workload: Workload, deployment: Deployment) -> BatchOverhead:
-    """Of the workload's batches on that split."""
-
+def batch_overhead(workload: Workload) -> BatchOverhead:
     def of(micro_batches: int, samples: int) -> float:
         return serving_ms(
             workload.hardware,
@@ -120,43 +124,34 @@ def outside_of(workload: Workload, deployment: Deployment) -> BatchOverhead:
             tokens=samples * workload.sequence_tokens,
         )
 
-    batch_ms, ranks = of(0, 0), (deployment.attention_ranks, deployment.expert_ranks)
-    sharing = None if workload.cores is None else Sharing(*ranks, workload.cores)
-    return BatchOverhead(batch_ms, of(1, 0) - batch_ms, of(0, 1) - batch_ms, sharing)
+    batch_ms = of(0, 0)
+    return BatchOverhead(batch_ms, of(1, 0) - batch_ms, of(0, 1) - batch_ms)
 
 
-def as_run(
+def with_overhead(
     planned: PlannedBatch,
     spec: PlanSpec,
     layers: Sequence[StageModels],
-    outside: BatchOverhead = NO_OVERHEAD,
+    overhead: BatchOverhead = NO_OVERHEAD,
 ) -> PlannedBatch:
-    """With the makespan that it has where layers differ (a plan is found for their mean, which is
-    too short where now one stage limits and now another), where ranks share cores, and with what
-    an attention rank does for a batch beside."""
-    makespan_ms, sharing = planned.makespan_ms, outside.sharing
-    if layers or sharing is not None:
-        schedules = [
-            schedule_of(msgspec.structs.replace(spec, stages=stages), planned.plan)
-            for stages in layers or (spec.stages,) * spec.num_layers
-        ]
-        makespan_ms = (
-            makespan_of_layers_ms(schedules)
-            if sharing is None
-            else shared_makespan_ms(schedules, sharing)
+    """Return `planned` with the makespan of its actual layers and with the batch overhead.
+
+    A plan is found for the mean of the layers. That mean is too short if different stages limit
+    different layers.
+    """
+    makespan_ms = planned.makespan_ms
+    if layers:
+        makespan_ms = makespan_of_layers_ms(
+            [
+                schedule_of(msgspec.structs.replace(spec, stages=stages), planned.plan)
+                for stages in layers
+            ]
         )
-    beside_ms = (
-        outside.batch_ms
-        + outside.micro_batch_ms * planned.plan.r1
-        + outside.sample_ms * planned.samples
-    )
-    if sharing is not None:
-        beside_ms /= sharing.rates(attention=True, experts=False).attention
-    return msgspec.structs.replace(planned, makespan_ms=makespan_ms + beside_ms)
+    return msgspec.structs.replace(planned, makespan_ms=makespan_ms + overhead.of(planned))
 
 
 def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
-    """Never raises for a split that cannot be: `problem` says why."""
+    """Return the split; if it is impossible, `problem` has the reason."""
     try:
         return planned_split(workload, deployment, solve, max_r2)
     except (ConfigError, ResourceError) as error:
@@ -164,15 +159,15 @@ def plan_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2:
 
 
 def planned_split(workload: Workload, deployment: Deployment, solve: Solve, max_r2: int) -> Split:
-    """Raises as `plan_spec` does."""
+    """Return the split. Raises the errors of `plan_spec`."""
     spec = plan_spec(workload, deployment, max_r2)
-    layers, outside = layer_stages(workload, deployment), outside_of(workload, deployment)
-    planned = as_run(solve(spec), spec, layers, outside)
-    return Split(deployment, spec, planned, layers=layers, outside=outside)
+    layers, overhead = layer_stages(workload, deployment), batch_overhead(workload)
+    planned = with_overhead(solve(spec), spec, layers, overhead)
+    return Split(deployment, spec, planned, layers=layers, overhead=overhead)
 
 
 def search(workload: Workload, solve: Solve, max_r2: int = DEFAULT_MAX_R2) -> SplitComparison:
-    """All splits of the workload's devices. Raises ResourceError if none is possible."""
+    """Compare all splits of the workload's devices. Raises ResourceError if none is possible."""
     devices = workload.devices
     splits = [
         plan_split(workload, workload.deployment(ranks, devices - ranks), solve, max_r2)
@@ -182,19 +177,27 @@ def search(workload: Workload, solve: Solve, max_r2: int = DEFAULT_MAX_R2) -> Sp
 
 
 def judge(workload: Workload, splits: list[Split]) -> SplitComparison:
-    """The best of `splits` against the same devices without a split. Raises ResourceError if none
-    of `splits` is possible."""
+    """Compare the best of `splits` with the same devices without a split.
+
+    Raises ResourceError if none of `splits` is possible.
+    """
     best = max(splits, key=lambda split: split.samples_per_s)
     if best.planned is None:
         raise ResourceError(_no_split_fits(workload, splits))
     others = alternatives(workload)
     rival = max(others, key=lambda other: other.samples_per_s)
     disaggregate = best.samples_per_s > rival.samples_per_s
-    return SplitComparison(best, splits, others, disaggregate, _advice(best, rival, disaggregate))
+    advice = _advice(best, rival, disaggregate)
+    if workload.cores is not None:
+        advice += (
+            f" These figures assume a core for each of {workload.devices} ranks; the hardware file "
+            f"has {workload.cores}."
+        )
+    return SplitComparison(best, splits, others, disaggregate, advice)
 
 
 def busy_fractions(split: Split) -> dict[str, float]:
-    """Of the makespan, per resource of one attention rank, its links and one expert rank."""
+    """Return the busy fraction of the makespan per resource: attention rank, links, expert rank."""
     assert split.planned is not None
     assert split.spec is not None
     schedule = schedule_of(split.spec, split.planned.plan)
@@ -227,7 +230,7 @@ def _advice(best: Split, rival: Alternative, disaggregate: bool) -> str:
 
 
 def _why(parts: dict[str, float]) -> str:
-    """What keeps a split from winning: a busy link, the group that idles, or time in starting."""
+    """Return the reason a split does not win: a busy link, an idle group or many small tasks."""
     groups = ("attention ranks", "expert ranks")
     if max(parts["A2E"], parts["E2A"]) > max(parts[group] for group in groups):
         return "The links between the groups are the bottleneck"
@@ -238,8 +241,7 @@ def _why(parts: dict[str, float]) -> str:
 
 
 def _no_split_fits(workload: Workload, splits: list[Split]) -> str:
-    """One split's problem stands for all: of the one with most expert ranks, since experts are most
-    of the weights."""
+    # The split with the most expert ranks represents all: experts are most of the weights.
     first = splits[0]
     ranks = f"{first.deployment.attention_ranks} + {first.deployment.expert_ranks}"
     return f"devices={workload.devices}: no split fits; {ranks}: {first.problem}"

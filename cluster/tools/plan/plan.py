@@ -20,10 +20,10 @@ from planner.schedule.deployment_search import (
     NO_OVERHEAD,
     Split,
     SplitComparison,
-    as_run,
     judge,
     planned_split,
     search,
+    with_overhead,
 )
 from planner.schedule.extended_plans import solve_extended
 from planner.schedule.solver import PlannedBatch, solve
@@ -119,8 +119,7 @@ class PlanReportAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     """Output of `tandem plan --json`.
 
     Fields from `attention_ranks` on are set for a SPEC with a model. layers_differ: makespans use
-    the actual layers, lower_bound_ms their mean. shared_cores: set if there are fewer cores than
-    ranks; makespans include that, lower_bound_ms does not.
+    the actual layers, lower_bound_ms their mean.
     """
 
     lower_bound_ms: float
@@ -136,7 +135,6 @@ class PlanReportAnswer(PlanAnswer, kw_only=True, omit_defaults=True):
     offload: list[OffloadedToken] = []
     offload_advice: str = ""
     layers_differ: bool = False
-    shared_cores: float | None = None
     routing: RoutingAnswer | None = None
     prefill: PrefillAnswer | None = None
 
@@ -218,10 +216,10 @@ def _report(spec: PlanSpec, *, beyond: bool, verdict: SplitComparison | None = N
     solve_ms = 1e3 * (monotonic_s() - start_s)
     ranks = 1 if verdict is None else verdict.best.deployment.attention_ranks
     layers = () if verdict is None else verdict.best.layers
-    outside = NO_OVERHEAD if verdict is None else verdict.best.outside
+    overhead = NO_OVERHEAD if verdict is None else verdict.best.overhead
 
     def to_answer(planned: PlannedBatch) -> PlanAnswer:
-        return _answer(as_run(planned, spec, layers, outside), ranks)
+        return _answer(with_overhead(planned, spec, layers, overhead), ranks)
 
     answer = PlanReportAnswer(
         **msgspec.structs.asdict(to_answer(best)),
@@ -258,8 +256,6 @@ def _add_verdict(answer: PlanReportAnswer, verdict: SplitComparison) -> None:
     answer.expert_ranks = best.deployment.expert_ranks
     answer.max_samples = best.spec.max_samples if best.spec is not None else None
     answer.layers_differ = bool(best.layers)
-    if best.outside.sharing is not None:
-        answer.shared_cores = best.outside.sharing.cores
     answer.disaggregate, answer.advice = verdict.disaggregate, verdict.advice
     answer.splits = [_split_answer(split) for split in verdict.splits]
     answer.alternatives = [

@@ -91,8 +91,6 @@ def _print_plans(console: Terminal, report: PlanReport) -> None:
         )
     console.print(table)
     alike = "" if not answer.layers_differ else ", if all layers were as their mean"
-    if answer.shared_cores is not None:
-        alike += ", if every rank had a core"
     console.print(
         f"Solved in {answer.solve_ms:.2f} ms. No plan of the paper's kinds processes as many "
         f"samples in less than {_figure(answer.lower_bound_ms)} ms{alike}."
@@ -105,9 +103,8 @@ def _title(report: PlanReport) -> str:
     answer = report.answer
     if answer.attention_ranks is None:
         return f"At most {report.spec.max_samples} samples in memory"
-    cores = "" if answer.shared_cores is None else f" on {answer.shared_cores:g} cores"
     return (
-        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks{cores}, at "
+        f"{answer.attention_ranks} attention and {answer.expert_ranks} expert ranks, at "
         f"most {report.spec.max_samples} samples in the memory of each attention rank"
     )
 

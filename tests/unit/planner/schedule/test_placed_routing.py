@@ -13,7 +13,7 @@ from planner.costs.routing_shape import RankShare, RoutingShape, Spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.placement.routing import LayerRouting, TokenCounts, measure
 from planner.placement.slots import LayerSlots
-from planner.schedule.deployment_search import as_run, planned_split
+from planner.schedule.deployment_search import planned_split, with_overhead
 from planner.schedule.placed_routing import spread_of
 from planner.schedule.recurrence import makespan_ms, makespan_of_layers_ms
 from planner.schedule.replay import replay
@@ -130,7 +130,7 @@ def test_the_mean_is_short_where_now_one_stage_limits_and_now_another(
     mean = spec(stages(sum(costs) / 2), 40)
     plan = Plan(ma=2, r1=micro_batches)
     planned = PlannedBatch(plan, makespan_ms(schedule_of(mean, plan)), 2 * micro_batches)
-    ratio = as_run(planned, mean, layers).makespan_ms / planned.makespan_ms
+    ratio = with_overhead(planned, mean, layers).makespan_ms / planned.makespan_ms
     assert least * (1 - 1e-9) <= ratio <= most * (1 + 1e-9)
 
 
