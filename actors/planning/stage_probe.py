@@ -252,12 +252,7 @@ class StageProbe:
 
 @contextmanager
 def stage_probe(
-    folder: Path,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    *,
-    pool_tokens: int,
-    expert_ranks: int = 1,
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, *, pool_tokens: int, expert_ranks: int = 1
 ) -> Iterator[StageProbe]:
     probe = StageProbe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=expert_ranks)
     try:

@@ -221,11 +221,7 @@ class ExpertLoop:
     """A `RankLoop` that serves token groups."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        server: ExpertServer,
-        held: HeldExperts,
-        reports: ExpertReports,
+        self, endpoint: Endpoint, server: ExpertServer, held: HeldExperts, reports: ExpertReports
     ) -> None:
         self.server, self.held = server, held
         self._endpoint, self._reports = endpoint, reports

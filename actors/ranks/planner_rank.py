@@ -93,12 +93,7 @@ class PlannerService:
         self._encoder = msgspec.msgpack.Encoder()
         self._writers: dict[asyncio.StreamWriter, str] = {}  # names of the peers
         self._placement = PlannerPlacement(
-            spec,
-            model,
-            setup.shape,
-            self._planner,
-            self.plan_metrics.telemetry,
-            self._send,
+            spec, model, setup.shape, self._planner, self.plan_metrics.telemetry, self._send
         )
         self._capacity = PlannerCapacity(spec, self._planner, self.plan_metrics.telemetry)
         self._watching: list[asyncio.Task[None]] = []

@@ -118,13 +118,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     )
     hooks = RankHooks(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
-        spec,
-        served,
-        serving,
-        recorded,
-        hooks,
-        channel_address=supply.address,
-        started_s=started_s,
+        spec, served, serving, recorded, hooks, channel_address=supply.address, started_s=started_s
     )
 
 

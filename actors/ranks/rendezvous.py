@@ -184,9 +184,7 @@ def _join(
 
 
 def _connect(
-    pairs: Sequence[tuple[RankSpec, WorkerHandle]],
-    known: Sequence[RankReady],
-    deadline_s: float,
+    pairs: Sequence[tuple[RankSpec, WorkerHandle]], known: Sequence[RankReady], deadline_s: float
 ) -> None:
     """Connect each rank to its peers among `known`. Raises as `gather`."""
     for group, peers in (

@@ -71,12 +71,7 @@ class AttentionGenerations:
     # --- from expert ranks
 
     def prepared(
-        self,
-        expert: str,
-        placement: Placement,
-        attempt: int,
-        now_s: float,
-        within_s: float = 0.0,
+        self, expert: str, placement: Placement, attempt: int, now_s: float, within_s: float = 0.0
     ) -> list[PlacementMessage]:
         """Handle PREPARED. within_s: its time limit, if longer than the default."""
         generation = placement.generation
