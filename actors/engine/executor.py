@@ -84,9 +84,12 @@ class Executor:
         choice: Preemption[Task] | None = None,
         last_rows_only: bool = False,
     ) -> None:
-        """chunk_cost(start, stop): relative attention cost of new tokens [start, stop). policy:
-        selects among ready tasks. choice: replaces it, and selects again at every yield.
-        last_rows_only: compute the last layer only for rows whose logits are needed."""
+        """Set up an executor over a backend.
+
+        chunk_cost(start, stop): relative attention cost of new tokens. policy: selects among ready
+        tasks. choice: replaces it, and selects again at every yield. last_rows_only: the last layer
+        is computed only for rows whose logits are needed.
+        """
         self._half = parts.half
         self._kv = parts.kv
         self._backend = parts.backend

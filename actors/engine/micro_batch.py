@@ -27,8 +27,10 @@ from planner.scheduling.task_times import TaskTimes
 
 
 class BatchPart(NamedTuple):
-    """Chunks of one micro-batch. after: indices of parts whose blocks it reads. previous: index of
-    the part with the preceding chunk of the same sequences."""
+    """Chunks of one micro-batch.
+
+    after: parts whose blocks it reads. previous: the part with the same sequences' preceding chunk.
+    """
 
     chunks: list[Chunk]
     after: frozenset[int]
@@ -59,8 +61,7 @@ def cut_batch(batch: ScheduledBatch, plan: Plan, costs: Sequence[float]) -> list
 
 
 def _along_length(chunks: list[Chunk], ends: Sequence[float]) -> list[list[Chunk]]:
-    """Return the non-empty pieces of all chunks up to each of `ends`. The first piece of a chunk
-    keeps its copies."""
+    """Return the non-empty pieces of all chunks; a chunk's first piece keeps its copies."""
     bounds = [chunk_bounds(chunk.stop - chunk.start, ends) for chunk in chunks]
     cut = [
         [

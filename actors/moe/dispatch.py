@@ -137,7 +137,7 @@ def _every_row(token_N: NDArray[np.int64], pieces: Sequence[_Piece]) -> list[Row
 
 
 def _rows(token_N: NDArray[np.int64], pieces: Sequence[_Piece], pairs: Sequence[int]) -> list[Rows]:
-    """Return rows_U and index_N of each piece, from one line of tokens per piece:
+    """Return rows_U and index_N of each piece, from one line of tokens per piece.
 
     token is sent there       - 1 . 1 1 | - . 1 1 .      rank 0 | rank 1
     running count             0 1 1 2 3 | 0 0 1 2 2      the position of the next token

@@ -86,7 +86,7 @@ class ExpertPrefetcher(NoPrefetcher):
         self._predicted: dict[MicroBatchId, list[PredictedRouting]] = {}  # of the next layer
 
     def __len__(self) -> int:
-        """Number of micro-batches with a prediction."""
+        """Return the number of micro-batches with a prediction."""
         return len(self._predicted)
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:

@@ -1,5 +1,4 @@
-"""The experts of an expert rank: all resident (`ResidentExperts`), or a cache that loads experts on
-demand (`CachedExperts`)."""
+"""The experts of an expert rank: all resident, or a cache that loads them on demand."""
 
 from __future__ import annotations
 
@@ -46,11 +45,10 @@ class Computation(Protocol):
 
 
 class RankExperts:
-    """Interface of a rank's experts, with the defaults of resident ones. Owned by the server's
-    thread."""
+    """Interface with the defaults of resident experts. Owned by the server's thread."""
 
     def holds(self, generation: int) -> bool:
-        """True if the experts of that generation can be used."""
+        """Return True if the experts of that generation can be used."""
         raise NotImplementedError
 
     def enqueue(self, packet: Packet) -> None:
@@ -93,8 +91,7 @@ class _ResidentComputation:
 
 
 class ResidentExperts(RankExperts):
-    """One half per generation; experts common to several are stored once. on_free: receives halves
-    that are freed."""
+    """One half per generation, sharing common experts. on_free: receives halves that are freed."""
 
     def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
         self._halves = {generation: half}

@@ -74,9 +74,11 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         placement_client: TopologySource | None = None,
         counts: DispatchCounts | None = None,
     ) -> None:
-        """expert_ranks: names by rank number. reply_timeout_s: a connected rank without any reply
-        for this long is dropped. recovery_timeout_s: how long requests wait for the replacement of
-        a lost rank. placement_client: follows other placements and replaced ranks."""
+        """Set up a backend. expert_ranks: names by rank number.
+
+        A connected rank without any reply for reply_timeout_s is dropped. Requests wait up to
+        recovery_timeout_s for a lost rank.
+        """
         self._endpoint = endpoint
         self._timeline = timeline
         self._clock = clock
@@ -170,8 +172,11 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         )
 
     def _hint(self, key: TaskKey, layer: int, guesses: Sequence[PredictedExpert]) -> None:
-        """Send each rank the predicted experts of `layer`; of replicas, the one that a token which
-        needs all of them would use. A hint that cannot be sent is skipped."""
+        """Send each rank the predicted experts of `layer`.
+
+        Of replicas, the one that a token which needs all of them would use. A hint that cannot be
+        sent is skipped.
+        """
         placed, guesses = self._topology.slots.layer(layer), guesses[:MAX_TOP_K]
         slots_n = placed.of_pairs(np.array([[guess.expert for guess in guesses]]))[0]
         confidence_n = np.array([guess.confidence for guess in guesses], np.float32)
@@ -277,8 +282,7 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         )
 
     def _check_replies(self) -> None:
-        """Drop an expert rank that is connected but does not reply. Raises PeerHungError for it
-        without a placement client."""
+        """Drop connected ranks without replies; without a placement client, raise PeerHungError."""
         now_s = self._clock()
         for pending in self._pending.values():
             if not pending.missing or now_s - pending.sent_s < self._reply_timeout_s:

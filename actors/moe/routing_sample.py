@@ -47,8 +47,7 @@ class RoutingSample:
         clock: Clock,
         send: Callable[[MakeRouting], None],
     ) -> None:
-        """shape: layers with experts, top k. send: runs the function on another thread and sends
-        the report that it returns."""
+        """Set up a sample. shape: layers with experts, top k. send: runs it elsewhere."""
         self._rank, self._clock, self._send = rank, clock, send
         self._most = max(1, round(tokens_per_s * PERIOD_S))  # per report
         self._shape = shape

@@ -109,8 +109,10 @@ def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:
 
 
 def _profile(spec: RankSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
-    """Return the configured profile, or the checkpoint's own if it has predictors. needed_by: the
-    setting that requires one. Raises CheckpointError, ConfigError."""
+    """Return the configured profile, or the checkpoint's own if it has predictors.
+
+    needed_by: the setting that requires one. Raises CheckpointError, ConfigError.
+    """
     config, folder = spec.config.experts, Path(spec.model_folder)
     own = folder / ROUTING
     path = Path(config.profile) if config.profile else own if own.is_file() else None
@@ -141,8 +143,7 @@ def _speculation(config: ExpertsConfig, half: AttentionHalf) -> Speculation | No
 
 
 def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> DeviceCache:
-    """Return a GPU's cache. layout: unquantised. Raises CheckpointError, ResourceError,
-    ConfigError."""
+    """Return a GPU's cache. Raises CheckpointError, ResourceError, ConfigError."""
     config, expert_bytes = spec.config, layout.num_bytes(1)
     check_device(config.experts, spec.device)
     slots = slot_count(config.experts, expert_bytes, layout.spec)

@@ -1,9 +1,8 @@
-"""Experts in a cache of GPU slots; missing ones are copied from host memory on demand or one layer
-ahead.
+"""Experts in a cache of GPU slots; missing ones are copied from host memory.
 
-    host     attention 1 │ ids 1? │ request, hint, experts 1 │ attention 2 │ ids 2? …  queues work,
-    compute  … attend 1 │ cached experts │ (waits) others │ attend 2 │ …               waits for ids
-    copies          hints for 1 ══ │ ═ missing of 1 ═ │ ══ hints for 2 ══
+host     attention 1 │ ids 1? │ request, hint, experts 1 │ attention 2 │ ids 2? …  queues work,
+compute  … attend 1 │ cached experts │ (waits) others │ attend 2 │ …               waits for ids
+copies          hints for 1 ══ │ ═ missing of 1 ═ │ ══ hints for 2 ══
 
 Cached experts with few tokens are computed before the host knows the routing, so that the device is
 not idle meanwhile. The compute queue, not the host, waits for missing experts.
@@ -53,7 +52,7 @@ class DeviceCache:
         self._close_host = close_host
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the cache and free the host memory. May be called twice."""
         self.cache.close()
         self._close_host()
 
@@ -76,8 +75,7 @@ class DevicePending:
 
 
 class DeviceBackend(ExpertBackend[DevicePending]):
-    """Backend over a GPU's expert cache. name: of the worker, for spans. A device without progress
-    for `deadline_s` ends the worker."""
+    """Backend over a GPU's expert cache; no progress for deadline_s ends the worker."""
 
     def __init__(
         self,
@@ -197,8 +195,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
             self._check(since_s, what)
 
     def _wait_until(self, is_ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until ready, woken or timed out; the first polls are without a pause, because a
-        device sends no notification."""
+        """Wait until ready, woken or timed out, by polling: a device sends no notification."""
         start_s = self._clock()
         while not is_ready():
             spent_s = self._clock() - start_s

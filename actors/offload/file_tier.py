@@ -99,7 +99,7 @@ class FileTier:
         return self._file.range_of(layer, expert, part)
 
     def submit(self) -> None:
-        """Raises ChannelError."""
+        """Wake the reader. Raises ChannelError if it has ended."""
         rings, self._unsignalled = self._unsignalled, 0
         try:
             os.write(self._bell, b"r" * rings)
@@ -152,7 +152,7 @@ class FileTier:
             os.write(self._awake, b"w")
 
     def close(self) -> None:
-        """May be called twice."""
+        """End the process. May be called twice."""
         if self._bell < 0:
             return
         os.close(self._bell)  # ends the process

@@ -41,11 +41,10 @@ class Reference(NamedTuple):
 
 
 def calibrate(time_layers: TimeLayers, *, max_tokens: int, context_tokens: int) -> Reference:
-    """Time the largest batch of a worker, or a smaller one with the compute scaled up if that would
-    take too long; transfers take as long for any batch.
+    """Time the largest batch of a worker, or an affordable one with its compute scaled up.
 
-    The threshold uses the fastest time of each layer, which excludes other work on the machine.
-    Batches are compared by their means: short passes find quiet moments more often.
+    Transfers take as long for any batch. The threshold uses the fastest time of each layer, which
+    excludes other work on the machine; batches are compared by their means.
     """
     lengths, passes = _find_largest(time_layers, max_tokens, context_tokens)
     timed = [TimedBatch(lengths, statistics.fmean(map(sum, passes)))]

@@ -1,8 +1,7 @@
-"""Measurement of a channel to a child process (`python -m actors.planning.link_probe`) that echoes
-payloads of several sizes.
+"""Measurement of a channel to a child process that echoes payloads.
 
-A transfer's time runs from just before `commit` until the receiver, which does nothing else, has
-received it. Filling the payload belongs to the sender (actors/planning/stage_probe.py).
+The child runs this module. A transfer's time runs from just before `commit` until the receiver has
+the payload; filling it belongs to the sender.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ class _PendingQuery(NamedTuple):
 
 
 class PlannerLink:
-    """plans: by bucket, readable by any thread. cold: why the planner had no plan for the last
-    request, or empty."""
+    """plans: by bucket, for any thread. cold: why the last request got no plan, or empty."""
 
     def __init__(
         self,
@@ -131,7 +130,7 @@ class PlannerLink:
         self._call(self._reconnect, address)
 
     def is_stale(self, known: KnownPlan) -> bool:
-        """True if the planner's models have changed since the response."""
+        """Return True if the planner's models have changed since the response."""
         return known.answer.version < self._version
 
     def unavailable_reason(self) -> NoPlanReason | None:

@@ -61,8 +61,7 @@ class RankPlanning(Observer):
         telemetry: Telemetry,
         pool_tokens: int = 0,
     ) -> None:
-        """chunk_cost: the executor's. upcoming: returns the batches that may come next.
-        pool_tokens: size of the KV pool."""
+        """Set up without a planner. upcoming: returns the batches that may come next."""
         self.batches: Counter[str] = Counter()
         self.chosen: Counter[str] = Counter()
         self._spec = spec
@@ -249,8 +248,10 @@ class RankPlanning(Observer):
 
 
 class _RunningBatch:
-    """A batch in flight and the source of its plan. since_s: when it became the only thing that its
-    sequences waited for, or None. duration_ms: from then to its end, or 0."""
+    """A batch in flight and the source of its plan.
+
+    since_s: when its sequences began to wait only for it, or None. duration_ms: since then, or 0.
+    """
 
     __slots__ = ("batch", "duration_ms", "known", "plan", "since_s")
 

@@ -86,8 +86,7 @@ class StageProbe:
         pool_tokens: int,
         expert_ranks: int = 1,
     ) -> None:
-        """expert_ranks: among which the experts are divided in order. Raises ResourceError if
-        weights and pool do not fit, CheckpointError."""
+        """Load the model. Raises ResourceError if it does not fit, CheckpointError."""
         self.spec = first_layers(spec)
         check_memory(self.spec, dtype, pool_tokens)
         checkpoint = Checkpoint(folder)
@@ -145,10 +144,9 @@ class StageProbe:
         )
 
     def serve(self, lengths: Sequence[int], *, micro_batches: int, seed: int) -> float:
-        """Return an attention rank's seconds for a batch of prompts outside of layers with experts,
-        from decoded messages to encoded answers.
+        """Return an attention rank's seconds for a batch of prompts, except layers with experts.
 
-        Layers with experts are subtracted at the median of the counted ones.
+        From decoded messages to encoded answers; layers with experts count with their median.
         """
         config = ScheduleConfig(max_batch_tokens=sum(lengths), max_batch_sequences=len(lengths))
         scheduler = Scheduler(config, BlockManager(self._blocks))
@@ -336,8 +334,7 @@ class ProbedExperts:
         dtype: torch.dtype,
         clock: Clock,
     ) -> None:
-        """ends: one per rank of `placement`, which has every expert once. Raises
-        CheckpointError."""
+        """Load each rank's experts under `placement`. Raises CheckpointError."""
         self._ranks: list[tuple[_RecordingHalf, ExpertServer]] = []
         for end, (low, high) in zip(ends, placement.slot_bounds, strict=True):
             recording_half: Any = _RecordingHalf(

@@ -124,8 +124,7 @@ def _calls(spans: Sequence[TaskSpan]) -> Iterator[tuple[int, float]]:
 
 
 def _undisturbed(spans: Sequence[TaskSpan], stage: Stage) -> Iterator[tuple[int, float]]:
-    """Yield (rows, ms) of transfers within one wait of the receiver; others also include time that
-    the packet lay there while the rank computed."""
+    """Yield (rows, ms) of transfers within one wait of the receiver, without computation."""
     wait: TaskSpan | None = None
     for span in spans:
         if span.stage is Stage.WAIT:

@@ -59,8 +59,7 @@ NO_CLIENT = -1
 
 
 def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> Rank:
-    """Load the weights and listen. batching: None: as configured. Raises CheckpointError,
-    ResourceError."""
+    """Load the weights and listen. Raises CheckpointError, ResourceError."""
     started_s, config = monotonic_s(), spec.config
     prepare_process(spec)
     half, served = load_half(spec)
@@ -252,8 +251,10 @@ class WarmUp(Observer):
 
 
 class ChunkCost:
-    """Relative attention cost of new tokens [start, stop): projections of each token, plus scores
-    and weighted values over its context (FinDEP Eq. 1, for grouped-query attention)."""
+    """Relative attention cost of new tokens [start, stop): projections, scores and values.
+
+    FinDEP Eq. 1, for grouped-query attention.
+    """
 
     def __init__(self, model: ModelSpec) -> None:
         attended_flops = 4 * model.num_heads * model.head_dim

@@ -94,7 +94,7 @@ class HeldExperts(NamedTuple):
             self.exchange.introduce(addresses)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close all parts. May be called twice."""
         self.moving.close()
         if self.exchange is not None:
             self.exchange.close()
@@ -164,8 +164,7 @@ def _register_metrics(moving: ExpertRebalancer[Any], name: str, telemetry: RankM
 
 
 class ExpertReports:
-    """Reports durations of expert calls and outcomes of proposals to the planner. moving: receives
-    the proposals."""
+    """Reports expert calls and proposals' outcomes to the planner. moving: receives proposals."""
 
     moving: ExpertRebalancer[Any]
 
@@ -239,8 +238,7 @@ class ExpertLoop:
             self._finish_drain()
 
     def _finish_drain(self) -> None:
-        """Complete the drain once attention ranks use this rank's experts elsewhere; until then
-        requests are served."""
+        """Complete the drain once attention ranks use this rank's experts elsewhere."""
         until_s = self._until_s
         if until_s is None or self.drained.is_set():
             return

@@ -169,8 +169,7 @@ class _Resizer:
         )
 
     def _introduce(self, wait_s: float) -> None:
-        """Connect every rank that is not connected yet to the expert ranks. New ranks are connected
-        without waiting for them."""
+        """Connect all new ranks to the expert ranks; wait for them if wait_s is not 0."""
         ready = [one.ready for one in self._find()]
         ranks = self._of(Group.ATTENTION, Group.EXPERT)
         new = [one for one in ranks if one.ready.pid not in self._introduced]
@@ -191,15 +190,14 @@ class _Resizer:
 
 
 def _newest(reports: Mapping[str, PlacementState]) -> PlacementState:
-    """Raises LaunchError."""
+    """Return the state with the newest generation. Raises LaunchError if there is none."""
     if not reports:
         raise LaunchError("no expert rank reports its state")
     return max(reports.values(), key=lambda each: each.placement.generation)
 
 
 def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, PlacementState]) -> int:
-    """Return the largest number of bytes that a rank loads. Raises ResourceError if a node lacks
-    memory."""
+    """Return the most bytes that a rank loads. Raises ResourceError if a node lacks memory."""
     loads = zip(
         rank_names(Group.EXPERT, wanted.ranks), experts_received(before, wanted), strict=True
     )

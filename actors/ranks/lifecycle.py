@@ -146,7 +146,7 @@ def on_sigterm(drain: Callable[[], None]) -> None:
 
 
 def _watch(reading: socket.socket, writing: socket.socket, drain: Callable[[], None]) -> None:
-    """writing: kept open meanwhile."""
+    """Run `drain` at the first SIGTERM, exit at the second. writing: kept open meanwhile."""
     _wait(reading)
     threading.Thread(target=_drain, args=(drain,), name="leaving", daemon=True).start()
     _wait(reading)

@@ -69,9 +69,10 @@ def kv_pool_blocks(
     ranks_on_node: int,
     kept_bytes: int = 0,
 ) -> int:
-    """Return the number of blocks: of `kv.pool_tokens`, or as memory allows and the largest batch
-    can use. kept_bytes: free memory that is reserved. Raises ResourceError if that, or one block,
-    does not fit."""
+    """Return the number of blocks: `kv.pool_tokens`, or what memory allows and batches can use.
+
+    kept_bytes: free memory that is reserved. Raises ResourceError if the pool does not fit.
+    """
     block_tokens = config.kv.block_tokens
     block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
     free_bytes = max(0, _free_bytes(device) - kept_bytes)

@@ -1,5 +1,4 @@
-"""Capacity metrics of a group: the fraction in use, the limiting resource, and the gain of another
-rank. docs/design/planner.md has the model."""
+"""Capacity metrics of a group, by the model in docs/design/planner.md."""
 
 from __future__ import annotations
 

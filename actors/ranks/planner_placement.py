@@ -186,8 +186,7 @@ class PlannerPlacement:
             self._policy.record_no_step(now_s)
 
     def _have_reported(self, step: RebalanceStep | None = None) -> bool:
-        """True if all ranks in use have reported, and `step` still follows from their placement,
-        which the launcher may have resized."""
+        """Return True if all ranks in use have reported, and `step` starts from their placement."""
         current = self._policy.current
         is_next = step is None or step.placement.generation > self._policy.newest
         is_current = is_next and (step is None or step.placement.ranks == current.ranks)
@@ -252,11 +251,13 @@ CountArrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class RoutingRecord:
-    """Writes routing.safetensors to the folder `placement.record`, once a minute and at the end;
-    does nothing if that is null. `add` on one thread; `count` and `close` on another, or later."""
+    """Writes routing.safetensors to the folder `placement.record`, if set, every minute.
+
+    `add` on one thread; `count` and `close` on another, or later.
+    """
 
     def __init__(self, spec: RankSpec, model: ModelSpec) -> None:
-        """Raises CheckpointError."""
+        """Set up the counter. Raises CheckpointError."""
         folder = spec.config.placement.record
         self._path = None if folder is None else Path(folder) / ROUTING
         self._pending: list[CountArrays] = []

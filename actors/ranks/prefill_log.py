@@ -113,8 +113,7 @@ class PrefillLog(Observer):
                 by_client[client] = [report, *by_client.get(client, [])]
 
     def sections(self) -> dict[str, dict[str, float]]:
-        """work: load and saturation, in FLOPs or, where those cannot be counted, tokens; and the
-        FLOPs computed."""
+        """Return load, saturation and computed FLOPs; tokens if FLOPs cannot be counted."""
         work: dict[str, float] = {
             "load": self._log.load,
             "saturation": self._threshold(),

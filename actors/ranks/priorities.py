@@ -38,8 +38,7 @@ class Priorities:
         order: Callable[[Sequence[W]], W],
         choose: Callable[[Sequence[W]], W | None] | None = None,
     ) -> Preemption[W] | None:
-        """Return the task selection with its metrics, or None if tasks are not preempted. choose:
-        `pick` or `serve` of a user policy."""
+        """Return the task selection, or None without preemption. choose: of a user policy."""
         if not self.config.preempt:
             return None
         telemetry = self._telemetry

@@ -35,7 +35,7 @@ class RankLoop(Protocol):
 
     @property
     def problem(self) -> str:
-        """Why the rank cannot serve; empty if it can."""
+        """Reason for which the rank cannot serve; empty if it can."""
 
     def run(self, stopping: threading.Event) -> None:
         """Serve until `stopping` is set. Any exception is the failure of the rank."""

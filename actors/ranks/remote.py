@@ -32,8 +32,7 @@ _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
 
 
 def rank_class(name: str, shell: type[WorkerShell] = LoggedShell) -> Any:
-    """Return the actor class of one rank, named after it for `ps` and `ray list actors`
-    ("ray::expert-1")."""
+    """Return the actor class of one rank, with the rank's name for `ps` and `ray list actors`."""
     return ray.remote(concurrency_groups={_STATUS: 1, _QUERIES: 1})(type(name, (shell,), {}))
 
 

@@ -43,8 +43,7 @@ class WorkerHandle(Protocol):
     """A `WorkerShell` in another process."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the shell. The future raises the method's exception, or LaunchError if
-        the process is gone."""
+        """Call a method; the future raises its exception, or LaunchError if the process is gone."""
 
 
 class Seat(NamedTuple):
@@ -56,8 +55,7 @@ class Seat(NamedTuple):
 
 
 class GroupSpec(NamedTuple):
-    """Common properties of a group's ranks. hardware: for the planner. placements: of experts on
-    expert ranks and on prefill workers."""
+    """Common properties of a group's ranks. placements: of expert ranks and prefill workers."""
 
     config: TandemConfig
     model_folder: str
@@ -249,5 +247,5 @@ def gather(futures: Sequence[tuple[str, Future[Any]]], what: str, deadline_s: fl
 
 
 def _is_refusal(error: ChannelError) -> bool:
-    """True if the peer rejected the handshake, which a retry does not change."""
+    """Return True if the peer rejected the handshake, which a retry does not change."""
     return isinstance(error, HandshakeError) and not isinstance(error, HandshakeBrokenError)

@@ -256,8 +256,7 @@ class ServingLoop:
         return dropped
 
     def _step(self) -> list[ScheduledBatch]:
-        """Return the completed batches. Lack of memory or descriptors for sending fails the current
-        requests, not the rank."""
+        """Return the completed batches; a failure to send fails the current requests only."""
         try:
             return self.executor.step(IDLE_POLL_S)
         except PeerError:
@@ -335,8 +334,7 @@ class Intake(NamedTuple):
 
 
 class ServingParts(NamedTuple):
-    """Parts of a serving loop. plan_of: plan of a new batch. close: closes threads and links of the
-    backend and of the observers; may be called twice."""
+    """Parts of a serving loop. close: closes all threads and links; may be called twice."""
 
     scheduler: Scheduler
     executor: BatchExecutor

@@ -38,11 +38,11 @@ class WorkerLog:
         self._open: set[RequestKey] = set()
 
     def __contains__(self, key: RequestKey) -> bool:
-        """True if a request with this key is open."""
+        """Return True if a request with this key is open."""
         return key in self._open
 
     def ends(self, key: RequestKey) -> bool:
-        """True if the next report ends this request."""
+        """Return True if the next report ends this request."""
         return key in self._ended
 
     @property

@@ -36,7 +36,7 @@ _TAKEN: Final = ("proposed before it", "is under way", "has refused generation",
 
 
 def is_taken(reason: str) -> bool:
-    """True if a concurrent proposal caused the failure, so that it can be retried."""
+    """Return True if a concurrent proposal caused the failure, so that it can be retried."""
     return any(words in reason for words in _TAKEN)
 
 
@@ -115,15 +115,15 @@ class _Peer:
         self.committed = dict.fromkeys(Priority, -1)  # oldest generation in use, by class
 
     def uses(self, generation: int) -> bool:
-        """True if it sends no tokens for earlier generations."""
+        """Return True if it sends no tokens for earlier generations."""
         return max(self.committed.values()) >= generation
 
     def has_drained_before(self, generation: int) -> bool:
-        """True if all tokens it sent for earlier generations have arrived."""
+        """Return True if all tokens it sent for earlier generations have arrived."""
         return min(self.committed.values()) >= generation
 
     def has_drained(self, generation: int) -> bool:
-        """True if the same holds for `generation`, which used other ranks only."""
+        """Return True if the same holds for `generation`, which used other ranks only."""
         return min(self.committed.values()) > generation
 
 
@@ -159,8 +159,7 @@ class ExpertGenerations:
     def proposed(
         self, placement: Placement, now_s: float, misfit: str = "", within_s: float = 0.0
     ) -> list[Action]:
-        """Handle a proposal. misfit: why it is not possible here, or empty. within_s: its time
-        limit; 0: the default."""
+        """Handle a proposal. misfit: why it is impossible. within_s: 0: the default."""
         generation = placement.generation
         if self._next is not None and generation == self._next.generation:
             return []  # repeated
@@ -259,8 +258,7 @@ class ExpertGenerations:
         return self._settle()
 
     def committed(self, name: str, generation: int, priority: Priority) -> list[Action]:
-        """Handle COMMITTED: the rank uses no generation before this one, and sends nothing more for
-        them in this class."""
+        """Handle COMMITTED: the rank sends no more for earlier generations in this class."""
         peer = self._peers.get(name)
         if peer is None:
             return []

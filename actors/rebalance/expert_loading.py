@@ -74,8 +74,7 @@ class ExpertLoader(Protocol[P]):
         """Return the target memory's name and its free bytes. Thread-safe."""
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        """Return why a placement is not possible, or "". resizes: the launcher changes the number
-        of ranks, without a limit of bytes."""
+        """Return why a placement is impossible, or "". resizes: without a limit of bytes."""
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
         """Start loading. `done` is called once, on any thread, unless stopped before."""
@@ -144,8 +143,7 @@ class ExpertPeers(Protocol):
 
 
 class CachedExpertLoader:
-    """An `ExpertLoader` of `CachedExperts`, which load on demand: a generation is a list of
-    experts."""
+    """An `ExpertLoader` of `CachedExperts`, which load on demand."""
 
     def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
         """urgent: for leases of attention ranks after a loss."""
@@ -177,8 +175,7 @@ class CachedExpertLoader:
 
 
 class ResidentExpertLoader:
-    """An `ExpertLoader` of `ResidentExperts`. urgent: for leases of attention ranks after a loss,
-    without limits of rate or bytes."""
+    """An `ExpertLoader` of `ResidentExperts`. urgent: without limits, after a loss."""
 
     def __init__(
         self,
@@ -191,7 +188,7 @@ class ResidentExpertLoader:
         *,
         urgent: bool = False,
     ) -> None:
-        """loaded: fingerprint of the checkpoint's files when this rank started to read them."""
+        """Set up a loader. loaded: fingerprint of the files when this rank began to read them."""
         self._urgent = urgent
         self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
         self._loaded = loaded
@@ -323,8 +320,7 @@ class _LoadTask:
         return read
 
     def _check_same(self) -> None:
-        """Raise CheckpointError if the files changed since this rank loaded them: a layer would mix
-        experts of two models."""
+        """Raise CheckpointError if the files have changed: a layer would mix two models."""
         folder = Path(self._spec.model_folder)
         if fingerprint(folder) != self._loaded:
             raise CheckpointError(
@@ -369,8 +365,7 @@ def _free(layers: dict[int, ExpertLayer]) -> None:
 def misfit(
     spec: RankSpec, model: ModelSpec, placement: Placement, ranks: int, *, urgent: bool
 ) -> str:
-    """Return why a placement does not fit the group, or "". ranks: current number. urgent: from
-    attention ranks or the launcher, which may use more or fewer."""
+    """Return why a placement does not fit the group, or "". ranks: their current number."""
     if spec.config.placement.rebalance == "off" and not urgent:
         return "placement.rebalance=off: experts stay where they are"
     try:

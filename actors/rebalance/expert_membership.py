@@ -1,5 +1,6 @@
-"""Which expert ranks an attention rank can use, and the failover placement while some are lost: a
-state machine without I/O, threads or a clock.
+"""Expert ranks that an attention rank can use, and the failover placement after losses.
+
+A state machine without I/O, threads or a clock.
 
     all ready            expert-1 is lost             new expert-1 is ready
     base ──────────────> base, requests wait ──────────────────────────> base
@@ -34,9 +35,10 @@ _SETTLED_S: Final = 0.5  # a rank not linked by then is lost
 
 
 class ExpertMembership:
-    """base: the current generation. placement: `base` or its failover placement, used by the next
-    layer. changes: number of state changes. stood_in: number of failovers. Methods return the
-    packets to send, in order."""
+    """base: the current generation. placement: it, or its failover placement, for new layers.
+
+    changes: number of state changes. stood_in: number of failovers. Methods return packets to send.
+    """
 
     def __init__(self, base: Placement) -> None:
         self.base = self.placement = base
@@ -56,7 +58,7 @@ class ExpertMembership:
         return rank_names(Group.EXPERT, self.base.ranks)
 
     def can_serve(self, expert: str, generation: int) -> bool:
-        """True if the rank is ready for that generation."""
+        """Return True if the rank is ready for that generation."""
         return generation in self._ready.get(expert, ())
 
     def requested(self, generation: int) -> Placement | None:
@@ -73,8 +75,7 @@ class ExpertMembership:
     def mark_ready(
         self, expert: str, generation: int, now_s: float, attempt: int = LAUNCH_ATTEMPT
     ) -> list[PlacementMessage]:
-        """Handle READY. attempt: of the ACQUIRE that it answers; LAUNCH_ATTEMPT: unsolicited, which
-        never concerns a failover placement."""
+        """Handle READY. attempt: of its ACQUIRE; LAUNCH_ATTEMPT: unsolicited."""
         if expert not in self._ready:
             return []
         if attempt == LAUNCH_ATTEMPT and not is_failover(generation):

@@ -31,8 +31,7 @@ _FAILURES = 8  # kept
 
 
 class MoveRecorder:
-    """Counts and reports the outcomes of moves. failures: latest reasons, by generation. Read from
-    any thread."""
+    """Counts and reports outcomes of moves. failures: latest reasons. Read from any thread."""
 
     def __init__(self, rank: str, report: Callable[[PlacementReport], None]) -> None:
         self._rank, self._report = rank, report
@@ -45,7 +44,7 @@ class MoveRecorder:
         self.load_s += result.seconds
 
     def record(self, report: TransitionReport, result: LoadResult[Any] | None) -> None:
-        """result: of the last load."""
+        """Record an outcome. result: of the last load."""
         if result is None or result.generation != report.generation:
             result = LoadResult(report.generation, None)
         level = logging.WARNING if report.outcome is MoveOutcome.FAILED else logging.INFO
@@ -87,8 +86,7 @@ class _Proposal(NamedTuple):
 
 
 class ExpertRebalancer(Generic[P]):
-    """A `PlacementHandler`. placement: the newest that all attention ranks use. stood_in: number of
-    failover placements served."""
+    """A `PlacementHandler`. placement: the newest one that all attention ranks use."""
 
     def __init__(
         self,
@@ -103,8 +101,7 @@ class ExpertRebalancer(Generic[P]):
         report: Callable[[PlacementReport], None] = lambda outcome: None,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """loader: for proposals. urgent_loader: for leases, on which requests wait. settled: called
-        when `placement` has changed."""
+        """Set up without transitions. urgent_loader: for leases, on which requests wait."""
         self.placement = placement
         self._endpoint, self._store = endpoint, store
         self._loader, self._urgent_loader = loader, urgent_loader
@@ -300,8 +297,7 @@ class ExpertRebalancer(Generic[P]):
             self._free_generation(generation)
 
     def _adopt(self) -> None:
-        """Make the generation that attention ranks use on this rank the current one, once they have
-        committed it."""
+        """Make the generation that attention ranks use here the current one, once committed."""
         newest = self._leases.newest(self._machine.current)
         if newest is None or not self._store.holds(newest.generation):
             return

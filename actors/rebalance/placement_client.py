@@ -26,8 +26,7 @@ log = logging.getLogger("tandem.experts")
 
 
 class PlacementClient:
-    """A `TopologySource`. switches: number of generation changes. repairs: number of failovers
-    ("stand_in") and of recovered ranks ("return")."""
+    """A `TopologySource`. switches: of generation. repairs: failovers ("stand_in"), returns."""
 
     def __init__(
         self,
@@ -182,7 +181,7 @@ class PlacementClient:
         self._apply(self._membership.mark_ready(packet.peer, generation, self._clock(), attempt))
 
     def _placement_of(self, packet: Packet) -> Placement:
-        """Raises ValueError."""
+        """Return the placement of a packet. Raises ValueError."""
         placement = placement_of(packet)
         try:
             self._check(placement)

@@ -1,5 +1,7 @@
-"""Leases of attention ranks on generations that no planner proposed: failover placements, and the
-current generation on a replacement rank. A state machine without I/O, threads or a clock.
+"""Leases of attention ranks on generations that no planner proposed to this rank.
+
+They are failover placements, and the current generation on a replacement rank. A state machine
+without I/O, threads or a clock.
 
     ACQUIRE ──> load, one at a time ──> READY to all holders
     RELEASE in each class, COMMITTED of a later generation, or loss, of all holders ──> free
@@ -25,8 +27,7 @@ MOST: Final = 64  # leases of one attention rank, including releases that overto
 
 
 class PlacementLeases:
-    """Methods return actions in order. They raise ValueError for a rank over the limit; its link is
-    then dropped."""
+    """Methods return actions in order, or raise ValueError for a rank to be disconnected."""
 
     def __init__(self) -> None:
         self.loading: int | None = None
@@ -37,7 +38,7 @@ class PlacementLeases:
         self._waiting: list[int] = []  # generations to load
 
     def needs(self, generation: int) -> bool:
-        """True if an attention rank holds a lease."""
+        """Return True if an attention rank holds a lease."""
         return generation in self._by
 
     def placement(self, generation: int) -> Placement:

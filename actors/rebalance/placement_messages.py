@@ -35,8 +35,10 @@ class PlacementSender:
         self._unsent: deque[tuple[PlacementMessage, Priority, bytes]] = deque()
 
     def send(self, message: PlacementMessage, placement: Placement | None = None) -> None:
-        """placement: body of PREPARED, READY and ACQUIRE. COMMITTED and RELEASE are sent in each
-        class, because packets of different classes can overtake each other."""
+        """Send a packet; COMMITTED and RELEASE in each class, as classes can overtake each other.
+
+        placement: body of PREPARED, READY and ACQUIRE.
+        """
         text = (message.reason or " ").encode()[:_MOST_TEXT_BYTES]
         body = text if placement is None else msgspec.msgpack.encode(placement)
         for priority in Priority if message.kind in _IN_EACH_CLASS else (Priority.LS,):

@@ -34,12 +34,10 @@ class _Candidate:
 
 
 class AttentionGenerations:
-    """current: the generation of new layers. Methods return the packets to send, in order;
-    COMMITTED once for each class."""
+    """current: the generation of new layers. Methods return the packets to send, in order."""
 
     def __init__(self, current: Placement, deadline_s: float) -> None:
-        """deadline_s: time from the first packet about a generation until all ranks must be
-        prepared, unless the generation sets a longer one."""
+        """Start at `current`. deadline_s: default time until all ranks must be prepared."""
         self.current = current
         self._deadline_s = deadline_s
         self._max_ranks = current.ranks  # over all generations known
