@@ -156,7 +156,7 @@ def begun(clients: Iterable[RankConnection], max_tokens: int) -> list[tuple[Rank
     return running
 
 
-def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place(
+def test_requests_fail_if_lost_expert_rank_is_not_replaced(
     deep: Path,
 ) -> None:
     config = group_config(2, 1, groups={"recovery_timeout_s": 0.5})
@@ -184,7 +184,7 @@ def test_every_request_fails_by_name_when_nobody_takes_a_lost_expert_ranks_place
         assert [client.generated(request)[0] for client, request in again] == [expected] * 2
 
 
-def test_an_expert_rank_that_ends_takes_no_thread_and_no_descriptor_with_it(deep: Path) -> None:
+def test_lost_expert_rank_leaks_no_thread_or_descriptor(deep: Path) -> None:
     config = group_config(2, 2)
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
         running = begun((first, second), 40)
@@ -195,9 +195,7 @@ def test_an_expert_rank_that_ends_takes_no_thread_and_no_descriptor_with_it(deep
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unexpected_error_names_expert_rank(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise ArithmeticError("planted")
 
@@ -210,7 +208,7 @@ def test_an_unforeseen_error_in_an_expert_rank_is_told_by_its_name(
         assert "ArithmeticError: planted" in status.reason
 
 
-def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_live(
+def test_hung_expert_rank_is_named_while_its_threads_run(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = group_config(1, 2, channel={"step_timeout_s": 2.0, "heartbeat_timeout_s": 1.5})
@@ -236,7 +234,7 @@ def test_an_expert_rank_whose_loop_hangs_is_told_by_its_name_though_its_threads_
 # --- an attention rank is lost
 
 
-def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(deep: Path) -> None:
+def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
     prompts = [tokens(seed, 30 + seed) for seed in range(3)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 24) for prompt in prompts]
@@ -256,7 +254,7 @@ def test_the_other_attention_rank_goes_on_with_right_answers_when_one_is_killed(
         other.close()
 
 
-def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name(
+def test_unexpected_error_fails_requests_of_attention_rank(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> torch.Tensor:
@@ -282,7 +280,7 @@ def test_an_unforeseen_error_in_an_attention_rank_fails_its_requests_by_its_name
 # --- clients
 
 
-def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: Path) -> None:
+def test_leaving_client_frees_blocks_without_effect_on_others(deep: Path) -> None:
     prompts = [tokens(seed, 45) for seed in (7, 8)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 20) for prompt in prompts]
@@ -306,7 +304,7 @@ def test_a_client_that_leaves_frees_its_blocks_and_changes_nobodys_answer(deep: 
         ("candidates", {"token_ids": [5], "candidates": [0, 131]}),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_and_the_rank_lives_on(
+def test_ids_outside_vocabulary_are_rejected(
     tiny_checkpoint: Checkpoints, field: str, fields: dict[str, list[int]]
 ) -> None:
     with ThreadGroup(tiny_checkpoint(), group_config()) as group, group.client() as client:
@@ -315,7 +313,7 @@ def test_ids_outside_the_vocabulary_are_refused_and_the_rank_lives_on(
         assert client.scored(client.submit([5, 6], candidates=[0])).candidate_logits is not None
 
 
-def test_the_same_request_id_twice_is_refused_and_the_rank_lives_on(deep: Path) -> None:
+def test_duplicate_request_id_is_rejected(deep: Path) -> None:
     config = group_config(1, 1)
     with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
         first = client.submit(tokens(1, 400), sampling=greedy(5000))
@@ -331,7 +329,7 @@ def test_the_same_request_id_twice_is_refused_and_the_rank_lives_on(deep: Path) 
         assert other.generated(other.submit(tokens(3, 9), sampling=greedy(4)))[0] == expected
 
 
-def test_strangers_on_either_port_are_refused_while_requests_go_on(deep: Path) -> None:
+def test_strangers_are_rejected_on_both_ports(deep: Path) -> None:
     local = LocalModel.load(deep, dtype="float32")
     prompt = tokens(9, 33)
     with ThreadGroup(deep, group_config(1, 1), backend="tcp") as group, group.client() as client:
@@ -372,7 +370,7 @@ def until_closed(sock: socket.socket) -> None:
             pass
 
 
-def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None:
+def test_garbage_ends_only_its_client(deep: Path) -> None:
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(30))
         mad = group.client()
@@ -387,7 +385,7 @@ def test_a_proven_client_that_sends_garbage_is_cut_off_alone(deep: Path) -> None
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_expert_rank_whose_reader_dies_or_stalls_ends_by_name_and_names_the_file(
+def test_failed_reader_ends_expert_rank_with_file_name(
     deep: Path, tmp_path: Path, fault: signal.Signals
 ) -> None:
     config = cached_config(
@@ -406,9 +404,7 @@ def test_an_expert_rank_whose_reader_dies_or_stalls_ends_by_name_and_names_the_f
         reader.kill()
 
 
-def test_the_other_attention_rank_goes_on_when_one_dies_whose_experts_are_being_read(
-    deep: Path, tmp_path: Path
-) -> None:
+def test_killed_attention_rank_frees_expert_slots(deep: Path, tmp_path: Path) -> None:
     """Slots that it held are free again: the other needs them."""
     local = LocalModel.load(deep, dtype="float32")
     with ThreadGroup(deep, cached_config(tmp_path)) as group:
@@ -449,7 +445,7 @@ def tier_of(rank: Rank) -> FileTier:
 # --- starts that fail
 
 
-def test_weights_that_cannot_load_are_named_and_nothing_is_left(
+def test_unloadable_weights_are_named_without_leaks(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Whichever rank is the first to find out."""
@@ -464,9 +460,7 @@ def test_weights_that_cannot_load_are_named_and_nothing_is_left(
     assert all(is_gone(process.pid) for process in group.processes.values())
 
 
-def test_a_pool_larger_than_memory_is_named_and_nothing_is_left(
-    deep: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_pool_is_named_without_leaks(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ranks that are started as everywhere but in these tests."""
     monkeypatch.undo()
     config = group_config(1, 1, kv={"pool_tokens": 1 << 40})
@@ -501,7 +495,7 @@ def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_expert_rank_that_is_gone_or_hung_before_the_others_connect_is_named(
+def test_expert_rank_lost_before_connect_is_named(
     tiny_checkpoint: Checkpoints, backend: str
 ) -> None:
     with loaded(tiny_checkpoint("qwen3_moe"), backend) as (processes, addresses):
@@ -516,7 +510,7 @@ def test_an_expert_rank_that_is_gone_or_hung_before_the_others_connect_is_named(
             assert time.monotonic() - start_s < 1.0 + LIMIT_S  # deadline_s, and some
 
 
-def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints) -> None:
+def test_process_lost_while_loading_is_named(tiny_checkpoint: Checkpoints) -> None:
     config = group_config(1, 1)
     folder = str(tiny_checkpoint("qwen3_moe"))
     placements = contiguous_placements(folder, expert_ranks=1)
@@ -532,7 +526,7 @@ def test_a_process_that_dies_while_loading_is_named(tiny_checkpoint: Checkpoints
         assert is_gone(process.pid)
 
 
-def test_failures_are_events_too(deep: Path) -> None:
+def test_failures_are_published_as_events(deep: Path) -> None:
     """A rank that stops says so to everyone who waits: another one may go on with it."""
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(5000))

@@ -95,9 +95,7 @@ def loop_endpoint(rank: Rank) -> Endpoint:
 
 
 @pytest.mark.parametrize("within_s", [0.0, 60.0])
-def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
-    folder: Path, within_s: float
-) -> None:
+def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s: float) -> None:
     """max_attempts is 1: whatever cost one would fail."""
 
     async def body(backend: PipelineBackend) -> None:
@@ -125,12 +123,19 @@ def test_an_attention_rank_that_leaves_ends_its_requests_or_hands_them_over(
 
 
 @pytest.mark.parametrize("doomed", ["attention-0", "expert-0"])
+<<<<<<< HEAD
 def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
     folder: Path, doomed: str
 ) -> None:
     async def body(backend: PipelineBackend) -> None:
         expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
         asked = [(kind, Asked(backend, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
+=======
+def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
+    async def body(admission: PipelineBackend) -> None:
+        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
+        asked = [(kind, Asked(admission, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
+>>>>>>> 55f1502 (tests: plain names for moe, offload, rebalance, engine, planning and ranks)
         await asyncio.gather(*(each.has(3) for _, each in asked))
         group.processes[doomed].send_signal(signal.SIGTERM)
         for kind, each in asked:
@@ -143,7 +148,7 @@ def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
         assert group.processes[doomed].close() == 0
 
 
-def test_nothing_waits_for_an_expert_rank_that_leaves(
+def test_requests_do_not_wait_for_draining_expert_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes once the others have its experts, and its links' end is news to nobody."""
@@ -166,7 +171,7 @@ def test_nothing_waits_for_an_expert_rank_that_leaves(
     assert not held
 
 
-def test_the_only_expert_rank_serves_until_its_time_is_over(folder: Path) -> None:
+def test_only_expert_rank_serves_until_drain_deadline(folder: Path) -> None:
     with ThreadGroup(folder, group_config(1, 1)) as group, group.client(0) as client:
         group.experts[0].drain(0.5)
         request = client.submit(PROMPT, sampling=greedy(20))
@@ -176,7 +181,7 @@ def test_the_only_expert_rank_serves_until_its_time_is_over(folder: Path) -> Non
         assert len(client.generated(request)[0]) == 20
 
 
-def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
+def test_second_sigterm_ends_rank_at_once(folder: Path) -> None:
     async def body(backend: PipelineBackend) -> None:
         asked = [Asked(backend, greedy(2000)) for _ in range(2)]
         await asyncio.gather(*(each.has(1) for each in asked))
@@ -191,7 +196,7 @@ def test_a_second_sigterm_ends_a_rank_at_once(folder: Path) -> None:
         asking(group.client_addresses, group.token, body)
 
 
-def test_a_prefill_worker_that_leaves_hands_its_scores_over(folder: Path) -> None:
+def test_draining_prefill_worker_hands_scores_over(folder: Path) -> None:
     with rank_of("prefill", folder) as (worker, client):
         scheduler = loop_of(worker).scheduler
         with pytest.MonkeyPatch.context() as patch:

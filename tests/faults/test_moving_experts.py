@@ -110,9 +110,7 @@ def own(spec: ModelSpec, generation: int, rank: int) -> int:
 # --- moves that come to nothing
 
 
-def test_a_load_that_takes_too_long_ends_at_its_deadline_everywhere(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_slow_load_is_aborted_at_deadline(deep: Path, right: list[list[int]]) -> None:
     with threads(deep, **config(SLOW / 300, move_timeout_s=0.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client(0) as first, group.client(1) as second:
@@ -125,9 +123,7 @@ def test_a_load_that_takes_too_long_ends_at_its_deadline_everywhere(
         until(lambda: [placed(rank.status()) for rank in group.experts] == before)
 
 
-def test_what_reaches_one_expert_rank_only_is_refused_by_all_attention_ranks_and_let_go_of(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_proposal_reaching_one_rank_is_aborted(deep: Path, right: list[list[int]]) -> None:
     """The planner died in between."""
     spec = read_spec(deep)
     with threads(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
@@ -145,7 +141,7 @@ def test_what_reaches_one_expert_rank_only_is_refused_by_all_attention_ranks_and
 
 
 @pytest.mark.parametrize("change", ["model", "ranks", "old", "bytes", "twice"])
-def test_a_proposal_that_does_not_fit_is_refused_by_name(
+def test_unsuitable_proposal_is_rejected_with_reason(
     deep: Path, right: list[list[int]], change: str
 ) -> None:
     spec = read_spec(deep)
@@ -182,14 +178,14 @@ def test_a_proposal_that_does_not_fit_is_refused_by_name(
             assert answers(client) == right
 
 
-def test_experts_stay_where_they_are_unless_the_configuration_says_otherwise(deep: Path) -> None:
+def test_experts_do_not_move_unless_configured(deep: Path) -> None:
     with threads(deep) as (planner, _):
         planner.propose(another(read_spec(deep), 1))
         for rank in EXPERTS:
             assert "placement.rebalance=off" in planner.outcome(rank, 1).reason
 
 
-def test_a_checkpoint_that_is_gone_or_replaced_fails_a_move_only_where_no_peer_gives_the_expert(
+def test_changed_checkpoint_fails_moves_without_peers(
     deep: Path, right: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(deep, tmp_path / "model")
@@ -226,7 +222,7 @@ def _replace_weights(folder: Path) -> None:
     weights.write_bytes(other)
 
 
-def test_the_checkpoint_gives_what_peers_do_not(
+def test_checkpoint_replaces_failing_peers(
     deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hung(*_: object) -> None:
@@ -244,7 +240,7 @@ def test_the_checkpoint_gives_what_peers_do_not(
 # --- memory
 
 
-def test_experts_that_move_away_take_their_memory_with_them(deep: Path) -> None:
+def test_moved_experts_free_their_memory(deep: Path) -> None:
     spec = read_spec(deep)
     with threads(deep, **config(FAST)) as (planner, group):
 
@@ -267,9 +263,7 @@ def test_experts_that_move_away_take_their_memory_with_them(deep: Path) -> None:
 # --- the planner
 
 
-def test_a_planner_that_is_lost_after_it_has_proposed_is_not_needed_any_more(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_move_completes_without_planner(deep: Path, right: list[list[int]]) -> None:
     with threads(deep, **config(SLOW)) as (planner, group), group.client() as client:
         planner.propose(another(read_spec(deep), 1))
         until(lambda: any("placement" in rank.status().notes for rank in group.experts))
@@ -281,9 +275,7 @@ def test_a_planner_that_is_lost_after_it_has_proposed_is_not_needed_any_more(
         assert {held.newest for held in planner.held.values()} == {1}
 
 
-def test_a_planner_that_proposes_again_and_again_is_told_what_is_under_way(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_repeated_proposals_are_rejected_as_pending(deep: Path, right: list[list[int]]) -> None:
     spec = read_spec(deep)
     with threads(deep, **config(7 * SLOW)) as (planner, group), group.client() as client:
         for generation in range(1, 30):
@@ -302,9 +294,7 @@ def test_a_planner_that_proposes_again_and_again_is_told_what_is_under_way(
 # --- ranks
 
 
-def test_the_move_goes_on_when_an_attention_rank_is_killed_in_it(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_move_continues_after_attention_rank_loss(deep: Path, right: list[list[int]]) -> None:
     with processes(deep, **config(SLOW)) as (planner, group):
         doomed, other = clients_of(group)
         running = doomed.submit(PROMPTS[0], sampling=greedy(400))
@@ -321,7 +311,7 @@ def test_the_move_goes_on_when_an_attention_rank_is_killed_in_it(
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_move_comes_to_nothing_when_the_rank_that_gives_the_experts_is_lost(
+def test_move_is_aborted_if_source_rank_is_lost(
     deep: Path, right: list[list[int]], fault: signal.Signals
 ) -> None:
     """What had come is let go of; the other rank stands in for it."""
@@ -414,9 +404,7 @@ class Moves:
             assert [client.generated(request)[0] for request in requests] == self._right
 
 
-def test_nothing_is_lost_or_doubled_over_moves_and_kills(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_streams_are_exact_over_moves_and_kills(deep: Path, right: list[list[int]]) -> None:
     many = Moves(deep, right, seed=1)
     for _ in range(2):
         many.round(moves=4)
@@ -424,9 +412,7 @@ def test_nothing_is_lost_or_doubled_over_moves_and_kills(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_nothing_is_lost_or_doubled_over_two_hundred_moves_and_twenty_kills(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_streams_are_exact_over_many_moves_and_kills(deep: Path, right: list[list[int]]) -> None:
     many = Moves(deep, right, seed=2)
     for _ in range(20):
         many.round(moves=10)

@@ -54,7 +54,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize(("fault", "state"), [(signal.SIGKILL, "lost"), (signal.SIGSTOP, "slow")])
-def test_requests_go_on_by_default_when_the_planner_dies_or_hangs_and_ask_the_next_one(
+def test_requests_continue_through_planner_loss(
     tiny_checkpoint: Checkpoints, fault: signal.Signals, state: str
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -100,7 +100,7 @@ def start_another_planner(group: LocalGroup) -> None:
         process.call("join_planner", ready.channel_address).result(DEADLINE_S)
 
 
-def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
+def test_group_without_hardware_file_learns_to_plan(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     folder = tiny_checkpoint("deepseek_v2")
@@ -119,7 +119,7 @@ def test_a_group_without_a_hardware_file_comes_to_plan_by_itself(
         assert [status.name for status in group.status()] == ["attention-0", "expert-0"]
 
 
-def test_a_planner_that_cannot_start_is_told_at_the_start(tmp_path: Path) -> None:
+def test_planner_that_cannot_start_fails_the_launch(tmp_path: Path) -> None:
     with (
         pytest.raises(TandemError) as caught,
         LocalGroup(str(tmp_path), group_config(), planner=True),

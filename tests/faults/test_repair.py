@@ -75,7 +75,7 @@ def threads(
 
 
 @pytest.mark.parametrize("experts", [1, 2, 3])
-def test_streams_go_on_when_an_expert_rank_is_lost_and_its_experts_come_home(
+def test_streams_continue_through_expert_rank_loss_and_recovery(
     deep: Path, right: list[list[int]], experts: int
 ) -> None:
     with threads(deep, right, 2, experts) as (group, load):
@@ -97,9 +97,7 @@ def test_streams_go_on_when_an_expert_rank_is_lost_and_its_experts_come_home(
             assert (placement["stand_in"], placement["return"]) == (int(experts > 1), 1)
 
 
-def test_two_expert_ranks_may_be_lost_at_once_or_one_in_the_take_over_of_the_other(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_streams_continue_through_two_losses(deep: Path, right: list[list[int]]) -> None:
     with threads(deep, right, 1, 3) as (group, load):
         before = [experts_there(rank) for rank in group.experts]
         running = load()
@@ -116,7 +114,7 @@ def test_two_expert_ranks_may_be_lost_at_once_or_one_in_the_take_over_of_the_oth
         until(lambda: [experts_there(rank) for rank in group.experts] == before)
 
 
-def test_requests_wait_where_nobody_has_room_to_stand_in(
+def test_requests_wait_without_memory_for_failover(
     deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.rebalance.expert_loading.available_bytes", lambda: 0)
@@ -129,9 +127,7 @@ def test_requests_wait_where_nobody_has_room_to_stand_in(
         assert group.attention[0].status().sections["placement"]["stand_in"] == 0
 
 
-def test_an_expert_rank_that_comes_back_with_an_old_epoch_is_refused_by_name(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_expert_rank_with_old_epoch_is_rejected(deep: Path, right: list[list[int]]) -> None:
     with threads(deep, right, 1, 1) as (group, load):
         address = group.experts[0].ready.channel_address
         old = group.experts[0].spec
@@ -150,9 +146,7 @@ def test_an_expert_rank_that_comes_back_with_an_old_epoch_is_refused_by_name(
 # --- attention ranks
 
 
-def test_another_attention_rank_takes_the_place_of_a_lost_one_while_the_others_go_on(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_lost_attention_rank_is_replaced(deep: Path, right: list[list[int]]) -> None:
     with ThreadGroup(deep, group_config(2, 2)) as group, group.client(1) as other:
         doomed = group.client(0)
         lost = Load([doomed], right)
@@ -198,7 +192,7 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 
 
 @pytest.mark.parametrize(("fault", "backend"), [(signal.SIGKILL, "shm"), (signal.SIGSTOP, "tcp")])
-def test_an_expert_rank_that_is_killed_or_stopped_costs_no_stream_a_token(
+def test_expert_rank_losses_do_not_change_streams(
     deep: Path, right: list[list[int]], fault: signal.Signals, backend: str
 ) -> None:
     channel = (

@@ -131,7 +131,7 @@ def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
     ids=["off", "continuous"],
 )
 @pytest.mark.parametrize("is_replicated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_streams_go_on_as_expert_ranks_come_and_go(
+def test_streams_continue_through_resizes(
     deep: Path, right: list[list[int]], placement: dict[str, Any], is_replicated: bool
 ) -> None:
     placed = msgspec.structs.replace(another(read_spec(deep), 1), generation=0)
@@ -143,9 +143,7 @@ def test_streams_go_on_as_expert_ranks_come_and_go(
             assert f"expert-{ranks}" not in group.processes
 
 
-def test_a_replacement_whose_launch_was_of_another_number_adopts_the_present_one(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_replacement_adopts_current_placement(deep: Path, right: list[list[int]]) -> None:
     with processes(deep, right, 2, 2) as (group, _):
         group.resize_experts(3)
         for name in ("expert-0", "expert-2"):
@@ -171,7 +169,7 @@ def experts_of(group: LocalGroup, ranks: int) -> float:
     ],
     ids=["new one", "taker", "giver", "leaver"],
 )
-def test_a_rank_that_is_lost_in_the_middle_ends_it_by_name_and_the_old_placement_serves_on(
+def test_loss_aborts_resize_and_keeps_old_placement(
     deep: Path, right: list[list[int]], ranks: int, victim: str
 ) -> None:
     """What had come is let go of."""
@@ -200,7 +198,7 @@ def coming(group: LocalGroup) -> list[str]:
     return [name for name in there if "placement" in status_of(group, name).notes]
 
 
-def test_what_cannot_be_is_refused_in_a_line_before_anything_moves(
+def test_impossible_resize_is_rejected_first(
     deep: Path, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with processes(deep, right, 1, 2) as (group, _):
@@ -227,7 +225,7 @@ def resizing(group: LocalGroup, ranks: int) -> Iterator[None]:
         done.result(60.0)
 
 
-def test_an_attention_rank_that_comes_in_the_middle_of_it_goes_over_with_the_rest(
+def test_attention_rank_added_during_resize_switches_too(
     deep: Path, right: list[list[int]]
 ) -> None:
     with processes(deep, right, 1, 2, bytes_per_s=SLOW, idle=1) as (group, _):
@@ -241,9 +239,7 @@ def test_an_attention_rank_that_comes_in_the_middle_of_it_goes_over_with_the_res
 
 
 @pytest.mark.slow
-def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_number(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_second_resize_waits_and_proposals_are_rejected(deep: Path, right: list[list[int]]) -> None:
     placing = {"rebalance": "continuous"}
     with (
         processes(deep, right, 1, 3, bytes_per_s=SLOW, placement=placing) as (group, _),
@@ -264,7 +260,7 @@ def test_a_second_change_waits_for_the_first_and_the_planner_is_refused_by_numbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rebalance", ["off", "continuous"])
-def test_ranks_that_read_experts_as_they_are_wanted_come_and_go_too(
+def test_cached_expert_ranks_can_be_resized(
     deep: Path, right: list[list[int]], rebalance: str
 ) -> None:
     sections: dict[str, Any] = {"experts": {"slots": 4}, "placement": {"rebalance": rebalance}}
@@ -274,9 +270,7 @@ def test_ranks_that_read_experts_as_they_are_wanted_come_and_go_too(
             check_settled(group, deep, ranks)
 
 
-def test_experts_that_have_moved_away_take_their_memory_with_them(
-    deep: Path, right: list[list[int]]
-) -> None:
+def test_resized_experts_free_their_memory(deep: Path, right: list[list[int]]) -> None:
     spec = read_spec(deep)
     with ThreadGroup(deep, group_config(1, 3)) as group:
         working = [RunningRank(rank.ready, ThreadHandle(rank)) for rank in group.ranks]
@@ -310,7 +304,7 @@ class ThreadHandle:
 
 
 @pytest.mark.slow
-def test_one_that_comes_knows_where_experts_are_now_and_takes_them_from_there(
+def test_added_rank_loads_experts_from_current_owner(
     deep: Path, right: list[list[int]], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(deep, tmp_path / "model")

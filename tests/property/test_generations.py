@@ -31,7 +31,7 @@ worlds = st.builds(
 
 @settings(max_examples=120)
 @given(world=worlds)
-def test_no_tokens_come_where_their_generation_is_not_and_all_end_with_one_and_the_same(
+def test_tokens_only_reach_ranks_with_their_generation_and_all_converge(
     world: World,
 ) -> None:
     world.run()
@@ -47,7 +47,7 @@ def test_without_faults_every_rank_switches_to_the_proposal(seed: int, attention
     assert {expert.machine.current for expert in world.experts.values()} == {1}
 
 
-def test_the_faults_of_the_property_lead_to_every_way_out() -> None:
+def test_simulated_faults_reach_every_outcome() -> None:
     """Else it would hold for the wrong reason."""
     mixed = Faults(0.1, 0.1, 0.1, 0.1, 1, impatient=True)
     reasons, switches, again = set(), 0, 0

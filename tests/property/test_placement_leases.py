@@ -207,9 +207,7 @@ def test_leased_placements_stay_loaded_and_unleased_ones_are_freed(seed: int, st
 
 
 @given(seed=st.integers(0, 1 << 32), wanted=st.permutations(GENERATIONS))
-def test_each_is_read_once_for_all_that_want_it_in_the_order_of_the_first(
-    seed: int, wanted: list[int]
-) -> None:
+def test_generations_are_loaded_once_in_order_of_acquisition(seed: int, wanted: list[int]) -> None:
     world = World(seed)
     for generation in wanted:
         for name in world.random.sample(NAMES, 3):

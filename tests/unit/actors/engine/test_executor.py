@@ -262,7 +262,7 @@ A, S = Stage.ATTENTION, Stage.SHARED
 # --- FinDEP, Figure 3
 
 
-def test_asas_runs_the_shared_expert_of_a_micro_batch_right_after_its_attention() -> None:
+def test_asas_runs_shared_expert_after_each_attention() -> None:
     rig = Rig()
     rig.submit(Plan(ma=1, r1=3, order=Order.ASAS), [0, 1, 2])
     for layer in range(LAYERS):
@@ -273,7 +273,7 @@ def test_asas_runs_the_shared_expert_of_a_micro_batch_right_after_its_attention(
         rig.endpoint.reply()
 
 
-def test_aass_runs_all_attention_of_a_layer_first() -> None:
+def test_aass_runs_all_attention_of_layer_first() -> None:
     rig = Rig()
     rig.submit(Plan(ma=1, r1=3, order=Order.AASS), [0, 1, 2])
     for layer in range(LAYERS):
@@ -285,7 +285,7 @@ def test_aass_runs_all_attention_of_a_layer_first() -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(order=Order.NAIVE), Plan(ma=1, r1=3, order=Order.PPPIPE)])
-def test_naive_and_pppipe_run_the_shared_expert_inside_attention_before_a2e(plan: Plan) -> None:
+def test_naive_and_pppipe_run_shared_expert_before_dispatch(plan: Plan) -> None:
     rig = Rig()
     rig.submit(plan, [0, 1, 2])
     micro_batches = 1 if plan.ma is None else 3
@@ -313,7 +313,7 @@ def test_naive_and_pppipe_run_the_shared_expert_inside_attention_before_a2e(plan
     ],
     ids=lambda value: value.label if isinstance(value, Plan) else str(value),
 )
-def test_every_order_gives_the_plainly_computed_hidden_states(plan: Plan, shared: bool) -> None:
+def test_every_order_gives_reference_hidden_states(plan: Plan, shared: bool) -> None:
     rig = Rig(shared=shared)
     rig.submit(plan, [0, 1, 2, 3])
     (done,) = rig.run_all()
@@ -325,7 +325,7 @@ def test_every_order_gives_the_plainly_computed_hidden_states(plan: Plan, shared
     assert len(rig.endpoint.released) == rig.endpoint.sent_total, "each reply, once"
 
 
-def test_the_shared_expert_runs_while_the_experts_reply_is_still_under_way() -> None:
+def test_shared_expert_runs_while_replies_are_pending() -> None:
     rig = Rig()
     rig.submit(Plan(order=Order.ASAS), [0])
     rig.executor.step(0.0)
@@ -340,7 +340,7 @@ def test_the_shared_expert_runs_while_the_experts_reply_is_still_under_way() -> 
 # --- the ready set
 
 
-def test_a_late_reply_of_one_micro_batch_does_not_hold_up_another() -> None:
+def test_late_reply_does_not_delay_other_micro_batches() -> None:
     rig = Rig(shared=False)
     rig.submit(Plan(ma=1, r1=2), [0, 1])
     rig.run_ready()
@@ -363,7 +363,7 @@ def test_micro_batch_waits_for_attention_of_shared_blocks() -> None:
     assert rig.take_log() == [("attend", 0), ("a2e", 0), ("attend", 1), ("a2e", 1)]
 
 
-def test_the_last_step_of_a_micro_batch_waits_for_its_own_replies_only() -> None:
+def test_last_step_waits_for_own_replies_only() -> None:
     rig = Rig(shared=False)
     rig.submit(Plan(ma=1, r1=2), [0, 1], after={1: {0}})
     rig.run_ready()
@@ -376,7 +376,7 @@ def test_the_last_step_of_a_micro_batch_waits_for_its_own_replies_only() -> None
 
 
 @pytest.mark.parametrize("order", [Order.ASAS, Order.AASS])
-def test_latency_sensitive_work_is_picked_at_the_next_task(order: Order) -> None:
+def test_latency_sensitive_work_runs_at_next_task(order: Order) -> None:
     rig = Rig()
     rig.submit(Plan(ma=1, r1=4, order=order), [0, 1, 2, 3], number=0, priority=Priority.BE)
     rig.executor.step(0.0)
@@ -396,7 +396,7 @@ def test_latency_sensitive_work_is_picked_at_the_next_task(order: Order) -> None
         torch.testing.assert_close(rig.finished[index], expected)
 
 
-def test_idle_time_after_a_batch_was_dropped_makes_no_credit() -> None:
+def test_idle_time_after_drop_earns_no_credit() -> None:
     rig = Rig(shared=False, choice=Preemption(by_plan, be_share=0.25))
     rig.submit(Plan(), [0], number=0, priority=Priority.BE)
     rig.submit(Plan(), [1], number=1)
@@ -411,7 +411,7 @@ def test_idle_time_after_a_batch_was_dropped_makes_no_credit() -> None:
     assert rig.take_log()[0] == ("attend", 3)
 
 
-def test_an_older_batch_of_the_same_class_goes_first() -> None:
+def test_older_batch_of_same_class_runs_first() -> None:
     rig = Rig(shared=False)
     rig.submit(Plan(), [0], number=0)
     rig.submit(Plan(), [1], number=1)
@@ -422,7 +422,7 @@ def test_an_older_batch_of_the_same_class_goes_first() -> None:
 # --- failing
 
 
-def test_a_failed_batch_releases_the_replies_it_holds_and_those_that_come_late() -> None:
+def test_failed_batch_releases_held_and_late_replies() -> None:
     rig = Rig(shared=False)
     rig.submit(Plan(ma=1, r1=2), [0, 1])
     rig.run_ready()
@@ -464,7 +464,7 @@ def test_lost_expert_rank_is_named_on_event_and_on_send() -> None:
         assert not rig.executor.live
 
 
-def test_of_two_expert_ranks_that_are_lost_the_first_is_the_cause() -> None:
+def test_first_of_two_lost_ranks_is_reported() -> None:
     """Whoever replaces ranks reads it there (FINDINGS B18: a planted bug survived)."""
     rig = Rig()
     rig.submit(Plan(), [0])
@@ -475,7 +475,7 @@ def test_of_two_expert_ranks_that_are_lost_the_first_is_the_cause() -> None:
     assert rig.executor.failure.peer == "expert-1"
 
 
-def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
+def test_loss_of_unknown_peer_is_ignored() -> None:
     rig = Rig()
     gone = PeerDeadError("attention-9 closed its connection", "attention-9")
     rig.submit(Plan(), [0])
@@ -484,7 +484,7 @@ def test_a_stranger_that_is_lost_is_none_of_our_business() -> None:
     assert rig.executor.failure is None
 
 
-def test_an_expert_rank_that_lives_and_never_answers_is_lost_by_name_at_a_deadline() -> None:
+def test_silent_expert_rank_is_dropped_at_deadline() -> None:
     """FINDINGS B3: a micro-batch waited for ever."""
     rig = Rig(shared=False)
     rig.submit(Plan(order=Order.ASAS), [0, 1])

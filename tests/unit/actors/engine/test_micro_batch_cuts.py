@@ -34,7 +34,7 @@ def cut(batch: ScheduledBatch, plan: Plan) -> list[BatchPart]:
     return cut_batch(batch, plan, [float(chunk.stop - chunk.start) for chunk in batch.chunks])
 
 
-def test_a_long_sequence_is_cut_along_its_length_and_each_piece_follows_the_one_before() -> None:
+def test_pieces_of_long_sequence_depend_on_previous_piece() -> None:
     parts = cut(batch_of([(16, 116)]), Plan(r1=3, sequence_chunks=(0.5, 0.8, 1.0)))
     assert shape(parts) == [[(0, 16, 66)], [(0, 66, 96)], [(0, 96, 116)]]
     assert [(part.after, part.previous) for part in parts] == [
@@ -42,18 +42,18 @@ def test_a_long_sequence_is_cut_along_its_length_and_each_piece_follows_the_one_
     ]  # fmt: skip
 
 
-def test_pieces_without_tokens_are_left_out() -> None:
+def test_empty_pieces_are_omitted() -> None:
     parts = cut(batch_of([(0, 1), (0, 40)]), Plan(r1=2, sequence_chunks=(0.5, 1.0)))
     assert shape(parts) == [[(1, 0, 20)], [(0, 0, 1), (1, 20, 40)]]
 
 
-def test_sequences_that_share_blocks_and_run_together_are_not_cut_along_their_length() -> None:
+def test_sequences_sharing_blocks_are_not_cut_lengthwise() -> None:
     batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
     parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
     assert shape(parts) == [[(0, 0, 64), (1, 32, 96)]]
 
 
-def test_of_a_sequence_cut_along_its_length_only_the_first_piece_makes_its_copies() -> None:
+def test_only_first_piece_makes_copies() -> None:
     batch = batch_of([(0, 1), (5, 45)])
     copies = (BlockCopy(3, 9, 0, 5),)
     batch.chunks[1] = batch.chunks[1]._replace(copies=copies)
@@ -70,7 +70,7 @@ def test_micro_batch_waits_for_every_piece_it_reads() -> None:
     assert [part.after for part in parts] == [set(), {0}, {0, 1}, {0, 1, 2}]
 
 
-def test_sizes_that_do_not_fit_the_batch_give_way_to_balance() -> None:
+def test_unsuitable_sizes_are_balanced() -> None:
     plan = Plan(r1=2, micro_batch_samples=(1, 3))
     assert [len(part.chunks) for part in cut(batch_of([(0, 10)] * 4), plan)] == [1, 3]
     assert [len(part.chunks) for part in cut(batch_of([(0, 10)] * 6), plan)] == [3, 3]
@@ -87,7 +87,7 @@ chunk_ends = st.lists(st.floats(0.05, 0.95), max_size=3, unique=True).map(
     st.integers(1, 3),
     st.data(),
 )
-def test_every_token_is_in_one_part_and_waits_only_for_earlier_ones(
+def test_every_token_is_in_one_part_after_its_dependencies(
     spans: list[tuple[int, int]], ends: tuple[float, ...], sets: int, data: st.DataObject
 ) -> None:
     after = {

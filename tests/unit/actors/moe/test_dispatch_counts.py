@@ -24,7 +24,7 @@ def _lines(telemetry: Telemetry) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines if not name.startswith("#")}
 
 
-def test_tokens_copies_and_load_are_those_of_the_packets() -> None:
+def test_counts_tokens_copies_and_load_match_packets() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(2)
     counts.show(telemetry, "attention-0")
     assert _lines(telemetry)['tandem_expert_load_ratio{rank="attention-0"}'] == 1.0
@@ -38,7 +38,7 @@ def test_tokens_copies_and_load_are_those_of_the_packets() -> None:
     assert _lines(telemetry)['tandem_expert_load_ratio{rank="attention-0"}'] == 1.0
 
 
-def test_what_a_worker_keeps_is_local_and_no_copy() -> None:
+def test_tokens_kept_on_own_rank_are_no_copies() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(2, own_rank=0)
     counts.show(telemetry, "prefill-0")
     _run(counts, 0, IDS_TK, PLACED)
@@ -59,7 +59,7 @@ def test_replicas_of_an_expert_are_counted_together() -> None:
     assert found == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
-def test_what_was_counted_stays_when_experts_are_placed_anew() -> None:
+def test_counts_survive_new_placement() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(2)
     counts.show(telemetry, "attention-0")
     for placed in (PLACED, LayerSlots([3, 2, 1, 0], [(0, 1), (1, 4)]), PLACED):
@@ -70,7 +70,7 @@ def test_what_was_counted_stays_when_experts_are_placed_anew() -> None:
     ] == [6, 6, 6, 6]
 
 
-def test_experts_that_are_shown_are_the_most_used_and_stay_few() -> None:
+def test_expert_series_are_most_used_and_bounded() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(1)
     counts.show(telemetry, "attention-0")
     placed = LayerSlots(range(200), [(0, 200)])
@@ -86,7 +86,7 @@ def test_experts_that_are_shown_are_the_most_used_and_stay_few() -> None:
     assert sum("expert_tokens" in name for name in lines) == MAX_SHOWN
 
 
-def test_the_load_is_of_the_ranks_that_there_are_now() -> None:
+def test_load_covers_current_ranks_only() -> None:
     telemetry, counts = Telemetry(), DispatchCounts(2)
     counts.show(telemetry, "attention-0")
     four = LayerSlots([3, 2, 1, 0], [(0, 1), (1, 2), (2, 3), (3, 4)])

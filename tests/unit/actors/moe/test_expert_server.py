@@ -106,7 +106,7 @@ class Rig:
 LS, BE = Priority.LS, Priority.BE
 
 
-def test_a_call_of_be_is_interrupted_between_its_steps_and_goes_on_after() -> None:
+def test_best_effort_call_is_preempted_between_steps_and_resumed() -> None:
     rig = Rig(be_share=0.0)
     rig.send_tokens(BE)
     rig.step()
@@ -116,7 +116,7 @@ def test_a_call_of_be_is_interrupted_between_its_steps_and_goes_on_after() -> No
     assert rig.answered == ["attention-1", "attention-0"]
 
 
-def test_be_goes_on_beside_ls_without_end_as_far_as_its_share_goes() -> None:
+def test_best_effort_gets_its_share_beside_endless_latency_sensitive_work() -> None:
     rig = Rig(be_share=0.25)
     rig.send_tokens(BE)
     for _ in range(40):
@@ -141,7 +141,7 @@ def test_idle_time_earns_no_credit_after_waiting_be_rank_is_lost() -> None:
     assert rig.log[4:] == [LS]
 
 
-def test_token_groups_of_two_generations_are_never_one_call() -> None:
+def test_token_groups_of_two_generations_are_not_merged() -> None:
     rig = Rig(be_share=0.0)
     rig.experts.place(1, rig.experts.nearest({}))
     for generation in (0, 1, 0, 1):
@@ -151,7 +151,7 @@ def test_token_groups_of_two_generations_are_never_one_call() -> None:
     assert len(rig.answered) == 4
 
 
-def test_tokens_for_a_generation_that_is_not_here_end_the_link_and_are_not_computed() -> None:
+def test_tokens_for_unknown_generation_drop_the_link() -> None:
     rig = Rig(be_share=0.0)
     released = rig.send_tokens(LS, "attention-1", generation=3)
     rig.send_tokens(LS)
@@ -163,7 +163,7 @@ def test_tokens_for_a_generation_that_is_not_here_end_the_link_and_are_not_compu
     assert rig.answered == ["attention-0"]
 
 
-def test_what_waits_for_a_generation_that_is_gone_is_released_without_an_answer() -> None:
+def test_work_of_freed_generation_is_released_without_answer() -> None:
     rig = Rig(be_share=0.0)
     rig.experts.place(1, rig.experts.nearest({}))
     running = rig.send_tokens(BE)

@@ -151,7 +151,7 @@ def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..
 
 @settings(deadline=None, max_examples=40)
 @given(slots=st.integers(2, 12), seed=st.integers(0, 10_000), loss=st.booleans())
-def test_answers_are_those_of_resident_experts_whatever_is_hinted_or_lost(
+def test_answers_equal_resident_experts_under_any_hints_and_losses(
     tiny_checkpoint: Checkpoints,
     tmp_path_factory: pytest.TempPathFactory,
     slots: int,
@@ -180,7 +180,7 @@ def test_answers_are_those_of_resident_experts_whatever_is_hinted_or_lost(
         rig.experts.close()
 
 
-def test_groups_that_wait_for_the_same_layer_are_one_call_of_all_their_experts(
+def test_waiting_groups_of_one_layer_are_merged(
     opened: Callable[..., Rig],
 ) -> None:
     rig = opened(slots=12)
@@ -194,7 +194,7 @@ def test_groups_that_wait_for_the_same_layer_are_one_call_of_all_their_experts(
     assert rig.cache.traffic.requested[layer] > 0
 
 
-def test_groups_of_one_layer_that_each_want_more_than_there_are_slots_both_end(
+def test_groups_with_more_experts_than_slots_complete(
     opened: Callable[..., Rig],
 ) -> None:
     """One has begun when the other comes: neither holds what the other needs for good."""
@@ -211,7 +211,7 @@ def test_groups_of_one_layer_that_each_want_more_than_there_are_slots_both_end(
     rig.check()
 
 
-def test_what_misses_no_expert_goes_first_in_its_class(opened: Callable[..., Rig]) -> None:
+def test_calls_without_missing_experts_run_first_in_their_class(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=100)
     first, second = rig.spec.moe_layers[:2]
     with torch.inference_mode():
@@ -232,7 +232,7 @@ def test_what_misses_no_expert_goes_first_in_its_class(opened: Callable[..., Rig
     rig.check()
 
 
-def test_of_what_can_go_on_what_misses_an_expert_goes_last_in_its_class() -> None:
+def test_policy_ranks_missing_experts_last_in_class() -> None:
     lacks = QueueHead(LS, 1, oldest_arrival_s=1.0, groups=1, missing=2)
     whole = QueueHead(LS, 2, oldest_arrival_s=2.0, groups=1)
     running = QueueHead(LS, 3, oldest_arrival_s=3.0, groups=1, is_started=True, missing=1)
@@ -242,7 +242,7 @@ def test_of_what_can_go_on_what_misses_an_expert_goes_last_in_its_class() -> Non
     assert oldest_of_highest_class([other, lacks]) is lacks
 
 
-def test_a_hint_names_experts_by_their_place_on_the_rank(opened: Callable[..., Rig]) -> None:
+def test_hint_names_experts_by_local_index(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=4)
     layer = rig.spec.moe_layers[1]
     rig.hint(PEERS[0], layer, [0])
@@ -253,7 +253,7 @@ def test_a_hint_names_experts_by_their_place_on_the_rank(opened: Callable[..., R
     assert rig.own[layer][0] != 0
 
 
-def test_the_loop_does_not_wait_in_a_read(opened: Callable[..., Rig]) -> None:
+def test_loop_does_not_block_on_reads(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=4)
     with torch.inference_mode():
         rig.send_tokens(PEERS[0], rig.spec.moe_layers[0], 1, LS, 1)
@@ -266,7 +266,7 @@ def test_the_loop_does_not_wait_in_a_read(opened: Callable[..., Rig]) -> None:
     assert rig.cache.traffic.waited_s > 0
 
 
-def test_hints_of_micro_batches_that_are_gone_are_forgotten(opened: Callable[..., Rig]) -> None:
+def test_hints_of_old_micro_batches_are_dropped(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=4)
     layer = rig.spec.moe_layers[0]
     for batch in range(5 * MAX_PREFETCHED):
@@ -279,7 +279,7 @@ def test_hints_of_micro_batches_that_are_gone_are_forgotten(opened: Callable[...
     assert not rig.cache._hints
 
 
-def test_a_policy_that_leaves_what_it_began_loses_no_call(opened: Callable[..., Rig]) -> None:
+def test_policy_that_abandons_started_calls_loses_none(opened: Callable[..., Rig]) -> None:
     """The newest first: what stands at a yield stays there while others come."""
     rig = opened(slots=3, serve=lambda heads: max(heads, key=lambda head: head.oldest_arrival_s))
     layers = rig.spec.moe_layers

@@ -44,7 +44,7 @@ def names(pieces: list[RankSlice]) -> list[tuple[int, int]]:
     return [(piece.token_group, piece.rank) for piece in pieces]
 
 
-def test_only_what_the_lost_rank_had_not_answered_is_sent_again(pending: RemotePending) -> None:
+def test_only_unanswered_slices_of_lost_rank_are_resent(pending: RemotePending) -> None:
     for piece in pending.slices:
         if piece.token_group == 0:
             answer(pending, piece)
@@ -58,7 +58,7 @@ def test_only_what_the_lost_rank_had_not_answered_is_sent_again(pending: RemoteP
     assert pending.missing == 3
 
 
-def test_it_is_divided_among_those_that_stand_in_and_the_other_answers_are_kept(
+def test_slices_are_recut_for_failover_ranks_and_replies_kept(
     pending: RemotePending,
 ) -> None:
     standing = failover_placement(LAUNCH, [1])
@@ -73,7 +73,7 @@ def test_it_is_divided_among_those_that_stand_in_and_the_other_answers_are_kept(
     assert pending.is_complete
 
 
-def test_a_second_loss_cuts_what_stood_in_and_what_was_first_sent(pending: RemotePending) -> None:
+def test_second_loss_recuts_original_and_resent_slices(pending: RemotePending) -> None:
     pending.lose(1)
     pending.cut(layer_of(failover_placement(LAUNCH, [1])), 77)
     pending.lose(2)
@@ -87,7 +87,7 @@ def test_a_second_loss_cuts_what_stood_in_and_what_was_first_sent(pending: Remot
     assert pending.is_complete
 
 
-def test_what_cannot_be_sent_yet_is_held_until_it_can(pending: RemotePending) -> None:
+def test_slices_are_held_until_they_can_be_sent(pending: RemotePending) -> None:
     held = next(piece for piece in pending.slices if piece.rank == 2)
     pending.hold(held)
     assert held not in list(pending.under_way())

@@ -69,7 +69,7 @@ def _decoded(report: RoutingSampleReport) -> tuple[Any, Any]:
     return ids_P2, np.frombuffer(report.paths, "<i2").reshape(len(ids_P2), LAYERS, TOP_K)
 
 
-def test_every_token_reported_has_its_own_path_and_the_token_before_it() -> None:
+def test_reported_tokens_have_paths_and_predecessors() -> None:
     rank = _Rank()
     rank.run([(1, 0, 5), (2, 7, 40)])
     rank.run([(3, 60, 61), (4, 0, 1), (5, 9, 90)])
@@ -85,7 +85,7 @@ def test_every_token_reported_has_its_own_path_and_the_token_before_it() -> None
 
 
 @pytest.mark.parametrize("sizes", [[1] * 400, [7] * 60, [400], [3, 300, 1, 1, 95]])
-def test_every_so_many_th_token_is_noted_however_batches_are_cut(sizes: list[int]) -> None:
+def test_every_nth_token_is_sampled_across_batches(sizes: list[int]) -> None:
     rank = _Rank()
     for size in sizes:
         rank.run([(0, 1, 1 + size)])
@@ -93,7 +93,7 @@ def test_every_so_many_th_token_is_noted_however_batches_are_cut(sizes: list[int
     assert len(ids_P2) == -(-sum(sizes) // FIRST_STRIDE)
 
 
-def test_the_stride_follows_the_traffic_and_a_report_is_bounded() -> None:
+def test_stride_follows_traffic_and_reports_are_bounded() -> None:
     rank = _Rank(tokens_per_s=64)
     rank.run([(0, 0, 450)])
     assert len(_decoded(rank.report())[0]) == 64 * PERIOD_S  # the bound
@@ -105,7 +105,7 @@ def test_the_stride_follows_the_traffic_and_a_report_is_bounded() -> None:
     assert len(_decoded(rank.report())[0]) in (19, 20, 21)
 
 
-def test_what_has_not_ended_is_not_reported_and_dropped_batches_are_forgotten() -> None:
+def test_unfinished_and_dropped_batches_are_not_reported() -> None:
     rank = _Rank()
     for _ in range(5 * MOST_UNDER_WAY):
         rank.run([(0, 0, FIRST_STRIDE)], to_layer=LAYERS - 1)
@@ -115,7 +115,7 @@ def test_what_has_not_ended_is_not_reported_and_dropped_batches_are_forgotten() 
     assert rank.sample.under_way <= MOST_UNDER_WAY
 
 
-def test_a_report_stands_for_no_fewer_tokens_than_it_has() -> None:
+def test_report_counts_at_least_its_own_tokens() -> None:
     """A micro-batch begins before one report and ends before the next, when few others began: a
     planner would take it for a stranger's."""
     rank = _Rank()

@@ -184,7 +184,7 @@ def opened(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [4, 6, 100])
-def test_every_family_has_the_bits_of_resident_experts(
+def test_every_family_is_bit_equal_to_resident_experts(
     opened: Callable[..., Rig], family: str, slots: int
 ) -> None:
     rig = opened(family)
@@ -193,7 +193,7 @@ def test_every_family_has_the_bits_of_resident_experts(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "fp8", "mxfp4"])
-def test_experts_as_they_are_stored_have_those_bits_too(
+def test_checkpoint_format_is_bit_equal_to_resident_experts(
     opened: Callable[..., Rig], tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
     if family == "fp8":
@@ -210,7 +210,7 @@ def test_experts_as_they_are_stored_have_those_bits_too(
     rig.check_bits(backend)
 
 
-def test_an_expert_that_is_stored_otherwise_than_the_first_is_an_error(
+def test_expert_with_other_storage_format_is_rejected(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder, _ = make_fp8(tiny_checkpoint("qwen3_moe"), tmp_path)
@@ -235,7 +235,7 @@ def test_an_expert_that_is_stored_otherwise_than_the_first_is_an_error(
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
     run_pairs=st.sampled_from([2, 5, 512]),
 )
-def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
+def test_interleaved_micro_batches_are_bit_equal(
     tiny_checkpoint: Checkpoints,
     tmp_path_factory: pytest.TempPathFactory,
     slots: int,
@@ -278,7 +278,7 @@ def test_micro_batches_of_both_classes_in_any_turns_have_the_same_bits(
     backend._cache.close()
 
 
-def test_no_step_has_more_pairs_than_a_run_and_all_are_computed(
+def test_steps_are_bounded_and_cover_all_pairs(
     opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, ran = opened(), list[int]()
@@ -300,7 +300,7 @@ def test_no_step_has_more_pairs_than_a_run_and_all_are_computed(
     assert torch.equal(hidden_TD, rig.expected(layer, routed))
 
 
-def test_it_is_complete_while_something_can_be_computed(opened: Callable[..., Rig]) -> None:
+def test_pending_is_complete_while_an_expert_is_ready(opened: Callable[..., Rig]) -> None:
     rig = opened()
     backend, layer = rig.backend(100), rig.spec.moe_layers[0]
     with torch.inference_mode():
@@ -313,7 +313,7 @@ def test_it_is_complete_while_something_can_be_computed(opened: Callable[..., Ri
         rig.finish(backend, pending)
 
 
-def test_a_poll_that_waits_is_woken(opened: Callable[..., Rig]) -> None:
+def test_wake_ends_waiting_poll(opened: Callable[..., Rig]) -> None:
     backend = opened().backend(8)
     backend.wake()
     start_s = monotonic_s()
@@ -321,7 +321,7 @@ def test_a_poll_that_waits_is_woken(opened: Callable[..., Rig]) -> None:
     assert monotonic_s() - start_s < 10.0
 
 
-def test_what_is_dropped_is_not_hinted_any_more(opened: Callable[..., Rig]) -> None:
+def test_dropped_micro_batch_has_no_hints(opened: Callable[..., Rig]) -> None:
     rig = opened()
     backend = rig.backend(100, seed=2)
     with torch.inference_mode():
@@ -334,7 +334,7 @@ def test_what_is_dropped_is_not_hinted_any_more(opened: Callable[..., Rig]) -> N
     assert not backend._pending
 
 
-def test_of_batches_that_are_dropped_while_they_attend_little_is_kept(
+def test_predictions_of_dropped_batches_are_bounded(
     opened: Callable[..., Rig],
 ) -> None:
     rig = opened()
@@ -375,7 +375,7 @@ def test_speculated_layer_runs_predicted_experts(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_router_gives_the_experts_that_it_chose_the_weights_that_it_chose(
+def test_router_reweighs_its_own_choice_identically(
     opened: Callable[..., Rig], family: str
 ) -> None:
     rig = opened(family)

@@ -189,7 +189,7 @@ def opened(tiny_checkpoint: Checkpoints) -> Iterator[Callable[..., Rig]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [4, 6, 100])
-def test_every_family_has_the_bits_of_experts_that_are_all_there(
+def test_every_family_is_bit_equal_on_device(
     opened: Callable[..., Rig], family: str, slots: int
 ) -> None:
     rig = opened(family)
@@ -206,7 +206,7 @@ def test_every_family_has_the_bits_of_experts_that_are_all_there(
     st.sampled_from(["walk", "lru"]),
     st.lists(st.tuples(st.sampled_from([1, 2, 3, 30]), st.integers(0, 9)), min_size=1, max_size=6),
 )
-def test_any_hints_slots_and_turns_give_the_same_bits(
+def test_hints_slots_and_interleaving_do_not_change_bits(
     shared: Rig,
     slots: int,
     seed: int,
@@ -249,7 +249,7 @@ def shared(tiny_checkpoint: Checkpoints) -> Rig:
     return Rig(tiny_checkpoint("qwen3_moe", num_hidden_layers=3))
 
 
-def test_what_is_there_is_computed_before_the_host_knows_what_is_wanted(
+def test_cached_experts_run_before_ids_reach_host(
     opened: Callable[..., Rig],
 ) -> None:
     rig = opened()
@@ -267,7 +267,7 @@ def test_what_is_there_is_computed_before_the_host_knows_what_is_wanted(
         assert lane.copies <= copies
 
 
-def test_the_host_waits_for_no_copy(opened: Callable[..., Rig]) -> None:
+def test_host_does_not_wait_for_copies(opened: Callable[..., Rig]) -> None:
     """All of a layer is queued although no copy has run."""
     rig = opened()
     lane = FakeLane(0)
@@ -308,7 +308,7 @@ def test_requested_experts_are_copied_before_predicted_ones(opened: Callable[...
         backend._cache.forget_hints("somebody")
 
 
-def test_right_hints_are_used_and_nothing_is_waited_for(opened: Callable[..., Rig]) -> None:
+def test_right_hints_avoid_waiting(opened: Callable[..., Rig]) -> None:
     rig = opened(num_hidden_layers=3)
     lane, predictor = FakeLane(0), RightHint(rig.local.attention, None)
     backend, (first, second, _) = rig.backend(100, lane, predictor=predictor), rig.spec.moe_layers
@@ -327,7 +327,7 @@ def test_right_hints_are_used_and_nothing_is_waited_for(opened: Callable[..., Ri
     assert traffic.read_bytes[USED_HINT] == rig.spec.top_k * backend._held.tier.expert_bytes
 
 
-def test_a_device_that_gives_nothing_is_an_error_that_names_it(opened: Callable[..., Rig]) -> None:
+def test_stalled_device_is_named_in_error(opened: Callable[..., Rig]) -> None:
     rig = opened()
     lane = FakeLane(0)
     backend, layer = rig.backend(100, lane, deadline_s=0.05), rig.spec.moe_layers[0]
@@ -344,7 +344,7 @@ def test_a_device_that_gives_nothing_is_an_error_that_names_it(opened: Callable[
     backend.drop(pending)
 
 
-def test_a_wake_ends_a_poll(opened: Callable[..., Rig]) -> None:
+def test_wake_ends_device_poll(opened: Callable[..., Rig]) -> None:
     rig = opened()
     lane = FakeLane(0)
     backend, layer = rig.backend(100, lane), rig.spec.moe_layers[0]

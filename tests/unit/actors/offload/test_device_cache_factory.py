@@ -45,7 +45,7 @@ def layout() -> ExpertLayout:
     return ExpertLayout(read_spec(FOLDER), torch.float32, torch.device("cpu"), packed=False)
 
 
-def test_what_a_checkpoint_stores_comes_to_its_slot(layout: ExpertLayout, tmp_path: Path) -> None:
+def test_slot_holds_checkpoint_weights(layout: ExpertLayout, tmp_path: Path) -> None:
     held = device_cache(spec_of(tmp_path, slots=5), layout, Telemetry())
     layer = layout.spec.moe_layers[1]
     request = held.cache.request(layer, [3, 9, 12], Priority.LS)
@@ -94,7 +94,7 @@ def test_what_a_checkpoint_stores_comes_to_its_slot(layout: ExpertLayout, tmp_pa
         ({"slots": 9, "hint_again": True}, 1 << 40, ConfigError, "experts.hint_again=true: not on"),
     ],
 )
-def test_what_does_not_fit_or_is_not_there_is_named_with_its_numbers(
+def test_unusable_settings_are_rejected_with_numbers(
     layout: ExpertLayout,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

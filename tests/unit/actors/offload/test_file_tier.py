@@ -100,7 +100,7 @@ def test_slots_match_checkpoint(folder: Path, opened: Callable[..., Rig], direct
     source.close()
 
 
-def test_an_expert_of_several_parts_is_whole(
+def test_expert_of_several_parts_is_complete(
     opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("models.experts.expert_file", "actors.offload.file_tier"):
@@ -130,7 +130,7 @@ def test_unsupported_direct_io_is_logged_and_falls_back(
     assert rig.compute(0, [1]) == opened(direct_io=True).compute(0, [1])
 
 
-def test_a_file_that_was_cut_is_named_with_what_to_do(opened: Callable[..., Rig]) -> None:
+def test_truncated_file_is_named_with_remedy(opened: Callable[..., Rig]) -> None:
     rig = opened()
     os.truncate(rig.file.path, rig.file.record_bytes)
     assert rig.compute(0, [0])
@@ -170,7 +170,7 @@ def test_hung_reader_is_an_error_after_its_deadline(
     assert sorted(rig.cache._free) == list(range(rig.cache.slots))
 
 
-def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(
+def test_reader_ends_with_its_worker_without_descriptors(
     opened: Callable[..., Rig],
 ) -> None:
     opened().compute(0, [1])
@@ -183,7 +183,7 @@ def test_a_reader_ends_with_its_worker_and_leaves_no_descriptor(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_more_reads_are_requested_than_entries(
+def test_reads_beyond_entries_complete(
     opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("models.experts.expert_file", "actors.offload.file_tier"):
@@ -220,13 +220,13 @@ def test_part_bytes_are_whole_pages() -> None:
     ("experts", "slots"),
     [({"slots": 9}, 9), ({"slots": 10_000}, 21), ({"bytes": 5_000_000}, 21)],
 )
-def test_a_budget_is_a_number_of_experts(folder: Path, experts: dict[str, int], slots: int) -> None:
+def test_budget_gives_number_of_slots(folder: Path, experts: dict[str, int], slots: int) -> None:
     model = check_checkpoint(folder)
     config = load_config(None, [f"experts.{key}={value}" for key, value in experts.items()])
     assert slot_count(config.experts, 20_000, model) == slots
 
 
-def test_a_rank_with_few_experts_of_a_layer_needs_as_few(folder: Path) -> None:
+def test_rank_with_few_experts_needs_few_slots(folder: Path) -> None:
     config, model = load_config(None, ["experts.slots=2"]), check_checkpoint(folder)
     own = dict.fromkeys(model.moe_layers, (0, 4))
     assert slot_count(config.experts, 20_000, model, own) == 2

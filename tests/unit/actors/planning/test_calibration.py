@@ -33,7 +33,7 @@ class SimulatedLayers:
         return times
 
 
-def test_times_are_those_of_the_largest_batch_without_what_disturbed_a_single_pass() -> None:
+def test_times_exclude_disturbance_of_single_pass() -> None:
     layers = SimulatedLayers(token_s=1e-6, transfer_s=0.008, disturbed=True)
     calibration, _ = calibrate(layers, max_tokens=4096, context_tokens=2048)
     assert calibration.reference_prompts == (512,) * 8
@@ -56,7 +56,7 @@ def test_slow_worker_measures_small_batch_and_reports_largest(
     assert seconds[4096] == pytest.approx(4.096 + 3 * slowest_s), "all layers, by the same rule"
 
 
-def test_a_gpu_that_takes_as_long_for_a_probe_as_for_thousands_measures_the_largest_batch() -> None:
+def test_fast_device_measures_largest_batch() -> None:
     class WithAFloor(SimulatedLayers):
         def __call__(self, lengths: Sequence[int]) -> list[float]:
             return [max(1e-3, time) for time in super().__call__(lengths)]
@@ -68,7 +68,7 @@ def test_a_gpu_that_takes_as_long_for_a_probe_as_for_thousands_measures_the_larg
     assert calibration.slowest_layer_s == pytest.approx(131_072e-7)
 
 
-def test_smaller_batches_are_timed_as_long_as_there_is_time_for_them() -> None:
+def test_smaller_batches_are_timed_within_budget() -> None:
     layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-4)
     _, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)
     seconds = {sum(prompts): seconds for prompts, seconds in batches}
@@ -80,7 +80,7 @@ def test_smaller_batches_are_timed_as_long_as_there_is_time_for_them() -> None:
     assert len(batches) == 1, "a pass of any size would take as long as all of them may"
 
 
-def test_what_disturbs_every_other_pass_is_in_the_times_of_all_sizes() -> None:
+def test_frequent_disturbance_affects_all_sizes() -> None:
     """A long pass finds no quiet moment: were the best of the short ones told, batches would seem
     to gain less by their size than they do."""
     layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-6, disturbed=True)
@@ -96,13 +96,13 @@ def test_batch_never_exceeds_the_requested_size() -> None:
     assert max(layers.sizes) == 40
 
 
-def test_reference_prompts_have_an_ordinary_length() -> None:
+def test_reference_prompts_have_usual_length() -> None:
     assert reference_prompts(4096, 8192) == (512,) * 8
     assert reference_prompts(1000, 8192) == (512, 488)
     assert reference_prompts(100, 8192) == (100,)
 
 
-def test_the_rate_of_a_product_is_that_of_its_fastest_round() -> None:
+def test_product_rate_is_of_fastest_round() -> None:
     times = iter([0.0, 4.0, 10.0, 11.0, 20.0, 22.0, 30.0, 33.0])
     rate = product_flops_per_s(torch.float32, torch.device("cpu"), lambda: next(times))
     assert rate == 2.0 * 768**3

@@ -15,7 +15,7 @@ from planner.placement.slots import LayerSlots
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
 
 
-def test_the_planner_measures_what_was_counted() -> None:
+def test_planner_uses_counted_routing() -> None:
     spec = read_spec(FOLDER)
     counts = RoutingCounts.read(FOLDER / "routing.safetensors", FOLDER, spec)
     for layer in spec.moe_layers:

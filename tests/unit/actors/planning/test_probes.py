@@ -20,7 +20,7 @@ TinyCheckpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_times_every_stage_of_every_layer_but_the_first(
+def test_pass_times_every_stage_except_first_layer(
     family: str, tiny_checkpoint: TinyCheckpoint
 ) -> None:
     folder = tiny_checkpoint(family)
@@ -37,7 +37,7 @@ def test_a_pass_times_every_stage_of_every_layer_but_the_first(
     assert all(task.seconds > 0 for task in times.expert)
 
 
-def test_every_token_reaches_its_experts_in_a_pass(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_pass_reaches_all_experts_of_tokens(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
     with stage_probe(folder, spec, torch.float32, pool_tokens=pool_tokens_for(RAGGED)) as probe:
@@ -46,7 +46,7 @@ def test_every_token_reaches_its_experts_in_a_pass(tiny_checkpoint: TinyCheckpoi
     assert all(spec.top_k <= task.active <= spec.num_experts for task in tasks)
 
 
-def test_with_several_expert_ranks_every_pair_is_on_one_and_tokens_travel_to_some(
+def test_pairs_are_divided_among_expert_ranks(
     tiny_checkpoint: TinyCheckpoint,
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -60,9 +60,7 @@ def test_with_several_expert_ranks_every_pair_is_on_one_and_tokens_travel_to_som
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_a_served_batch_takes_time_outside_of_its_layers(
-    family: str, tiny_checkpoint: TinyCheckpoint
-) -> None:
+def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint(family)
     with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
         for micro_batches in (1, 2):
@@ -70,14 +68,14 @@ def test_a_served_batch_takes_time_outside_of_its_layers(
         assert probe.run(RAGGED, seed=0).attention  # goes on as before
 
 
-def test_few_layers_stand_for_many(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_few_layers_represent_all(tiny_checkpoint: TinyCheckpoint) -> None:
     spec = read_spec(tiny_checkpoint("gpt_oss", num_hidden_layers=12))
     cut = first_layers(spec)
     assert cut.num_layers < spec.num_layers
     assert set(cut.sliding_windows[1:]) == set(spec.sliding_windows)
 
 
-def test_a_model_that_does_not_fit_is_refused(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_model_larger_than_memory_is_rejected(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     with (
         pytest.raises(ResourceError, match="GiB are free"),
@@ -88,7 +86,7 @@ def test_a_model_that_does_not_fit_is_refused(tiny_checkpoint: TinyCheckpoint) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_a_link_is_timed_in_both_directions(backend: str) -> None:
+def test_link_is_timed_in_both_directions(backend: str) -> None:
     with link_probe(backend) as probe:
         transfers = [probe.transfer(size) for size in (1, 4096, 1 << 20)]
     assert [transfer.num_bytes for transfer in transfers] == [1, 4096, 1 << 20]

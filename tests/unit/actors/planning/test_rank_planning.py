@@ -120,7 +120,7 @@ def rank() -> Iterator[Rank]:
         yield made
 
 
-def test_without_a_planner_the_default_plan_runs(rank: Rank) -> None:
+def test_default_plan_runs_without_planner(rank: Rank) -> None:
     rank.submit(100)
     _, plan = rank.form()
     assert plan == Plan(r1=2)
@@ -152,7 +152,7 @@ def test_unknown_shape_runs_default_plan_and_is_requested(rank: Rank) -> None:
         rank.run(batch)
 
 
-def test_what_comes_next_is_guessed_as_it_then_comes(rank: Rank) -> None:
+def test_upcoming_batch_is_predicted_exactly(rank: Rank) -> None:
     for tokens in (40, 3000, 2000):
         rank.submit(tokens)
     for _ in range(4):
@@ -164,16 +164,14 @@ def test_what_comes_next_is_guessed_as_it_then_comes(rank: Rank) -> None:
         rank.run(following)
 
 
-def test_sequences_that_end_with_their_batch_are_not_in_the_next_guess(rank: Rank) -> None:
+def test_ending_sequences_are_not_in_upcoming_batch(rank: Rank) -> None:
     rank.submit(20, max_tokens=1)
     rank.submit(30, max_tokens=5)
     rank.form()
     assert rank.scheduler.upcoming() == [[(30, 31)]]
 
 
-def test_when_the_shape_changes_the_plan_follows_within_one_batch(
-    tiny_checkpoint: Checkpoints, rank: Rank
-) -> None:
+def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank: Rank) -> None:
     """Prompts of 256 tokens, then of 4096, under a real planner: while the last short batch runs,
     the long prompt arrives; the batch that it is in has its own plan."""
     folder = tiny_checkpoint("qwen3_moe", max_position_embeddings=8192)
@@ -215,7 +213,7 @@ def test_pinned_plan_overrides_the_planner_without_query(rank: Rank) -> None:
         assert (0, 7) in planner.next_query().batch
 
 
-def test_a_plan_for_more_micro_batches_than_sequences_is_not_run(rank: Rank) -> None:
+def test_plan_with_too_many_micro_batches_is_rejected(rank: Rank) -> None:
     with FakePlanner(always(Plan(r1=4))) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
@@ -287,7 +285,7 @@ def test_lost_planner_answers_are_discarded(rank: Rank) -> None:
     assert dict(rank.planning.chosen) == {"default lost": 1}
 
 
-def test_a_planner_that_comes_back_is_found(rank: Rank) -> None:
+def test_returning_planner_is_reconnected(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
         until(lambda: rank.planning.state == "ready")
@@ -296,7 +294,7 @@ def test_a_planner_that_comes_back_is_found(rank: Rank) -> None:
         until(lambda: rank.planning.state == "ready")
 
 
-def test_a_planner_that_never_answers_holds_up_no_batch(tiny_checkpoint: Checkpoints) -> None:
+def test_silent_planner_delays_no_batch(tiny_checkpoint: Checkpoints) -> None:
     """Not even when the thread that talks to it is stuck for good."""
     started, release = threading.Event(), threading.Event()
 
@@ -345,7 +343,7 @@ ANY_PLAN = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_greedy_tokens_are_the_same_under_every_plan_of_a_planner(
+def test_greedy_tokens_are_equal_under_every_plan(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     folder = tiny_checkpoint(family)

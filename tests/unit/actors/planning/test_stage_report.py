@@ -35,5 +35,5 @@ def test_send_and_finish_times_are_reported_beside_attention() -> None:
     assert second.send_ms == pytest.approx(5.0)
 
 
-def test_other_batches_do_not_count() -> None:
+def test_times_exclude_other_batches() -> None:
     assert micro_batch_times(spans_of(0, [(Stage.ATTENTION, 1, 4.0)]), 8, [[(0, 20)]]) == []

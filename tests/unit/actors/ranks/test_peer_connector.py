@@ -35,7 +35,7 @@ class Links:
         self.dialled.append(address)
 
 
-def test_a_link_that_is_about_to_be_one_is_not_dialled_again(
+def test_pending_link_is_not_dialled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 100.0
@@ -53,7 +53,7 @@ def test_a_link_that_is_about_to_be_one_is_not_dialled_again(
     assert links.dialled == ["tcp:a", "tcp:b", "tcp:elsewhere"]
 
 
-def test_one_that_is_silent_holds_up_no_other_and_is_dialled_once() -> None:
+def test_silent_peer_delays_no_other_and_is_dialled_once() -> None:
     links = Links()
     join = PeerConnector(cast(Endpoint, links), 0.05)
     for _ in range(2):

@@ -133,7 +133,7 @@ def frequent_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setattr(planner_placement, "POLL_INTERVAL_S", 0.02)
 
 
-def test_both_expert_ranks_are_proposed_a_placement_that_suits_the_traffic(
+def test_both_expert_ranks_receive_proposal_for_traffic(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     with group2(tiny_checkpoint) as group:
@@ -203,7 +203,7 @@ def broken(layers: int, **fields: Any) -> RoutingSampleReport:
     ],
     ids=["ids", "no paths", "experts", "tokens", "vocabulary"],
 )
-def test_arrays_that_no_rank_sends_end_their_connection_by_name(
+def test_invalid_arrays_end_connection_with_reason(
     tiny_checkpoint: Checkpoints,
     caplog: pytest.LogCaptureFixture,
     fields: dict[str, Any],
@@ -301,7 +301,7 @@ def test_failed_solve_is_logged_and_retried(
     assert "no slots for it" in caplog.text
 
 
-def test_what_was_sampled_is_a_profile_when_the_planner_ends(
+def test_sampled_routing_is_written_as_profile_at_end(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tmp_path / "record"
@@ -325,7 +325,7 @@ def test_unwritable_folder_is_logged_only(
     assert "routing_record_failed" in caplog.text
 
 
-def test_what_the_launcher_has_put_on_more_ranks_is_gone_on_from_there(
+def test_rebalancing_continues_after_resize(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     with group2(tiny_checkpoint) as group, contextlib.ExitStack() as stack:

@@ -56,7 +56,7 @@ def report(tokens: int, ms: float = 1.0) -> BatchReport:
     )
 
 
-def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: Rank) -> None:
+def test_request_is_answered_with_plan_and_makespan(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         answer = rank.answer(PlanRequest(7, [(0, 300), (0, 100)]))
     assert answer.number == 7
@@ -65,7 +65,7 @@ def test_a_question_is_answered_with_a_plan_and_its_makespan(planner: Rank) -> N
     assert answer.solve_ms > 0
 
 
-def test_a_batch_of_the_same_shape_is_not_solved_twice(planner: Rank) -> None:
+def test_same_shape_is_not_solved_twice(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         first = rank.answer(PlanRequest(1, [(0, 300)]))
         second = rank.answer(PlanRequest(2, [(0, 301)]))
@@ -90,7 +90,7 @@ def test_all_ranks_receive_models_changed(cold_planner: Rank) -> None:
         assert rank.read() == other.read() == ModelsChanged(2)
 
 
-def test_the_latest_batch_is_in_the_metrics(planner: Rank) -> None:
+def test_metrics_show_latest_batch(planner: Rank) -> None:
     with PlannerConnection(address_of(planner)) as rank:
         rank.send(report(64, 2.0))
         rank.answer(PlanRequest(1, [(0, 300)]))  # so the report has been taken
@@ -106,7 +106,7 @@ def test_stranger_is_refused(planner: Rank) -> None:
         PlannerConnection(address_of(planner), token=b"another token of 32 bytes.......")
 
 
-def test_a_client_of_another_kind_is_refused(planner: Rank) -> None:
+def test_client_of_other_kind_is_rejected(planner: Rank) -> None:
     with pytest.raises(HandshakeError, match="purpose 'requests'"):
         PlannerConnection(address_of(planner), purpose="requests")
 
@@ -121,7 +121,7 @@ def test_a_client_of_another_kind_is_refused(planner: Rank) -> None:
         pytest.param(NESTED, id="nested"),
     ],
 )
-def test_a_broken_frame_ends_its_connection_only(planner: Rank, frame: bytes) -> None:
+def test_broken_frame_ends_only_its_connection(planner: Rank, frame: bytes) -> None:
     with (
         PlannerConnection(address_of(planner)) as good,
         PlannerConnection(address_of(planner)) as bad,
@@ -150,9 +150,7 @@ def test_a_broken_frame_ends_its_connection_only(planner: Rank, frame: bytes) ->
         {"type": "unknown"},
     ],
 )
-def test_a_message_with_impossible_values_ends_its_connection(
-    planner: Rank, message: object
-) -> None:
+def test_invalid_values_end_their_connection(planner: Rank, message: object) -> None:
     with PlannerConnection(address_of(planner)) as bad:
         assert isinstance(bad.read(), ModelsChanged)
         bad.send(message)
@@ -175,7 +173,7 @@ def test_silent_handshake_blocks_no_other_rank(
         assert rank.answer(PlanRequest(1, [(0, 10)])).plan is not None
 
 
-def test_stopping_ends_connections_and_the_listener(tiny_checkpoint: Checkpoints) -> None:
+def test_stop_closes_connections_and_listener(tiny_checkpoint: Checkpoints) -> None:
     with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), None) as planner:
         address = address_of(planner)
         rank = PlannerConnection(address)

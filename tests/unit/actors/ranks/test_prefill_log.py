@@ -77,7 +77,7 @@ def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
             assert snapshot.requests == ()
 
 
-def test_routers_that_fold_the_log_end_with_no_load_and_the_caches_blocks(
+def test_applied_log_ends_without_load_and_with_cached_blocks(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     """A pool of few blocks: sequences wait, are put back, evict others' blocks, are cancelled."""
@@ -105,7 +105,7 @@ def test_routers_that_fold_the_log_end_with_no_load_and_the_caches_blocks(
             assert set(router.snapshot(0).committed) == set(blocks._block_of)
 
 
-def test_a_key_that_is_open_or_no_routers_is_refused(tiny_checkpoint: Checkpoints) -> None:
+def test_open_or_invalid_key_is_rejected(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     with PrefillThreads(folder, prefill_config()) as group, group.client() as client:
         key = RequestKey(1, 1)
@@ -160,7 +160,7 @@ def crowded(tiny_checkpoint: Checkpoints) -> Iterator[PrefillThreads]:
 
 @settings(deadline=None, max_examples=25)
 @given(scripts)
-def test_whatever_requests_do_the_log_ends_with_no_load_and_the_caches_blocks(
+def test_log_ends_without_load_after_any_requests(
     crowded: PrefillThreads, script: list[Script]
 ) -> None:
     with crowded.client() as client:

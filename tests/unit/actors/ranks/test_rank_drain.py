@@ -54,7 +54,7 @@ def test_serving_rank_announces_nothing(rig: Rig) -> None:
     assert not rig.rank_drain.notes()
 
 
-def test_it_ends_what_it_has_where_there_is_time(rig: Rig) -> None:
+def test_drain_completes_sequences_in_time(rig: Rig) -> None:
     rig.rank_drain.drain(20.0)
     assert not rig.at(119.9)
     assert rig.rank_drain.notes() == {"leaving": "within 0 s"}
@@ -64,7 +64,7 @@ def test_it_ends_what_it_has_where_there_is_time(rig: Rig) -> None:
     assert rig.rank_drain.notes() == {"leaving": DRAINED}
 
 
-def test_it_hands_over_what_is_left_then_and_what_was_on_its_way(rig: Rig) -> None:
+def test_drain_hands_over_remaining_and_late_sequences(rig: Rig) -> None:
     rig.rank_drain.drain(0.0)
     assert not rig.at(100.0)
     assert rig.loop.done == ["says so", "hands over"], "in this order"
@@ -74,7 +74,7 @@ def test_it_hands_over_what_is_left_then_and_what_was_on_its_way(rig: Rig) -> No
     assert rig.loop.done == ["says so", "hands over", "hands over"]
 
 
-def test_less_time_counts_and_more_does_not(rig: Rig) -> None:
+def test_drain_deadline_can_only_shrink(rig: Rig) -> None:
     rig.rank_drain.drain(10.0)
     rig.rank_drain.drain(2.0)
     rig.rank_drain.drain(30.0)

@@ -18,7 +18,7 @@ from tests.support.tiny_models import prompts
 
 
 @pytest.mark.parametrize("placement", [{"rebalance": "continuous"}, {"record": "/tmp"}])
-def test_where_experts_follow_or_it_is_recorded_a_rank_reports_paths_of_its_tokens(
+def test_routing_paths_are_reported_if_needed(
     tiny_checkpoint: Callable[..., Path], placement: dict[str, Any]
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")

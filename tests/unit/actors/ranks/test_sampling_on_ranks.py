@@ -72,7 +72,7 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "named"), ABSURD, ids=[str(f)[:40] for f, _ in ABSURD])
-def test_an_absurd_value_at_the_ranks_own_socket_is_that_requests_error(
+def test_invalid_value_fails_only_its_request(
     client: RankConnection, fields: dict[str, Any], named: str
 ) -> None:
     """FINDINGS A1: the API checks them too, but a rank's admission is the second line."""
@@ -94,7 +94,7 @@ def test_an_absurd_value_at_the_ranks_own_socket_is_that_requests_error(
     ],
     ids=str,
 )
-def test_an_absurd_count_at_the_ranks_own_socket_is_that_requests_error(
+def test_invalid_count_fails_only_its_request(
     client: RankConnection, fields: dict[str, Any]
 ) -> None:
     """FINDINGS A1. Nor can more have been generated than there is, or may be."""
@@ -103,9 +103,7 @@ def test_an_absurd_count_at_the_ranks_own_socket_is_that_requests_error(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
-def test_a_choice_of_one_token_is_read_from_one_pass(
-    client: RankConnection, temperature: float
-) -> None:
+def test_single_token_choice_needs_one_pass(client: RankConnection, temperature: float) -> None:
     sampling = Sampling(max_tokens=1, temperature=temperature, choices=[[40], [41], [42]], seed=1)
     ids, last = client.generated(client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS]))
     assert ids[0] in (40, 41, 42)
@@ -115,7 +113,7 @@ def test_a_choice_of_one_token_is_read_from_one_pass(
 CHOICES = [[40, 41], [40, 41, 42, 43], [50]]
 
 
-def test_a_choice_that_another_one_continues_ends_with_an_eos(
+def test_prefix_choice_ends_with_eos(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     """Also where eos is ignored: nothing else could end it."""
@@ -132,7 +130,7 @@ def test_a_choice_that_another_one_continues_ends_with_an_eos(
     assert ends == {(40, 41, EOS), (40, 41, 42, 43), (50,)}
 
 
-def test_a_requeue_changes_no_token(tiny_checkpoint: Checkpoints) -> None:
+def test_requeue_does_not_change_tokens(tiny_checkpoint: Checkpoints) -> None:
     """FINDINGS B18: seeds, penalties and choices, in a pool that holds half of what runs."""
     settings = [
         Sampling(
@@ -164,7 +162,7 @@ def test_a_requeue_changes_no_token(tiny_checkpoint: Checkpoints) -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_seed_gives_the_same_tokens_on_either_kind_of_rank(
+def test_seed_gives_equal_tokens_on_both_kinds_of_ranks(
     tiny_checkpoint: Checkpoints,
 ) -> None:
     """FINDINGS B18."""
@@ -190,7 +188,7 @@ def sequence_of(number: int, priority: Priority, tokens: int) -> Sequence:
 
 
 @pytest.mark.parametrize("order", [(Priority.LS, Priority.BE), (Priority.BE, Priority.LS)])
-def test_a_requeue_takes_its_victim_from_the_lowest_class(order: tuple[Priority, ...]) -> None:
+def test_requeue_victim_is_of_lowest_class(order: tuple[Priority, ...]) -> None:
     """FINDINGS B18: a victim of the highest class passed all tests."""
     blocks = BlockManager(4, prefix_cache=False)
     scheduler = Scheduler(ScheduleConfig(max_batch_tokens=16, max_batch_sequences=4), blocks)

@@ -73,7 +73,7 @@ def alone(client: RankConnection, sampling: Sampling) -> list[list[int]]:
         {"temperature": 1e-6, "top_p": 1e-46, "top_k": 3},
     ],
 )
-def test_the_coldest_temperature_and_the_smallest_nucleus_take_the_likeliest_token(
+def test_extreme_sampling_values_take_likeliest_token(
     rank: tuple[Rank, RankConnection], hot: dict[str, Any]
 ) -> None:
     """FINDINGS A1: any of these ended the rank."""
@@ -85,7 +85,7 @@ def test_the_coldest_temperature_and_the_smallest_nucleus_take_the_likeliest_tok
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
+def test_nonfinite_logits_fail_only_their_sequence(
     rank: tuple[Rank, RankConnection], value: float, temperature: float
 ) -> None:
     """FINDINGS A1: NaN logits ended the rank; where nothing was drawn, they became tokens."""
@@ -106,7 +106,7 @@ def test_logits_that_are_not_finite_end_their_sequence_and_no_other(
     assert client.generated(client.submit(PROMPTS[1], sampling=sampling))[0] == wanted[1]
 
 
-def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
+def test_prefix_with_nonfinite_logits_is_not_cached(
     rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1: else a fault that passed would fail every later request with that prefix."""
@@ -123,7 +123,7 @@ def test_a_prefix_that_gave_logits_that_are_not_finite_is_not_kept(
     loop_of(worker).scheduler.blocks.check([])
 
 
-def test_a_row_of_which_no_token_is_left_ends_its_sequence(
+def test_empty_distribution_fails_its_sequence(
     rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1."""
@@ -137,7 +137,7 @@ def test_a_row_of_which_no_token_is_left_ends_its_sequence(
 @pytest.mark.parametrize(
     "fields", [{"candidates": [3, 4]}, {"score_from": 1}, {"score_from": 2, "score_top": 3}]
 )
-def test_scores_that_are_not_finite_end_their_sequence(
+def test_nonfinite_scores_fail_their_sequence(
     rank: tuple[Rank, RankConnection], fields: dict[str, Any]
 ) -> None:
     """FINDINGS A1: they were answered as null."""
@@ -150,7 +150,7 @@ def test_scores_that_are_not_finite_end_their_sequence(
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("of a kernel")])
 @pytest.mark.parametrize("where", ["_draw", "token_logprob"])
-def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
+def test_sampling_error_fails_its_sequence(
     rank: tuple[Rank, RankConnection], where: str, error: Exception
 ) -> None:
     """FINDINGS A1: any exception of the finisher ended the rank."""
@@ -168,7 +168,7 @@ def test_whatever_drawing_raises_ends_the_sequence_it_was_drawn_for(
     assert worker.status().healthy
 
 
-def test_an_allocation_that_fails_for_the_batch_is_tried_for_each_of_its_sequences(
+def test_failed_batch_allocation_is_retried_per_sequence(
     rank: tuple[Rank, RankConnection],
 ) -> None:
     """FINDINGS A1."""

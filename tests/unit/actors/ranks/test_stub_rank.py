@@ -72,7 +72,7 @@ def folded(connection: RankConnection) -> WorkerState:
     return state
 
 
-def test_scores_and_generates_the_same_for_the_same_tokens(stub: Rank) -> None:
+def test_stub_answers_are_deterministic(stub: Rank) -> None:
     with connect(stub) as client:
         first = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
         again = client.scored(client.submit([5, 6, 7], candidates=[1, 2], score_from=1))
@@ -100,7 +100,7 @@ def test_snapshot_is_first_and_every_client_gets_every_report(stub: Rank) -> Non
         assert named[1].router < 0
 
 
-def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
+def test_load_is_zero_after_many_requests(
     stub: Rank,
 ) -> None:
     with connect(stub) as client:
@@ -119,14 +119,14 @@ def test_after_many_requests_the_load_is_zero_and_evicted_blocks_are_named(
     assert repeated.usage.prompt_tokens == 9
 
 
-def test_a_request_that_cannot_fit_is_refused_by_name(stub: Rank) -> None:
+def test_oversized_request_is_rejected(stub: Rank) -> None:
     with connect(stub) as client:
         failed = client.failed(client.submit([1] * 600, candidates=[1]))
     assert failed.code == "context_length_exceeded"
     assert "prefill-1" in failed.message
 
 
-def test_the_shell_makes_it_where_the_engine_is_a_stub(stub: Rank) -> None:
+def test_shell_makes_configured_engine(stub: Rank) -> None:
     shell = WorkerShell()
     ready = shell.prepare(stub.spec)
     shell.stop()
@@ -134,7 +134,7 @@ def test_the_shell_makes_it_where_the_engine_is_a_stub(stub: Rank) -> None:
     assert ready.client_address
 
 
-def test_a_pseudo_answer_may_pass_for_log_probabilities() -> None:
+def test_pseudo_answer_has_valid_log_probabilities() -> None:
     submit = Submit(request_id=1, token_ids=[1, 2, 3], sampling=None, score_from=1, score_top=2)
     (scored,) = pseudo_answer(submit, 0, 100)
     assert all(-8.0 <= logprob <= 0.0 for logprob in getattr(scored, "token_logprobs"))  # noqa: B009

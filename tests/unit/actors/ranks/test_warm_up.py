@@ -23,7 +23,7 @@ Checkpoints = Callable[..., Path]
 
 
 @pytest.mark.parametrize(("pool_tokens", "has_own"), [(16 * 512, True), (32, False)])
-def test_the_first_batch_is_the_ranks_own_where_the_pool_has_room_for_it(
+def test_first_batch_is_warm_up_if_it_fits(
     tiny_checkpoint: Checkpoints, pool_tokens: int, has_own: bool
 ) -> None:
     config = group_config(kv={"pool_tokens": pool_tokens})

@@ -19,7 +19,7 @@ def prompt(number: int, tokens: int = 9) -> Prompt:
     return Prompt(RequestKey(0, number), tokens, hashes)
 
 
-def test_a_request_is_open_until_it_has_ended() -> None:
+def test_request_is_open_until_it_ends() -> None:
     log = new_log()
     log.accepted(prompt(1))
     assert RequestKey(0, 1) in log
@@ -65,6 +65,6 @@ def test_snapshot_has_only_what_was_reported() -> None:
     assert known == OpenRequest(prompt(1, tokens=8), BLOCK, False)  # never all: the last one counts
 
 
-def test_a_request_that_is_not_open_cannot_end() -> None:
+def test_closed_request_cannot_end() -> None:
     with pytest.raises(KeyError):
         new_log().ended(RequestKey(0, 1))

@@ -58,7 +58,7 @@ def test_rank_is_not_used_before_it_reports_ready() -> None:
     assert not membership.absent
 
 
-def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
+def test_late_ranks_are_not_lost_immediately() -> None:
     membership = ExpertMembership(LAUNCH)
     for name in NAMES:
         membership.add_peer(name)
@@ -66,7 +66,7 @@ def test_ranks_that_start_later_than_others_are_not_taken_for_lost() -> None:
     assert not membership.poll(1000.0)
 
 
-def test_one_that_was_never_linked_is_stood_in_for_after_a_while() -> None:
+def test_rank_that_never_links_is_replaced_after_grace_period() -> None:
     membership = ExpertMembership(
         msgspec.structs.replace(
             LAUNCH, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
@@ -188,7 +188,7 @@ def test_draining_rank_serves_to_its_end_without_stand_in(present: ExpertMembers
     )
 
 
-def test_one_that_no_generation_is_on_any_more_may_go_at_once() -> None:
+def test_unused_rank_may_leave_at_once() -> None:
     membership = ExpertMembership(LAUNCH)
     for name in (*NAMES, "expert-3"):
         membership.add_peer(name)
@@ -208,7 +208,7 @@ def resized(ranks: int, generation: int) -> Placement:
     )
 
 
-def test_one_that_is_not_used_any_more_is_no_loss(present: ExpertMembership) -> None:
+def test_loss_of_unused_rank_is_ignored(present: ExpertMembership) -> None:
     present.switch_to(resized(2, 1), NAMES, 1.0)
     assert not lose(present, "expert-2")
     assert not present.absent
@@ -216,7 +216,7 @@ def test_one_that_is_not_used_any_more_is_no_loss(present: ExpertMembership) -> 
     assert lose(present, "expert-1") == [("expert-0", number(1, of=present.base))]
 
 
-def test_one_that_comes_for_the_next_generation_is_counted_from_then_on(
+def test_added_rank_counts_from_next_generation(
     present: ExpertMembership,
 ) -> None:
     present.add_peer("expert-3")
@@ -240,7 +240,7 @@ def test_rank_lost_before_scale_down_is_not_missing(
     assert {message.generation for message in present.release_unused(set())} == {number(2)}
 
 
-def test_a_late_answer_to_what_was_left_is_none_to_what_is_wanted_again(
+def test_late_answer_to_released_lease_is_ignored(
     present: ExpertMembership,
 ) -> None:
     """expert-1 is lost, comes back and is lost again before expert-0 has read anything."""

@@ -111,7 +111,7 @@ def test_ready_carries_attempt_of_acquire(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, -1])
-def test_a_want_without_an_attempt_is_refused_by_name(rank: Rank, attempt: int) -> None:
+def test_acquire_without_attempt_drops_the_link(rank: Rank, attempt: int) -> None:
     rank.moving.handle(wants(attempt))
     ((peer, reason),) = rank.wire.dropped
     assert peer == "attention-0"
@@ -130,7 +130,7 @@ def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> No
     assert not rank.running
 
 
-def test_an_attention_rank_takes_no_stand_in_for_there_that_answers_nothing(
+def test_unsolicited_ready_activates_no_failover(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wire: Any = Wire("attention-0")

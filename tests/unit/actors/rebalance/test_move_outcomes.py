@@ -36,7 +36,7 @@ def test_load_result_of_other_generation_is_not_reported() -> None:
     assert (outcomes_sent[0].loaded_bytes, outcomes_sent[0].reason) == (0, "too large")
 
 
-def test_why_the_latest_eight_moves_failed_is_remembered() -> None:
+def test_latest_failure_reasons_are_kept() -> None:
     outcomes = MoveRecorder("expert-0", lambda outcome: None)
     for generation in range(20):
         outcomes.record(

@@ -50,7 +50,7 @@ def test_added_and_removed_ranks_take_part_in_transition() -> None:
         ]
 
 
-def test_one_that_has_no_part_may_go_in_the_middle_of_a_move_of_the_others() -> None:
+def test_loss_of_uninvolved_rank_keeps_transition() -> None:
     machine = linked(on(2), 3)
     machine.prepared("expert-0", on(2, 1), 0, 0.0)
     assert not machine.remove_peer("expert-2")
@@ -58,7 +58,7 @@ def test_one_that_has_no_part_may_go_in_the_middle_of_a_move_of_the_others() -> 
     assert machine.generation == 1
 
 
-def test_a_change_that_needs_one_that_is_lost_is_refused_by_name_until_another_comes() -> None:
+def test_transition_needing_lost_rank_is_aborted_with_its_name() -> None:
     machine = linked(on(2), 3)
     machine.remove_peer("expert-2")
     (first, *_) = machine.prepared("expert-0", on(3, 1), 0, 0.0)

@@ -83,7 +83,7 @@ def starts_ms(schedule: Schedule, stage: Stage) -> list[float]:
     return [span.start_s * 1e3 for span in replay(schedule).spans if span.stage is stage]
 
 
-def test_aass_runs_all_attention_of_a_layer_first() -> None:
+def test_aass_runs_all_attention_of_layer_first() -> None:
     schedule = Schedule((TIMES, TIMES), 2, Order.AASS, 0, 2)
     assert starts_ms(schedule, Stage.ATTENTION) == pytest.approx([0.0, 4.0, 12.0, 16.0])
     assert starts_ms(schedule, Stage.SHARED) == pytest.approx([8.0, 10.0, 20.0, 22.0])
