@@ -1,5 +1,8 @@
-"""Death, hangs, strangers and bad starts of an attention/expert group: real workers, real channels,
-real processes, without Ray. Every wait has a deadline; the faults come in the middle of a batch."""
+"""Loss, hangs, strangers and failed starts of an attention/expert group.
+
+Real ranks, channels and processes, without Ray. Every wait has a deadline; faults occur within a
+batch.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Ranks that leave: each ends what it has, or hands it over, and another one goes on with exactly
-the tokens of an undisturbed run (float32). Nothing fails, and nothing of the rank is left."""
+"""Draining ranks complete or hand over their requests; every stream has the expected tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Experts move while a group serves, and something fails: the move ends by its deadline, requests
-go on with right answers on the experts that were there, and what had come is let go of."""
+"""Failures while experts move: the move ends by its deadline, requests continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner as a process: it plans for a running group; killed or stopped, requests go on."""
+"""The planner as a process: requests continue when it is killed or stopped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The attention/expert group repairs itself while it serves: ranks are killed and stopped in the
-middle of generations, every stream ends with the tokens of an undisturbed run (float32), and
-nothing is left of whoever stood in."""
+"""Recovery of a group: streams end with the expected tokens whatever ranks are lost."""
 
 from __future__ import annotations
 

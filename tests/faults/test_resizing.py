@@ -1,6 +1,4 @@
-"""Expert ranks are added and taken away while the group serves: every stream ends with the tokens
-of an undisturbed run (float32), whatever is lost in between, and nothing is left of whoever has
-gone."""
+"""Expert ranks are added and removed; every stream ends with the expected tokens."""
 
 from __future__ import annotations
 

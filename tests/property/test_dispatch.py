@@ -1,4 +1,4 @@
-"""Dispatch and combine against the plain definition of a mixture of experts."""
+"""Dispatch and combine against the definition of a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generations of placement: both ends of the protocol on a simulated wire, whatever fails."""
+"""Placement generations: both ends of the protocol on a simulated wire, with faults."""
 
 from __future__ import annotations
 

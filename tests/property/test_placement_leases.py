@@ -1,6 +1,8 @@
-"""What attention ranks want of an expert rank is read once, kept as long as anybody needs it, and
-let go of then: random orders of what is wanted, used, left, lost, read and not to be had, on links
-that keep order by class only, and on which an answer may be late."""
+"""Leases: loaded once, kept while needed, freed afterwards.
+
+Random orders of acquire, use, release, loss, load and failure, on links that keep the order within
+a class only and that may delay answers.
+"""
 
 from __future__ import annotations
 

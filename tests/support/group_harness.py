@@ -1,6 +1,4 @@
-"""A whole attention/expert group inside the test's own process: the real workers, each with its
-loop thread, joined by real channels; and a client that speaks the real frames over a real socket.
-"""
+"""A group in the test's own process: real ranks in threads, real channels, and a client."""
 
 from __future__ import annotations
 

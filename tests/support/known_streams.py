@@ -1,4 +1,4 @@
-"""Generations whose tokens are known: what streams through a group are compared with."""
+"""Generations with known tokens, to compare streams with."""
 
 from __future__ import annotations
 

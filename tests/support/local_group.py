@@ -1,5 +1,4 @@
-"""A whole attention/expert group, prefill workers, or both, as plain processes of this machine,
-without Ray."""
+"""An attention/expert group, prefill workers, or both, as local processes without Ray."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ranks as plain processes, without Ray: `python -m tests.support.rank_process` and its handle.
+"""Ranks as plain processes: `python -m tests.support.rank_process` and its handle.
 
-The parent writes one JSON line per call on the child's standard input and reads one JSON line per
-answer from its standard output; when standard input closes, the child stops.
+The parent writes one JSON line per call to the child's standard input and reads one JSON line per
+answer from its standard output; the child stops when its input closes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Both machines of generations of placement on a simulated wire: links that keep order by class
-only, with any delay; deaths, a planner that reaches some ranks only, loads that fail or take too
-long, batches that are dropped while their packets are under way."""
+"""Both ends of the placement protocol on a simulated wire.
+
+Links keep the order within a class only, with any delay. Faults: lost ranks, a planner that reaches
+only some ranks, failing or slow loads, dropped batches.
+"""
 
 from __future__ import annotations
 

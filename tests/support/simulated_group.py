@@ -1,5 +1,4 @@
-"""A group of ranks in numbers: stages take what a hardware file says, times a noise that tests
-choose. It reports as real ranks do."""
+"""A simulated group with the stage times of a hardware file, with noise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An attention rank and an expert rank on a simulated clock, with a `Preemption` each: random
-passes of both classes go to and fro between them, as micro-batches do.
+"""An attention and an expert rank on a simulated clock, with a `Preemption` each.
 
-All times are multiples of 2**-20 s and shares of 2**-10, so that credits are exact.
+Random passes of both classes alternate between them. Times are multiples of 2**-20 s and shares of
+2**-10, so that credits are exact.
 """
 
 from __future__ import annotations

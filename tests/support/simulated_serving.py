@@ -1,6 +1,7 @@
-"""A group that serves, event by event: sequences arrive, ranks form batches and run them layer by
-layer, expert ranks merge what waits for a layer. It knows nothing of plans' makespans: what a
-planner says of a group's capacity is held against it.
+"""Event simulation of a serving group, independent of planned makespans.
+
+Sequences arrive, ranks form batches and run them layer by layer, expert ranks merge token groups.
+Checks the planner's capacity.
 """
 
 from __future__ import annotations

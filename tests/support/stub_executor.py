@@ -1,4 +1,4 @@
-"""Answers that follow from the token ids alone: the same in every process, and no model needed."""
+"""Answers that depend only on the token ids, without a model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A prefill worker without a model. It takes part in everything else as a real one does: admission,
-batches, the prefix cache, the log, heartbeats, metrics. So what is measured with it is the cost of
-all that is around the engine.
-"""
+"""A prefill worker without a model, to measure everything around the engine."""
 
 from __future__ import annotations
 

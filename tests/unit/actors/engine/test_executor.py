@@ -1,5 +1,4 @@
-"""The executor's event loop, with a fake model half (that has shared experts) and a fake endpoint:
-order of tasks, waiting, failing. Real channels and models: tests/oracle/test_group_fidelity.py."""
+"""The executor's event loop with a fake model half and a fake endpoint."""
 
 from __future__ import annotations
 

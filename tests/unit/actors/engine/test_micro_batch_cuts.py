@@ -1,4 +1,4 @@
-"""How a plan cuts a batch into micro-batches, and what each of them waits for."""
+"""Cuts of batches into micro-batches, and their dependencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies, load and local pairs, as the exposition has them."""
+"""Metrics of dispatched tokens."""
 
 from __future__ import annotations
 

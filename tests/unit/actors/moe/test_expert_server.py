@@ -1,5 +1,4 @@
-"""The expert rank's loop with a fake endpoint and experts that take a second a step. Real ones:
-tests/oracle/test_interrupted_tasks.py."""
+"""The expert rank's loop with a fake endpoint and experts that take one second per step."""
 
 from __future__ import annotations
 

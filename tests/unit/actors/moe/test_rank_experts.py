@@ -1,5 +1,4 @@
-"""Experts of an expert rank that come and go: the answers are those of resident ones, bit for bit,
-whatever arrives when, is hinted or lost."""
+"""Cached experts of an expert rank give the bits of resident ones."""
 
 from __future__ import annotations
 

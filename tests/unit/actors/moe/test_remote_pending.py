@@ -1,4 +1,4 @@
-"""What is sent again of a micro-batch when an expert rank is lost, and what is kept."""
+"""Slices that are resent after the loss of an expert rank."""
 
 from __future__ import annotations
 

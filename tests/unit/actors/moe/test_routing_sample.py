@@ -1,4 +1,4 @@
-"""Whole paths of some tokens, as a rank notes and reports them."""
+"""Samples of tokens' paths through the experts."""
 
 from __future__ import annotations
 

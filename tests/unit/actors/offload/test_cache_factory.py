@@ -1,4 +1,4 @@
-"""What a worker takes of the routing profile beside its checkpoint."""
+"""Predictors from the routing profile beside a checkpoint."""
 
 from __future__ import annotations
 

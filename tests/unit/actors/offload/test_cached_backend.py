@@ -1,4 +1,4 @@
-"""Experts that come and go give the bits of resident ones, whatever is foretold."""
+"""Cached experts give the bits of resident ones, whatever is predicted."""
 
 from __future__ import annotations
 

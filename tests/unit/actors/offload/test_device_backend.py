@@ -1,4 +1,4 @@
-"""Experts in slots of a device, on the CPU with a device that lets copies and ids come late."""
+"""Device slots, on the CPU with a device that delays copies and ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU's cache of experts as it is configured: what does not fit, or is not there, is one line."""
+"""Configuration of a GPU's expert cache."""
 
 from __future__ import annotations
 

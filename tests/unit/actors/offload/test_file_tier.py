@@ -1,4 +1,4 @@
-"""Experts read from a real file by a real process beside the worker."""
+"""Experts read from a file by a reader process."""
 
 from __future__ import annotations
 

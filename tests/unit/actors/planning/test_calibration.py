@@ -1,4 +1,4 @@
-"""The reference pass: which times of which batch a worker tells the routers."""
+"""The reference pass of a prefill worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of routing as the planner sees them."""
+"""Routing counts as planner inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the probes measure with: real halves, a real channel, a real second process."""
+"""The probes with real halves, a real channel and a real child process."""
 
 from __future__ import annotations
 

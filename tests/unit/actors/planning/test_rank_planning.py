@@ -1,4 +1,4 @@
-"""How an attention rank comes by its plans: asked ahead, never waited for, checked, counted."""
+"""Plans of an attention rank: requested ahead, checked and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank tells of a batch that was recorded: times of its micro-batches."""
+"""Reports of a recorded batch's micro-batches."""
 
 from __future__ import annotations
 

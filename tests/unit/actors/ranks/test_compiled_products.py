@@ -1,4 +1,4 @@
-"""What oneDNN keeps of the products that it compiles, in a process of its own: it asks once."""
+"""Cache of compiled oneDNN products, in a separate process."""
 
 from __future__ import annotations
 

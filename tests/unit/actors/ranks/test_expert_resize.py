@@ -1,4 +1,4 @@
-"""What the launcher makes of expert ranks that are lost while it tells them of their experts."""
+"""Loss of expert ranks during a resize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank gives back of the memory that it has freed, in a process of its own."""
+"""Return of freed memory, in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom an attention rank dials when it is told where expert ranks are."""
+"""Connection of an attention rank to the expert ranks."""
 
 from __future__ import annotations
 

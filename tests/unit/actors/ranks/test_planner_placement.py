@@ -1,4 +1,4 @@
-"""The planner's part in placement, on its socket: reports in, proposals out, strangers ended."""
+"""Placement over the planner's socket: reports, proposals, rejected peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's socket: answers, strangers, broken frames, news of changed models."""
+"""The planner's socket: responses, strangers, broken frames, model changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a real prefill worker: what its clients hear, and what routers make of it."""
+"""The log of a real prefill worker, as clients and routers receive it."""
 
 from __future__ import annotations
 

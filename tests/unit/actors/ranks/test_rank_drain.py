@@ -1,4 +1,4 @@
-"""When a rank that is to go has left: by a clock of the test's own."""
+"""Drain of a serving loop, on a simulated clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention ranks report of routing, over the planner's link."""
+"""Routing reports of attention ranks over the planner's link."""
 
 from __future__ import annotations
 

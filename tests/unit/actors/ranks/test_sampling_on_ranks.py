@@ -1,4 +1,4 @@
-"""Sampling by ranks of both kinds: what they refuse, what a requeue changes, where choices end."""
+"""Sampling on attention ranks and prefill workers."""
 
 from __future__ import annotations
 

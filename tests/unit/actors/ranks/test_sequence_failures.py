@@ -1,4 +1,4 @@
-"""What goes wrong for one sequence ends that sequence, and neither its batch nor its rank."""
+"""Errors of one sequence, which affect neither its batch nor its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stub engine speaks a prefill worker's frames, and its log is one that routers can fold."""
+"""The stub engine: a prefill worker's frames and log without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An attention rank's first batch is its own."""
+"""The warm-up batch of an attention rank."""
 
 from __future__ import annotations
 

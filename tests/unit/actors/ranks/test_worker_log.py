@@ -1,4 +1,4 @@
-"""The log of a prefill worker: what is noted is in the next report, once, and in snapshots."""
+"""Reports and snapshots of a prefill worker's log."""
 
 from __future__ import annotations
 

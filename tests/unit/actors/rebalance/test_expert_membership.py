@@ -1,4 +1,4 @@
-"""Which expert ranks can be asked for what, and who stands in for those that are lost."""
+"""Usable expert ranks and failover placements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What an attention rank wants of an expert rank, and what that says to it, as packets: those of a
-rank that keeps no rule cut its link."""
+"""Lease packets of attention ranks, including invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner, the log and an operator hear of an expert rank's moves."""
+"""Metrics, reports and log events of moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generations on an attention rank, where they are on more expert ranks than before or on fewer."""
+"""Transitions to more or fewer expert ranks, on an attention rank."""
 
 from __future__ import annotations
 
