@@ -122,19 +122,10 @@ def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s:
 
 
 @pytest.mark.parametrize("doomed", ["attention-0", "expert-0"])
-<<<<<<< HEAD
-def test_sigterm_to_a_rank_costs_no_request_a_token_or_an_attempt(
-    folder: Path, doomed: str
-) -> None:
+def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
     async def body(backend: PipelineBackend) -> None:
         expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
         asked = [(kind, Asked(backend, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
-=======
-def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
-    async def body(admission: PipelineBackend) -> None:
-        expected = {kind: await Asked(admission, one).task for kind, one in SAMPLINGS.items()}
-        asked = [(kind, Asked(admission, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
->>>>>>> 55f1502 (tests: plain names for moe, offload, rebalance, engine, planning and ranks)
         await asyncio.gather(*(each.has(3) for _, each in asked))
         group.processes[doomed].send_signal(signal.SIGTERM)
         for kind, each in asked:
