@@ -12,7 +12,6 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Protocol
 
 import msgspec
 import torch
@@ -42,8 +41,8 @@ from planner.scheduling.task_times import TaskTimes
 log = logging.getLogger("tandem.expert")
 
 
-class PlacementHandler(Protocol):
-    """Handles placement packets of attention ranks. Owned by the server's thread."""
+class PlacementHandler:
+    """Handles placement packets on the server's thread; keeps the launch placement by default."""
 
     def handle(self, packet: Packet) -> None:
         """Handle ABORTED, COMMITTED, ACQUIRE, RELEASE or DRAINING."""
@@ -54,20 +53,6 @@ class PlacementHandler(Protocol):
 
     def poll(self) -> Iterable[int]:
         """Continue pending transitions; return generations whose experts have been freed."""
-
-
-class StaticPlacement:
-    """A `PlacementHandler` that keeps the launch placement."""
-
-    def handle(self, packet: Packet) -> None:
-        """Do nothing."""
-
-    def add_peer(self, peer: str) -> None:
-        """Do nothing."""
-
-    remove_peer = add_peer
-
-    def poll(self) -> Iterable[int]:
         return ()
 
 
@@ -94,7 +79,7 @@ class ExpertServer:
         self._policy = policy
         self._choice = choice
         self._max_merge_tokens = max_merge_tokens
-        self._generations = generations or StaticPlacement()
+        self._generations = generations or PlacementHandler()
         self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)
         self._running: dict[int, MergedCall] = {}  # suspended calls, by number
         self._numbers = 0

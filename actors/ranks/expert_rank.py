@@ -21,7 +21,7 @@ from actors.offload.cache_factory import expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Rank, RankHooks, recording
+from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
@@ -216,8 +216,8 @@ class ExpertReports:
             self._link.close()
 
 
-class ExpertLoop:
-    """A `RankLoop` that serves token groups."""
+class ExpertLoop(RankLoop):
+    """Serves token groups."""
 
     def __init__(
         self, endpoint: Endpoint, server: ExpertServer, held: HeldExperts, reports: ExpertReports
@@ -265,8 +265,6 @@ class ExpertLoop:
             self.held.close()
         finally:
             self._endpoint.close()
-
-    load = (0, 0)
 
     def place(self, wanted: PlacementUpdate) -> None:
         """Start a resize; `placed` reports its outcome. Thread-safe."""

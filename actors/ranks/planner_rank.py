@@ -24,7 +24,7 @@ from actors.channels.loop_watchdog import EventLoopWatchdog
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.planner_capacity import PlannerCapacity
 from actors.ranks.planner_placement import PlannerPlacement
-from actors.ranks.rank import Rank, RankHooks
+from actors.ranks.rank import Rank, RankHooks, RankLoop
 from actors.telemetry.telemetry import Telemetry
 from actors.telemetry.timeline import Timeline
 from contracts import metrics
@@ -79,8 +79,8 @@ def planner_rank(spec: RankSpec) -> Rank:
     return Rank(spec, ready, service, telemetry, None, hooks, timeline=service.timeline)
 
 
-class PlannerService:
-    """A `RankLoop`: an asyncio loop in its own thread reads, solves and writes."""
+class PlannerService(RankLoop):
+    """An asyncio loop in its own thread reads, solves and writes."""
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
@@ -132,20 +132,6 @@ class PlannerService:
     def problem(self) -> str:
         return "" if self._thread.is_alive() else f"{self._spec.name}: its service has ended"
 
-    def run(self, stopping: threading.Event) -> None:
-        """Wait for the end; requests arrive on the service's thread."""
-        stopping.wait()
-
-    def refuse(self, reason: str, stopping: threading.Event) -> None:
-        """Do nothing: no client waits."""
-
-    def wake(self) -> None:
-        """Do nothing: the loop waits only for the end."""
-
-    def drain(self, within_s: float) -> None:
-        """Leave at once: ranks use default plans."""
-        self.drained.set()
-
     def close(self) -> None:
         if self._loop.is_closed():
             return
@@ -156,14 +142,9 @@ class PlannerService:
         self._thread.join(STOP_DEADLINE_S)
         self._loop.close()
 
-    load = (0, 0)
-
     def sections(self) -> dict[str, dict[str, float]]:
         """totals: number of responses and version of the models."""
         return {"totals": {"answers": self._answered, "models": self._planner.version}}
-
-    def notes(self) -> dict[str, str]:
-        return {}
 
     # ---- on the service's thread
 

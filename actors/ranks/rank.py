@@ -10,7 +10,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -30,15 +30,19 @@ log = logging.getLogger("tandem.worker")
 _STOP_S = 10.0
 
 
-class RankLoop(Protocol):
-    """The work of a rank, in one thread."""
+class RankLoop:
+    """The work of a rank, in one thread. drained: set when a drain is complete."""
+
+    drained: threading.Event
 
     @property
     def problem(self) -> str:
         """Reason for which the rank cannot serve; empty if it can."""
+        return ""
 
     def run(self, stopping: threading.Event) -> None:
         """Serve until `stopping` is set. Any exception is the failure of the rank."""
+        stopping.wait()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
         """After a failure: answer requests with its reason until `stopping` is set."""
@@ -48,10 +52,7 @@ class RankLoop(Protocol):
 
     def drain(self, within_s: float) -> None:
         """Accept nothing new; complete or hand over all work in time. Thread-safe."""
-
-    @property
-    def drained(self) -> threading.Event:
-        """Set when the drain is complete."""
+        self.drained.set()
 
     def close(self) -> None:
         """Close all threads and links. Thread-safe; may be called twice."""
@@ -59,12 +60,15 @@ class RankLoop(Protocol):
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of running and of waiting sequences. Thread-safe."""
+        return 0, 0
 
     def sections(self) -> dict[str, dict[str, float]]:
         """Return totals by topic for the status. Thread-safe."""
+        return {}
 
     def notes(self) -> dict[str, str]:
         """Return notes for the status. Thread-safe."""
+        return {}
 
 
 class RankHooks(NamedTuple):

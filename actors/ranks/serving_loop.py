@@ -12,16 +12,19 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from actors.batching.admission import RankAdmission
+from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence import failure_reply, logged_failure_reply
 from actors.channels.loop_watchdog import LoopWatchdog
+from actors.engine.executor import Executor
 from actors.ranks.lifecycle import RankDrain
+from actors.ranks.rank import RankLoop
 from actors.rpc.client_server import ClientMessage, ClientServer
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandedOverError, NotReadyError, PeerError, TandemError
@@ -43,8 +46,8 @@ IDLE_POLL_S = 0.1
 CHECK_AFTER_S = 10.0  # idle time before the integrity check
 
 
-class ServingLoop:
-    """A `RankLoop` for clients."""
+class ServingLoop(RankLoop):
+    """Serves clients."""
 
     def __init__(self, name: str, intake: Intake, parts: ServingParts) -> None:
         self._name = name
@@ -55,6 +58,7 @@ class ServingLoop:
         self._plan_of = parts.plan_of
         self._close_links = parts.close
         self._drain = RankDrain(name, monotonic_s)
+        self.drained = self._drain.drained
         self._observers = [*parts.observers, self._drain]
         self._batching = parts.batching
         self._view = SchedulerView(parts.scheduler, parts.executor)
@@ -96,10 +100,6 @@ class ServingLoop:
 
     def drain(self, within_s: float) -> None:
         self._drain.drain(within_s)
-
-    @property
-    def drained(self) -> threading.Event:
-        return self._drain.drained
 
     def close(self) -> None:
         try:
@@ -288,43 +288,6 @@ class ServingLoop:
         self.send_answers()
 
 
-class BatchExecutor(Protocol):
-    """Runs batches. failure: why it cannot run any more."""
-
-    failure: ChannelError | None
-    layers: int
-
-    @property
-    def is_engaged(self) -> bool:
-        """True if no batch may start."""
-
-    @property
-    def in_flight(self) -> int: ...
-
-    @property
-    def live(self) -> Sequence[LiveBatch]: ...
-
-    def submit(self, scheduled: ScheduledBatch, plan: Plan) -> None: ...
-
-    def step(self, timeout_s: float) -> list[ScheduledBatch]:
-        """Run one task, or wait; return the batches completed."""
-
-    def drop(self, number: int) -> ScheduledBatch | None:
-        """Discard a batch, or return None if there is none with that number."""
-
-    def fail_all(self) -> list[ScheduledBatch]:
-        """Discard all batches in flight and return them."""
-
-    def wake(self) -> None:
-        """End a waiting `step`. Thread-safe."""
-
-
-class AnswerSource(Protocol):
-    """Collects answers until the loop takes them."""
-
-    answers: list[tuple[TokenSequence, Event]]
-
-
 class Intake(NamedTuple):
     """Source of sequences and their admission."""
 
@@ -337,8 +300,8 @@ class ServingParts(NamedTuple):
     """Parts of a serving loop. close: closes all threads and links; may be called twice."""
 
     scheduler: Scheduler
-    executor: BatchExecutor
-    finisher: AnswerSource
+    executor: Executor
+    finisher: Finisher
     watch: LoopWatchdog
     plan_of: Callable[[ScheduledBatch], Plan]
     close: Callable[[], None]
@@ -350,7 +313,7 @@ class SchedulerView(NamedTuple):
     """A `BatchingView`."""
 
     scheduler: Scheduler
-    executor: BatchExecutor
+    executor: Executor
 
     @property
     def in_flight(self) -> int:

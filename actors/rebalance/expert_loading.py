@@ -64,20 +64,25 @@ class GenerationStore(Protocol[P_in]):
     def free(self, generation: int) -> None: ...
 
 
-class ExpertLoader(Protocol[P]):
-    """Loads the experts that a generation adds to this rank. expert_bytes: of each."""
+class ExpertLoader(Generic[P]):
+    """Loads the experts that a generation adds to this rank, with the defaults of a cache."""
 
     @property
-    def expert_bytes(self) -> int: ...
+    def expert_bytes(self) -> int:
+        """Bytes of each expert that is loaded."""
+        return 0
 
     def room(self) -> tuple[str, int]:
         """Return the target memory's name and its free bytes. Thread-safe."""
+        return "", 0
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
         """Return why a placement is impossible, or "". resizes: without a limit of bytes."""
+        raise NotImplementedError
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
         """Start loading. `done` is called once, on any thread, unless stopped before."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Stop loading and drop what has arrived."""
@@ -142,18 +147,13 @@ class ExpertPeers(Protocol):
         """Receive one expert into `into`. Raises ChannelError if the rank does not send it."""
 
 
-class CachedExpertLoader:
+class CachedExpertLoader(ExpertLoader[dict[int, tuple[int, ...]]]):
     """An `ExpertLoader` of `CachedExperts`, which load on demand."""
 
     def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
         """urgent: for leases of attention ranks after a loss."""
         self._spec, self._model, self._urgent = spec, model, urgent
         self._ranks = spec.placement.ranks
-
-    expert_bytes = 0
-
-    def room(self) -> tuple[str, int]:
-        return "", 0
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
         return misfit(
@@ -165,16 +165,11 @@ class CachedExpertLoader:
     ) -> None:
         done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
-    def stop(self) -> None:
-        """Do nothing."""
-
     def on_commit(self, placement: Placement) -> None:
         self._ranks = placement.ranks
 
-    close = stop
 
-
-class ResidentExpertLoader:
+class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
     """An `ExpertLoader` of `ResidentExperts`. urgent: without limits, after a loss."""
 
     def __init__(

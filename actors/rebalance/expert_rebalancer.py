@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from actors.channels.base import Endpoint, Packet, PacketKind
+from actors.moe.expert_server import PlacementHandler
 from actors.rebalance.expert_generations import (
     Action,
     ExpertGenerations,
@@ -85,7 +86,7 @@ class _Proposal(NamedTuple):
     within_s: float = 0.0
 
 
-class ExpertRebalancer(Generic[P]):
+class ExpertRebalancer(PlacementHandler, Generic[P]):
     """A `PlacementHandler`. placement: the newest one that all attention ranks use."""
 
     def __init__(

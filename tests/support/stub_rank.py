@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from actors.batching.scheduler import Scheduler
 from actors.channels.loop_watchdog import LoopWatchdog
@@ -36,7 +37,7 @@ def stub_rank(spec: RankSpec) -> Rank:
     watch = LoopWatchdog(
         spec.name, config.channel.step_timeout_s, monotonic_s, config.log.stall_threshold_s
     )
-    executor = StubExecutor(model.vocab_size)
+    executor: Any = StubExecutor(model.vocab_size)
     serving = ServingParts(
         Scheduler(prefill_limits(config), blocks, on_end=prefill_log.ended),
         executor,

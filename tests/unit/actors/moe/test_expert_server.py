@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
-from actors.moe.expert_server import ExpertServer, StaticPlacement
+from actors.moe.expert_server import ExpertServer, PlacementHandler
 from actors.moe.rank_experts import ResidentExperts
 from actors.telemetry.timeline import Timeline
 from contracts.errors import PeerDeadError
@@ -21,7 +21,7 @@ from tests.support.manual_clock import ManualClock
 LAYER = {Priority.LS: 1, Priority.BE: 2}  # so that the log tells one from the other
 
 
-class Freed(StaticPlacement):
+class Freed(PlacementHandler):
     """gone: generations that the next look finds unused."""
 
     def __init__(self) -> None:
