@@ -98,10 +98,6 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._topology = topology
         self._rank_of = {name: rank for rank, name in enumerate(topology.experts)}
 
-    def _name_experts(self, expert_ranks: Sequence[str]) -> None:
-        self._expert_ranks = expert_ranks
-        self._rank_of = {name: rank for rank, name in enumerate(expert_ranks)}
-
     def wake(self) -> None:
         self._endpoint.wake()
 

@@ -19,10 +19,6 @@ class SpanRecorder:
     def __init__(self) -> None:
         self._spans: list[TaskSpan] | None = None
 
-    @property
-    def is_recording(self) -> bool:
-        return self._spans is not None
-
     def observe(self, span: TaskSpan) -> None:
         spans = self._spans
         if spans is not None and len(spans) < MAX_SPANS:
