@@ -203,11 +203,11 @@ def test_impossible_resize_is_rejected_first(
         for ranks in (0, 9):
             with pytest.raises(TandemError, match=f"{ranks} expert ranks for 8 experts: give 1 to"):
                 place_experts(group.working, ranks, group_config())
-        with pytest.raises(TandemError, match="expert-2 is not there"):
+        with pytest.raises(TandemError, match="expert-2 is not in service"):
             place_experts(group.working, 3, group_config())
         few = PlacementState(placement=Placement(), newest=0, expert_bytes=1000, free_bytes=9)
         before = contiguous(8, 2, num_layers=1, moe_layers=[0])
-        with pytest.raises(TandemError, match="bring 4000 bytes of experts into 9 bytes of free"):
+        with pytest.raises(TandemError, match="load 4000 bytes of experts into 9 bytes of free"):
             _check_room(before, resize_placement(before, 1, generation=1), {"expert-0": few})
         check_settled(group, deep, 2)
 
