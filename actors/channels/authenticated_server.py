@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from actors.channels.handshake import AcceptHandler, Identity, Remote
 from actors.channels.listener import HandshakeListener, listen_tcp
+from contracts.clock import monotonic_s
 
 ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, Remote], Awaitable[None]]
 
@@ -43,13 +44,15 @@ class AuthenticatedServer:
         """Stop accepting, and end connections when their buffers are sent or at deadline_s."""
         if self._listener is None:
             return
+        end_s = monotonic_s() + deadline_s
         self._listener.close(deadline_s)  # handshakes under way end at once
         await asyncio.sleep(0)  # connections handed over before
         for writer in self._open.values():
             if writer is not None:
                 writer.close()
         if self._open:
-            _, late = await asyncio.wait(list(self._open), timeout=deadline_s)
+            left_s = max(end_s - monotonic_s(), 0.0)
+            _, late = await asyncio.wait(list(self._open), timeout=left_s)
             for task in late:
                 task.cancel()
             if late:

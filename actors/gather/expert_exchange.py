@@ -40,8 +40,6 @@ from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.ranks import Group, RankSpec, rank_name
 from models.experts.expert_layout import ExpertLayout
 
-log = logging.getLogger(f"tandem.{__name__}")
-
 PURPOSE: Final = "experts"
 REQUEST = struct.Struct("<II")  # layer, expert
 REPLY = struct.Struct("<BQ")  # kind, bytes that follow
@@ -84,6 +82,7 @@ class ExpertSender(PeerServer):
     """Serves single experts from the memory that `find` returns."""
 
     purpose = PURPOSE
+    log_level = logging.DEBUG
 
     def __init__(self, me: Identity, terms: Terms, find: FindExpert, config: ChannelConfig) -> None:
         super().__init__(me, terms, config)

@@ -49,6 +49,7 @@ class PeerServer(abc.ABC):
     """Serves peers with matching terms, each on its own thread. sent_bytes: so far."""
 
     purpose: str
+    log_level = logging.INFO
 
     def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
         self._me, self._terms, self._config = me, terms, config
@@ -117,7 +118,7 @@ class PeerServer(abc.ABC):
         except PeerHungError as error:
             event(log, "weights_peer_lost", logging.WARNING, peer=peer, reason=error)
         except (OSError, PeerError) as error:
-            event(log, "weights_peer_disconnected", logging.DEBUG, peer=peer, reason=error)
+            event(log, "weights_peer_disconnected", self.log_level, peer=peer, reason=error)
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
