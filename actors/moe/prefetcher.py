@@ -61,9 +61,6 @@ class NoPrefetcher:
     def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
         """Hint the experts of a prediction that has arrived on the host."""
 
-    def end_layer(self, key: TaskKey, hidden_TD: Tensor) -> None:
-        """Predict from the residual after the layer's experts."""
-
     def drop(self, owner: MicroBatchId) -> None:
         """Forget a micro-batch."""
 
@@ -117,9 +114,6 @@ class ExpertPrefetcher(NoPrefetcher):
     def deliver(self, key: TaskKey, prediction: PendingPrediction) -> None:
         ids = prediction.ids.tensor.tolist()
         self._pass_on(key, self._predictor.resolve(prediction.found, ids))
-
-    def end_layer(self, key: TaskKey, hidden_TD: Tensor) -> None:
-        self._predict_and_hint(key, self._predictor.predict_after, key.layer, hidden_TD)
 
     def drop(self, owner: MicroBatchId) -> None:
         self._predicted.pop(owner, None)

@@ -315,7 +315,6 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         if total_TD is not hidden_TD:
             yield from _rounded(hidden_TD, total_TD)
         self._forget(pending)
-        self._prefetcher.end_layer(pending.key, hidden_TD)
 
     def drop(self, pending: RemotePending) -> None:
         self._forget(pending)

@@ -99,13 +99,7 @@ def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:
     profile = _profile(spec, half.spec, f"experts.predictor={config.predictor}" if needed else None)
     if profile is not None:
         profile = profile.to(half.device)
-    return ExpertPredictor(
-        half,
-        profile,
-        config.predictor,
-        again=config.hint_again,
-        speculation=_speculation(config, half),
-    )
+    return ExpertPredictor(half, profile, config.predictor, speculation=_speculation(config, half))
 
 
 def _profile(spec: RankSpec, model: ModelSpec, needed_by: str | None) -> RoutingProfile | None:
@@ -185,7 +179,6 @@ def check_device(config: ExpertsConfig, device: str) -> None:
     wrong = {
         "experts.storage_format=true": config.storage_format,
         "experts.speculative=speculated": config.speculative == "speculated",
-        "experts.hint_again=true": config.hint_again,
     }
     for key, is_set in wrong.items():
         if is_set:

@@ -116,7 +116,6 @@ class CachedBackend(ExpertBackend[CachedPending]):
         if shared_TD is not None:
             yield from add_tiled(hidden_TD, shared_TD)
         self._pending.remove(pending)
-        self._prefetcher.end_layer(pending.key, hidden_TD)
 
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)

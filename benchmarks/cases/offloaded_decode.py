@@ -11,7 +11,7 @@ that a miss costs up to some layers of compute.
 
 no cache: what a token needs and no more is kept. on demand: a cache and no hints; twin: the same
 once more, what equal variants differ by. best: by the kind of guess that is most precise at each
-layer; again: and once more when a layer's experts have been added. oracle: hints are what a first
+layer. oracle: hints are what a first
 run wanted: the bound of reading ahead; two deep: and those of the layer behind it, once nothing
 nearer is left to read. wrong: hints are never wanted. stored: experts are kept and read as the
 checkpoint stores them (bfloat16, computed with in float32): twice as many in the same bytes.
@@ -68,7 +68,7 @@ BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
 ORACLE, DEEP = "oracle", "oracle, two deep"
-HINTS = ("router", "fitted", "estimator", "best", "best, again", ORACLE, DEEP, "wrong")
+HINTS = ("router", "fitted", "estimator", "best", ORACLE, DEEP, "wrong")
 Texts = Sequence[Sequence[int]]
 """Of streams that generate side by side: token ids, equally many."""
 CACHES = ("walk", "lru")
@@ -93,7 +93,7 @@ class Oracle(ExpertPredictor):
     def __init__(
         self, half: AttentionHalf, requested: dict[tuple[int, int], Ids], *, wrong: bool = False
     ) -> None:
-        super().__init__(half, None, again=False)
+        super().__init__(half, None)
         self.requested, self._wrong = requested, wrong
         self.deeper: Callable[[int, list[PredictedExpert]], None] | None = (
             None  # told of the layer behind
@@ -196,8 +196,7 @@ class Offloaded:
                 oracle.deeper = partial(self.cache.hint, (BATCH, 0))
         elif hints:
             kind: Any = None if hints.startswith("best") else hints
-            again = hints.endswith("again")
-            self.predictor = ExpertPredictor(model.half, model.profile, kind, again=again)
+            self.predictor = ExpertPredictor(model.half, model.profile, kind)
         timeline = Timeline(0)
         self.backend = CachedBackend(
             "bench", model.half, self.cache, timeline, monotonic_s, self.predictor

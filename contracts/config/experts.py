@@ -31,9 +31,6 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     router on this layer's state. "fitted": a least-squares fit. "quasi": the next router, with the
     mean output of this layer's experts added. "estimator": a small network. null: the best one of
     the profile for each layer; without a profile "router"."""
-    hint_again: bool = False
-    """Predict again, more accurately, after this layer's experts are added. Useful if reading an
-    expert takes long compared with a layer."""
     speculative: Literal["exact", "speculated"] = "exact"
     """Experts of generated tokens. "speculated": the predicted experts instead of the router's
     choice, which is a different model and is reported in /v1/models. Prompts are always exact."""

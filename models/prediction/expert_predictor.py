@@ -1,7 +1,7 @@
 """Which experts a layer will want, foretold while others are computed, and how sure each guess is.
 
     tokens ──> attention 0 ──> experts 0 ──> attention 1 ──> experts 1 ──> …
-        └ first ───────────────^   └ before, after ────────────^
+        └ first ───────────────^   └ before ───────────────────^
         (models/prediction/signals.py)
 
 Where a profile knows how precise each kind of guess is, each layer has the best of them
@@ -19,14 +19,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import (
-    AFTER,
-    PREDICTOR_KINDS,
-    TOKEN,
-    PredictorKind,
-    predicted_routing,
-    predicted_routing_after,
-)
+from models.prediction.signals import PREDICTOR_KINDS, TOKEN, PredictorKind, predict_routing
 
 Ids = list[list[int]]
 """[T][K] experts of each token, the most likely one first."""
@@ -114,14 +107,11 @@ class ExpertPredictor:
         profile: RoutingProfile | None,
         kind: PredictorKind | None = None,
         *,
-        again: bool = False,
         speculation: Speculation | None = None,
     ) -> None:
-        """kind: None: at each layer the most precise one. again: whether a guess is made anew once
-        the sum of a layer's experts is known: not of what is run as foretold. speculation: None:
-        what runs is what routers choose."""
-        self._half, self._profile = half, profile
-        self._again, self._speculation = again, speculation
+        """kind: None: the most precise one at each layer. speculation: None: layers run the experts
+        that their routers choose."""
+        self._half, self._profile, self._speculation = half, profile, speculation
         spec = half.spec
         self._next_of = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
         self._kind_of = {
@@ -130,7 +120,6 @@ class ExpertPredictor:
         }
         self.before = Precision({layer: self._known(layer, self._kind_of[layer])
                                  for layer in self._kind_of})  # fmt: skip
-        self.after = Precision({layer: self._known(layer, AFTER) for layer in self._kind_of})
         self._first = spec.moe_layers[0]
         self.first = Precision({self._first: self._known(self._first, TOKEN)})
 
@@ -168,7 +157,7 @@ class ExpertPredictor:
             ids_TK, weights_TK = subsample(routed.topk_ids_TK), subsample(routed.topk_weights_TK)
             routed = RoutedTokens(subsample(routed.x_TD), ids_TK, weights_TK)
         kind = self._kind_of[following]
-        found = predicted_routing(
+        found = predict_routing(
             self._half, self._profile, kind, layer, following, hidden_TD, routed
         )
         return DevicePrediction(following, found, is_whole)
@@ -201,17 +190,6 @@ class ExpertPredictor:
         router = self._half.router(predicted_routing.layer)
         assert router is not None
         return router.weigh(routed.x_TD, predicted.topk_ids_TK)
-
-    def predict_after(self, layer: int, hidden_TD: Tensor) -> PredictedRouting | None:
-        """The same once they have been added."""
-        following = self._next_of.get(layer)
-        if following is None or not self._again or self.is_speculated(following):
-            return None
-        found = predicted_routing_after(
-            self._half, self._profile, layer, following, subsample(hidden_TD)
-        )
-        ids: Ids = found.topk_ids_TK.tolist()
-        return PredictedRouting(following, ids, self.after)
 
 
 def subsample(rows_T: Tensor) -> Tensor:

@@ -22,13 +22,11 @@ from models.prediction.estimator import Estimator, EstimatorSamples, new_estimat
 from models.prediction.routing_counter import RoutingCounter
 from models.prediction.routing_profile import RoutingProfile
 from models.prediction.signals import (
-    AFTER,
     PREDICTOR_KINDS,
     TOKEN,
     features,
     hits_by_rank,
-    predicted_routing,
-    predicted_routing_after,
+    predict_routing,
     quasi_hidden,
 )
 from models.prediction.text_runner import LayerActivations, Rows, TextRunner, Visit, batches
@@ -59,10 +57,9 @@ class LeastSquares:
 
 
 class _Fitted(NamedTuple):
-    """By layer: least squares from before and after its experts, and samples."""
+    """Least-squares maps and training samples, by layer."""
 
     maps: dict[int, Tensor]
-    after: dict[int, Tensor]
     samples: dict[int, EstimatorSamples]
 
 
@@ -93,9 +90,7 @@ class ProfileBuilder:
             means, frequencies, tokens_VK = self._measure_means()
             known = self._fit(means)
             estimator = self._train(known.samples)
-            result = RoutingProfile(
-                means, frequencies, known.maps, known.after, estimator, tokens_VK, {}
-            )
+            result = RoutingProfile(means, frequencies, known.maps, estimator, tokens_VK, {})
             return dataclasses.replace(result, precision=self.precision(result, self._held_out))
 
     def _measure_means(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
@@ -138,12 +133,11 @@ class ProfileBuilder:
         """Least squares to the next router's logits, and samples of what they were."""
         spec, half = self._half.spec, self._half
         E, D = spec.num_experts, spec.hidden_size
-        before = {layer: LeastSquares(D + E + 1, E) for layer in self._following}
-        after = {layer: LeastSquares(D + 1, E) for layer in self._following}
+        fits = {layer: LeastSquares(D + E + 1, E) for layer in self._following}
         samples: dict[int, list[EstimatorSamples]] = {layer: [] for layer in self._following}
         tokens = max(1, sum(map(len, self._kept)))
         stride = -(-tokens * len(self._following) * (D + E) * 4 // SAMPLE_BYTES)
-        kept: list[tuple[int, Tensor, Tensor, Tensor]] = []  # of the layer before in this batch
+        kept: list[tuple[int, Tensor, Tensor]] = []  # of the batch's previous layer
 
         def visit(activations: LayerActivations) -> None:
             layer, routed = activations.layer, activations.routed
@@ -151,9 +145,8 @@ class ProfileBuilder:
             assert router is not None
             if kept:
                 logits_TE = router.logits(routed.x_TD).float()
-                earlier, known_TF, after_TD, q_TD = kept.pop()
-                before[earlier].add(known_TF, logits_TE)
-                after[earlier].add(_with_one(after_TD), logits_TE)
+                earlier, known_TF, q_TD = kept.pop()
+                fits[earlier].add(known_TF, logits_TE)
                 samples[earlier].append(
                     EstimatorSamples(q_TD[::stride].float().clone(), logits_TE[::stride].clone())
                 )
@@ -162,13 +155,11 @@ class ProfileBuilder:
                 q_TD = half.mlp_input(
                     following, quasi_hidden(means[layer], activations.hidden_TD, routed)
                 )
-                after_TD = half.mlp_input(following, activations.after_TD)
-                kept.append((layer, features(routed, E), after_TD, q_TD))
+                kept.append((layer, features(routed, E), q_TD))
 
         self._run(self._kept, visit)
         return _Fitted(
-            {layer: each.solve() for layer, each in before.items()},
-            {layer: each.solve() for layer, each in after.items()},
+            {layer: each.solve() for layer, each in fits.items()},
             {layer: EstimatorSamples(*map(torch.cat, zip(*each, strict=True)))
              for layer, each in samples.items()},
         )  # fmt: skip
@@ -190,7 +181,7 @@ class ProfileBuilder:
     def precision(self, known: RoutingProfile, rows: Rows) -> dict[str, Tensor]:
         """[L, K] by kind of guess: how often that of a rank is right in these rows."""
         spec, half = self._half.spec, self._half
-        kinds = (*PREDICTOR_KINDS, AFTER, TOKEN)
+        kinds = (*PREDICTOR_KINDS, TOKEN)
         hits = {kind: torch.zeros(spec.num_layers, spec.top_k) for kind in kinds}
         tokens = 0
         guessed: dict[str, Tensor] = {}  # of the layer that comes next
@@ -204,16 +195,14 @@ class ProfileBuilder:
             for kind, ids_TK in guessed.items():
                 hits[kind][layer] += hits_by_rank(ids_TK, routed.topk_ids_TK).sum(0)
             guessed.clear()
-            after = self._following.get(layer)
-            if after is None:
+            following = self._following.get(layer)
+            if following is None:
                 return
             for kind in PREDICTOR_KINDS:
-                result = predicted_routing(
-                    half, known, kind, layer, after, activations.hidden_TD, routed
+                result = predict_routing(
+                    half, known, kind, layer, following, activations.hidden_TD, routed
                 )
                 guessed[kind] = result.topk_ids_TK
-            result = predicted_routing_after(half, known, layer, after, activations.after_TD)
-            guessed[AFTER] = result.topk_ids_TK
 
         self._run(rows, visit)
         return {kind: each / max(1, tokens) for kind, each in hits.items()}
@@ -239,7 +228,3 @@ class ProfileBuilder:
             self._texts.run(batch, visit)
             self._done += len(batch)
             self._progress(self._done / self._whole)
-
-
-def _with_one(x_TD: Tensor) -> Tensor:
-    return torch.cat([x_TD.float(), torch.ones(len(x_TD), 1)], dim=1)

@@ -6,8 +6,6 @@ counts may stand beside it (routing_counts.py).
     frequency.L     [E] float32      part of the tokens that go to it
     map.L           [D + E + 1, E]   to the logits of the next layer's router, from x, the weights
                                      of the experts of layer L, and 1 (least squares)
-    after.L         [D + 1, E]       the same from what the next layer's experts would see of the
-                                     residual before its attention, and 1
     estimator.NAME                   of a network (estimator.py)
     tokens          [V, K] int32     experts of the first layer that has some, by token id
     precision.KIND  [L, K]           of the guess of rank k for layer L, on texts held out
@@ -44,13 +42,14 @@ from models.spec.safetensors_file import SafetensorsFile
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutingProfile:
-    """By layer with experts; `maps` and `after` of all but the last of them. precision: by kind of
-    guess."""
+    """The predictors of each layer with experts; `maps` has none for the last of them.
+
+    precision: by predictor kind.
+    """
 
     means: Mapping[int, Tensor]
     frequencies: Mapping[int, Tensor]
     maps: Mapping[int, Tensor]
-    after: Mapping[int, Tensor]
     estimator: Estimator
     tokens_VK: Tensor
     precision: Mapping[str, Tensor]
@@ -68,7 +67,6 @@ class RoutingProfile:
             self,
             means=to_device(self.means),
             maps=to_device(self.maps),
-            after=to_device(self.after),
             estimator=Estimator(**estimator),
         )
 
@@ -79,7 +77,6 @@ class RoutingProfile:
             **{f"mean.{layer}": tensor for layer, tensor in self.means.items()},
             **{f"frequency.{layer}": tensor for layer, tensor in self.frequencies.items()},
             **{f"map.{layer}": tensor for layer, tensor in self.maps.items()},
-            **{f"after.{layer}": tensor for layer, tensor in self.after.items()},
             **{f"estimator.{name}": each for name, each in self.estimator.tensors().items()},
             "tokens": self.tokens_VK,
             **{f"precision.{kind}": tensor for kind, tensor in self.precision.items()},
@@ -111,7 +108,6 @@ class RoutingProfile:
             by_layer("mean", spec.moe_layers, experts, hidden),
             by_layer("frequency", spec.moe_layers, experts),
             by_layer("map", spec.moe_layers[:-1], hidden + experts + 1, experts),
-            by_layer("after", spec.moe_layers[:-1], hidden + 1, experts),
             Estimator(**estimator),
             _ids(file, "tokens", (spec.vocab_size, spec.top_k), experts),
             {name.partition(".")[2]: _tensor(file, name, shape) for name in kinds},

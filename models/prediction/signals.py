@@ -12,10 +12,6 @@ Before the experts of layer l:
     "quasi"      router_{l+1}(q_l)          the paper's Router-PF
     "estimator"  a network of q_l and l     the paper's Est-PF (estimator.py)
 
-After them, before the next attention:
-
-    "after"      V_l [norm_{l+1}(r), 1]     least squares (ours); without a profile router_{l+1}
-
 Before the first attention:
 
     "token"      a table by token id (ours)
@@ -35,10 +31,10 @@ from models.prediction.routing_profile import RoutingProfile
 PredictorKind = Literal["router", "fitted", "quasi", "estimator"]
 PREDICTOR_KINDS: Final[tuple[PredictorKind, ...]] = get_args(PredictorKind)
 """From the cheapest on."""
-AFTER, TOKEN = "after", "token"
+TOKEN: Final = "token"
 
 
-def predicted_routing(
+def predict_routing(
     half: AttentionHalf,
     profile: RoutingProfile | None,
     kind: PredictorKind,
@@ -58,23 +54,6 @@ def predicted_routing(
     if kind == "quasi":
         return router(q_TD)
     return router.choose(q_TD, profile.estimator.logits(layer, q_TD))
-
-
-def predicted_routing_after(
-    half: AttentionHalf,
-    profile: RoutingProfile | None,
-    layer: int,
-    following: int,
-    hidden_TD: Tensor,
-) -> RoutedTokens:
-    """The same from the residual after the experts of `layer`."""
-    router = half.router(following)
-    assert router is not None
-    x_TD = half.mlp_input(following, hidden_TD)
-    if profile is None:
-        return router(x_TD)
-    map_DE = profile.after[layer]
-    return router.choose(x_TD, torch.addmm(map_DE[-1], x_TD.float(), map_DE[:-1]))
 
 
 def features(routed: RoutedTokens, experts: int) -> Tensor:

@@ -11,7 +11,7 @@ from cluster.observe.terminal import Terminal
 from cluster.tools.plots import check_format, pyplot, saving_figure
 from cluster.tools.profile.routing_profile import RoutingReport
 from contracts.hardware import Fit, Hardware
-from models.prediction.signals import AFTER, PREDICTOR_KINDS
+from models.prediction.signals import PREDICTOR_KINDS
 
 OPTION = "--plot"
 
@@ -106,13 +106,12 @@ def _formula(hardware: Hardware, stage: str) -> str:
 
 
 def print_routing(report: RoutingReport) -> None:
-    kinds = (*PREDICTOR_KINDS, AFTER)
-    table = Table("layer", *kinds, box=None, pad_edge=False, title_justify="left")
+    table = Table("layer", *PREDICTOR_KINDS, box=None, pad_edge=False, title_justify="left")
     table.title = (
         "fraction of experts that guesses made in the layer before predict, on held-out text"
     )
     for precision in report.layers:
-        found = (f"{precision.hit_fraction[kind]:.3f}" for kind in kinds)
+        found = (f"{precision.hit_fraction[kind]:.3f}" for kind in PREDICTOR_KINDS)
         table.add_row(str(precision.layer), *found)
     console = Terminal()
     console.print(f"{report.counts.counted} of {report.tokens} tokens counted")

@@ -18,7 +18,7 @@ from models.prediction.profile_file import checkpoint_digest
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import COUNT_LIMITS, MIN_TOKENS, CountLimits, RoutingCounts
 from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import AFTER, PREDICTOR_KINDS
+from models.prediction.signals import PREDICTOR_KINDS
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest
@@ -54,10 +54,10 @@ class RoutingReport(NamedTuple):
 
     @property
     def layers(self) -> list[LayerPrecision]:
-        kinds = (*PREDICTOR_KINDS, AFTER)
+        precision = self.profile.precision
         return [
             LayerPrecision(
-                layer, {kind: float(self.profile.precision[kind][layer].mean()) for kind in kinds}
+                layer, {kind: float(precision[kind][layer].mean()) for kind in PREDICTOR_KINDS}
             )
             for layer in list(self.profile.means)[1:]
         ]

@@ -116,4 +116,4 @@ def test_passes_are_torchs_own_operations_where_triton_has_no_gpu() -> None:
 def test_missing_fused_kernels_are_logged_with_reason(caplog: pytest.LogCaptureFixture) -> None:
     fused_ops._triton_kernels.cache_clear()
     assert fused_ops._triton_kernels() is None
-    assert "fused_kernels_off reason=" in caplog.text
+    assert "fused_kernels_disabled reason=" in caplog.text

@@ -73,7 +73,7 @@ class AnyGuess(ExpertPredictor):
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
         self._dice = random.Random(seed)
-        self.first = self.before = self.after = Fewer(
+        self.first = self.before = Fewer(
             {layer: [0.5] * half.spec.top_k for layer in half.spec.moe_layers}, self._dice
         )
 
@@ -83,9 +83,6 @@ class AnyGuess(ExpertPredictor):
     def predict(
         self, layer: int, hidden_TD: torch.Tensor, routed: RoutedTokens
     ) -> PredictedRouting | None:
-        return self.predict_after(layer, hidden_TD)
-
-    def predict_after(self, layer: int, hidden_TD: torch.Tensor) -> PredictedRouting | None:
         following = self._next_of.get(layer)
         return None if following is None else self._any(following, len(hidden_TD))
 

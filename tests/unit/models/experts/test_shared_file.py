@@ -27,9 +27,9 @@ DEADLINE_S = 30.0
 ROOT = Path(__file__).parents[4]
 HOLD = """
 import mmap, pathlib, signal, sys
-from models.experts.shared_file import open_shared
+from models.experts.shared_file import open_shared_file
 write = lambda path: path.write_bytes(b"theirs")
-with open_shared(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
+with open_shared_file(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
     memory = mmap.mmap(file.fileno(), 0)
 print("mapped", flush=True)
 signal.pause()

@@ -17,11 +17,10 @@ from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.routing_profile import RoutingProfile
 from models.prediction.signals import (
-    AFTER,
     PREDICTOR_KINDS,
     TOKEN,
     hits_by_rank,
-    predicted_routing,
+    predict_routing,
     quasi_hidden,
 )
 from models.weights.checkpoint import check_checkpoint
@@ -48,7 +47,7 @@ def test_a_profile_is_read_as_it_was_written(
     path = tmp_path / "routing.safetensors"
     profile.write(path, folder)
     read = RoutingProfile.read(path, folder, check_checkpoint(folder))
-    for name in ("means", "frequencies", "maps", "after", "precision"):
+    for name in ("means", "frequencies", "maps", "precision"):
         made, found = getattr(profile, name), getattr(read, name)
         assert made.keys() == found.keys()
         assert all(torch.equal(made[key], found[key]) for key in made)
@@ -168,11 +167,10 @@ def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHal
     assert router is not None
     assert following is not None
     routed = router(torch.randn(5, half.spec.hidden_size))
-    found = predicted_routing(half, None, "router", 0, 1, routed.x_TD, routed)
+    found = predict_routing(half, None, "router", 0, 1, routed.x_TD, routed)
     assert torch.equal(found.topk_ids_TK, following(routed.x_TD).topk_ids_TK)
     predictor = ExpertPredictor(half, None)
     assert predictor.predict(LAYERS - 1, routed.x_TD, routed) is None
-    assert predictor.predict_after(LAYERS - 1, routed.x_TD) is None
 
 
 def test_the_estimator_learns_what_least_squares_cannot() -> None:
@@ -204,13 +202,6 @@ def test_profiled_tokens_predict_first_layer(tiny_checkpoint: Checkpoints) -> No
     even = local.spec.top_k / local.spec.num_experts
     assert float(profile.precision[TOKEN][0].mean()) > 1.5 * even
     assert ExpertPredictor(local.attention, None).predict_first(torch.tensor([5])) is None
-
-
-def test_the_guess_after_the_experts_is_the_better_one(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
-    _, profile = collected(folder, rows=60)
-    after = float(profile.precision[AFTER][1:].mean())
-    assert after > max(float(profile.precision[kind][1:].mean()) for kind in PREDICTOR_KINDS)
 
 
 def test_shared_experts_count_with_what_they_give_on_average(

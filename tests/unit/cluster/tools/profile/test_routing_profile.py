@@ -12,7 +12,7 @@ from cluster.cli.main import main
 from models.prediction.profile_file import write_arrays
 from models.prediction.routing_counts import RoutingCounts
 from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import AFTER, PREDICTOR_KINDS
+from models.prediction.signals import PREDICTOR_KINDS
 from models.spec.model import read_spec
 
 FOLDER = Path(__file__).resolve().parents[5] / "models" / "bundled"
@@ -55,7 +55,7 @@ def test_guesses_are_evaluated_on_held_out_texts(
     assert 2000 < report["tokens"] <= 2500
     assert [each["layer"] for each in report["layers"]] == list(SPEC.moe_layers)[1:]
     for layer in report["layers"]:
-        assert layer["hit_fraction"].keys() == {*PREDICTOR_KINDS, AFTER}
+        assert layer["hit_fraction"].keys() == set(PREDICTOR_KINDS)
         assert all(0.05 < hits <= 1.0 for hits in layer["hit_fraction"].values())
 
 
