@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cluster.http.response_types import Status
 from cluster.observe.server_client import Server, get_monitored
-from cluster.observe.terminal import Terminal
+from cluster.observe.terminal import Terminal, plain_table
 from contracts.errors import ConfigError
 from contracts.ranks import RankStatus
 from contracts.traces import BUSY
@@ -93,10 +93,8 @@ def _render(server: Server, found: Status, since: _EarlierStatus | None) -> Line
 
 
 def _table(found: Status, since: _EarlierStatus | None) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", no_wrap=True)
-    for heading in ("epoch", "up", "running", "waiting", "busy", "exposed", "KV blocks used"):
-        table.add_column(heading, justify="right")
+    headings = ("epoch", "up", "running", "waiting", "busy", "exposed", "KV blocks used")
+    table = plain_table("rank", *headings, left=("rank",))
     for rank in found.ranks:
         table.add_row(rank.name, *_cells(rank, since))
     return table

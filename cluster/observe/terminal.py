@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from rich.console import Console
+from rich.table import Table
 
 
 class Terminal(Console):
@@ -11,3 +14,11 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         raise BrokenPipeError
+
+
+def plain_table(*headings: str, left: Container[str] = ()) -> Table:
+    """Return a table without lines. left: the headings of left-aligned columns."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table

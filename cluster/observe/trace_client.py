@@ -8,10 +8,9 @@ from typing import Final
 from urllib.parse import urlencode
 
 import msgspec
-from rich.table import Table
 
 from cluster.observe.server_client import Server, error_message, get_monitored
-from cluster.observe.terminal import Terminal
+from cluster.observe.terminal import Terminal, plain_table
 from contracts.errors import ConfigError
 from contracts.traces import TraceInfo
 
@@ -74,10 +73,8 @@ def print_trace(note: TraceInfo, output: Path) -> None:
     terminal.print(
         f"{output}: {note.seconds:g} s; open it in https://ui.perfetto.dev", markup=False
     )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("process", no_wrap=True)
-    for heading in ("spans", "clock offset, ms", "uncertainty, ms"):
-        table.add_column(heading, justify="right")
+    headings = ("process", "spans", "clock offset, ms", "uncertainty, ms")
+    table = plain_table(*headings, left=("process",))
     for name, rank in note.ranks.items():
         clock = rank.clock
         ahead = "same clock" if clock.is_shared else f"{clock.offset_ms:.3f}"

@@ -113,7 +113,7 @@ def run_killed(
     return True
 
 
-def test_rows_in_are_rows_out_in_their_order() -> None:
+def test_output_keeps_the_order_of_the_input() -> None:
     records = some_records()
     with temporary() as folder:
         whole_run(folder, records)
@@ -131,7 +131,7 @@ def test_rows_in_are_rows_out_in_their_order() -> None:
         assert sum(line["rows_rejected"] for line in lines) == 3
 
 
-def test_a_run_killed_at_any_step_on_the_disk_is_completed_by_the_next() -> None:
+def test_run_killed_at_any_disk_step_is_completed_by_next_run() -> None:
     records = some_records()
     with temporary() as folder:
         expected = whole_run(folder, records)
@@ -150,7 +150,7 @@ def test_a_run_killed_at_any_step_on_the_disk_is_completed_by_the_next() -> None
 
 @settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40), TORN), max_size=4))
-def test_runs_killed_and_torn_again_and_again_end_with_the_same_files(
+def test_repeated_kills_and_torn_files_end_with_same_output(
     kills: list[tuple[int, int, dict[str, bool]]],
 ) -> None:
     """What is torn is drawn before anything runs: which journals a kill leaves is a matter of
@@ -172,7 +172,7 @@ def test_runs_killed_and_torn_again_and_again_end_with_the_same_files(
         assert dict(final_files(folder)) == expected
 
 
-def test_a_window_after_a_torn_line_of_the_ledger_is_committed_for_good(tmp_path: Path) -> None:
+def test_window_after_torn_ledger_line_stays_committed(tmp_path: Path) -> None:
     """A line that is written behind half a line would be lost with it: the run after that would
     answer everything from there on once more."""
     records = some_records()
@@ -188,7 +188,7 @@ def test_a_window_after_a_torn_line_of_the_ledger_is_committed_for_good(tmp_path
     assert not again.requested
 
 
-def test_answers_after_a_torn_line_of_a_journal_are_there_for_the_run_after_that(
+def test_answers_after_torn_journal_line_survive_next_run(
     tmp_path: Path,
 ) -> None:
     (window,) = split_windows(iter(rows_of(["a", "b", "c"])), WindowLimits(rows=3), ids=True)
@@ -205,7 +205,7 @@ def test_answers_after_a_torn_line_of_a_journal_are_there_for_the_run_after_that
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(0, 26), min_size=1, max_size=4))
-def test_a_kill_costs_at_most_the_rows_in_flight(kills: list[int]) -> None:
+def test_kill_repeats_at_most_rows_in_flight(kills: list[int]) -> None:
     records = some_records()
     requested = 0
     with temporary() as folder:

@@ -20,7 +20,7 @@ TASK = ClassifyTask(labels=("a", "b"), template="{prefix}{text}")
 
 
 @given(records, limits)
-def test_every_record_is_in_one_window_and_no_id_is_answered_twice(
+def test_windows_partition_records_and_reject_duplicate_ids(
     given_: list[InputRecord], limits: WindowLimits
 ) -> None:
     windows = list(split_windows(given_, limits, ids=True))
@@ -38,9 +38,7 @@ def test_every_record_is_in_one_window_and_no_id_is_answered_twice(
 
 
 @given(records, limits)
-def test_a_window_ends_when_it_is_full_and_not_before(
-    given_: list[InputRecord], limits: WindowLimits
-) -> None:
+def test_window_ends_only_when_full(given_: list[InputRecord], limits: WindowLimits) -> None:
     windows = list(split_windows(given_, limits, ids=False))
     for window in windows[:-1]:
         characters = sum(len(row.prefix) + len(row.text) for row in window.rows)
@@ -59,7 +57,7 @@ def test_digest_distinguishes_inputs(
 
 
 @given(st.lists(rows, min_size=1, max_size=30), st.integers(1, 7), st.data())
-def test_chunks_hold_the_missing_rows_once_each_sorted_by_prompt(
+def test_chunks_contain_missing_rows_once_sorted_by_prompt(
     given_: list[InputRow], size: int, data: st.DataObject
 ) -> None:
     (window,) = split_windows(given_, WindowLimits(rows=100), ids=False)
@@ -73,7 +71,7 @@ def test_chunks_hold_the_missing_rows_once_each_sorted_by_prompt(
 
 
 @given(st.lists(st.lists(ids, max_size=20), max_size=8))
-def test_an_id_is_new_the_first_time_only(batches: list[list[int | str]]) -> None:
+def test_id_is_new_only_once(batches: list[list[int | str]]) -> None:
     seen, known = SeenIds(), set()
     for batch in batches:
         expected = []
@@ -84,7 +82,7 @@ def test_an_id_is_new_the_first_time_only(batches: list[list[int | str]]) -> Non
         assert seen.add(batch) == expected
 
 
-def test_ids_take_eight_bytes_each() -> None:
+def test_seen_ids_need_eight_bytes_each() -> None:
     seen = SeenIds()
     for start in range(0, 100_000, 1000):
         assert all(seen.add(range(start, start + 1000)))

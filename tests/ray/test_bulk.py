@@ -101,7 +101,7 @@ def wait_rows(done: RowsDone, rows: int, process: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def test_rows_are_answered_once_each_whoever_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+def test_rows_are_answered_once_under_process_kills(cluster: Cluster, tmp_path: Path) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out"
     write_rows(source, ROWS, seed=0, data=None)
     done = RowsDone(output)
@@ -155,7 +155,7 @@ def listens_at(process: psutil.Process) -> set[str]:
     return {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_job_survives_a_node_and_its_worker_comes_back_on_the_next(
+def test_job_survives_node_loss_and_worker_restarts_on_new_node(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out"

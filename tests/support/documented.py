@@ -30,7 +30,7 @@ LANGUAGES = ("python", "yaml", "toml", "json")  # a block of these is one piece,
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _TICKED = re.compile(r"`([^`\n]+)`")
 _COMMAND = re.compile(rf"(?:[A-Z][A-Za-z_]*=\S+ )*({'|'.join(PROGRAMS)})(?= )")
-_REMARK = re.compile(r"\s{2,}(?:#.*|\(.*\))$")  # behind a command, set apart
+_REMARK = re.compile(r"\s{2,}(?:#.*|\(.*\))$")  # remark after a command
 
 
 class Command(NamedTuple):

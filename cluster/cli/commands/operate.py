@@ -9,11 +9,23 @@ from pathlib import Path
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import KEY_VARIABLE, add_config_options, config_from_options
-from cluster.observe.server_client import check_url
+from cluster.observe.server_client import Server, check_url
 from cluster.tools.doctor.findings import print_findings
 from contracts.errors import ConfigError
 from contracts.scaling import FIELDS, MAX_RANKS_PER_KIND, ScaleTarget, format_counts
 from contracts.traces import MAX_TRACE_S
+
+
+def _add_server_options(command: argparse.ArgumentParser, key: str) -> None:
+    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
+    command.add_argument("--api-key", metavar="KEY", help=f"its {key} (default: ${KEY_VARIABLE})")
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _server(options: argparse.Namespace, environment: MutableMapping[str, str]) -> Server:
+    check_url(options.url)
+    return Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
+
 
 _STATUS_EXAMPLE = """example:
   tandem status
@@ -26,10 +38,7 @@ exit status 2 if the server is not ready or does not answer
 def add_status(commands: Commands) -> None:
     help_ = "Show a running server's ranks, plans, loads and queues."
     command = add_command(commands, "status", help_, _STATUS_EXAMPLE, run_status)
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    command.add_argument(
-        "--api-key", metavar="KEY", help=f"of its http.metrics_key (default: ${KEY_VARIABLE})"
-    )
+    _add_server_options(command, "http.metrics_key")
     command.add_argument(
         "--watch",
         type=float,
@@ -38,15 +47,12 @@ def add_status(commands: Commands) -> None:
         metavar="SECONDS",
         help="refresh periodically (default: every second)",
     )
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_status(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.observe.server_client import Server
     from cluster.observe.status_client import fetch_status, print_status, watch
 
-    check_url(options.url)
-    server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
+    server = _server(options, environment)
     if options.watch is not None:
         if not (math.isfinite(options.watch) and options.watch >= 0.1):
             raise ConfigError(f"--watch {options.watch}: give 0.1 or more seconds")
@@ -75,10 +81,7 @@ def add_scale(commands: Commands) -> None:
     for name in FIELDS:
         option = f"--{name.replace('_', '-')}"
         command.add_argument(option, type=int, metavar="N", help=f"1 to {MAX_RANKS_PER_KIND}")
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    command.add_argument(
-        "--api-key", metavar="KEY", help=f"its http.operator_key (default: ${KEY_VARIABLE})"
-    )
+    _add_server_options(command, "http.operator_key")
     command.add_argument(
         "--within",
         type=float,
@@ -86,14 +89,12 @@ def add_scale(commands: Commands) -> None:
         metavar="SECONDS",
         help="time limit of the change (default %(default)g)",
     )
-    command.add_argument("--json", action="store_true", help="print JSON at the end")
 
 
 def run_scale(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.observe.scale_client import follow_scale, start_scale
-    from cluster.observe.server_client import Server
 
-    check_url(options.url)
+    server = _server(options, environment)
     requested = ScaleTarget(**{name: getattr(options, name) for name in FIELDS})
     if not requested.counts:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in FIELDS)
@@ -104,7 +105,6 @@ def run_scale(options: argparse.Namespace, environment: MutableMapping[str, str]
             raise ConfigError(f"{option} {count}: give 1 to {MAX_RANKS_PER_KIND}")
     if not (math.isfinite(options.within) and options.within > 0):
         raise ConfigError(f"--within {options.within}: give more than 0 seconds")
-    server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
 
     def report(step: str) -> None:
         if not options.json:
@@ -130,29 +130,23 @@ trace is running; ranks that do not answer are listed and their spans are missin
 def add_trace(commands: Commands) -> None:
     help_ = "Record the tasks of all processes of a running server for Perfetto."
     command = add_command(commands, "trace", help_, _TRACE_EXAMPLE, run_trace)
-    command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
-    command.add_argument(
-        "--api-key", metavar="KEY", help=f"of its http.metrics_key (default: ${KEY_VARIABLE})"
-    )
+    _add_server_options(command, "http.metrics_key")
     command.add_argument("--seconds", type=float, default=5.0, help="default %(default)g")
     command.add_argument(
         "--output", type=Path, default=Path("trace.json"), help="default %(default)s"
     )
-    command.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_trace(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    from cluster.observe.server_client import Server
     from cluster.observe.trace_client import print_trace, save_trace
 
-    check_url(options.url)
+    server = _server(options, environment)
     if not 0 < options.seconds <= MAX_TRACE_S:
         raise ConfigError(f"--seconds {options.seconds}: give more than 0, {MAX_TRACE_S:g} at most")
     if not options.output.absolute().parent.is_dir():
         raise ConfigError(
             f"--output {options.output}: folder {options.output.parent} does not exist"
         )
-    server = Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
     note = save_trace(server, options.seconds, options.output)
     if options.json:
         print(pretty(note))
@@ -186,7 +180,6 @@ def add_doctor(commands: Commands) -> None:
 
 def run_doctor(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
     from cluster.fleet.targets_file import targets_path
-    from cluster.observe.server_client import Server
     from cluster.tools.doctor.config_checks import check_config
     from cluster.tools.doctor.findings import check_keys
     from cluster.tools.doctor.server_checks import check_server

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
-from cluster.observe.terminal import Terminal
+from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.bench.bench import Bench
 from cluster.tools.bench.outcome import LatencyStats, LoadSummary
 from cluster.tools.plots import pyplot, saving_figure
@@ -43,10 +42,7 @@ def print_bench(found: Bench) -> None:
 
 
 def _print_figures(terminal: Terminal, title: str, figures: LoadSummary) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(title, min_width=len("time per output token"))
-    for name in ("mean ms", "p50", "p90", "p99"):
-        table.add_column(name, justify="right")
+    table = plain_table(title, "mean ms", "p50", "p90", "p99", left=(title,))
     for label, field in _ROWS:
         spread: LatencyStats = getattr(figures, field)
         table.add_row(label, *map(_number, (spread.mean, spread.p50, spread.p90, spread.p99)))

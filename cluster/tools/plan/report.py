@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
 from actors.telemetry.chrome_trace import write_chrome_trace
-from cluster.observe.terminal import Terminal
+from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.plan.plan import PlanReport, PlanReportAnswer
 from cluster.tools.plots import draw_gantt
 from contracts.errors import ConfigError
@@ -72,10 +70,8 @@ def print_report(report: PlanReport) -> None:
 def _print_plans(console: Terminal, report: PlanReport) -> None:
     answer = report.answer
     console.print(_title(report))
-    table = Table(box=None, pad_edge=False)
     headings = ("plan", "order", "ma", "r1", "me", "r2", "makespan ms", "samples/s", "")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("plan", "order") else "right")
+    table = plain_table(*headings, left=headings[:2])
     rows = {"best": answer, **dict(reversed(answer.baselines.items()))}
     for name, row in rows.items():
         table.add_row(
@@ -111,9 +107,8 @@ def _title(report: PlanReport) -> str:
 
 def _print_splits(console: Terminal, verdict: SplitComparison) -> None:
     console.print("\nSplits")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("attention + expert", "samples/s", "samples in memory", "plan"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    headings = ("attention + expert", "samples/s", "samples in memory", "plan")
+    table = plain_table(*headings, left=("plan",))
     for split in verdict.splits:
         plan = split.problem if split.planned is None else split.planned.plan.label
         table.add_row(
@@ -127,9 +122,7 @@ def _print_splits(console: Terminal, verdict: SplitComparison) -> None:
 
 def _print_others(console: Terminal, others: list[Alternative]) -> None:
     console.print("\nWithout a split")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("way", "samples/s", "waits for communication", ""):
-        table.add_column(heading, justify="left" if heading in ("way", "") else "right")
+    table = plain_table("way", "samples/s", "waits for communication", "", left=("way", ""))
     for other in others:
         fits = other.samples_per_s > 0
         table.add_row(
@@ -143,15 +136,13 @@ def _print_others(console: Terminal, others: list[Alternative]) -> None:
 
 def _print_offload(console: Terminal, answer: PlanReportAnswer) -> None:
     console.print("\nExperts read on demand, on one worker: ms per token")
-    table = Table(box=None, pad_edge=False)
-    for heading in (
+    table = plain_table(
         "sequences",
         "read of a layer",
         "all resident",
         "on demand",
         "prefetched, at best",
-    ):
-        table.add_column(heading, justify="right")
+    )
     for row in answer.offload:
         spent = (row.resident_ms, row.on_demand_ms, row.ahead_ms)
         table.add_row(str(row.sequences), _figure(row.missing), *map(_figure, spent))

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from cluster.observe.terminal import Terminal
+from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.plots import check_format, pyplot, saving_figure
 from cluster.tools.profile.routing_profile import RoutingReport
 from contracts.hardware import Fit, Hardware
@@ -20,9 +18,8 @@ def print_profile(hardware: Hardware) -> None:
     console = Terminal()
     console.print(f"{hardware.name}: {hardware.device}, {hardware.kind}")
     console.print(hardware.source, style="dim")
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "model (ms)", "points", "R²", "median error"):
-        table.add_column(heading, justify="left" if heading in ("stage", "model (ms)") else "right")
+    headings = ("stage", "model (ms)", "points", "R²", "median error")
+    table = plain_table(*headings, left=headings[:2])
     for fit in hardware.fits:
         error = f"{fit.median_error_fraction:.1%}" + (" (uncertain)" if fit.uncertain else "")
         row = (str(len(fit.points)), f"{fit.r2:.4f}", error)
@@ -106,7 +103,7 @@ def _formula(hardware: Hardware, stage: str) -> str:
 
 
 def print_routing(report: RoutingReport) -> None:
-    table = Table("layer", *PREDICTOR_KINDS, box=None, pad_edge=False, title_justify="left")
+    table = plain_table("layer", *PREDICTOR_KINDS)
     table.title = (
         "fraction of experts that guesses made in the layer before predict, on held-out text"
     )

@@ -13,7 +13,7 @@ from cluster.cli.main import main
 from contracts.config import TandemConfig
 
 
-def test_every_key_is_printed_with_its_default_and_what_it_takes(
+def test_every_key_is_printed_with_default_and_accepted_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
@@ -31,7 +31,7 @@ def test_every_key_is_printed_with_its_default_and_what_it_takes(
     assert "secret" not in out
 
 
-def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
     out = capsys.readouterr().out
     for part in ("key", "meaning", "serve.name", "kv.block_tokens"):
@@ -51,6 +51,6 @@ def test_every_time_and_size_has_a_unit() -> None:
             assert units[ending] in key.meaning.lower(), key.key
 
 
-def test_the_page_of_the_configuration_is_the_generated_one() -> None:
+def test_configuration_page_is_up_to_date() -> None:
     stored = TARGET.read_text(encoding="utf-8")
     assert stored == page(), "run `python -m cluster.cli.config_page`"

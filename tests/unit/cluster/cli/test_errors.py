@@ -85,7 +85,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         ("model.path.deeper=1", ["model.path", "str"]),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_named(run: Run, setting: str, parts: list[str]) -> None:
+def test_unusable_setting_is_named(run: Run, setting: str, parts: list[str]) -> None:
     for command in ("serve", "doctor"):
         if command == "doctor" and setting.startswith(("http.port=0", "http.front")):
             continue  # good configurations, but not for `tandem serve`
@@ -112,7 +112,7 @@ def test_naive_order_with_two_micro_batches_is_explained(run: Run) -> None:
         ("a.toml", b"[groups]\nexpert_ranks = '2'\n", ["a.toml", "groups.expert_ranks", "str"]),
     ],
 )
-def test_a_configuration_file_that_cannot_be_used_is_named(
+def test_unusable_configuration_file_is_named(
     run: Run, tmp_path: Path, name: str, content: bytes, parts: list[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -121,7 +121,7 @@ def test_a_configuration_file_that_cannot_be_used_is_named(
         assert part in line
 
 
-def test_a_configuration_file_that_cannot_be_read_is_named(run: Run, tmp_path: Path) -> None:
+def test_unreadable_configuration_file_is_named(run: Run, tmp_path: Path) -> None:
     assert "No such file" in run("serve", "--config", str(tmp_path / "none.yaml"))
     assert "Is a directory" in run("serve", "--config", str(tmp_path))
 
@@ -134,15 +134,15 @@ def model(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
 
 
-def test_a_missing_model_folder(run: Run, tmp_path: Path) -> None:
+def test_missing_model_folder_is_reported(run: Run, tmp_path: Path) -> None:
     assert "no such folder" in run("serve", "--model", str(tmp_path / "none"))
 
 
-def test_a_folder_without_a_model(run: Run, tmp_path: Path) -> None:
+def test_folder_without_model_is_reported(run: Run, tmp_path: Path) -> None:
     assert "config.json" in run("serve", "--model", str(tmp_path))
 
 
-def test_a_missing_shard(run: Run, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_missing_shard_is_reported(run: Run, tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint("mixtral", max_shard_size="40KB")
     model = shutil.copytree(folder, tmp_path / "model")
     shard = sorted(model.glob("*.safetensors"))[1]
@@ -150,7 +150,7 @@ def test_a_missing_shard(run: Run, tiny_checkpoint: Checkpoints, tmp_path: Path)
     assert shard.name in run("serve", "--model", str(model))
 
 
-def test_a_truncated_shard(run: Run, model: Path) -> None:
+def test_truncated_shard_is_reported(run: Run, model: Path) -> None:
     shard = model / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     line = run("serve", "--model", str(model))
@@ -158,7 +158,7 @@ def test_a_truncated_shard(run: Run, model: Path) -> None:
     assert "truncated" in line
 
 
-def test_a_tensor_of_the_wrong_shape(run: Run, model: Path) -> None:
+def test_tensor_of_wrong_shape_is_reported(run: Run, model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.self_attn.q_proj.weight"
     tensors[name] = tensors[name][:-2].contiguous()
@@ -169,14 +169,14 @@ def test_a_tensor_of_the_wrong_shape(run: Run, model: Path) -> None:
     assert "72" in line, "what it should be"
 
 
-def test_an_unknown_architecture(run: Run, model: Path) -> None:
+def test_unknown_architecture_is_reported(run: Run, model: Path) -> None:
     set_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     line = run("serve", "--model", str(model))
     assert "gpt2" in line
     assert "qwen3_moe" in line
 
 
-def test_unsupported_quantisation(run: Run, model: Path) -> None:
+def test_unsupported_quantisation_is_reported(run: Run, model: Path) -> None:
     set_config(model, quantization_config={"quant_method": "awq"})
     assert "awq" in run("serve", "--model", str(model))
 
@@ -223,7 +223,7 @@ def test_unusable_tokenizer_is_reported_before_ray_starts(
 
 
 @pytest.mark.parametrize(("broken", "parts"), BROKEN_TEXT)
-def test_doctor_names_a_tokenizer_or_chat_template_that_cannot_be_used(
+def test_doctor_reports_unusable_tokenizer_or_chat_template(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     broken: Callable[[Path], object],
@@ -256,7 +256,7 @@ def test_doctor_warns_about_missing_chat_template(
 # --- this machine and the cluster
 
 
-def test_a_busy_port(run: Run) -> None:
+def test_busy_port_is_reported(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = run("serve", "--port", str(port))
@@ -265,25 +265,25 @@ def test_a_busy_port(run: Run) -> None:
     assert "--port" in line
 
 
-def test_a_host_that_is_not_ours(run: Run) -> None:
+def test_foreign_host_address_is_reported(run: Run) -> None:
     assert "http.host=203.0.113.7 http" in run("serve", "--host", "203.0.113.7", "--api-key", "a")
     assert "without http.api_keys" in run("serve", "--host", "203.0.113.7")
 
 
-def test_more_ranks_than_this_machine_has_cores_for(run: Run) -> None:
+def test_more_ranks_than_cores_is_reported(run: Run) -> None:
     cpus = 4 * (os.cpu_count() or 1)
     line = run("serve", "--set", f"groups.cpus_per_rank={cpus}")
     assert f"need {2 * cpus}" in line
     assert "groups.cpus_per_rank" in line
 
 
-def test_more_expert_ranks_than_experts(run: Run) -> None:
+def test_more_expert_ranks_than_experts_is_reported(run: Run) -> None:
     line = run("serve", "--expert-ranks", "17", "--set", "groups.cpus_per_rank=0")
     assert "groups.expert_ranks=17" in line
     assert "16 experts" in line
 
 
-def test_a_deployment_without_any_rank_is_refused_with_what_to_do(run: Run) -> None:
+def test_deployment_without_ranks_is_refused_with_remedy(run: Run) -> None:
     line = run("serve", "--attention-ranks", "0", "--expert-ranks", "0")
     assert "no ranks" in line
     assert "prefill_ranks" in line
@@ -294,7 +294,7 @@ def closed_port() -> int:
     return free_port()
 
 
-def test_ray_address_without_listener(
+def test_ray_address_without_listener_is_reported(
     run: Run, closed_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"127.0.0.1:{closed_port}"
@@ -307,7 +307,7 @@ def test_ray_address_without_listener(
     assert address in run("serve")
 
 
-def test_a_ray_address_where_something_else_answers(run: Run) -> None:
+def test_foreign_server_at_ray_address_is_reported(run: Run) -> None:
     def answer(listener: socket.socket) -> None:
         with listener.accept()[0] as sock:
             sock.recv(100)
@@ -321,7 +321,7 @@ def test_a_ray_address_where_something_else_answers(run: Run) -> None:
     assert "what listens there is not Ray" in line
 
 
-def test_a_ray_host_that_does_not_exist(run: Run) -> None:
+def test_unknown_ray_host_is_reported(run: Run) -> None:
     assert "no.such.host.invalid:6379" in run(
         "serve", "--set", "groups.address=no.such.host.invalid:6379"
     )
@@ -331,7 +331,7 @@ def test_a_ray_host_that_does_not_exist(run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["serve", "--help"], ["doctor", "--help"]])
-def test_help_ends_without_a_traceback(
+def test_help_exits_without_traceback(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -364,7 +364,7 @@ def test_wrong_arguments_exit_with_status_2(
         ([], "COMMAND"),
     ],
 )
-def test_a_wrong_argument_is_one_line_with_the_nearest_that_there_is(
+def test_wrong_argument_is_one_line_with_suggestion(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """FINDINGS C: several lines without a suggestion."""
@@ -383,7 +383,7 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tandem ")
 
 
-def test_names_of_the_server_and_its_model_are_options() -> None:
+def test_server_and_model_names_are_options() -> None:
     given = ["--name", "b", "--served-model-name", "m", "--log-level", "debug"]
     config = config_from_options(_parser().parse_args(["serve", *given]))
     assert (config.serve.name, config.model.name, config.log.level) == ("b", "m", "debug")
@@ -416,7 +416,7 @@ def test_doctor_reports_errors_in_json_and_exit_status(
     assert findings["python"]["level"] == "ok"
 
 
-def test_options_override_settings_and_settings_override_the_file(tmp_path: Path) -> None:
+def test_options_override_settings_override_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("groups: {attention_ranks: 5, expert_ranks: 5}\nhttp: {port: 5}\n")
     settings = ["--set", "groups.attention_ranks=6", "--set", "groups.expert_ranks=6"]

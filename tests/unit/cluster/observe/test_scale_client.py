@@ -75,7 +75,7 @@ def test_steps_are_printed_as_they_arrive_then_rank_counts(
     assert lines == ["one", "two", "attention_ranks=3, after 2.5 s"]
 
 
-def test_as_json_it_is_one_object(folder: Path, capsys: Capture) -> None:
+def test_json_output_is_one_object(folder: Path, capsys: Capture) -> None:
     with serve_api(folder, [_rank()], scale=Launcher(DONE)) as api:
         arguments = ["--prefill-workers", "2", "--expert-ranks", "3", "--json"]
         assert main(["scale", "--url", api.url, *arguments]) == 0
@@ -95,7 +95,7 @@ def test_as_json_it_is_one_object(folder: Path, capsys: Capture) -> None:
         ([_running(), NotReadyError("nobody")], "503: nobody"),
     ],
 )
-def test_what_fails_is_one_line(
+def test_failed_scale_is_one_line(
     folder: Path, capsys: Capture, answers: list[Any], message: str
 ) -> None:
     with serve_api(folder, [_rank()], scale=Launcher(*answers)) as api:
@@ -106,7 +106,7 @@ def test_what_fails_is_one_line(
     assert message in line
 
 
-def test_one_that_lasts_is_left_to_itself(folder: Path, capsys: Capture) -> None:
+def test_slow_scale_continues_after_time_limit(folder: Path, capsys: Capture) -> None:
     with serve_api(folder, [_rank()], scale=Launcher(_running())) as api:
         given = ["--attention-ranks", "3", "--within", "0.01"]
         assert main(["scale", "--url", api.url, *given]) == 2
@@ -148,7 +148,7 @@ def test_invalid_scale_request_is_one_line(
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_it_is_for_the_operator(
+def test_scale_requires_operator_key(
     folder: Path, http: HttpConfig, key: str | None, status: int, method: str
 ) -> None:
     received = Launcher(DONE)
@@ -176,7 +176,7 @@ def test_it_is_for_the_operator(
         ('{"attention_ranks": 3' + " " * 5000 + "}", 413),
     ],
 )
-def test_a_body_that_is_none_changes_nothing(folder: Path, body: str, status: int) -> None:
+def test_invalid_body_changes_nothing(folder: Path, body: str, status: int) -> None:
     received = Launcher(DONE)
     with serve_api(folder, [_rank()], scale=received) as api:
         answer = api.http.post("/scale", content=body, headers={"content-type": "application/json"})
@@ -186,7 +186,7 @@ def test_a_body_that_is_none_changes_nothing(folder: Path, body: str, status: in
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_page_of_another_site_cannot_send_it(folder: Path, kind: str | None) -> None:
+def test_cross_site_request_is_blocked(folder: Path, kind: str | None) -> None:
     """A browser asks first before it sends JSON there, and nobody says yes."""
     received = Launcher(DONE)
     with serve_api(folder, [_rank()], scale=received) as api:

@@ -53,7 +53,7 @@ def _quiet_rank() -> FakeRank:
     return FakeRank("attention-0", lambda submit: [60])
 
 
-def test_a_table_has_what_each_rank_is_at(folder: Path, capsys: Capture) -> None:
+def test_table_shows_state_of_each_rank(folder: Path, capsys: Capture) -> None:
     ranks = [_rank(30.0, 60.0, running=3, waiting=2), _rank(0.0, 3720.0, name="expert-0")]
     with serve_api(folder, [_quiet_rank()], fetch_status=_answers(*ranks)) as api:
         assert main(["status", "--url", api.url]) == 0
@@ -99,9 +99,7 @@ def test_unreachable_ranks_are_a_problem_and_the_rest_is_shown(
         assert message in out
 
 
-def test_watching_shows_what_has_happened_since_and_goes_on_when_the_server_is_away(
-    folder: Path, capsys: Capture
-) -> None:
+def test_watch_shows_changes_and_survives_server_outage(folder: Path, capsys: Capture) -> None:
     ranks = [_rank(30.0, 60.0)]
     rounds = 0
 
@@ -146,7 +144,7 @@ def test_its_key_is_the_one_of_metrics(folder: Path, capsys: Capture) -> None:
         ([], "no answer: "),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_status_error_is_one_line(capsys: Capture, arguments: list[str], message: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     url = [] if "--url" in arguments else ["--url", f"http://127.0.0.1:{port}"]

@@ -46,7 +46,7 @@ def _rank() -> FakeRank:
     return FakeRank("attention-0", lambda submit: [60, 61])
 
 
-def test_the_file_has_ranks_and_requests_and_no_word_of_them(
+def test_trace_has_ranks_and_requests_without_content(
     folder: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     api: Api
@@ -83,7 +83,7 @@ def test_the_file_has_ranks_and_requests_and_no_word_of_them(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out.json"]
 
 
-def test_a_second_trace_and_one_that_fails_are_one_line_and_leave_no_file(
+def test_concurrent_or_failed_trace_is_one_line_without_file(
     folder: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(seconds: float) -> TraceResponse:
@@ -124,7 +124,7 @@ def test_its_key_is_the_one_of_metrics(folder: Path, tmp_path: Path, capsys: Cap
 
 
 @pytest.mark.parametrize("seconds", ["-1", "61", "nan", "inf", "x", "1e999", "%00", "9" * 500])
-def test_seconds_that_are_none_are_refused(folder: Path, seconds: str) -> None:
+def test_invalid_seconds_are_refused(folder: Path, seconds: str) -> None:
     with serve_api(folder, [_rank()]) as api:
         answer = api.http.get(f"/trace?seconds={seconds}")
     assert answer.status_code == 400
@@ -150,7 +150,7 @@ def test_untraceable_server_is_one_line(
     assert message in line
 
 
-def test_another_server_is_none_of_ours(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_foreign_server_is_reported(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     async def trace(seconds: float) -> Any:
         return _answer()
 

@@ -25,9 +25,7 @@ PROFILE = FOLDER / "routing.safetensors"
 Capture = pytest.CaptureFixture[str]
 
 
-def test_a_placement_is_written_that_a_group_can_be_launched_with(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_written_placement_passes_launch_checks(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "placement.json"
     arguments = ["place", str(PROFILE), "--ranks", "2", "--spare", "1", "--output", str(path)]
     assert main([*arguments, "--json"]) == 0
@@ -57,7 +55,7 @@ def test_one_rank_keeps_order_and_table_reports_no_gain(tmp_path: Path, capsys: 
     ("experts", "ranks", "spare", "slots"),
     [(16, 4, 0, (4, 4, 4, 4)), (7, 3, 1, (4, 3, 3)), (4, 4, 3, (4, 4, 4, 4))],
 )
-def test_every_rank_has_as_many_slots_more(
+def test_spare_slots_are_added_to_every_rank(
     experts: int, ranks: int, spare: int, slots: tuple[int, ...]
 ) -> None:
     assert slots_of(experts, ranks, spare) == slots
@@ -134,7 +132,7 @@ def test_short_or_foreign_profile_is_refused(
     assert message in _error(capsys, str(tmp_path / "routing.safetensors"), "--ranks", "2")
 
 
-def test_a_profile_of_another_checkpoint_is_refused(
+def test_profile_of_other_checkpoint_is_refused(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture
 ) -> None:
     folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")

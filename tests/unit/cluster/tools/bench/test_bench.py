@@ -89,7 +89,7 @@ def one(url: str, **changes: Any) -> RequestResult:
     return outcome
 
 
-def test_our_own_server_is_measured_and_its_count_of_tokens_taken(folder: Path) -> None:
+def test_tandem_server_is_measured_with_its_token_count(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
     with serve_api(folder, [rank]) as api:
         found = bench(
@@ -106,7 +106,7 @@ def test_our_own_server_is_measured_and_its_count_of_tokens_taken(folder: Path) 
     assert {each.usage_tokens for each in found.outcomes} == {3}
 
 
-def test_a_chats_first_piece_names_the_role_and_is_no_token() -> None:
+def test_first_piece_of_chat_is_not_a_token() -> None:
     role = 'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}'
     word = 'data: {"choices": [{"delta": {"content": "a"}}]}'
     usage = 'data: {"choices": [], "usage": {"completion_tokens": 5}}'
@@ -137,7 +137,7 @@ def test_any_server_answer_is_reported_in_one_line(answer: Answer, error: str) -
     assert summarize([outcome]).answered == 0
 
 
-def test_a_server_that_trickles_for_ever_is_left_at_the_deadline() -> None:
+def test_trickling_server_is_abandoned_at_deadline() -> None:
     leave = threading.Event()
 
     def answer(request: BaseHTTPRequestHandler) -> None:
@@ -172,7 +172,7 @@ def test_requests_beyond_max_open_are_not_sent_and_reported() -> None:
     assert outcomes[2].error == "not sent: 2 requests were open"
 
 
-def test_traces_are_read_by_their_ending(tmp_path: Path) -> None:
+def test_trace_format_follows_file_ending(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"timestamp": 3000, "input_length": 7, "output_length": 0}\n'

@@ -48,7 +48,7 @@ def test_poisson_arrivals_have_requested_rate_and_class_share() -> None:
     assert not poisson(0.0, 10.0, always(1, 1), 1.0, random.Random(1))
 
 
-def test_a_trace_keeps_its_pattern_at_another_rate_and_size(tmp_path: Path) -> None:
+def test_scaled_trace_keeps_its_pattern(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -63,7 +63,7 @@ def test_a_trace_keeps_its_pattern_at_another_rate_and_size(tmp_path: Path) -> N
     assert [a.lengths for a in arrivals] == [Lengths(40, 4), Lengths(4, 1), Lengths(100, 7)]
 
 
-def test_figures_count_from_when_a_request_was_to_come() -> None:
+def test_latencies_count_from_arrival() -> None:
     arrival = RequestArrival(1.0, LS, Lengths(8, 3))
     late = RequestResult(arrival, sent_s=1.5, tokens_s=[2.0, 2.25, 2.75], end_s=3.0)
     refused = RequestResult(arrival, error="429", retry_s=4.0)
@@ -76,13 +76,13 @@ def test_figures_count_from_when_a_request_was_to_come() -> None:
     assert found["jobs_per_s"] == pytest.approx(0.1)
 
 
-def test_a_percentile_is_a_value_that_occurred() -> None:
+def test_percentile_is_an_observed_value() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile(list(range(100)), 0.99) == 98
     assert math.isnan(percentile([], 0.5))
 
 
-def test_requests_are_sent_when_they_are_due_and_a_refused_client_comes_again_once(
+def test_requests_are_sent_on_arrival_and_refused_client_retries_once(
     folder: Path,
 ) -> None:
     """The rank answers nothing, and two may wait: the first two do, and hold up nobody."""
@@ -104,7 +104,7 @@ def test_requests_are_sent_when_they_are_due_and_a_refused_client_comes_again_on
     assert [each.error for each in generator.again] == ["429", "429"]
 
 
-def test_an_answer_without_its_end_is_an_error(folder: Path) -> None:
+def test_truncated_answer_is_an_error(folder: Path) -> None:
     rank = FakeRank("attention-0", lambda submit: [60])
     whole, lost = (RequestResult(RequestArrival(0.0, LS, Lengths(4, 1))) for _ in range(2))
     with serve_api(folder, [rank]) as api:

@@ -80,7 +80,7 @@ def answer(
 
 
 @pytest.mark.parametrize("task", [TASK, SEVERAL_TOKENS], ids=["one token", "several tokens"])
-def test_answers_are_those_of_classify(
+def test_answers_equal_classify_endpoint(
     group: ThreadGroup, tokenizer: Tokenizer, task: ClassifyTask
 ) -> None:
     async def run() -> None:
@@ -102,7 +102,7 @@ def test_answers_are_those_of_classify(
     asyncio.run(run())
 
 
-def test_a_row_that_cannot_be_answered_is_refused_alone(tokenizer: Tokenizer) -> None:
+def test_unanswerable_row_is_rejected_alone(tokenizer: Tokenizer) -> None:
     task = ClassifyTask(labels=LABELS, max_context_tokens=20)
     rows = [RowRequest("", "short"), RowRequest("", "long " * 30), RowRequest("", "short too")]
     first, second, third = answer(ReportingScorer(), tokenizer, rows, task=task)
@@ -122,20 +122,20 @@ def test_multi_label_has_one_pass_per_label(tokenizer: Tokenizer) -> None:
     assert YES == 0
 
 
-def test_a_lost_worker_is_waited_for(tokenizer: Tokenizer) -> None:
+def test_row_waits_for_lost_worker(tokenizer: Tokenizer) -> None:
     scorer = ReportingScorer(PeerDeadError("gone", "prefill-0"), NotReadyError("none is there"))
     (got,) = answer(scorer, tokenizer, [RowRequest("", "x")])
     assert isinstance(got, RowAnswer)
     assert len(scorer.submits) == 3
 
 
-def test_a_worker_that_refuses_a_row_makes_it_a_rejected_one(tokenizer: Tokenizer) -> None:
+def test_row_refused_by_worker_is_rejected(tokenizer: Tokenizer) -> None:
     refusal = RankError("prefill-0: the prompt has 9 tokens too many", "too_long", 413)
     (got,) = answer(ReportingScorer(refusal), tokenizer, [RowRequest("", "x")])
     assert got == RowRejection("prefill-0: the prompt has 9 tokens too many")
 
 
-def test_a_row_that_ends_worker_after_worker_is_given_up(tokenizer: Tokenizer) -> None:
+def test_row_that_kills_workers_is_rejected(tokenizer: Tokenizer) -> None:
     lost = [PeerDeadError("prefill-0 is gone", "prefill-0")] * 100
     (got,) = answer(ReportingScorer(*lost), tokenizer, [RowRequest("", "x")])
     assert got == RowRejection("prefill-0 is gone [tried 3 times]")

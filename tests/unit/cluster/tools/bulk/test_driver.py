@@ -38,7 +38,7 @@ def test_rows_of_a_lost_router_are_sent_again_and_counted(tmp_path: Path) -> Non
     assert sent_again == router.losses
 
 
-def test_the_best_label_is_the_answer_and_probabilities_keep_their_digits(tmp_path: Path) -> None:
+def test_best_label_is_answer_with_seven_digits(tmp_path: Path) -> None:
     class Fixed(EchoRouter):
         async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
             return [RowAnswer([1 / 3, 2 / 3], 5, 2) for _ in rows]
@@ -49,7 +49,7 @@ def test_the_best_label_is_the_answer_and_probabilities_keep_their_digits(tmp_pa
     ]
 
 
-def test_with_multi_label_the_labels_that_apply_are_listed(tmp_path: Path) -> None:
+def test_multi_label_lists_applicable_labels(tmp_path: Path) -> None:
     class Fixed(EchoRouter):
         async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
             return [RowAnswer([0.1, 0.9, 0.5], 5, 2) for _ in rows]
@@ -59,7 +59,7 @@ def test_with_multi_label_the_labels_that_apply_are_listed(tmp_path: Path) -> No
     assert parts(tmp_path)[0]["label"] == ["b", "c"]
 
 
-def test_an_error_of_the_router_ends_the_run_and_keeps_what_is_done(tmp_path: Path) -> None:
+def test_router_error_ends_run_and_keeps_finished_rows(tmp_path: Path) -> None:
     class Broken(EchoRouter):
         async def answer(self, rows: list[RowRequest]) -> list[RowOutcome]:
             if len(self.requested) > 20:
@@ -74,7 +74,7 @@ def test_an_error_of_the_router_ends_the_run_and_keeps_what_is_done(tmp_path: Pa
     assert len(router.requested) < 25
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     router, folder = EchoRouter(), tmp_path / "out"
 
     def remove(requested: int) -> None:

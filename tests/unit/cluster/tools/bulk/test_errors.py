@@ -76,13 +76,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ({"output": "."}, "not empty (rows.jsonl), and no bulk job's folder"),
     ],
 )
-def test_what_cannot_work_is_named(run: Run, options: dict[str, str], words: str) -> None:
+def test_unusable_option_is_named(run: Run, options: dict[str, str], words: str) -> None:
     line = run(**options)
     assert words in line
     assert STOPPED not in line
 
 
-def test_a_label_may_hold_a_comma() -> None:
+def test_label_may_contain_comma() -> None:
     """FINDINGS C."""
     words = ["--input", "rows.jsonl", "--output", "out", "--labels", 'yes, "no, never",a "b" c']
     parser = argparse.ArgumentParser()
@@ -152,7 +152,7 @@ def test_complete_job_is_reported_and_starts_nothing(
     assert json.loads(capsys.readouterr().out) == summary
 
 
-def test_a_ray_job_must_not_write_into_its_copy_of_the_working_directory() -> None:
+def test_ray_job_must_not_write_into_working_directory_copy() -> None:
     here = Path("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")
     with pytest.raises(ConfigError, match="give an absolute one"):
         check_job(bulk_job(Path("out")), here)

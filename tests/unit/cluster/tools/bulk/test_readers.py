@@ -41,7 +41,7 @@ def write(path: Path, body: bytes | str) -> Path:
     return path
 
 
-def test_a_bad_line_is_rejected_alone(tmp_path: Path) -> None:
+def test_bad_line_is_rejected_alone(tmp_path: Path) -> None:
     lines = [
         b'{"id": 1, "text": "first", "prefix": "p"}',
         b"{broken",
@@ -85,7 +85,7 @@ def test_a_bad_line_is_rejected_alone(tmp_path: Path) -> None:
     assert records[1].id == f"{path}:2"
 
 
-def test_rows_without_ids_are_called_after_their_place(tmp_path: Path) -> None:
+def test_row_without_id_is_named_by_place(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.ndjson", '{"text": "a"}\n{"text": "b"}\n')
     assert [record.id for record in read(path, fields=Fields())] == [f"{path}:1", f"{path}:2"]
 
@@ -97,7 +97,7 @@ def one_by_one(blocks: list[bytes]) -> Callable[[int], bytes]:
 
 
 @given(st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8))
-def test_lines_do_not_depend_on_how_the_stream_is_cut(lines: list[bytes]) -> None:
+def test_lines_are_independent_of_block_boundaries(lines: list[bytes]) -> None:
     body = b"\n".join(lines)
     if body.startswith(b"\xef\xbb\xbf"):
         return
@@ -109,7 +109,7 @@ def test_lines_do_not_depend_on_how_the_stream_is_cut(lines: list[bytes]) -> Non
         assert list(split_lines(one_by_one(blocks))) == expected
 
 
-def test_a_line_too_long_for_memory_is_rejected_and_the_next_is_read(
+def test_too_long_line_is_rejected_and_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
@@ -120,7 +120,7 @@ def test_a_line_too_long_for_memory_is_rejected_and_the_next_is_read(
     assert kinds == [InputRow, Reject, InputRow, Reject]
 
 
-def test_csv_rows_of_a_wrong_shape_are_rejected_alone_and_keep_their_numbers(
+def test_misshapen_csv_row_is_rejected_alone_with_its_number(
     tmp_path: Path,
 ) -> None:
     body = (
@@ -143,7 +143,7 @@ def test_csv_rows_of_a_wrong_shape_are_rejected_alone_and_keep_their_numbers(
     assert [record.place for record in records] == [f"{path}:{n}" for n in range(1, 10)]
 
 
-def test_parquet_values_are_judged_row_by_row(tmp_path: Path) -> None:
+def test_bad_parquet_value_is_rejected_alone(tmp_path: Path) -> None:
     not_utf8 = pyarrow.Array.from_buffers(
         pyarrow.string(), 5, pyarrow.array([b"a", b"\xe9", b"", b"d", None], "binary").buffers()
     )
@@ -160,7 +160,7 @@ def test_parquet_values_are_judged_row_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_parquet_strings_of_every_kind_are_text(tmp_path: Path, kind: str) -> None:
+def test_every_parquet_string_type_is_text(tmp_path: Path, kind: str) -> None:
     column = pyarrow.array(["ä", "b", "ä"])
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
     path = tmp_path / "rows.parquet"
@@ -185,7 +185,7 @@ def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -
     assert len(read(f"file://{tmp_path}/[12].jsonl*")) == 2
 
 
-def test_a_file_with_broken_data_ends_with_a_rejected_row_and_the_next_file_follows(
+def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(
     tmp_path: Path,
 ) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"{n}" * 50}) + "\n" for n in range(20_000))
@@ -223,7 +223,7 @@ def test_unusable_file_is_reported_before_the_job_starts(
     assert "\n" not in caught.value.message
 
 
-def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
+def test_empty_file_has_no_rows(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, b"") for name in ("a.jsonl", "b.csv")]
     write(tmp_path / "c.csv", b"id,text\n")
     assert read(*paths, tmp_path / "c.csv") == []

@@ -23,7 +23,7 @@ def found(*settings: str) -> Finding:
     return next(finding for finding in check_config(config, {}) if finding.check == "prefill")
 
 
-def test_doctor_names_classifying_ranks_without_prefill_workers() -> None:
+def test_doctor_names_ranks_that_classify() -> None:
     assert found() == Finding(
         "prefill", "ok", "no prefill workers: attention and expert ranks classify"
     )
@@ -38,7 +38,7 @@ def test_doctor_names_classifying_ranks_without_prefill_workers() -> None:
         ("all_to_all", 5 / 2),
     ],
 )
-def test_weights_are_counted_by_where_experts_are(kind: str, layers: float) -> None:
+def test_prefill_weights_follow_mode_of_experts(kind: str, layers: float) -> None:
     spec = read_spec(resolve_model_folder(BUNDLED))
     settings = ["groups.prefill_ranks=2", "model.dtype=bfloat16"]
     all_of_them = prefill_weight_bytes(load_config(None, settings), spec)
@@ -46,13 +46,13 @@ def test_weights_are_counted_by_where_experts_are(kind: str, layers: float) -> N
     assert all_of_them - part == (5 - layers) * LAYER_BYTES
 
 
-def test_one_worker_that_would_fetch_from_others_is_a_warning() -> None:
+def test_single_gathering_worker_is_a_warning() -> None:
     finding = found("groups.prefill_ranks=1", "prefill.experts=gathered")
     assert finding.level == "warning"
     assert "resident or streamed" in finding.advice
 
 
-def test_that_all_to_all_does_not_preempt_is_a_warning() -> None:
+def test_all_to_all_without_preemption_is_a_warning() -> None:
     def policy(*settings: str) -> Finding:
         config = load_config(None, ["groups.prefill_ranks=2", *settings])
         return next(finding for finding in check_config(config, {}) if finding.check == "policy")
@@ -68,7 +68,7 @@ def test_more_weights_than_memory_is_a_warning() -> None:
     assert "fewer workers" in finding.advice
 
 
-def test_two_workers_of_the_bundled_model_are_fine() -> None:
+def test_two_workers_of_bundled_model_are_ok() -> None:
     assert found("groups.prefill_ranks=2").level == "ok"
 
 
@@ -100,7 +100,7 @@ def test_a_cluster_without_tokens_is_a_warning() -> None:
         assert finding("ray", {"RAY_AUTH_MODE": "token"}, *address).level == "ok"
 
 
-def test_a_folder_with_modules_named_as_ours_is_a_warning(
+def test_shadowing_modules_in_folder_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FINDINGS B8."""
@@ -110,7 +110,7 @@ def test_a_folder_with_modules_named_as_ours_is_a_warning(
     assert (found.level, "models.py" in found.found) == ("warning", True)
 
 
-def test_a_hardware_file_that_cannot_be_used_is_an_error() -> None:
+def test_unusable_hardware_file_is_an_error() -> None:
     """FINDINGS C."""
     found = finding("hardware", {}, "planner.hardware=/nowhere.json")
     assert (found.level, "/nowhere.json" in found.found) == ("error", True)
@@ -141,7 +141,7 @@ def test_folder_of_cached_experts_must_be_writable(tmp_path: Path) -> None:
     assert "prefill.host_store" in missing.advice
 
 
-def test_only_experts_in_slots_are_counted_as_they_are_stored() -> None:
+def test_only_cached_experts_count_in_storage_format() -> None:
     spec = read_spec(resolve_model_folder(BUNDLED))
     common = ["groups.prefill_ranks=1", "model.dtype=float32"]
     slots = [*common, "experts.slots=16", "experts.storage_format=true"]
@@ -155,7 +155,7 @@ def test_only_experts_in_slots_are_counted_as_they_are_stored() -> None:
     assert computed - cached == LAYER_BYTES, "bfloat16 in place of float32"
 
 
-def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() -> None:
+def test_expert_budget_is_counted_and_too_small_one_is_an_error() -> None:
     spec = read_spec(resolve_model_folder(BUNDLED))
     settings = ["groups.prefill_ranks=1", "model.dtype=bfloat16", "prefill.experts=cached"]
     few, more = (
@@ -168,7 +168,7 @@ def test_a_budget_of_experts_is_counted_and_one_that_is_too_small_is_an_error() 
     assert "give at least experts.slots=2" in finding.found
 
 
-def test_experts_of_a_gpu_are_counted_in_its_memory_and_in_the_hosts(tmp_path: Path) -> None:
+def test_gpu_experts_count_in_device_and_host_memory(tmp_path: Path) -> None:
     common = [
         "groups.device=cuda",
         "groups.expert_ranks=0",
@@ -197,7 +197,7 @@ def test_experts_of_a_gpu_are_counted_in_its_memory_and_in_the_hosts(tmp_path: P
     assert ranks.found.startswith("groups.expert_ranks=1: expert ranks keep all")
 
 
-def test_ranks_that_read_each_others_device_memory_are_a_warning() -> None:
+def test_ipc_channels_are_a_warning() -> None:
     """CUDA leaves the memory of a killed process undefined, and recovery depends on it."""
 
     def gpu(*settings: str) -> Finding:

@@ -46,7 +46,7 @@ def listed(folder: Path, **addresses: str) -> Path:
     return path
 
 
-def test_all_that_are_listed_answer(tmp_path: Path, address: str) -> None:
+def test_listed_exporters_that_answer_are_ok(tmp_path: Path, address: str) -> None:
     path = listed(tmp_path, attention_0=address)
     finding = check_exporters(path, ["attention-0"], KEY)
     assert (finding.level, finding.advice) == ("ok", "")
@@ -63,7 +63,7 @@ def test_silent_or_unlisted_exporter_is_named(tmp_path: Path, address: str) -> N
     assert reasons[1:] == ["planner-0: answers 404", "prefill-0: not on the list"]
 
 
-def test_without_its_key_the_advice_is_to_give_it(tmp_path: Path, address: str) -> None:
+def test_wrong_key_advises_api_key(tmp_path: Path, address: str) -> None:
     finding = check_exporters(listed(tmp_path, attention_0=address), [], "another")
     assert finding.found.endswith("attention-0: answers 401")
     assert "--api-key" in finding.advice
@@ -71,7 +71,7 @@ def test_without_its_key_the_advice_is_to_give_it(tmp_path: Path, address: str) 
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"targets": []}', '[{"targets": 1, "labels": {}}]'])
-def test_a_file_that_is_no_list_is_an_error(tmp_path: Path, text: str) -> None:
+def test_invalid_targets_file_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x_service_discovery.json"
     path.write_text(text)
     assert check_exporters(path, [], None).level == "error"
@@ -101,7 +101,7 @@ def test_foreign_or_endless_exporter_is_reported(
     assert "does not answer as Tandem" in check_exporters(path, [], KEY).found
 
 
-def test_the_list_is_that_of_the_application_and_of_none_other(
+def test_targets_file_is_found_by_application_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(targets_file, "LOCAL_TARGETS", str(tmp_path / "ours"))

@@ -115,7 +115,7 @@ def test_other_version_and_unready_server_are_reported() -> None:
     assert level_of("reached", found) == "error"
 
 
-def test_a_live_server_is_examined_with_its_keys_file(
+def test_live_server_is_checked_with_its_keys_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(server_checks, "SAMPLE_INTERVAL_S", 0.0)

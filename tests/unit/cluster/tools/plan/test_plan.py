@@ -70,7 +70,7 @@ def one_line(capsys: Captured) -> str:
     return captured.err
 
 
-def test_a_spec_of_stages_gives_a_plan_and_its_baselines(tmp_path: Path, capsys: Captured) -> None:
+def test_stages_spec_gives_plan_and_baselines(tmp_path: Path, capsys: Captured) -> None:
     assert plan(tmp_path, STAGES, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert {"ma", "r1", "me", "r2", "order", "makespan_ms", "samples_per_s", "lower_bound_ms",
@@ -81,7 +81,7 @@ def test_a_spec_of_stages_gives_a_plan_and_its_baselines(tmp_path: Path, capsys:
     assert rates[0] <= rates[1] <= answer["samples_per_s"]
 
 
-def test_separate_links_stand_for_one(tmp_path: Path, capsys: Captured) -> None:
+def test_equal_separate_links_give_same_plan(tmp_path: Path, capsys: Captured) -> None:
     link = STAGES["stages"]["link"]
     both = changed(STAGES, "stages.link", ...)
     both["stages"] |= {"a2e": link, "e2a": link}
@@ -100,7 +100,7 @@ def test_beyond_the_paper_is_never_worse(tmp_path: Path, capsys: Captured) -> No
     assert rates[0] <= rates[1] * (1 + 1e-9)
 
 
-def test_a_model_on_a_machine_gives_a_verdict(tmp_path: Path, capsys: Captured) -> None:
+def test_model_spec_gives_verdict(tmp_path: Path, capsys: Captured) -> None:
     assert plan(tmp_path, MODEL, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["attention_ranks"], answer["expert_ranks"]) == (3, 5)
@@ -110,7 +110,7 @@ def test_a_model_on_a_machine_gives_a_verdict(tmp_path: Path, capsys: Captured) 
     assert answer["ma"] * answer["r1"] <= answer["max_samples"]
 
 
-def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Captured) -> None:
+def test_offload_gives_times_per_token(tmp_path: Path, capsys: Captured) -> None:
     spec = {**MODEL, "offload": {"kept": 0.25, "tier_bytes_per_s": 5e10}}
     assert plan(tmp_path, spec, "--json") == 0
     answer = json.loads(capsys.readouterr().out)
@@ -130,7 +130,7 @@ def test_a_budget_of_experts_gives_times_of_a_token(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.parametrize("given", ["attention_ranks", "expert_ranks"])
-def test_one_groups_ranks_and_devices_are_a_split(
+def test_ranks_of_one_group_and_devices_are_a_split(
     tmp_path: Path, capsys: Captured, given: str
 ) -> None:
     """FINDINGS C: attention_ranks without expert_ranks was ignored."""
@@ -149,7 +149,7 @@ def test_one_groups_ranks_and_devices_are_a_split(
     ("expert_ranks", "devices", "message"),
     [(5, 7, "3 attention_ranks and 5 expert_ranks"), (..., 3, "3 attention_ranks and 0")],
 )
-def test_ranks_that_are_not_the_devices_are_refused(
+def test_ranks_that_contradict_devices_are_refused(
     tmp_path: Path, capsys: Captured, expert_ranks: object, devices: int, message: str
 ) -> None:
     tree = changed(changed(MODEL, "expert_ranks", expert_ranks), "devices", devices)
@@ -159,7 +159,7 @@ def test_ranks_that_are_not_the_devices_are_refused(
     assert f"not the {devices} of devices" in line
 
 
-def test_devices_are_split_in_every_way(tmp_path: Path, capsys: Captured) -> None:
+def test_search_covers_every_split(tmp_path: Path, capsys: Captured) -> None:
     assert plan(tmp_path, MODEL, "--devices", "8", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     splits = [(one["attention_ranks"], one["expert_ranks"]) for one in answer["splits"]]
@@ -174,7 +174,7 @@ def test_tables_name_the_plans(tree: dict[str, Any], tmp_path: Path, capsys: Cap
         assert name in shown
 
 
-def test_a_plan_is_drawn_and_traced(tmp_path: Path) -> None:
+def test_plan_is_drawn_and_traced(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "plan.svg", tmp_path / "plan.json"
     assert plan(tmp_path, STAGES, "--picture", str(picture), "--trace", str(trace)) == 0
@@ -200,7 +200,7 @@ WRONG_STAGES = {
 
 
 @pytest.mark.parametrize("field", WRONG_STAGES)
-def test_a_wrong_stage_field_is_one_line_that_names_it(
+def test_invalid_stage_field_is_one_line_with_its_name(
     field: str, tmp_path: Path, capsys: Captured
 ) -> None:
     assert plan(tmp_path, changed(STAGES, field, WRONG_STAGES[field])) == 2
@@ -245,7 +245,7 @@ WRONG_MODEL: list[tuple[str, object, str]] = [
 
 
 @pytest.mark.parametrize(("field", "value", "named"), WRONG_MODEL)
-def test_a_wrong_model_field_is_one_line_that_names_it(
+def test_invalid_model_field_is_one_line_with_its_name(
     field: str, value: object, named: str, tmp_path: Path, capsys: Captured
 ) -> None:
     assert plan(tmp_path, changed(MODEL, field, value)) == 2
@@ -277,7 +277,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_file_that_is_no_spec_is_one_line(kind: str, tmp_path: Path, capsys: Captured) -> None:
+def test_invalid_spec_file_is_one_line(kind: str, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "spec.json"
     path.write_bytes(UNREADABLE[kind])
     assert main(["plan", str(path)]) == 2
@@ -285,17 +285,13 @@ def test_a_file_that_is_no_spec_is_one_line(kind: str, tmp_path: Path, capsys: C
 
 
 @pytest.mark.parametrize("name", ["missing.json", ".", "a\0b"])
-def test_a_file_that_cannot_be_read_is_one_line(
-    name: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_unreadable_file_is_one_line(name: str, tmp_path: Path, capsys: Captured) -> None:
     assert main(["plan", str(tmp_path / name)]) == 2
     one_line(capsys)
 
 
 @pytest.mark.parametrize("option", ["--picture", "--trace"])
-def test_a_file_that_cannot_be_written_is_one_line(
-    option: str, tmp_path: Path, capsys: Captured
-) -> None:
+def test_unwritable_file_is_one_line(option: str, tmp_path: Path, capsys: Captured) -> None:
     pytest.importorskip("matplotlib")
     assert plan(tmp_path, STAGES, option, str(tmp_path / "no" / "plan.svg")) == 2
     assert option in one_line(capsys)
@@ -322,7 +318,7 @@ def fields_of(tree: dict[str, Any], prefix: str = "") -> list[str]:
     deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_whatever_one_field_holds_there_is_a_plan_or_one_line(
+def test_any_field_value_gives_plan_or_one_line(
     data: st.DataObject, tmp_path: Path, capsys: Captured
 ) -> None:
     tree = data.draw(st.sampled_from([STAGES, MODEL]))
@@ -377,7 +373,7 @@ def test_grouping_gains_nothing_without_link_limit(tmp_path: Path, capsys: Captu
     )
 
 
-def test_prefill_batches_have_a_way_by_their_size(tmp_path: Path, capsys: Captured) -> None:
+def test_prefill_mode_depends_on_batch_size(tmp_path: Path, capsys: Captured) -> None:
     assert plan(tmp_path, changed(ROUTED, "routing", ...), "--json") == 0
     prefill = json.loads(capsys.readouterr().out)["prefill"]
     turn = prefill["gathered_from_tokens"]
@@ -399,7 +395,7 @@ def test_prefill_batches_have_a_way_by_their_size(tmp_path: Path, capsys: Captur
     ],
     ids=["no file", "no profile", "too many", "negative", "huge", "no routing", "no folder"],
 )
-def test_a_wrong_profile_or_number_of_slots_is_one_line(
+def test_invalid_profile_or_spare_slots_is_one_line(
     tmp_path: Path, capsys: Captured, fields: dict[str, Any], message: str
 ) -> None:
     tree = ROUTED
@@ -409,7 +405,7 @@ def test_a_wrong_profile_or_number_of_slots_is_one_line(
     assert message in one_line(capsys)
 
 
-def test_a_profile_of_another_model_is_one_line(tmp_path: Path, capsys: Captured) -> None:
+def test_profile_of_other_model_is_one_line(tmp_path: Path, capsys: Captured) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((BUNDLED_FOLDER / name).read_bytes())
     assert plan(tmp_path, changed(ROUTED, "model", str(tmp_path))) == 2
@@ -440,7 +436,7 @@ def answered(tmp_path: Path, capsys: Captured, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_more_ranks_than_cores_is_reported(tmp_path: Path, capsys: Captured) -> None:
+def test_plan_reports_more_ranks_than_cores(tmp_path: Path, capsys: Captured) -> None:
     enough = answered(tmp_path, capsys, expert_ranks=3, hardware=here(devices=4))
     too_few = answered(tmp_path, capsys, expert_ranks=3)
     assert "assume a core for each of 4 ranks" in too_few["advice"]
@@ -448,24 +444,20 @@ def test_more_ranks_than_cores_is_reported(tmp_path: Path, capsys: Captured) -> 
     assert too_few["makespan_ms"] == enough["makespan_ms"]
 
 
-def test_more_ranks_than_devices_that_cannot_be_shared_are_refused(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_more_ranks_than_unshareable_devices_are_refused(tmp_path: Path, capsys: Captured) -> None:
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 1, "devices": 9}
     assert plan(tmp_path, spec) == 2
     assert "9 wanted, hardware h200-node has 8" in one_line(capsys)
 
 
-def test_ranks_that_share_cores_share_the_memory(tmp_path: Path, capsys: Captured) -> None:
+def test_ranks_that_share_cores_share_memory(tmp_path: Path, capsys: Captured) -> None:
     hardware = here(memory_bytes=1 << 26)
     two = answered(tmp_path, capsys, max_samples=1024, hardware=hardware)
     four = answered(tmp_path, capsys, max_samples=1024, hardware=hardware, attention_ranks=3)
     assert four["max_samples"] < two["max_samples"] / 2
 
 
-def test_what_a_rank_does_beside_its_layers_is_in_the_makespan(
-    tmp_path: Path, capsys: Captured
-) -> None:
+def test_makespan_includes_work_outside_layers(tmp_path: Path, capsys: Captured) -> None:
     serving = {"batch_ms": 1.0, "micro_batch_ms": 0.5, "sequence_ms": 0.25, "token_ms": 0.001}
     without = answered(tmp_path, capsys)
     beside = answered(tmp_path, capsys, hardware=here(serving=serving))
@@ -479,7 +471,7 @@ def test_what_a_rank_does_beside_its_layers_is_in_the_makespan(
     assert all(now["samples_per_s"] < then["samples_per_s"] for then, now in ways)
 
 
-def test_of_many_layers_some_are_placed_and_stand_for_the_others() -> None:
+def test_placed_layers_represent_their_neighbours() -> None:
     assert routing._spaced(5, 8) == [0, 1, 2, 3, 4]
     assert routing._spaced(94, 8) == [0, 13, 27, 40, 53, 66, 80, 93]
     assert [routing._nearest(layer, [0, 3, 9]) for layer in range(10)] == [

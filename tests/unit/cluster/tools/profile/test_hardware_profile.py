@@ -52,7 +52,7 @@ def profiled(
 
 
 @pytest.mark.long
-def test_a_profile_has_a_fit_for_every_stage_link_and_direction(
+def test_profile_has_fit_of_every_stage_link_and_direction(
     profiled: tuple[Path, Path],
 ) -> None:
     hardware = load_hardware(str(profiled[0]))
@@ -64,12 +64,12 @@ def test_a_profile_has_a_fit_for_every_stage_link_and_direction(
 
 
 @pytest.mark.long
-def test_a_profile_is_drawn(profiled: tuple[Path, Path]) -> None:
+def test_profile_is_drawn(profiled: tuple[Path, Path]) -> None:
     assert "<svg" in profiled[1].read_text()
 
 
 @pytest.mark.long
-def test_a_profile_is_hardware_to_plan_with(
+def test_profile_is_usable_as_hardware(
     profiled: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = {
@@ -90,34 +90,34 @@ def test_packaged_hardware_files_are_valid_and_name_their_source(name: str) -> N
     assert len(hardware.source) > 40
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_written_profile_is_read_back_unchanged(tmp_path: Path) -> None:
     hardware = load_hardware("h200-node")
     write_hardware(hardware, tmp_path / "copy.json")
     assert load_hardware(str(tmp_path / "copy.json")) == hardware
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_file_of_other_version_is_refused(tmp_path: Path) -> None:
     tree = msgspec.to_builtins(load_hardware("h200-node"))
     with pytest.raises(ConfigError, match=r"version=2.*tandem profile"):
         load_hardware({**tree, "version": 2})
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "-3", "1e9"])
-def test_absurd_times_to_measure_for_are_refused(
+def test_absurd_measurement_times_are_refused(
     seconds: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--seconds", seconds]) == 2
     assert "--seconds" in capsys.readouterr().err
 
 
-def test_a_plot_in_no_known_format_is_refused_before_measuring(
+def test_unknown_plot_format_is_refused_before_measurement(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["profile", "--plot", "here.bmp"]) == 2
     assert ".png, .svg" in capsys.readouterr().err
 
 
-def test_batches_are_prompts_chunks_behind_prefixes_and_decode_steps_that_fit() -> None:
+def test_batches_cover_prompts_chunks_and_decode_within_context() -> None:
     found = batches(2048)
     assert all(stop <= 2048 for chunks in found for _, stop in chunks)
     kinds = {(start > 0, stop - start == 1) for chunks in found for start, stop in chunks}
@@ -129,7 +129,7 @@ costs = st.floats(1e-12, 1e-9)
 
 @settings(deadline=None, max_examples=30)
 @given(st.floats(0.01, 1.0), st.floats(0.001, 0.1), costs, costs, st.booleans())
-def test_a_fit_of_uniform_batches_predicts_any_ragged_one(
+def test_fit_of_profile_batches_predicts_ragged_batches(
     call: float, sequence: float, linear: float, attended: float, latent: bool
 ) -> None:
     """Times made by the model itself: the design of the batches determines its coefficients."""
@@ -179,7 +179,7 @@ def test_profile_batches_separate_call_cost_from_sequence_cost() -> None:
     assert cost.decode_call_ms == pytest.approx(0.1, rel=0.02)
 
 
-def test_where_calls_would_stand_for_flops_a_fit_is_without_them() -> None:
+def test_fit_omits_calls_that_are_collinear_with_flops() -> None:
     """One tile in 128 rows of each: nothing else is known of a token."""
     samples = [
         AttentionSample("", [(0, tokens)], None, 0.5 + 0.2 * -(-tokens // 128))
@@ -190,7 +190,7 @@ def test_where_calls_would_stand_for_flops_a_fit_is_without_them() -> None:
     assert cost.prompt_call_ms == 0.0
 
 
-def test_what_a_batch_takes_beside_its_layers_is_fitted_without_its_logits() -> None:
+def test_serving_fit_excludes_logits() -> None:
     attention = load_hardware("h200-node").attention
     logits = 2.0 * QWEN.hidden_size * QWEN.vocab_size * attention.linear_ms_per_flop
     samples = [
@@ -210,7 +210,7 @@ def test_what_a_batch_takes_beside_its_layers_is_fitted_without_its_logits() -> 
     assert fit.r2 == pytest.approx(1.0)
 
 
-def test_experts_and_links_are_fitted_to_what_made_them() -> None:
+def test_expert_and_link_fits_recover_coefficients() -> None:
     experts = [
         ExpertSample("", active, active * each, 0.3 + 0.05 * active + 1e-4 * active * each)
         for active in (1, 4, 16)
@@ -227,7 +227,7 @@ def test_experts_and_links_are_fitted_to_what_made_them() -> None:
     assert fit.r2 == pytest.approx(1.0)
 
 
-def test_hardware_knows_no_field_that_it_does_not_have() -> None:
+def test_unknown_hardware_field_is_refused() -> None:
     tree = msgspec.to_builtins(load_hardware("h200-node"))
     with pytest.raises(ConfigError, match="gemm"):
         load_hardware({**tree, "gemm": 1})
