@@ -1,4 +1,4 @@
-"""Every row exactly once, and the same files in the end, wherever a run was cut short."""
+"""A bulk job answers every row once and writes the same files, wherever a run was cut short."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.support.bulk_support import (
 )
 
 IN_FLIGHT = 4
-ANSWERABLE = 28  # of `some_records`, those that go to the router
+ANSWERABLE = 28  # of `some_records`, those sent to the router
 TORN = st.fixed_dictionaries(
     {name: st.booleans() for name in ("journal", "ledger.jsonl", "rejected.jsonl")}
 )
 
 
 def some_records() -> list[InputRecord]:
-    """With a bad row, a refused one and a duplicate id in it."""
+    """Return records with a bad row, a refused one and a duplicate id."""
     records = rows_of([f"text {n * 37 % 40}" for n in range(30)])
     records[4] = Reject("in:4", "in:4", "bad")
     records[9] = InputRow("id-9", "in:9", "p", "refuse this")
@@ -60,7 +60,7 @@ def whole_run(folder: Path, records: list[InputRecord]) -> dict[str, bytes]:
 
 
 class Crash:
-    """Raises Killed at the n-th step that a run takes on the disk."""
+    """Context that raises Killed at the n-th disk operation."""
 
     STEPS = ((os, "fsync"), (os, "truncate"), (Path, "replace"), (Path, "unlink"))
 
@@ -94,7 +94,7 @@ def run_killed(
     row: int | None = None,
     router: EchoRouter | None = None,
 ) -> bool:
-    """Runs until that step on the disk or that row at the router; whether it came to its end."""
+    """Run until a disk step or a row at the router; return whether the run completed."""
     router = router or EchoRouter()
 
     def on_rows(requested: int) -> None:
@@ -153,8 +153,7 @@ def test_run_killed_at_any_disk_step_is_completed_by_next_run() -> None:
 def test_repeated_kills_and_torn_files_end_with_same_output(
     kills: list[tuple[int, int, dict[str, bool]]],
 ) -> None:
-    """What is torn is drawn before anything runs: which journals a kill leaves is a matter of
-    time."""
+    """Which journals a kill leaves depends on timing, so what is torn is drawn beforehand."""
     records = some_records()
     with temporary() as folder:
         expected = whole_run(folder, records)
@@ -165,7 +164,7 @@ def test_repeated_kills_and_torn_files_end_with_same_output(
                 if torn.get(path.name.partition("-")[0], False):
                     size = path.stat().st_size
                     if path.name == "rejected.jsonl":
-                        _append(path, b"x" * torn_bytes)  # more than the ledger knows of
+                        _append(path, b"x" * torn_bytes)  # beyond the ledger's size
                     else:
                         os.truncate(path, max(0, size - torn_bytes))
         run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
@@ -173,8 +172,7 @@ def test_repeated_kills_and_torn_files_end_with_same_output(
 
 
 def test_window_after_torn_ledger_line_stays_committed(tmp_path: Path) -> None:
-    """A line that is written behind half a line would be lost with it: the run after that would
-    answer everything from there on once more."""
+    """A line appended to an incomplete line would be lost with it."""
     records = some_records()
     whole_run(tmp_path, records)
     ledger = tmp_path / "ledger.jsonl"
@@ -225,7 +223,7 @@ def _append(path: Path, data: bytes) -> None:
 def test_input_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
     records = rows_of([f"text {n}" for n in range(30)])
     run_killed(tmp_path, records, row=18)
-    for changed in (3, 16):  # in a committed window, in the one under way
+    for changed in (3, 16):  # in a committed window, in an open one
         other = list(records)
         other[changed] = InputRow(f"id-{changed}", f"in:{changed}", "", "something else")
         with pytest.raises(JobError, match="the input has changed since this job began"):

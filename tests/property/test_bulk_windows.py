@@ -1,4 +1,4 @@
-"""Windows are cut the same way in every run, duplicates are found, siblings stand together."""
+"""Windows are identical in every run, duplicates are rejected, common prefixes are neighbours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The bulk job on a running cluster of two nodes, with its processes killed under it; then a node
-dies, with a prefill worker on it: the job goes on with the other one, and the worker comes back on
-the next node that has room for it. The tests run in order."""
+"""The bulk job on a cluster of two nodes while processes and a node are killed.
+
+The tests run in order.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROWS = 4000
 ROWS_WHILE_A_NODE_DIES = 10_000
 DEADLINE_S = 150.0
-QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are gone
+QUICK = {  # Ray's default is 15 s until it notices lost processes
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_failure_threshold": "3",
@@ -39,7 +40,7 @@ QUICK = {  # Ray itself otherwise takes 15 s to see that a node's processes are 
 
 
 class Cluster(NamedTuple):
-    """url: of the server. nodes: what is entered there ends after the server."""
+    """url: of the server. nodes: stopped after the server."""
 
     head: RayHead
     other: RayNode
@@ -52,7 +53,7 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes, each with a prefill worker that needs no model."""
+    """Start two nodes with a prefill worker each that needs no model."""
     options = argparse.Namespace(workers=2, stub=True, dtype="float32")
     port = free_port()
     listen = ("--port", str(port))
@@ -128,7 +129,7 @@ def test_rows_are_answered_once_under_process_kills(cluster: Cluster, tmp_path: 
 
 
 def _wait_no_routers(cluster: Cluster) -> None:
-    """A job leaves no process behind."""
+    """Wait until the job has no process left."""
     end_s = time.monotonic() + DEADLINE_S
     while left := cluster.running("ray::BulkRouter"):
         assert time.monotonic() < end_s, left
@@ -136,7 +137,7 @@ def _wait_no_routers(cluster: Cluster) -> None:
 
 
 def wait_line(process: subprocess.Popen[str], words: str) -> str:
-    """The next line of standard error with these words."""
+    """Return the next line of standard error that contains `words`."""
     assert process.stderr is not None
     for line in process.stderr:
         if words in line:

@@ -1,4 +1,4 @@
-"""Bulk jobs in one process: a router whose answers follow from the rows, and crashes on demand."""
+"""Bulk jobs in one process: a router with deterministic answers, and simulated crashes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ JOB = {"labels": LABELS}
 
 
 class Killed(BaseException):
-    """As `kill -9`: nothing that catches errors sees it."""
+    """A simulated `kill -9`: no error handler catches it."""
 
 
 class EchoRouter:
-    """Answers from a digest of the row; refuses texts that begin with "refuse"."""
+    """Router that answers from a digest of the row, and refuses texts that begin with "refuse"."""
 
     def __init__(self) -> None:
         self.requested: list[RowRequest] = []
@@ -63,7 +63,7 @@ def run_job(
     task: ClassifyTask = TASK,
     multi_label: bool = False,
 ) -> Output:
-    """What is left of the job in `folder`, to its end."""
+    """Run the rest of the job in `folder`."""
     output = Output.open(folder, JOB, resume=True)
     settings = DriverSettings(task=task, multi_label=multi_label, in_flight_rows=in_flight_rows)
     windows = split_windows(iter(records), WindowLimits(rows=window_rows), ids=True)
@@ -75,7 +75,7 @@ def run_job(
 
 
 def parts(folder: Path) -> list[dict[str, Any]]:
-    """All output rows, in the order of the parts."""
+    """Return all output rows in the order of the parts."""
     return [row for path in sorted(folder.glob("part-*.jsonl")) for row in json_lines(path)]
 
 

@@ -1,4 +1,4 @@
-"""The commands that README.md and the pages for users tell a user to type."""
+"""Commands in README.md and in the pages for users."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""How each documented command is tried. Patterns as of fnmatch, the first that fits counts; a
-command that fits none fails `tests/architecture/test_documented_commands.py`."""
+"""How each documented command is tested; a command without an entry fails a test.
+
+Patterns as in fnmatch; the first match counts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem config` prints every key of the configuration (FINDINGS C)."""
+"""`tandem config` prints every key of the configuration."""
 
 from __future__ import annotations
 

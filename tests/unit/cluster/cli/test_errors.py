@@ -1,5 +1,7 @@
-"""Everything a user can get wrong on the command line: one line on standard error, exit status 2,
-and nothing started. What only a running Ray cluster can refuse is in tests/ray."""
+"""Errors of the command line: one line, exit status 2, nothing started.
+
+Errors that only a running Ray cluster can find are in tests/ray.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """run("serve", ...) -> the one line of the error."""
+    """Return the one error line of a command."""
 
     def no_ray(*_: object, **__: object) -> None:
         pytest.fail("Ray was started for a configuration that cannot work")
 
     with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]  # somebody may be serving on the default one
+        port = unused.getsockname()[1]  # the default port may be in use
 
     def call(command: str, *arguments: str) -> str:
         capsys.readouterr()
@@ -88,7 +90,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_unusable_setting_is_named(run: Run, setting: str, parts: list[str]) -> None:
     for command in ("serve", "doctor"):
         if command == "doctor" and setting.startswith(("http.port=0", "http.front")):
-            continue  # good configurations, but not for `tandem serve`
+            continue  # valid configurations, but not for `tandem serve`
         line = run(command, "--set", setting)
         for part in parts:
             assert part in line
@@ -214,7 +216,6 @@ BROKEN_TEXT: list[tuple[Callable[[Path], object], list[str]]] = [
 def test_unusable_tokenizer_is_reported_before_ray_starts(
     run: Run, tmp_path: Path, broken: Callable[[Path], object], parts: list[str]
 ) -> None:
-    """FINDINGS B7: doctor was green, and serve's error came after minutes and named nothing."""
     folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
     broken(folder)
     line = run("serve", "--model", str(folder))
@@ -229,7 +230,6 @@ def test_doctor_reports_unusable_tokenizer_or_chat_template(
     broken: Callable[[Path], object],
     parts: list[str],
 ) -> None:
-    """FINDINGS B7."""
     folder = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "model")
     broken(folder)
     assert main(["doctor", "--model", str(folder), "--json"]) == 2
@@ -367,7 +367,6 @@ def test_wrong_arguments_exit_with_status_2(
 def test_wrong_argument_is_one_line_with_suggestion(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FINDINGS C: several lines without a suggestion."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -391,7 +390,6 @@ def test_server_and_model_names_are_options() -> None:
 
 @pytest.mark.long
 def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
-    """FINDINGS C: `tandem plan … | head` exited with 1."""
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 2048, "devices": 4}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     for more in ([], ["--json"]):

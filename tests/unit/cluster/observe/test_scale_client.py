@@ -1,4 +1,4 @@
-"""`/scale` and `tandem scale`, beside servers that answer well, badly or not at all."""
+"""`/scale` and `tandem scale` with servers that answer, fail, or do not answer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def _rank() -> FakeRank:
 
 
 class Launcher:
-    """Answers with these, one after the other, the last one again and again. asked: what was
-    wanted."""
+    """Launcher with a list of answers; the last one repeats. requested: the targets received."""
 
     def __init__(self, *answers: ScaleState | Exception) -> None:
         self._answers: Iterator[ScaleState | Exception] = iter(answers)
@@ -100,7 +99,7 @@ def test_failed_scale_is_one_line(
 ) -> None:
     with serve_api(folder, [_rank()], scale=Launcher(*answers)) as api:
         assert main(["scale", "--url", api.url, "--attention-ranks", "3"]) == 2
-    (line,) = [  # the others are of the ingress, in this process
+    (line,) = [  # others are of the ingress in this process
         line for line in capsys.readouterr().err.splitlines() if line.startswith("tandem scale: ")
     ]
     assert message in line
@@ -187,7 +186,7 @@ def test_invalid_body_changes_nothing(folder: Path, body: str, status: int) -> N
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_cross_site_request_is_blocked(folder: Path, kind: str | None) -> None:
-    """A browser asks first before it sends JSON there, and nobody says yes."""
+    """A browser sends a preflight request for JSON, and no handler allows it."""
     received = Launcher(DONE)
     with serve_api(folder, [_rank()], scale=received) as api:
         headers = {} if kind is None else {"content-type": kind}

@@ -1,4 +1,4 @@
-"""`GET /status` and `tandem status`, beside servers that answer well, badly or not at all."""
+"""`GET /status` and `tandem status` with servers that answer, fail, or do not answer."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_watch_shows_changes_and_survives_server_outage(folder: Path, capsys: Ca
     rounds = 0
 
     class EnoughError(Exception):
-        """Of watching."""
+        """Ends a watch."""
 
     def sleep(seconds: float) -> None:
         nonlocal rounds

@@ -1,4 +1,4 @@
-"""`GET /trace` and `tandem trace`, beside servers that answer well, badly or not at all."""
+"""`GET /trace` and `tandem trace` with servers that answer, fail, or do not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem place` on the bundled model's profile, and on what is no profile of it."""
+"""`tandem place` on the bundled model's profile, and on invalid profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tandem bench` beside servers that answer well, badly, late or not at all."""
+"""`tandem bench` with servers that answer, fail, or do not answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def server(answer: Answer, models: Any = None) -> Iterator[str]:
-    """Posts are answered by `answer`."""
+    """Start a server whose POST handler is `answer`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -51,7 +51,7 @@ def server(answer: Answer, models: Any = None) -> Iterator[str]:
             answer(self)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing is printed."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as found:
         found.daemon_threads = True

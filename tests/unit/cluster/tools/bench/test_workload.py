@@ -1,4 +1,4 @@
-"""The load generator: arrivals, and over HTTP nobody waits for an answer to send the next."""
+"""Arrivals, and the open-loop load generator over HTTP."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_percentile_is_an_observed_value() -> None:
 def test_requests_are_sent_on_arrival_and_refused_client_retries_once(
     folder: Path,
 ) -> None:
-    """The rank answers nothing, and two may wait: the first two do, and hold up nobody."""
+    """The rank never answers and two requests may wait; later ones are not delayed."""
     rank = FakeRank("attention-0", lambda submit: [60])
     rank.hold_after = 0
     outcomes = [

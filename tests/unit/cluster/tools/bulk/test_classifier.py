@@ -1,4 +1,4 @@
-"""Chunks of rows: the answers of /v1/classify, each row's own error, patience with workers."""
+"""Chunks of rows: the answers of /v1/classify, errors per row, retries after lost workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS = [
 
 
 class ReportingScorer:
-    """A scorer that does what it is told, one item per call, and then answers."""
+    """Scorer that follows a script, one item per call, and then answers."""
 
     def __init__(self, *errors: TandemError) -> None:
         self.errors = list(errors)

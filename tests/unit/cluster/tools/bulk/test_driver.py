@@ -1,4 +1,4 @@
-"""The driver: routers that are lost, multi-label rows, jobs that cannot go on."""
+"""The driver of a bulk job: lost routers, multi-label rows, fatal errors."""
 
 from __future__ import annotations
 

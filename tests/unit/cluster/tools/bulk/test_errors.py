@@ -1,4 +1,4 @@
-"""Everything a user can get wrong with `tandem bulk`: one line, exit status 2, nothing started."""
+"""Errors of `tandem bulk`: one line, exit status 2, nothing started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """run(option=value, …) -> the one line of the error; STOPPED where a cluster would start."""
+    """Return the error line of a command; it contains STOPPED if a cluster would start."""
 
     def no_ray(*_: object, **__: object) -> None:
         raise LaunchError(STOPPED)
@@ -83,7 +83,6 @@ def test_unusable_option_is_named(run: Run, options: dict[str, str], words: str)
 
 
 def test_label_may_contain_comma() -> None:
-    """FINDINGS C."""
     words = ["--input", "rows.jsonl", "--output", "out", "--labels", 'yes, "no, never",a "b" c']
     parser = argparse.ArgumentParser()
     add_options(parser)
@@ -93,8 +92,6 @@ def test_label_may_contain_comma() -> None:
 def test_ctrl_c_prints_resume_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FINDINGS C."""
-
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Rows out of files: what is wrong with one costs no other, in every format."""
+"""Rows from files: a bad row affects no other, in every format."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_bad_line_is_rejected_alone(tmp_path: Path) -> None:
     assert reasons.keys() == expected.keys()
     for number, words in expected.items():
         assert words in reasons[number], (number, reasons[number])
-    assert records[5].id == 4  # where the id is good, it is told
+    assert records[5].id == 4  # a valid id is kept
     assert records[1].id == f"{path}:2"
 
 
@@ -91,7 +91,7 @@ def test_row_without_id_is_named_by_place(tmp_path: Path) -> None:
 
 
 def one_by_one(blocks: list[bytes]) -> Callable[[int], bytes]:
-    """A stream's `read` that gives one block a call, whatever is asked for."""
+    """Return a `read` that returns one block a call."""
     left = iter(blocks)
     return lambda _: next(left, b"")
 

@@ -80,7 +80,6 @@ def finding(check: str, environment: dict[str, str], *settings: str) -> Finding:
 def test_weights_of_attention_and_expert_ranks_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS C: no memory check for attention and expert ranks."""
     settings = ["model.dtype=bfloat16", "groups.attention_ranks=2", "groups.expert_ranks=2"]
     spec = read_spec(resolve_model_folder(BUNDLED))
     attention, experts = group_weight_bytes(load_config(None, settings), spec)
@@ -93,7 +92,6 @@ def test_weights_of_attention_and_expert_ranks_are_reported(
 
 
 def test_a_cluster_without_tokens_is_a_warning() -> None:
-    """FINDINGS C: Ray listens on all interfaces."""
     for address in ([], ["groups.address=auto"]):
         open_ = finding("ray", {"RAY_AUTH_MODE": "disabled"}, *address)
         assert (open_.level, "RAY_AUTH_MODE=token" in open_.advice) == ("warning", True)
@@ -103,7 +101,6 @@ def test_a_cluster_without_tokens_is_a_warning() -> None:
 def test_shadowing_modules_in_folder_are_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B8."""
     (tmp_path / "models.py").touch()
     monkeypatch.chdir(tmp_path)
     found = finding("current folder", {})
@@ -111,14 +108,12 @@ def test_shadowing_modules_in_folder_are_a_warning(
 
 
 def test_unusable_hardware_file_is_an_error() -> None:
-    """FINDINGS C."""
     found = finding("hardware", {}, "planner.hardware=/nowhere.json")
     assert (found.level, "/nowhere.json" in found.found) == ("error", True)
     assert finding("hardware", {}, "planner.hardware=h200-node").level == "ok"
 
 
 def test_few_file_descriptors_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FINDINGS C."""
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 4096))
     assert finding("descriptors", {}).level == "warning"
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))

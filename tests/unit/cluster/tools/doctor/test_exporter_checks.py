@@ -1,4 +1,4 @@
-"""`tandem doctor --url` asks every exporter on the list that a Prometheus reads."""
+"""`tandem doctor --url` scrapes every exporter on Prometheus' list."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = "of-metrics"
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Of a rank's exporter, with a key."""
+    """Return the address of an exporter with a key."""
     telemetry = Telemetry()
     telemetry.set(metrics.RANK_BUSY, "attention", "attention-0", to=0.5)
     exporter = Exporter(telemetry, key=KEY, name="attention-0")
@@ -35,7 +35,7 @@ def address() -> Iterator[str]:
 
 
 def listed(folder: Path, **addresses: str) -> Path:
-    """By rank."""
+    """Write a list of targets by rank."""
     entries = []
     for rank, address in addresses.items():
         parts = urlsplit(f"//{address}")

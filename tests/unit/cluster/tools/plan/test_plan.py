@@ -1,4 +1,4 @@
-"""`tandem plan`: its answers, its files, one line with the field's name for whatever is wrong."""
+"""`tandem plan`: answers, files, and one error line with the field's name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plan(tmp_path: Path, tree: object, *options: str) -> int:
 
 
 def changed(tree: dict[str, Any], dotted: str, value: object) -> dict[str, Any]:
-    """A copy with one field set; without it where value is `...`."""
+    """Return a copy with one field set, or without it for `...`."""
     result = copy.deepcopy(tree)
     *path, last = dotted.split(".")
     node = result
@@ -133,7 +133,6 @@ def test_offload_gives_times_per_token(tmp_path: Path, capsys: Captured) -> None
 def test_ranks_of_one_group_and_devices_are_a_split(
     tmp_path: Path, capsys: Captured, given: str
 ) -> None:
-    """FINDINGS C: attention_ranks without expert_ranks was ignored."""
     other = {"attention_ranks": "expert_ranks", "expert_ranks": "attention_ranks"}[given]
     assert plan(tmp_path, MODEL, "--json") == 0
     whole = json.loads(capsys.readouterr().out)
@@ -416,7 +415,7 @@ def test_profile_of_other_model_is_one_line(tmp_path: Path, capsys: Captured) ->
 
 
 def here(**changes: Any) -> dict[str, Any]:
-    """A machine as `tandem profile` writes it: two cores."""
+    """Return a machine of two cores as `tandem profile` writes it."""
     tree: dict[str, Any] = json.loads(msgspec.json.encode(load_hardware("h200-node")))
     return {**tree, "devices": 2, "shareable": True, "memory_bytes": 1 << 33, **changes}
 

@@ -1,5 +1,7 @@
-"""`tandem profile`: what it measures, writes, reads again and draws. How long things take is no
-test's business; that sizes are told apart is in tests/property/test_fit.py."""
+"""`tandem profile`: what it measures, writes, reads back and draws.
+
+No test depends on a duration; tests/property/test_fit.py covers the fits.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ QWEN = shape(QWEN3_235B)
 def profiled(
     tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """(hardware file, plot) of a short run on a model with shared experts."""
+    """Return (hardware file, plot) of a short run on a model with shared experts."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("profile")
     output, plot = folder / "here.json", folder / "here.svg"
@@ -132,7 +134,7 @@ costs = st.floats(1e-12, 1e-9)
 def test_fit_of_profile_batches_predicts_ragged_batches(
     call: float, sequence: float, linear: float, attended: float, latent: bool
 ) -> None:
-    """Times made by the model itself: the design of the batches determines its coefficients."""
+    """The model computes the times: the design of the batches determines its coefficients."""
     model = shape(DEEPSEEK_V2) if latent else QWEN
 
     def ms(chunks: list[tuple[int, int]]) -> float:
@@ -180,7 +182,7 @@ def test_profile_batches_separate_call_cost_from_sequence_cost() -> None:
 
 
 def test_fit_omits_calls_that_are_collinear_with_flops() -> None:
-    """One tile in 128 rows of each: nothing else is known of a token."""
+    """With one tile in 128 rows nothing separates the costs of calls and FLOPs."""
     samples = [
         AttentionSample("", [(0, tokens)], None, 0.5 + 0.2 * -(-tokens // 128))
         for tokens in (16, 128, 512, 1024, 4096)
@@ -235,7 +237,7 @@ def test_unknown_hardware_field_is_refused() -> None:
 
 
 def noisy_experts(seed: int, noise: float) -> list[ExpertSample]:
-    """Times that hardly depend on FLOPs, as on a busy machine."""
+    """Return times that hardly depend on FLOPs, as on a busy machine."""
     rng = random.Random(seed)
     return [
         ExpertSample(

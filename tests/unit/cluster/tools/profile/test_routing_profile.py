@@ -1,4 +1,4 @@
-"""`tandem profile --routing`: what it writes, adds up and shows."""
+"""`tandem profile --routing`: the file it writes, sums of counts, and its output."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_counts_of_files_add_up(written: Path, tmp_path: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """A line; before it the one that the bar leaves."""
+    """Return the error line; a cleared progress bar precedes it."""
     message = capsys.readouterr().err.strip()
     assert "\n" not in message
     return message
