@@ -139,7 +139,7 @@ def as_json(report: PlaceReport) -> dict[str, Any]:
                 "layer": row.layer,
                 "in_order": row.in_order._asdict(),
                 "placed": row.placed._asdict(),
-                "brings": row.is_improvement,
+                "is_improvement": row.is_improvement,
             }
             for row in report.rows
         ],

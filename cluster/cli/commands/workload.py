@@ -101,7 +101,7 @@ def add_bench(commands: Commands) -> None:
         "--timeout-s", type=float, default=600.0, help="of a request (default 600)"
     )
     command.add_argument(
-        "--come-back", action="store_true", help="refused clients retry once, after Retry-After"
+        "--retry-refused", action="store_true", help="refused clients retry once, after Retry-After"
     )
     command.add_argument(
         "--set",
@@ -144,7 +144,7 @@ def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]
         output_tokens=options.output_tokens,
         ls=options.ls,
         timeout_s=options.timeout_s,
-        retries_refused=options.come_back,
+        retries_refused=options.retry_refused,
         fields=_fields(options.set),
         seed=options.seed,
     )

@@ -58,14 +58,14 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bench(msgspec.Struct, frozen=True):
-    """again: retries of refused clients. by_class: empty if requests name no class."""
+    """retries: of refused clients. by_class: empty if requests name no class."""
 
     url: str
     model: str
     seed: int
     all: LoadSummary
     by_class: dict[str, LoadSummary]
-    again: LoadSummary | None
+    retries: LoadSummary | None
     outcomes: list[RequestResult]
 
 
@@ -100,7 +100,7 @@ def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Benc
         settings.seed,
         summarize(outcomes),
         _by_class(outcomes) if settings.ls is not None else {},
-        summarize(generator.again) if settings.retries_refused else None,
+        summarize(generator.retries) if settings.retries_refused else None,
         outcomes,
     )
 

@@ -79,11 +79,11 @@ class HttpLoadGenerator:
         """progress: called with the number of ended requests."""
         self._target = target
         self._rng = random.Random(seed)
-        self._comes_back = retries_refused
+        self._retries_refused = retries_refused
         self._max_open = max_open
         self._progress = progress
         self._open = self._ended = 0
-        self.again: list[RequestResult] = []  # results of retries
+        self.retries: list[RequestResult] = []
 
     async def run(self, outcomes: Sequence[RequestResult], timeout_s: float) -> None:
         """Send the requests and fill in their results. timeout_s: per request, from sent to end."""
@@ -110,11 +110,11 @@ class HttpLoadGenerator:
     ) -> None:
         body = self._body(outcome)
         await self._send(client, body, outcome, start_s, timeout_s)
-        if outcome.retry_s is not None and self._comes_back:
+        if outcome.retry_s is not None and self._retries_refused:
             await asyncio.sleep(outcome.retry_s)
-            again = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
-            self.again.append(again)
-            await self._send(client, body, again, start_s, timeout_s)
+            retry = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
+            self.retries.append(retry)
+            await self._send(client, body, retry, start_s, timeout_s)
         self._open -= 1
         self._ended += 1
         self._progress(self._ended)

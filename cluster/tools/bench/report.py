@@ -31,8 +31,8 @@ def as_json(found: Bench) -> dict[str, Any]:
 def print_bench(found: Bench) -> None:
     terminal = Terminal(highlight=False)
     groups = {"all": found.all, **found.by_class}
-    if found.again is not None and found.again.requests:
-        groups["came back"] = found.again
+    if found.retries is not None and found.retries.requests:
+        groups["retries"] = found.retries
     if len(found.by_class) == 1:
         del groups["all"]
     for name, figures in groups.items():

@@ -101,7 +101,7 @@ def test_requests_are_sent_on_arrival_and_refused_client_retries_once(
     assert all(0 <= each.sent_s - each.arrival.at_s < 3 for each in outcomes)
     assert [each.error for each in outcomes] == ["ReadTimeout", "ReadTimeout", "429", "429"]
     assert all(each.retry_s for each in outcomes[2:])
-    assert [each.error for each in generator.again] == ["429", "429"]
+    assert [each.error for each in generator.retries] == ["429", "429"]
 
 
 def test_truncated_answer_is_an_error(folder: Path) -> None:
