@@ -470,7 +470,7 @@ def test_makespan_includes_work_outside_layers(tmp_path: Path, capsys: Captured)
     assert all(now["samples_per_s"] < then["samples_per_s"] for then, now in ways)
 
 
-def test_placed_layers_represent_their_neighbours() -> None:
+def test_placed_layers_represent_nearest_layers() -> None:
     assert routing._spaced(5, 8) == [0, 1, 2, 3, 4]
     assert routing._spaced(94, 8) == [0, 13, 27, 40, 53, 66, 80, 93]
     assert [routing._nearest(layer, [0, 3, 9]) for layer in range(10)] == [
