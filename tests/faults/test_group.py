@@ -66,7 +66,7 @@ LONG_TOKENS = 3500  # one batch of this lasts longer than LIMIT_S
 
 @pytest.fixture(scope="session")
 def deep(tiny_checkpoint: Checkpoints) -> Path:
-    """Many thin layers: a batch takes long, and can be met by a fault at any of them."""
+    """Return a model of many thin layers, so that faults occur within a batch."""
     return tiny_checkpoint(
         "qwen3_moe", num_hidden_layers=24, num_experts=8, max_position_embeddings=8192
     )
@@ -87,7 +87,7 @@ def is_gone(pid: int) -> bool:
 
 @contextlib.contextmanager
 def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator[LocalGroup]:
-    """Two attention and two expert ranks; afterwards no process and no socket of them is left."""
+    """Two attention and two expert ranks that leave no process or socket."""
     config = group_config(
         2,
         2,
@@ -132,7 +132,7 @@ def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
 
 
 def read_to_the_end(client: RankConnection) -> None:
-    """Returns once the rank (or the kernel for it) has ended the connection."""
+    """Wait until the rank has closed the connection."""
     end_s = time.monotonic() + DEADLINE_S
     with contextlib.suppress(EOFError, ConnectionError):
         while time.monotonic() < end_s:
@@ -150,7 +150,7 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 
 
 def begun(clients: Iterable[RankConnection], max_tokens: int) -> list[tuple[RankConnection, int]]:
-    """A generation at each, of which something has come."""
+    """Start a generation on each rank and wait for its first tokens."""
     running = [
         (client, client.submit(tokens(1, 60), sampling=greedy(max_tokens))) for client in clients
     ]
@@ -366,7 +366,7 @@ def send_garbage(address: str, garbage: bytes) -> None:
 
 
 def until_closed(sock: socket.socket) -> None:
-    """Returns once the other side has ended the connection."""
+    """Wait until the other side has closed the connection."""
     with sock, contextlib.suppress(ConnectionError):
         sock.settimeout(DEADLINE_S)
         while sock.recv(4096):
@@ -408,7 +408,6 @@ def test_failed_reader_ends_expert_rank_with_file_name(
 
 
 def test_killed_attention_rank_frees_expert_slots(deep: Path, tmp_path: Path) -> None:
-    """Slots that it held are free again: the other needs them."""
     local = LocalModel.load(deep, dtype="float32")
     with ThreadGroup(deep, cached_config(tmp_path)) as group:
         with group.client(0) as first, group.client(1) as second:
@@ -427,7 +426,7 @@ def test_killed_attention_rank_frees_expert_slots(deep: Path, tmp_path: Path) ->
 
 
 def cached_config(store: Path, **sections: Any) -> TandemConfig:
-    """One expert rank that keeps few experts."""
+    """Return a configuration with one expert rank that caches few experts."""
     prefill = {"host_store": str(store)}
     return group_config(2, 1, experts={"slots": 5}, prefill=prefill, **sections)
 
@@ -451,7 +450,6 @@ def tier_of(rank: Rank) -> FileTier:
 def test_unloadable_weights_are_named_without_leaks(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Whichever rank is the first to find out."""
     folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
     shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
@@ -464,7 +462,6 @@ def test_unloadable_weights_are_named_without_leaks(
 
 
 def test_oversized_pool_is_named_without_leaks(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ranks that are started as everywhere but in these tests."""
     monkeypatch.undo()
     config = group_config(1, 1, kv={"pool_tokens": 1 << 40})
     group = LocalGroup(str(deep), config)
@@ -475,7 +472,7 @@ def test_oversized_pool_is_named_without_leaks(deep: Path, monkeypatch: pytest.M
 
 @contextlib.contextmanager
 def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess], dict[str, str]]]:
-    """Processes of 1 + 2 ranks that have loaded and listen, and the expert ranks' addresses."""
+    """Return processes of 1 + 2 loaded ranks, and the expert ranks' addresses."""
     config = group_config(1, 2, channel={"connect_timeout_s": 1.0})
     placements = contiguous_placements(str(folder), expert_ranks=2)
     group_spec = GroupSpec(
@@ -530,7 +527,6 @@ def test_process_lost_while_loading_is_named(tiny_checkpoint: Checkpoints) -> No
 
 
 def test_failures_are_published_as_events(deep: Path) -> None:
-    """A rank that stops says so to everyone who waits: another one may go on with it."""
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(5000))
         client.wait_begun(request)

@@ -50,7 +50,7 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
 
 
 class Asked:
-    """A generation that is read as it comes."""
+    """A streamed generation."""
 
     def __init__(self, backend: PipelineBackend, sampling: Sampling) -> None:
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=sampling)
@@ -95,7 +95,7 @@ def loop_endpoint(rank: Rank) -> Endpoint:
 
 @pytest.mark.parametrize("within_s", [0.0, 60.0])
 def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s: float) -> None:
-    """max_attempts is 1: whatever cost one would fail."""
+    """A failed attempt would fail the request, because max_attempts is 1."""
 
     async def body(backend: PipelineBackend) -> None:
         expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
@@ -141,7 +141,6 @@ def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
 def test_requests_do_not_wait_for_draining_expert_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes once the others have its experts, and its links' end is news to nobody."""
     held: list[object] = []
     with ThreadGroup(folder, group_config(2, 2)) as group:
         with group.client(0) as client, group.client(1) as other:

@@ -97,7 +97,7 @@ def answers(client: RankConnection) -> list[list[int]]:
 
 
 def placed(status: RankStatus) -> tuple[float, float]:
-    """Its generation, and how many experts it has."""
+    """Return its generation and number of experts."""
     found = status.sections["placement"]
     return found["generation"], found["experts"]
 
@@ -123,7 +123,6 @@ def test_slow_load_is_aborted_at_deadline(deep: Path, right: list[list[int]]) ->
 
 
 def test_proposal_reaching_one_rank_is_aborted(deep: Path, right: list[list[int]]) -> None:
-    """The planner died in between."""
     spec = read_spec(deep)
     with threads(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
@@ -213,7 +212,7 @@ def test_changed_checkpoint_fails_moves_without_peers(
 
 
 def _replace_weights(folder: Path) -> None:
-    """By others of the same shapes: the header stays."""
+    """Overwrite the weights under the same header."""
     weights = next(folder.glob("*.safetensors"))
     other = bytearray(weights.read_bytes())
     other[-64:] = bytes(64)
@@ -313,7 +312,6 @@ def test_move_continues_after_attention_rank_loss(deep: Path, right: list[list[i
 def test_move_is_aborted_if_source_rank_is_lost(
     deep: Path, right: list[list[int]], fault: signal.Signals
 ) -> None:
-    """What had come is let go of; the other rank stands in for it."""
     spec = read_spec(deep)
     channel = {"channel": {"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}}
     with processes(deep, **config(SLOW), **channel) as (planner, group):
@@ -343,7 +341,7 @@ def test_move_is_aborted_if_source_rank_is_lost(
 
 
 class Moves:
-    """Rounds of a group each: moves under load, then one rank is killed in the middle of one."""
+    """Rounds of moves under load, each ending with a lost rank."""
 
     def __init__(self, folder: Path, right: list[list[int]], seed: int) -> None:
         self._folder, self._right, self._random = folder, right, random.Random(seed)

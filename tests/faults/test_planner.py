@@ -28,7 +28,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 class Traffic:
-    """The same prompts again and again: their answers must not change."""
+    """Repeats the same prompts, whose answers must not change."""
 
     def __init__(self, group: LocalGroup, client: RankConnection) -> None:
         self.group = group
@@ -90,7 +90,7 @@ def test_requests_continue_through_planner_loss(
 
 
 def start_another_planner(group: LocalGroup) -> None:
-    """In the lost one's place; ranks are told of it."""
+    """Replace the lost planner and notify the ranks."""
     (spec,) = [spec for spec in group._specs if spec.group is Group.PLANNER]
     group.processes[spec.name].close()
     another = group.processes[spec.name] = RankProcess(spec.name)

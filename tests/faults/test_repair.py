@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("ranks_are_forked")
 
 
 class Load:
-    """Generations on each attention rank, whose tokens are known."""
+    """Generations with known tokens on each attention rank."""
 
     def __init__(self, clients: list[RankConnection], right: list[list[int]]) -> None:
         self._right = right

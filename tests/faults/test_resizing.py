@@ -43,7 +43,7 @@ FAST, SLOW = 1e9, 3e5  # bytes a second: at once; seconds
 
 
 class Streams:
-    """Generations on each attention rank, again and again, whose tokens are known."""
+    """Repeated generations with known tokens on each attention rank."""
 
     def __init__(self, clients: list[RankConnection], right: list[list[int]]) -> None:
         self._right, self._ending = right, threading.Event()
@@ -85,7 +85,7 @@ def processes(
     placed: Placement | None = None,
     **sections: Any,
 ) -> Iterator[tuple[LocalGroup, Streams]]:
-    """idle: attention ranks beside those that have streams."""
+    """Start a group with streams. idle: number of attention ranks without streams."""
     placement = {"bytes_per_s": bytes_per_s, **sections.pop("placement", {})}
     config = group_config(attention + idle, expert_ranks, placement=placement, **sections)
     placements = None if placed is None else {Group.EXPERT: placed}
@@ -108,7 +108,7 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 
 
 def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
-    """Every rank has what the placement says, all have the same, and nobody misses anybody."""
+    """Check that all ranks have the same placement and none is missing."""
     moe_layers = len(read_spec(folder).moe_layers)
     assert expert_ranks_in_use(group.working) == ranks
     said = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
@@ -170,7 +170,6 @@ def experts_of(group: LocalGroup, ranks: int) -> float:
 def test_loss_aborts_resize_and_keeps_old_placement(
     deep: Path, right: list[list[int]], ranks: int, victim: str
 ) -> None:
-    """What had come is let go of."""
     with processes(deep, right, 1, 2, bytes_per_s=SLOW) as (group, _):
         killer = threading.Thread(target=kill_in_the_middle, args=(group, victim))
         killer.start()
@@ -191,7 +190,7 @@ def kill_in_the_middle(group: LocalGroup, victim: str) -> None:
 
 
 def coming(group: LocalGroup) -> list[str]:
-    """Expert ranks that are bringing something in."""
+    """Return the expert ranks that load experts."""
     there = [name for name in list(group.processes) if name.startswith("expert")]
     return [name for name in there if "placement" in status_of(group, name).notes]
 
@@ -214,7 +213,7 @@ def test_impossible_resize_is_rejected_first(
 
 @contextlib.contextmanager
 def resizing(group: LocalGroup, ranks: int) -> Iterator[None]:
-    """In the middle of it inside; done, or raised, afterwards."""
+    """Resize in the background inside the context."""
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(group.resize_experts, ranks)
         until(lambda: done.done() or bool(coming(group)))
@@ -289,7 +288,7 @@ def test_resized_experts_free_their_memory(deep: Path, right: list[list[int]]) -
 
 
 class ThreadHandle:
-    """A `WorkerHandle` of a rank that is a thread of this process."""
+    """A `WorkerHandle` of a rank in this process."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

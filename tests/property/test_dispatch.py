@@ -18,7 +18,7 @@ MOE_LAYERS = (1, 2)
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int, Placement]:
-    """Experts and weights of some tokens, r2, and a placement: contiguous, or any with replicas."""
+    """Draw experts and weights of some tokens, r2, and a placement."""
     experts = draw(st.integers(1, 9))
     ranks = draw(st.integers(1, min(4, experts)))
     top_k = draw(st.integers(1, min(4, experts)))
@@ -66,7 +66,7 @@ def test_pairs_are_sent_once_in_expert_order(
 def test_replicas_share_the_tokens_of_their_expert(
     routing: tuple[np.ndarray, np.ndarray, int, Placement],
 ) -> None:
-    """Where all tokens want one expert, no replica of it has more than a token above another."""
+    """If all tokens use one expert, its replicas differ by at most one token."""
     _, _, _, placement = routing
     slots = ExpertPlacement(placement).layer(1)
     for expert in range(placement.num_experts):
@@ -88,7 +88,7 @@ def test_balanced_ranges_have_the_least_largest_sum(costs: list[float], parts: i
 
 
 def _least_largest_sum(costs: list[float], parts: int) -> float:
-    """By dynamic programming over every cut."""
+    """Return the optimum by dynamic programming."""
     best = [0.0, *(float("inf") for _ in costs)]
     for _ in range(parts):
         best = [

@@ -48,7 +48,6 @@ def test_without_faults_every_rank_switches_to_the_proposal(seed: int, attention
 
 
 def test_simulated_faults_reach_every_outcome() -> None:
-    """Else it would hold for the wrong reason."""
     mixed = Faults(0.1, 0.1, 0.1, 0.1, 1, impatient=True)
     reasons, switches, again = set(), 0, 0
     for seed in range(60):

@@ -31,8 +31,7 @@ GENERATIONS = (1, 2, *STAND_INS)
 
 
 class World:
-    """An expert rank, and what is on its way to it. there: what it has. broken: what must never be,
-    in words."""
+    """An expert rank and packets in flight. there: loaded generations. broken: violations."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -51,7 +50,7 @@ class World:
             self.random.choice([self._deliver, self._deliver, self._read, *acts])()
 
     def settle(self) -> None:
-        """All that is on its way arrives, all that is to be read is."""
+        """Deliver all packets and complete all loads."""
         while any([*self._links.values(), *self._answers.values()]) or self.loading is not None:
             self._deliver()
             self._read()
@@ -60,7 +59,7 @@ class World:
         self._links[name, priority].append(arrives)
 
     def lose(self, name: str) -> None:
-        """What was on its way comes to nothing."""
+        """Drop the packets in flight."""
         for priority in Priority:
             self._links[name, priority].clear()
         self._answers[name].clear()
@@ -99,7 +98,7 @@ class World:
         self.reads.append(generation)
 
     def _read(self) -> None:
-        """What is being read is there, or is not to be had."""
+        """Complete or fail the load."""
         generation, self.loading = self.loading, None
         if generation is None:
             return
@@ -130,7 +129,7 @@ class Attention:
         self._retired_before = 0
 
     def receive(self, message: PlacementMessage) -> None:
-        """A late answer to what it has left is none to what it wants now."""
+        """Ignore a late answer to a released lease."""
         if message.generation not in self.wants:
             return
         if message.kind is PacketKind.READY:
@@ -167,12 +166,12 @@ class Attention:
         self._in_each_class(self.world.machine.release, generation)
 
     def end(self) -> None:
-        """It is lost; another takes its place, who wants nothing yet."""
+        """Replace the rank by one without leases."""
         self._begin()
         self.world.lose(self.name)
 
     def retire(self, generation: int) -> None:
-        """It has gone over to that: of a planner's it uses none before."""
+        """Switch to a planner's generation."""
         self._retired_before = generation
         before = {one for one in self.wants if one < generation and not is_failover(one)}
         self.wants = {one: attempt for one, attempt in self.wants.items() if one not in before}
@@ -226,7 +225,6 @@ def test_generations_are_loaded_once_in_order_of_acquisition(seed: int, wanted: 
 
 
 def test_ready_carries_acquire_attempt_while_release_is_in_flight() -> None:
-    """What was wanted first is being read meanwhile."""
     machine, generation = PlacementLeases(), STAND_INS[0]
     placement = proposal(generation, 1)
     machine.acquire("attention-0", placement, 1, resident=False, misfit="")
@@ -241,7 +239,7 @@ def test_ready_carries_acquire_attempt_while_release_is_in_flight() -> None:
 
 @pytest.mark.parametrize("operation", ["left", "refused", "wanted"])
 def test_rank_exceeding_lease_limit_is_rejected_and_forgotten(operation: str) -> None:
-    """One that has the token and keeps no rule. Others' stand-ins are as they were."""
+    """Leases of other ranks stay."""
     machine, good = PlacementLeases(), STAND_INS[0]
     first = machine.acquire("attention-0", proposal(good, 1), 1, resident=False, misfit="")
     assert [type(action) for action in first] == [LoadExperts]

@@ -49,12 +49,12 @@ _EVENTS = msgspec.msgpack.Decoder(Events)  # made here: two threads at once that
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """What another thread or process does is waited for, not timed."""
+    """Wait until a condition of another thread or process holds."""
     wait_until(condition, "it never came true", DEADLINE_S, look_period_s=0.005)
 
 
 def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: Any) -> TandemConfig:
-    """float32, a small KV pool; `sections` override whole keys of sections."""
+    """Return a float32 configuration with a small KV pool and these sections."""
     tree: dict[str, Any] = {
         "model": {"dtype": "float32"},
         "groups": {"attention_ranks": attention_ranks, "expert_ranks": expert_ranks},
@@ -69,7 +69,7 @@ def group_config(attention_ranks: int = 1, expert_ranks: int = 1, **sections: An
 
 
 class ThreadGroup:
-    """Ranks as threads of this process. A context manager: no thread or socket is left after it."""
+    """Context manager of ranks as threads of this process; it leaves no thread or socket."""
 
     def __init__(
         self,
@@ -80,7 +80,6 @@ class ThreadGroup:
         token: bytes | None = None,
         placements: Mapping[Group, Placement] | None = None,
     ) -> None:
-        """placements: None: contiguous."""
         groups = config.groups
         self.token = token or secrets.token_bytes(32)
         if placements is None:
@@ -100,7 +99,6 @@ class ThreadGroup:
             worker.start()
 
     def _introduce(self) -> None:
-        """Those that were not stopped."""
         addresses = {
             w.ready.name: w.ready.channel_address for w in self.experts if not w._stopping.is_set()
         }
@@ -108,8 +106,7 @@ class ThreadGroup:
             attention_worker.connect(addresses)
 
     def replace(self, name: str) -> Rank:
-        """Another rank in its place, under a new epoch; the other one is stopped by now, or here.
-        Attention ranks are told of it, or it of the expert ranks."""
+        """Replace a rank under a new epoch, and connect the new one."""
         self._epoch += 1
         ranks = self.attention if name.startswith("attention") else self.experts
         number = next(n for n, rank in enumerate(ranks) if rank.spec.name == name)
@@ -138,7 +135,7 @@ class ThreadGroup:
             worker.stop()
 
     def join_planner(self, address: str) -> None:
-        """Attention ranks ask the planner there, expert ranks report to it."""
+        """Connect all ranks to the planner."""
         for worker in self.ranks:
             worker.join_planner(address)
 
@@ -198,13 +195,13 @@ class PrefillThreads:
 
 
 def loop_of(worker: Rank) -> ServingLoop:
-    """Of an attention rank or a prefill worker."""
+    """Return the loop of an attention rank or prefill worker."""
     assert isinstance(worker.loop, ServingLoop)
     return worker.loop
 
 
 def experts_of(worker: Rank) -> ExpertHalf:
-    """Of an expert rank."""
+    """Return the experts of an expert rank."""
     assert isinstance(worker.loop, ExpertLoop)
     experts = worker.loop.server._experts
     assert isinstance(experts, ResidentExperts)
@@ -213,7 +210,7 @@ def experts_of(worker: Rank) -> ExpertHalf:
 
 
 def half_of(worker: Rank) -> AttentionHalf:
-    """Of an attention rank or a prefill worker."""
+    """Return the half of an attention rank or prefill worker."""
     finisher = loop_of(worker).finisher
     assert isinstance(finisher, Finisher)
     return finisher._half
@@ -235,7 +232,7 @@ def rank_of(
 
 @contextmanager
 def meeting(worker: Rank, requests: int) -> Iterator[None]:
-    """Requests that are submitted inside wait; once all are there, they meet in the next batch."""
+    """Hold requests submitted inside until all are there, so that they share a batch."""
     scheduler = loop_of(worker).scheduler
     with patch.object(scheduler, "next_batch", return_value=None):
         yield
@@ -250,7 +247,7 @@ def meeting(worker: Rank, requests: int) -> Iterator[None]:
 
 
 class RankConnection:
-    """A blocking client of one rank. `log`: what a prefill worker tells all its clients."""
+    """Blocking client of one rank. log: reports of a prefill worker."""
 
     def __init__(self, name: str, address: str, token: bytes) -> None:
         host, _, port = address.removeprefix("tcp:").rpartition(":")
@@ -279,7 +276,7 @@ class RankConnection:
         self._socket.sendall(len(body).to_bytes(4, "little") + body)
 
     def submit(self, token_ids: Sequence[int], **fields: Any) -> int:
-        """Sends one sequence; returns its request id."""
+        """Send one sequence; return its request id."""
         self._next_id += 1
         self.events[self._next_id] = []
         fields.setdefault("sampling", None)
@@ -287,7 +284,7 @@ class RankConnection:
         return self._next_id
 
     def read(self) -> list[Event]:
-        """The events of the next frame that belong to requests."""
+        """Return the request events of the next frame."""
         size = int.from_bytes(self._exactly(4), "little")
         events = _EVENTS.decode(self._exactly(size)).items
         kept: list[Event] = []
@@ -302,18 +299,18 @@ class RankConnection:
         return kept
 
     def read_until(self, holds: Callable[[], bool]) -> None:
-        """Reads on until it holds; a rank's heartbeats alone would keep a reader for ever."""
+        """Read until the condition holds, with a deadline in spite of heartbeats."""
         end_s = monotonic_s() + ANSWER_DEADLINE_S
         while not holds():
             assert monotonic_s() < end_s, f"{self.state}, {self.events}"
             self.read()
 
     def wait_begun(self, request_id: int) -> None:
-        """Returns once there is something about the request."""
+        """Wait for the request's first event."""
         self.read_until(lambda: bool(self.events[request_id]))
 
     def wait(self, *request_ids: int) -> None:
-        """Returns once each of the requests has ended."""
+        """Wait until each of the requests has ended."""
         self.read_until(lambda: all(map(self._ended, request_ids)))
 
     def scored(self, request_id: int) -> Scored:
@@ -351,7 +348,7 @@ def greedy(max_tokens: int, **fields: Any) -> Sampling:
 
 
 def prefill_config(**sections: Any) -> TandemConfig:
-    """As `group_config`, with a pinned threshold, which saves the reference pass."""
+    """Return `group_config` with a fixed threshold, which saves the reference pass."""
     prefill = {"saturation": 10**12, "max_batch_tokens": 512, **sections.pop("prefill", {})}
     return group_config(prefill=prefill, **sections)
 

@@ -32,17 +32,14 @@ STOP_TIMEOUT_S = 5.0
 
 
 class RankLocation(NamedTuple):
-    """host: where a rank listens. inside: as `RankProcess` takes it."""
+    """host: address on which the rank listens. inside: argument of `RankProcess`."""
 
     host: str = "127.0.0.1"
     inside: Sequence[str] = ()
 
 
 class LocalGroup:
-    """A context manager: the group is up inside, and no process of it is left afterwards.
-
-    `ready`: what each rank told, attention ranks first. `processes`: by rank name.
-    """
+    """Context manager of a running group. ready: attention ranks first. processes: by name."""
 
     def __init__(
         self,
@@ -129,13 +126,12 @@ class LocalGroup:
         return epoch
 
     def introduce(self, without: Collection[str] = ()) -> None:
-        """Tells all but those of each other."""
+        """Send all ranks but those the addresses of each other."""
         ready = [one for one in self.ready if one.name not in without]
         introduce(ready, {one.name: self.processes[one.name] for one in ready})
 
     def resize_experts(self, expert_ranks: int) -> None:
-        """More expert ranks or fewer, while the group serves. Raises as `form_group` and
-        `place_experts`: there are as many as before then."""
+        """Change the number of expert ranks. Raises as `form_group` and `place_experts`."""
         started = self.start_experts(expert_ranks)
         try:
             place_experts(self.working, expert_ranks, self._config)
@@ -146,8 +142,7 @@ class LocalGroup:
         self._end(*(s.name for s in self._specs if s.group is Group.EXPERT and s.name not in names))
 
     def start_experts(self, expert_ranks: int) -> list[str]:
-        """Those that are not there yet, which no placement is on; their names. Raises as
-        `form_group`; they are gone then."""
+        """Start missing expert ranks and return their names. Raises as `form_group`."""
         ranks = enumerate(rank_names(Group.EXPERT, expert_ranks))
         specs = [self._spec_of(rank) for rank, name in ranks if name not in self.processes]
         names = [spec.name for spec in specs]
@@ -163,12 +158,12 @@ class LocalGroup:
         return names
 
     def working(self) -> list[RunningRank]:
-        """For `place_experts`."""
+        """Return the ranks for `place_experts`."""
         handles = self.processes
         return [RunningRank(ready, handles[ready.name]) for ready in self.ready]
 
     def _spec_of(self, rank: int) -> RankSpec:
-        """Of an expert rank that comes later."""
+        """Return the spec of an expert rank that is added later."""
         spec = next(spec for spec in self._specs if spec.group is Group.EXPERT)
         return msgspec.structs.replace(spec, rank=rank, epoch=self._epoch + 1)
 
@@ -181,7 +176,7 @@ class LocalGroup:
 
     @property
     def client_addresses(self) -> dict[str, str]:
-        """Name -> address of each attention rank and prefill worker, for the ingress's clients."""
+        """Return the addresses of attention ranks and prefill workers by name."""
         return {
             ready.name: ready.client_address
             for spec, ready in zip(self._specs, self.ready, strict=True)
@@ -189,17 +184,17 @@ class LocalGroup:
         }
 
     def status(self, timeout_s: float = 10.0) -> list[RankStatus]:
-        """What each rank says of itself (the planner is none)."""
+        """Return the status of each rank but the planner."""
         futures = [rank.call("status") for rank in self._ranks]
         return [future.result(timeout_s) for future in futures]
 
     def metrics(self, timeout_s: float = 10.0) -> dict[str, str]:
-        """Prometheus text of each process, by name."""
+        """Return the Prometheus text of each process by name."""
         futures = [(name, process.call("metrics")) for name, process in self.processes.items()]
         return {name: future.result(timeout_s) for name, future in futures}
 
     def spans(self, timeout_s: float = 30.0) -> list[TaskSpan]:
-        """The recorded spans of all ranks, in order of their start."""
+        """Return the spans of all ranks by start time."""
         futures = [rank.call("spans") for rank in self._ranks]
         spans = [span for future in futures for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
@@ -212,7 +207,7 @@ class LocalGroup:
         return [self.processes[s.name] for s in self._specs if s.group is not Group.PLANNER]
 
     def close(self) -> None:
-        """Stops all ranks at once, so that none takes the others for lost; then ends them."""
+        """Stop all ranks at once, then end them."""
         stopping = [process.call("stop") for process in self.processes.values()]
         wait(stopping, timeout=STOP_TIMEOUT_S)
         for process in self.processes.values():

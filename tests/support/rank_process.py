@@ -110,7 +110,7 @@ class RankProcess:
         self._process.send_signal(number)
 
     def close(self, timeout_s: float = 10.0) -> int:
-        """Ends the child, by force at the deadline. Returns its exit code."""
+        """End the child, by force at the deadline; return its exit code."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -174,13 +174,12 @@ def _execute(shell: Any, line: bytes) -> bytes:
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """Its class, or the nearest that the other side knows too."""
+    """Return its class, or the nearest one known to the parent."""
     known = vars(contracts.errors).values()
     return next((kind for kind in type(error).__mro__[:-2] if kind in known), type(error))
 
 
 def main() -> None:
-    """The child's."""
     # Answers go to the real standard output; whatever else prints there goes to standard error.
     answers_file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -34,7 +34,7 @@ SPARE = 2  # expert ranks that are joined and that the launch's placement is not
 
 
 def proposal(generation: int, ranks: int, variant: int = 0) -> Placement:
-    """One expert on each of so many ranks; of each variant another one."""
+    """Return one expert on each rank; each variant has another one."""
     return Placement(
         num_experts=1,
         generation=generation,
@@ -44,7 +44,7 @@ def proposal(generation: int, ranks: int, variant: int = 0) -> Placement:
 
 
 class Faults(NamedTuple):
-    """Probabilities, or times of the whole."""
+    """Probabilities, or times of the whole run."""
 
     load_fails: float = 0.0
     load_late: float = 0.0
@@ -57,7 +57,7 @@ class Faults(NamedTuple):
 
 
 class World:
-    """Runs to its end in `run`. broken: what must never be, in words."""
+    """The simulation. broken: violated invariants."""
 
     def __init__(
         self, seed: int, experts: int, attentions: int, proposals: int, faults: Faults
@@ -103,7 +103,7 @@ class World:
 
     @property
     def ranks(self) -> int:
-        """That the newest generation which somebody uses is on, as the launcher knows it."""
+        """Ranks of the newest generation in use, as the launcher knows it."""
         newest = max((expert.machine.current for expert in self.experts.values()), default=0)
         return self.ranks_of[newest]
 
@@ -111,7 +111,7 @@ class World:
         heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), happens))
 
     def send(self, sender: str, to: str, priority: Priority, arrives: Callable[[], None]) -> None:
-        """In order within (sender, receiver, class); mostly at once, now and then late."""
+        """Send in order within (sender, receiver, class), sometimes late."""
         link, delay_s = (sender, to, priority), self.random.choice((0.001, 0.1, 3.0))
         due_s = max(self._last_s.get(link, 0.0), self.now_s + self.random.random() * delay_s)
         self._last_s[link] = due_s
@@ -144,7 +144,7 @@ class World:
 
     def _killing(self, name: str) -> Callable[[], None]:
         def kill() -> None:
-            """The group is lost. Attention ranks serve no more; some end their links, too."""
+            """Lose the group; some attention ranks close their links, too."""
             self.experts.pop(name)
             self.is_lost = True
             for attention in self.attentions.values():
@@ -156,7 +156,7 @@ class World:
 
 
 class Expert:
-    """holds: the generations whose tokens it can compute. loading: what takes memory too."""
+    """holds: generations that it can serve. loading: generations that are loading."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -183,7 +183,7 @@ class Expert:
                 self.reports.append(action)
 
     def takes(self, peer: str, generation: int, done: Callable[[], None]) -> None:
-        """Tokens, which wait for their turn. Those of a generation that goes are dropped."""
+        """Queue tokens; those of a freed generation are dropped."""
         if generation not in self.holds:
             self.world.broken.append(f"{self.name} has no {generation}, {peer} wants it")
         waits_s = self.world.random.choice((0.0, 0.01, 5.0))
@@ -238,7 +238,7 @@ class Attention:
         self._gone_for: set[str] = set()  # expert ranks that know that it is dead
 
     def turn(self) -> None:
-        """Another layer of some batch, then a while of nothing."""
+        """Start another layer of some batch, then wait."""
         if self.is_dead or self.is_through or self.world.now_s > TRAFFIC_S:
             return
         self._call()
@@ -293,7 +293,7 @@ class Attention:
                 )
 
     def loses(self, expert: str) -> None:
-        """What waits for answers is dropped."""
+        """Drop what waits for answers."""
         self.is_through = True
         self.do(self.machine.remove_peer(expert))
         for _, generation in sorted(self.open):
@@ -301,7 +301,7 @@ class Attention:
         self.open.clear()
 
     def die(self) -> None:
-        """Expert ranks hear of it after what it has sent, if that comes at all."""
+        """Lose the rank; expert ranks notice after its last packets."""
         if self.is_dead:
             return
         self.is_dead = True
@@ -331,7 +331,7 @@ class Attention:
 
 
 def settled(world: World) -> list[str]:
-    """What is not as it must be in the end, in words."""
+    """Return what is wrong in the final state."""
     wrong = list(world.broken)
     for name, expert in world.experts.items():
         if expert.machine.under_way is not None:

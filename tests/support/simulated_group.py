@@ -20,7 +20,7 @@ Chunks = list[tuple[int, int]]
 
 
 def hardware(slower: float = 1.0) -> Hardware:
-    """A machine on which launches, products and links all matter for small models."""
+    """Return a machine on which launches, products and links all matter."""
     return Hardware(
         version=1,
         name="simulated",
@@ -54,7 +54,7 @@ def setup_of(shape: ModelShape, known: Hardware | None, **fields: Any) -> Online
 
 
 class SimulatedGroup:
-    """Every time is multiplied by one to one plus `noise`, drawn anew."""
+    """Multiplies every time by a random factor from 1 to 1 + `noise`."""
 
     def __init__(self, setup: OnlineSetup, machine: Hardware, *, noise: float, seed: int) -> None:
         self.setup = setup
@@ -65,7 +65,7 @@ class SimulatedGroup:
     def run(
         self, micro_batches: Sequence[Chunks], plan: Plan | None = None, wild: float = 1.0
     ) -> tuple[BatchReport, ExpertReport]:
-        """What the ranks report of one batch. wild: a factor on its times of attention."""
+        """Return the reports of one batch. wild: factor of its attention times."""
         plan = plan or Plan(r1=len(micro_batches))
         times = [
             MicroBatchReport(
@@ -91,7 +91,7 @@ class SimulatedGroup:
         return report, ExpertReport(rank="expert-0", experts=called, a2e=sent)
 
     def makespan_ms(self, micro_batches: Sequence[Chunks], plan: Plan) -> float:
-        """Without noise, but with half a millisecond that no stage has."""
+        """Return the time without noise, plus half a millisecond of overhead."""
         pieces = [
             Piece(self._attention_ms(b), self.spec().shared.at(_tokens(b)), _tokens(b))
             for b in micro_batches
@@ -99,7 +99,7 @@ class SimulatedGroup:
         return 0.5 + makespan_ms(schedule_of_pieces(self.spec(), plan, pieces, 1))
 
     def spec(self) -> PlanSpec:
-        """The planning problem as it is, one token a sample."""
+        """Return the planning problem, with one token per sample."""
         shape, stages = self.setup.shape, self._stages()
         cost = self.machine.attention
         launch = Linear(cost.call_ms + shape.projections * cost.projection_ms, 0.0)
@@ -119,7 +119,7 @@ class SimulatedGroup:
         )
 
     def chunk_ms(self, start: int, stop: int) -> float:
-        """What a sequence adds to the time of attention."""
+        """Return the attention time that a sequence adds."""
         return self._attention_ms([(start, stop)]) - self.spec().stages.attention.alpha_ms
 
     @property

@@ -26,8 +26,7 @@ HOLD_S = 1024 / TICKS_PER_S
 
 
 class Workload(NamedTuple):
-    """What happens, from one seed. Longest slices in ticks; load: of LS, in parts of what the
-    busier rank can do; live_ls: passes at most."""
+    """Random events. Longest slices in ticks; load: LS load relative to the busier rank."""
 
     share: float
     layers: int
@@ -61,7 +60,7 @@ def workload(chance: random.Random) -> Workload:
 
 
 class Pass:
-    """A batch on its way through all layers. ended_s: None while it is not through."""
+    """A batch in flight. ended_s: None until it is complete."""
 
     def __init__(self, priority: Priority, number: int, arrived_s: float, due_s: float) -> None:
         self.priority, self.number = priority, number
@@ -72,8 +71,7 @@ class Pass:
 
 
 class Part:
-    """A micro-batch: stages[n] are the slices in seconds of its n-th task, which is attention's
-    where n is even and the experts' where it is odd."""
+    """A micro-batch; stages[n] are the slices of task n: attention if even, experts if odd."""
 
     def __init__(self, whole: Pass, index: int, stages: list[list[float]]) -> None:
         self.whole, self.index, self.stages = whole, index, stages
@@ -87,8 +85,7 @@ class Part:
 
 
 class Chosen(NamedTuple):
-    """live: what the choice saw. part: None, if it was to hold. asked: not where one batch alone
-    was there to go on."""
+    """live: what the choice saw. part: None to hold. asked: False for a single batch."""
 
     now_s: float
     ready: list[Part]
@@ -99,7 +96,7 @@ class Chosen(NamedTuple):
 
 
 class Rank:
-    """look: what is done at a choice; done: after a slice. Told to whoever `watches`."""
+    """Calls `look` at a choice and `done` after a slice, and notifies the watcher."""
 
     def __init__(self, world: World, place: int) -> None:
         self.world, self.place = world, place
@@ -152,7 +149,7 @@ class Rank:
         world.later(start_s - now_s + seconds, lambda: self._done(part, head, start_s))
 
     def _candidate_s(self, heads: list[Any]) -> float:
-        """The predicted slice of what BE would run."""
+        """Return the predicted slice of the next best-effort task."""
         others = [head for head in heads if head.priority == Priority.BE]
         is_started = [head for head in others if head.is_started]
         return self.choice._order(is_started or others).slice_s if others else 0.0
@@ -182,7 +179,7 @@ class Rank:
 
 
 class World:
-    """Both ranks, and the events to come. watch: hears of every choice, slice and pass."""
+    """Both ranks and pending events. watch: notified of choices, slices and passes."""
 
     def __init__(self, seed: int, watch: Any) -> None:
         self.chance = random.Random(seed)
@@ -212,15 +209,15 @@ class World:
         heapq.heappush(self._events, (self.now_s + seconds, next(self._number), event))
 
     def ticks(self, most: int) -> float:
-        """1 to `most`, in seconds; 0 where `most` is."""
+        """Return 1 to `most` ticks in seconds, or 0."""
         return math.ceil(self.chance.random() * most) / TICKS_PER_S
 
     def guess(self) -> float:
-        """A prediction is off by that factor; 0: nothing is known."""
+        """Return a prediction that is off by a factor; 0: unknown."""
         return self.chance.choice((0.0, 0.5, 1.0, 1.0, 2.0))
 
     def moved(self, part: Part) -> None:
-        """A task is over: on to the other group, or it was the last one."""
+        """Move a completed task to the other rank, or end the pass."""
         whole = part.whole
         if part.stage < len(part.stages):
             transfer_s = self.ticks(self.load.transfer_ticks)
@@ -245,7 +242,7 @@ class World:
         self._begin()
 
     def _begin(self) -> None:
-        """One pass of BE at a time, some of LS."""
+        """Start one best-effort pass at a time, and several LS passes."""
         for priority, waits in self.waits.items():
             most = self.load.live_ls if priority is Priority.LS else 1
             while waits and sum(each.priority is priority for each in self.live) < most:

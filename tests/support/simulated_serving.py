@@ -35,7 +35,7 @@ Report = BatchReport | ExpertReport | TrafficReport
 
 
 class Traffic(NamedTuple):
-    """per_s: sequences that arrive, over all ranks; None: as many as there is room for."""
+    """per_s: arrivals over all ranks; None: as many as fit."""
 
     prompt_tokens: int
     output_tokens: int
@@ -49,7 +49,7 @@ class Packet(NamedTuple):
 
 
 class SimulatedServing:
-    """`ended`: sequences that are done. report: called with what real ranks would report."""
+    """ended: number of complete sequences. report: called with reports of real ranks."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SimulatedServing:
             self._arrive()
 
     def run(self, seconds: float) -> float:
-        """Sequences that have ended per second, in the next `seconds`."""
+        """Return completed sequences per second."""
         before, end_ms = self.ended, self.now_ms + 1e3 * seconds
         for rank in self.ranks:
             rank.look()
@@ -98,7 +98,7 @@ class SimulatedServing:
         return tokens * self.shape.top_k / self.shape.num_experts
 
     def prompt_tokens(self) -> int:
-        """Of a prompt: half to one and a half times the mean."""
+        """Return half to one and a half times the mean."""
         mean = self.traffic.prompt_tokens
         return self.random.randint(mean // 2, mean + mean // 2)
 
@@ -111,7 +111,7 @@ class SimulatedServing:
 
 
 class _Experts:
-    """All expert ranks, alike as their routing is: one queue stands for all."""
+    """All expert ranks as one queue, because their routing is alike."""
 
     def __init__(self, world: SimulatedServing) -> None:
         self._world = world
@@ -123,7 +123,7 @@ class _Experts:
         self._serve()
 
     def _serve(self) -> None:
-        """One call for all that wait for the layer of the oldest packet."""
+        """Run one call for all packets of the oldest packet's layer."""
         if self._busy or not self._queue:
             return
         world, layer = self._world, self._queue[0].layer
@@ -151,7 +151,7 @@ class _Experts:
 
 
 class _Line:
-    """A resource that does one thing at a time, in order: a rank's processor, a link."""
+    """A resource that does one thing at a time: a rank's processor, a link."""
 
     def __init__(self, world: SimulatedServing) -> None:
         self._world, self._free_ms = world, 0.0
@@ -163,7 +163,7 @@ class _Line:
 
 
 class _Rank:
-    """running: (position, tokens left) of each sequence that decodes."""
+    """running: (position, tokens left) of decoding sequences."""
 
     def __init__(self, world: SimulatedServing, name: str) -> None:
         self.waiting = 0
@@ -176,7 +176,7 @@ class _Rank:
         self._counts = [0] * 5
 
     def look(self) -> None:
-        """Forms a batch if it can: a token of each running sequence, and prompts."""
+        """Form a batch if possible: a token of each running sequence, and prompts."""
         world, traffic = self._world, self._world.traffic
         room = world.max_sequences - len(self.running)
         prompts = room if traffic.per_s is None else min(room, self.waiting)

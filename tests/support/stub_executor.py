@@ -19,7 +19,7 @@ _LOGIT_STEPS = 1 << 12
 
 
 def pseudo_answer(submit: Submit, cached_tokens: int, vocab_size: int) -> list[Event]:
-    """What a model would answer, drawn from the token ids: the same in every process."""
+    """Return an answer drawn from the token ids, equal in every process."""
     if submit.sampling is not None:
         return _generated(submit, submit.sampling, cached_tokens, vocab_size)
     usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=cached_tokens)
@@ -62,7 +62,7 @@ def _seed(token_ids: Sequence[int]) -> int:
 
 
 def _logit(seed: int, token_id: int) -> float:
-    """In (-8, 0]: it may pass for a log-probability."""
+    """Return a number in (-8, 0], as a log-probability."""
     mixed = (seed ^ token_id * 2654435761) * 40503 & 0xFFFFFFFF
     return -8.0 * (mixed >> 20) / _LOGIT_STEPS
 
@@ -73,7 +73,7 @@ def _top(seed: int, token_id: int, count: int, vocab_size: int) -> list[tuple[in
 
 
 class StubExecutor:
-    """It is its own sink: `answers` collects (sequence, event) pairs, as a finisher's."""
+    """Executor and finisher: `answers` collects (sequence, event) pairs."""
 
     layers = 1
     is_engaged = False
@@ -103,7 +103,7 @@ class StubExecutor:
         self._batches.append(scheduled)
 
     def step(self, timeout_s: float) -> list[ScheduledBatch]:
-        """All batches, or it waits."""
+        """Complete all batches, or wait."""
         if not self._batches:
             self._woken.wait(timeout_s)
             self._woken.clear()

@@ -25,7 +25,7 @@ CACHED_BLOCKS = 1 << 16  # where kv.pool_tokens does not say
 
 
 def stub_rank(spec: RankSpec) -> Rank:
-    """Raises CheckpointError."""
+    """Make the rank. Raises CheckpointError."""
     started_s, config = monotonic_s(), spec.config
     model = check_checkpoint(Path(spec.model_folder))
     context_tokens = config.model.context_tokens(model.max_context_tokens)

@@ -41,8 +41,7 @@ def expert(number: int, x_TD: torch.Tensor) -> torch.Tensor:
 
 
 class FakeHalf:
-    """Every layer: hidden += 1, then experts and a shared expert on hidden / 2. A token's id is
-    10 * sequence + position, so that `log` can tell whose turn it was."""
+    """Adds 1 in every layer, then experts and a shared expert; token ids encode the sequence."""
 
     def __init__(self, log: list[Event], *, shared: bool) -> None:
         self.spec = SimpleNamespace(num_layers=LAYERS)
@@ -88,7 +87,7 @@ def route(token_ids_T: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Te
 
 
 def reference(token_ids: list[int], *, shared: bool) -> torch.Tensor:
-    """The same layers, computed plainly."""
+    """Compute the same layers plainly."""
     ids_T = torch.tensor(token_ids)
     hidden_TD = ids_T[:, None].float().repeat(1, DIM)
     for layer in range(LAYERS):
@@ -105,7 +104,7 @@ def reference(token_ids: list[int], *, shared: bool) -> torch.Tensor:
 
 
 class FakeEndpoint:
-    """Keeps what is sent in `sent`; `reply` answers it as the expert ranks would."""
+    """Keeps packets in `sent`; `reply` answers as the expert ranks would."""
 
     name, epoch, backend = "attention-0", 1, "fake"
 
@@ -134,7 +133,7 @@ class FakeEndpoint:
         return arrived
 
     def reply(self, wanted: Callable[[Header], bool] = lambda header: True) -> None:
-        """Answers what has been sent and is `wanted`, last first."""
+        """Answer the `wanted` packets, the last one first."""
         answers = [item for item in self.sent if wanted(item[0])]
         self.sent = [item for item in self.sent if not wanted(item[0])]
         for header, peer, (x_UD, index_N, weights_N, counts_e) in reversed(answers):
@@ -159,7 +158,7 @@ class FakeEndpoint:
 
 
 class Rig:
-    """An executor on fakes. `log`: tasks and sends in order. `finished`: hidden states."""
+    """An executor on fakes. log: tasks and sends in order. finished: hidden states."""
 
     def __init__(self, *, shared: bool = True, choice: Preemption[Task] | None = None) -> None:
         self.log: list[Event] = []
@@ -214,7 +213,7 @@ class Rig:
         self.executor.submit(ScheduledBatch(number, priority, chunks), plan)
 
     def run_ready(self) -> list[ScheduledBatch]:
-        """Steps until nothing can run without a reply."""
+        """Step until nothing can run without a reply."""
         done: list[ScheduledBatch] = []
         while True:
             before = len(self.log), len(self.endpoint.arrived)
@@ -231,7 +230,7 @@ class Rig:
         return done
 
     def take_log(self) -> list[tuple[str, int]]:
-        """(what, whose) since the last call; packets of one micro-batch count once."""
+        """Return (task, micro-batch) since the last call; packets count once."""
         taken, self.log[:] = list(self.log), []
         short: list[tuple[str, int]] = []
         for what, _, number in taken:
@@ -464,7 +463,6 @@ def test_lost_expert_rank_is_named_on_event_and_on_send() -> None:
 
 
 def test_first_of_two_lost_ranks_is_reported() -> None:
-    """Whoever replaces ranks reads it there (FINDINGS B18: a planted bug survived)."""
     rig = Rig()
     rig.submit(Plan(), [0])
     for name in ("expert-1", "expert-0"):
@@ -484,7 +482,6 @@ def test_loss_of_unknown_peer_is_ignored() -> None:
 
 
 def test_silent_expert_rank_is_dropped_at_deadline() -> None:
-    """FINDINGS B3: a micro-batch waited for ever."""
     rig = Rig(shared=False)
     rig.submit(Plan(order=Order.ASAS), [0, 1])
     rig.run_ready()

@@ -22,7 +22,7 @@ LAYER = {Priority.LS: 1, Priority.BE: 2}  # so that the log tells one from the o
 
 
 class Freed(PlacementHandler):
-    """gone: generations that the next look finds unused."""
+    """gone: generations that the next poll returns."""
 
     def __init__(self) -> None:
         self.gone: list[int] = []
@@ -33,7 +33,7 @@ class Freed(PlacementHandler):
 
 
 class Rig:
-    """log: the class of each step that ran. Calls have three."""
+    """log: class of each step. Calls have three steps."""
 
     def __init__(self, be_share: float) -> None:
         self.clock = ManualClock()
@@ -64,7 +64,7 @@ class Rig:
     def send_tokens(
         self, priority: Priority, peer: str = "attention-0", *, generation: int = 0
     ) -> list[bool]:
-        """Whether its packet has been released: empty, or once True."""
+        """Return a list that is True once the packet is released."""
         header = Header(
             PacketKind.A2E, 1, 0, LAYER[priority], 0, 0, priority, generation=generation
         )
@@ -99,7 +99,7 @@ class Rig:
         return SimpleNamespace(tensors=[torch.empty(part.shape) for part in parts])
 
     def _commit(self, reservation: Any, header: Header) -> None:
-        """It is answered."""
+        """Release it."""
 
 
 LS, BE = Priority.LS, Priority.BE

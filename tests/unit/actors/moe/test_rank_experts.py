@@ -42,7 +42,7 @@ DEADLINE_S = 20.0
 
 
 class Rig:
-    """A server with a rank's experts, in an order of their own, and what it answered."""
+    """A server with a rank's experts in random order, and its answers."""
 
     def __init__(self, folder: Path, store: Path, slots: int, serve: Any = None) -> None:
         self.spec: ModelSpec = check_checkpoint(folder)
@@ -76,7 +76,7 @@ class Rig:
     def send_tokens(
         self, peer: str, layer: int, tokens: int, priority: Priority, seed: int
     ) -> None:
-        """Rows that go to some of the rank's experts."""
+        """Send rows for some of the rank's experts."""
         generator = torch.Generator().manual_seed(seed)
         local = len(self.own[layer])
         x_UD = torch.randn(tokens, self.spec.hidden_size, generator=generator)
@@ -110,7 +110,7 @@ class Rig:
             self.server.step(0.1)
 
     def check(self) -> None:
-        """Each answer is right, and nothing is wanted any more."""
+        """Check all answers, and that no request is left."""
         for key, expected in self.expected.items():
             assert torch.equal(self.answers[key], expected), key
         self.cache.check()
@@ -157,7 +157,7 @@ def test_answers_equal_resident_experts_under_any_hints_and_losses(
     seed: int,
     loss: bool,
 ) -> None:
-    """Hints: right or wrong, late, twice, or of experts and layers that there are not."""
+    """Hints are right, wrong, late, repeated, or of unknown experts and layers."""
     chance = random.Random(seed)
     rig = Rig(tiny_checkpoint("qwen3_moe"), tmp_path_factory.getbasetemp(), slots)
     layers = rig.spec.moe_layers
@@ -196,7 +196,6 @@ def test_waiting_groups_of_one_layer_are_merged(
 def test_groups_with_more_experts_than_slots_complete(
     opened: Callable[..., Rig],
 ) -> None:
-    """One has begun when the other comes: neither holds what the other needs for good."""
     rig = opened(slots=2)
     layer = rig.spec.moe_layers[0]
     with torch.inference_mode():
@@ -279,7 +278,6 @@ def test_hints_of_old_micro_batches_are_dropped(opened: Callable[..., Rig]) -> N
 
 
 def test_policy_that_abandons_started_calls_loses_none(opened: Callable[..., Rig]) -> None:
-    """The newest first: what stands at a yield stays there while others come."""
     rig = opened(slots=3, serve=lambda heads: max(heads, key=lambda head: head.oldest_arrival_s))
     layers = rig.spec.moe_layers
     with torch.inference_mode():

@@ -25,7 +25,7 @@ def layer_of(placement: Placement | None) -> LayerSlots:
 
 @pytest.fixture
 def pending() -> RemotePending:
-    """Two token groups, each with all three ranks."""
+    """Return two token groups with slices of three ranks each."""
     ids_TK = np.array([[0, 2, 4], [1, 3, 5]])
     weights_TK = np.ones((2, 3), np.float32)
     slices = plan_dispatch(ids_TK, weights_TK, [(0, 1), (1, 2)], layer_of(LAUNCH))

@@ -30,7 +30,7 @@ class _Clock:
 
 
 class _Rank:
-    """Runs micro-batches whose token at position p of sequence s goes to experts that tell both."""
+    """Runs micro-batches whose experts encode sequence and position."""
 
     def __init__(self, tokens_per_s: int = 256) -> None:
         self.clock, self.made = _Clock(), list[MakeRouting]()
@@ -40,7 +40,7 @@ class _Rank:
         self.batches = 0
 
     def run(self, chunks: Sequence[tuple[int, int, int]], *, to_layer: int = LAYERS) -> None:
-        """(sequence, start, stop) of each."""
+        """Run chunks (sequence, start, stop)."""
         owner = (self.batches, 0)
         self.batches += 1
         self.sample.prepare(owner, [_chunk(*each) for each in chunks])
@@ -49,7 +49,7 @@ class _Rank:
             self.sample.routed(owner, _experts(rows, layer))
 
     def report(self) -> RoutingSampleReport:
-        """What the next micro-batch makes it report."""
+        """Return the report that the next micro-batch triggers."""
         self.clock.now_s += PERIOD_S
         self.sample.prepare((-1, 0), [_chunk(0, 0, 1)])
         return self.made.pop()()
@@ -116,8 +116,7 @@ def test_unfinished_and_dropped_batches_are_not_reported() -> None:
 
 
 def test_report_counts_at_least_its_own_tokens() -> None:
-    """A micro-batch begins before one report and ends before the next, when few others began: a
-    planner would take it for a stranger's."""
+    """A micro-batch may start before one report and end in the next."""
     rank = _Rank()
     rank.run([(1, 0, 400)], to_layer=0)
     rank.clock.now_s += PERIOD_S

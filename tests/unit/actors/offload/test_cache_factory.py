@@ -38,8 +38,6 @@ def spec_of(folder: Path, **experts: str) -> RankSpec:
 
 
 def test_profile_of_counts_alone_gives_no_predictor(tmp_path: Path) -> None:
-    """A serving group may have written them there: hints are made without a profile then, unless
-    somebody asks for one."""
     folder = tmp_path / "model"
     shutil.copytree(FOLDER, folder)
     spec = read_spec(folder)

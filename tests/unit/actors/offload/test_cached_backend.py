@@ -56,7 +56,7 @@ GROUPS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group of
 
 
 class Fewer(Precision):
-    """Tells some of the guesses only."""
+    """Returns some of the predictions only."""
 
     def __init__(self, known: dict[int, list[float]], dice: random.Random) -> None:
         super().__init__(known)
@@ -68,7 +68,7 @@ class Fewer(Precision):
 
 
 class AnyGuess(ExpertPredictor):
-    """Foretells at random, or nothing."""
+    """Predicts at random, or nothing."""
 
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
@@ -143,7 +143,7 @@ class Rig:
         *,
         decodes: bool = False,
     ) -> CachedPending:
-        """number: of the micro-batch; odd ones are BE."""
+        """number: of the micro-batch; odd ones are best-effort."""
         key = TaskKey(0, layer, number, BE if number % 2 else LS, decodes)
         if layer == self.spec.moe_layers[0]:
             backend.prepare(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
@@ -155,7 +155,7 @@ class Rig:
         return hidden_TD
 
     def check_bits(self, backend: CachedBackend) -> None:
-        """Those of resident experts, for batches of several sizes."""
+        """Compare with resident experts for several batch sizes."""
         with torch.inference_mode():
             for seed, tokens in enumerate((1, 3, 40, 700, 1)):
                 for layer in self.spec.moe_layers:
@@ -241,8 +241,7 @@ def test_interleaved_micro_batches_are_bit_equal(
     sizes: list[int],
     run_pairs: int,
 ) -> None:
-    """Each goes through all layers at its own pace; one is dropped on its way, perhaps. run_pairs:
-    experts with more are computed in several steps, and may lose their slots in between."""
+    """Micro-batches advance independently, and one may be dropped."""
     rig = Rig(tiny_checkpoint("qwen3_moe"), tmp_path_factory.getbasetemp())
     backend, dice = rig.backend(slots, kind=kind, seed=seed), random.Random(seed)
     layers = rig.spec.moe_layers

@@ -43,7 +43,7 @@ FEW, MANY = (1, 2, 7), (40, 300)
 
 
 class AnyHint(ExpertPredictor):
-    """Foretells at random: wrong, several times the same, or nothing."""
+    """Predicts at random: wrong, repeated, or nothing."""
 
     def __init__(self, half: AttentionHalf, seed: int) -> None:
         super().__init__(half, None)
@@ -71,7 +71,7 @@ class AnyHint(ExpertPredictor):
 
 
 class RightHint(ExpertPredictor):
-    """Foretells what `requested` says that the next layer wants."""
+    """Predicts the next layer's `requested` experts."""
 
     requested: Tensor
 
@@ -87,7 +87,7 @@ class RightHint(ExpertPredictor):
 
 
 class Rig:
-    """A model, its experts in the host's memory, and planes over them."""
+    """A model, its experts in host memory, and backends over them."""
 
     def __init__(self, folder: Path) -> None:
         self.local = LocalModel.load(folder, dtype="float32")
@@ -143,7 +143,7 @@ class Rig:
         return RoutedTokens(x_TD, ids_TK, weights_TK)
 
     def expected(self, layer: int, routed: RoutedTokens) -> Tensor:
-        """As a GPU that holds all experts computes it, where each is a product of its own."""
+        """Return the result of resident experts on a GPU."""
         held = self.local.experts[0].held(layer)
         ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
         return gpu_experts(routed.x_TD, ids_TK, weights_TK, held.gate_up, held.down, held.clamped)
@@ -151,7 +151,7 @@ class Rig:
     def begin(
         self, backend: DeviceBackend, layer: int, routed: RoutedTokens, number: int = 0
     ) -> DevicePending:
-        """number: of the micro-batch; odd ones are BE."""
+        """number: of the micro-batch; odd ones are best-effort."""
         key = TaskKey(0, layer, number, BE if number % 2 else LS)
         if layer == self.spec.moe_layers[0]:
             backend.prepare(key, torch.zeros(len(routed.x_TD), dtype=torch.int64))
@@ -214,8 +214,7 @@ def test_hints_slots_and_interleaving_do_not_change_bits(
     kind: Kind,
     batches: list[tuple[int, int]],
 ) -> None:
-    """Micro-batches of both classes side by side, some dropped half-way; copies and ids come when
-    the dice let them. After each the cache's slots are whole."""
+    """Micro-batches of both classes, some dropped, with random delays of copies and ids."""
     dice = random.Random(seed)
     predictor = AnyHint(shared.local.attention, seed) if hints else None
     backend = shared.backend(slots, FakeLane(seed), kind=kind, predictor=predictor)
@@ -268,7 +267,6 @@ def test_cached_experts_run_before_ids_reach_host(
 
 
 def test_host_does_not_wait_for_copies(opened: Callable[..., Rig]) -> None:
-    """All of a layer is queued although no copy has run."""
     rig = opened()
     lane = FakeLane(0)
     backend, layer = rig.backend(100, lane), rig.spec.moe_layers[0]

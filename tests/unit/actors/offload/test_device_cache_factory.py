@@ -41,7 +41,7 @@ def spec_of(store: Path, **experts: Any) -> RankSpec:
 
 @pytest.fixture
 def layout() -> ExpertLayout:
-    """On the CPU, as a GPU would have it."""
+    """Return a GPU's layout on the CPU."""
     return ExpertLayout(read_spec(FOLDER), torch.float32, torch.device("cpu"), packed=False)
 
 

@@ -53,7 +53,7 @@ class Rig:
         )
 
     def compute(self, layer: int, experts: list[int]) -> dict[int, list[bytes]]:
-        """What stood in each expert's slot."""
+        """Return the contents of each expert's slot."""
         request = self.cache.request(layer, experts, Priority.LS)
         found: dict[int, list[bytes]] = {}
         while request.left:
@@ -151,8 +151,6 @@ def test_dead_reader_is_an_error(opened: Callable[..., Rig]) -> None:
 def test_hung_reader_is_an_error_after_its_deadline(
     opened: Callable[..., Rig],
 ) -> None:
-    """Of a disk that gives nothing it hangs in a read; here it is stopped. Slots are whole, and it
-    goes on once it can."""
     rig = opened(deadline_s=0.3)
     rig.tier._process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, rig.tier._process.pid, os.WSTOPPED)  # all its threads
@@ -203,7 +201,7 @@ def test_reads_beyond_entries_complete(
 
 
 def test_reader_continues_without_waiter(opened: Callable[..., Rig]) -> None:
-    """What it rings with can be full: a worker that always has something to compute."""
+    """The notification pipe may be full."""
     rig = opened()
     with suppress(BlockingIOError):
         while True:

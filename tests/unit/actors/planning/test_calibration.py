@@ -81,8 +81,6 @@ def test_smaller_batches_are_timed_within_budget() -> None:
 
 
 def test_frequent_disturbance_affects_all_sizes() -> None:
-    """A long pass finds no quiet moment: were the best of the short ones told, batches would seem
-    to gain less by their size than they do."""
     layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-6, disturbed=True)
     _, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)
     for prompts, seconds in batches:

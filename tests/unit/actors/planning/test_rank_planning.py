@@ -38,7 +38,7 @@ CHOSEN = Plan(r1=3, r2=2)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Returns once the condition holds: what another thread does is waited for, not timed."""
+    """Wait until a condition of another thread holds."""
     end_s = monotonic_s() + DEADLINE_S
     while not condition():
         assert monotonic_s() < end_s, "it never came true"
@@ -65,7 +65,7 @@ def spec(**planner: object) -> RankSpec:
 
 
 class Rank:
-    """Scheduler and planning of an attention rank, without the rest: batches run in no time."""
+    """Scheduler and planning of an attention rank; batches take no time."""
 
     def __init__(self, clock: Clock = monotonic_s, **planner: object) -> None:
         self.scheduler = Scheduler(ScheduleConfig(), BlockManager(1024))
@@ -79,7 +79,7 @@ class Rank:
         self._requests = 0
 
     def submit(self, tokens: int, max_tokens: int = 100) -> None:
-        """A prompt that shares no block with another."""
+        """Submit a prompt that shares no block with others."""
         self._requests += 1
         ids = [1000 * self._requests + position for position in range(tokens)]
         sampling = Sampling(max_tokens=max_tokens)
@@ -94,7 +94,7 @@ class Rank:
 
     @property
     def answers(self) -> int:
-        """Shapes of batches that the planner has answered for."""
+        """Return the shapes of batches with plans."""
         return len(self.link.plans)
 
     def form(self) -> tuple[ScheduledBatch, Plan]:
@@ -172,8 +172,7 @@ def test_ending_sequences_are_not_in_upcoming_batch(rank: Rank) -> None:
 
 
 def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank: Rank) -> None:
-    """Prompts of 256 tokens, then of 4096, under a real planner: while the last short batch runs,
-    the long prompt arrives; the batch that it is in has its own plan."""
+    """A long prompt arrives while the last short batch runs."""
     folder = tiny_checkpoint("qwen3_moe", max_position_embeddings=8192)
     with real_planner(folder, group_config(), hardware(), TOKEN) as planner:
         rank.planning.join(planner.ready.channel_address)
@@ -295,7 +294,6 @@ def test_returning_planner_is_reconnected(rank: Rank) -> None:
 
 
 def test_silent_planner_delays_no_batch(tiny_checkpoint: Checkpoints) -> None:
-    """Not even when the thread that talks to it is stuck for good."""
     started, release = threading.Event(), threading.Event()
 
     def stuck() -> None:
@@ -432,7 +430,6 @@ def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
 def test_connecting_planner_is_not_reported_lost(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """FINDINGS C: `planner_state=lost` stood in the log of every healthy start."""
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call, and says nothing yet
         address = f"tcp:127.0.0.1:{silent.getsockname()[1]}"
         rank = Rank()

@@ -9,7 +9,7 @@ from contracts.traces import Stage, TaskSpan
 
 
 def spans_of(micro_batch: int, times_ms: list[tuple[Stage, int, float]]) -> list[TaskSpan]:
-    """(stage, layer, ms), one after the other."""
+    """Return consecutive spans (stage, layer, ms)."""
     found, now_s = [], 0.0
     for stage, layer, ms in times_ms:
         end_s = now_s + ms / 1e3

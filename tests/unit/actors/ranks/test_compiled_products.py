@@ -46,7 +46,6 @@ def held_bytes(which: str) -> int:
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc is not glibc's")
 def test_compiled_products_are_bounded() -> None:
-    """The soak's finding: ranks grew by half a megabyte with each new length, for an hour."""
     few, all_of_them = held_bytes("few"), held_bytes("all")
     assert few < all_of_them / 2
     assert few < 160 << 20

@@ -20,8 +20,7 @@ ROUNDS_UNDER_WAY = 3
 
 
 class Expert:
-    """Takes what it was told once it has been asked, as a loop does, and has let go of it some
-    rounds later."""
+    """Accepts a placement after a poll and aborts it some polls later."""
 
     def __init__(self, name: str) -> None:
         placement = contiguous(4, 2, num_layers=1, moe_layers=[0])
@@ -73,7 +72,7 @@ class Lost(Expert):
 
 
 class Silent(Expert):
-    """Never says that it has been told, though it was."""
+    """Accepts a placement without an answer."""
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer = super().call(method, *arguments)

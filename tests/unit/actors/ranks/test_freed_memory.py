@@ -32,7 +32,6 @@ print(full - resident_bytes())
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not glibc's")
 def test_fragmented_memory_is_returned() -> None:
-    """The soak's finding: what lives longer than a batch keeps the holes around it for good."""
     done = subprocess.run(
         [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=120
     )

@@ -17,7 +17,7 @@ TIMEOUT_S = 20.0
 
 
 class Links:
-    """An `Endpoint`, as far as it is asked: whoever is dialled twice refuses."""
+    """A fake `Endpoint` that rejects a second dial."""
 
     def __init__(self) -> None:
         self.dialled: list[str] = []

@@ -41,7 +41,7 @@ Checkpoints = Callable[..., Path]
 
 
 class Group2(NamedTuple):
-    """A planner, and connections of one attention and two expert ranks to it."""
+    """A planner with connections of one attention and two expert ranks."""
 
     planner: Rank
     attention: PlannerConnection
@@ -67,7 +67,7 @@ class Group2(NamedTuple):
         return True
 
     def proposals(self) -> list[Placement]:
-        """The next of both expert ranks; reports until there is one."""
+        """Report routing until both expert ranks have a proposal."""
         for expert in self.experts:
             expert.socket.settimeout(DEADLINE_S)
         stop = threading.Event()

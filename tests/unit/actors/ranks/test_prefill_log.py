@@ -32,7 +32,7 @@ def tokens_work(done_tokens: int, prompt_tokens: int) -> int:
 
 
 def router_of(connection: RankConnection) -> Router:
-    """A router that has folded all that the connection heard."""
+    """Return a router with all reports of the connection."""
     saturation = SaturationConfig(fallback_prompts=(64,))
     router = Router(RouterConfig(workers=1, saturation=saturation), tokens_work)
     for entry in connection.log:
@@ -44,7 +44,7 @@ def router_of(connection: RankConnection) -> Router:
 
 
 def wait_for_report(connection: RankConnection, number: int) -> None:
-    """Reads up to that report."""
+    """Read up to that report."""
     connection.read_until(lambda: bool(connection.log) and connection.log[-1].number >= number)
 
 
@@ -80,7 +80,7 @@ def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
 def test_applied_log_ends_without_load_and_with_cached_blocks(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """A pool of few blocks: sequences wait, are put back, evict others' blocks, are cancelled."""
+    """With few blocks sequences wait, are requeued, evict blocks and are cancelled."""
     config = prefill_config(kv={"pool_tokens": 16 * 12}, prefill={"max_batch_tokens": 48})
     with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
         ids = []
@@ -135,8 +135,7 @@ def test_first_report_has_the_reference_pass(tiny_checkpoint: Checkpoints) -> No
 
 
 class Script(NamedTuple):
-    """A request of a prompt: its length, which of a few beginnings, whether it generates, and
-    whether it is cancelled."""
+    """A request: prompt length, prefix, generation and cancellation."""
 
     tokens: int
     beginning: int
@@ -185,7 +184,7 @@ def test_log_ends_without_load_after_any_requests(
 def test_failing_worker_reports_before_it_fails_requests(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B1: else they are sent to it again, as their prefix is there."""
+    """Otherwise requests return to it for its cached prefix."""
     with PrefillThreads(tiny_checkpoint(), prefill_config()) as group, group.client() as connection:
         executor = loop_of(group.workers[0]).executor
         step = executor.step

@@ -12,7 +12,7 @@ from contracts.ranks import DRAINED
 
 
 class Loop:
-    """has: sequences. done: what it was told to do."""
+    """has: number of sequences. done: calls received."""
 
     def __init__(self, has: int) -> None:
         self.has, self.done = has, list[str]()
@@ -37,7 +37,7 @@ class Rig:
         self.rank_drain.begin(cast(LoopControl, self.loop))
 
     def at(self, now_s: float) -> bool:
-        """Whether it has left then."""
+        """Return True if the rank is drained at that time."""
         self.now_s = now_s
         self.rank_drain.stepped()
         return self.rank_drain.drained.is_set()

@@ -36,7 +36,7 @@ EOS = 2
 def client(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
 ) -> Iterator[RankConnection]:
-    """Of a rank of either kind; the prefill worker keeps no KV cache."""
+    """Return a client of either kind of rank; the prefill worker has no KV cache."""
     with rank_of(request.param, tiny_checkpoint("qwen3_moe"), disable_kv_cache=True) as (
         _,
         connection,
@@ -75,7 +75,6 @@ ABSURD: list[tuple[dict[str, Any], str]] = [
 def test_invalid_value_fails_only_its_request(
     client: RankConnection, fields: dict[str, Any], named: str
 ) -> None:
-    """FINDINGS A1: the API checks them too, but a rank's admission is the second line."""
     failed = client.failed(client.submit(PROMPT, sampling=Sampling(**{"max_tokens": 1, **fields})))
     assert (failed.code, failed.status) == ("invalid_value", 400)
     assert named in failed.message
@@ -97,7 +96,6 @@ def test_invalid_value_fails_only_its_request(
 def test_invalid_count_fails_only_its_request(
     client: RankConnection, fields: dict[str, Any]
 ) -> None:
-    """FINDINGS A1. Nor can more have been generated than there is, or may be."""
     failed = client.failed(client.submit(PROMPT, **fields))
     assert (failed.code, failed.status) == ("invalid_value", 400)
 
@@ -116,7 +114,6 @@ CHOICES = [[40, 41], [40, 41, 42, 43], [50]]
 def test_prefix_choice_ends_with_eos(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """Also where eos is ignored: nothing else could end it."""
     folder, ends = tiny_checkpoint("qwen3_moe"), set()
     with ThreadGroup(folder, group_config()) as group, group.client() as client:
         for seed in range(30):
@@ -131,7 +128,7 @@ def test_prefix_choice_ends_with_eos(
 
 
 def test_requeue_does_not_change_tokens(tiny_checkpoint: Checkpoints) -> None:
-    """FINDINGS B18: seeds, penalties and choices, in a pool that holds half of what runs."""
+    """Seeds, penalties and choices, in a pool for half of the sequences."""
     settings = [
         Sampling(
             max_tokens=40,
@@ -165,7 +162,6 @@ def test_requeue_does_not_change_tokens(tiny_checkpoint: Checkpoints) -> None:
 def test_seed_gives_equal_tokens_on_both_kinds_of_ranks(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """FINDINGS B18."""
     folder = tiny_checkpoint("qwen3_moe")
     sampling = Sampling(max_tokens=12, seed=5, top_k=20, frequency_penalty=1.0, ignore_eos=True)
     two = group_config(2, 1)
@@ -189,7 +185,6 @@ def sequence_of(number: int, priority: Priority, tokens: int) -> Sequence:
 
 @pytest.mark.parametrize("order", [(Priority.LS, Priority.BE), (Priority.BE, Priority.LS)])
 def test_requeue_victim_is_of_lowest_class(order: tuple[Priority, ...]) -> None:
-    """FINDINGS B18: a victim of the highest class passed all tests."""
     blocks = BlockManager(4, prefix_cache=False)
     scheduler = Scheduler(ScheduleConfig(max_batch_tokens=16, max_batch_sequences=4), blocks)
     sequences = [sequence_of(number, cls, 8) for number, cls in enumerate(order, 1)]

@@ -34,7 +34,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15, 16]]
 def rank(
     request: pytest.FixtureRequest, tiny_checkpoint: Checkpoints
 ) -> Iterator[tuple[Rank, RankConnection]]:
-    """A rank of either kind, and a client of it."""
+    """Return a rank of either kind and its client."""
     with rank_of(request.param, tiny_checkpoint("qwen3_moe")) as (worker, client):
         client.generated(client.submit([1, 2], sampling=greedy(1)))  # the rank's own has run
         yield worker, client
@@ -42,7 +42,7 @@ def rank(
 
 @contextmanager
 def logits_spoiled(worker: Rank, spoil: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """`spoil` gets every [R, V] of logits before it is used."""
+    """Apply `spoil` to all logits [R, V]."""
     half = half_of(worker)
     real = half.logits
 
@@ -56,7 +56,7 @@ def logits_spoiled(worker: Rank, spoil: Callable[[torch.Tensor], Any]) -> Iterat
 
 
 def only_in_company(change: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    """Changes the second row of logits of three prompts that meet."""
+    """Change the second row of logits of a batch of three."""
     return lambda rows_RV: change(rows_RV[1]) if len(rows_RV) == len(PROMPTS) else None
 
 
@@ -76,7 +76,6 @@ def alone(client: RankConnection, sampling: Sampling) -> list[list[int]]:
 def test_extreme_sampling_values_take_likeliest_token(
     rank: tuple[Rank, RankConnection], hot: dict[str, Any]
 ) -> None:
-    """FINDINGS A1: any of these ended the rank."""
     _, client = rank
     wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=greedy(4)))
     sampling = Sampling(max_tokens=4, ignore_eos=True, seed=3, **hot)
@@ -88,7 +87,6 @@ def test_extreme_sampling_values_take_likeliest_token(
 def test_nonfinite_logits_fail_only_their_sequence(
     rank: tuple[Rank, RankConnection], value: float, temperature: float
 ) -> None:
-    """FINDINGS A1: NaN logits ended the rank; where nothing was drawn, they became tokens."""
     worker, client = rank
     sampling = Sampling(max_tokens=3, temperature=temperature, seed=11, ignore_eos=True)
     wanted = alone(client, sampling)
@@ -109,7 +107,6 @@ def test_nonfinite_logits_fail_only_their_sequence(
 def test_prefix_with_nonfinite_logits_is_not_cached(
     rank: tuple[Rank, RankConnection],
 ) -> None:
-    """FINDINGS A1: else a fault that passed would fail every later request with that prefix."""
     worker, client = rank
     prompt = [40 + i for i in range(50)]
     with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
@@ -126,7 +123,6 @@ def test_prefix_with_nonfinite_logits_is_not_cached(
 def test_empty_distribution_fails_its_sequence(
     rank: tuple[Rank, RankConnection],
 ) -> None:
-    """FINDINGS A1."""
     worker, client = rank
     with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(-math.inf)):
         failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(2)))
@@ -140,7 +136,6 @@ def test_empty_distribution_fails_its_sequence(
 def test_nonfinite_scores_fail_their_sequence(
     rank: tuple[Rank, RankConnection], fields: dict[str, Any]
 ) -> None:
-    """FINDINGS A1: they were answered as null."""
     worker, client = rank
     with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
         failed = client.failed(client.submit(PROMPTS[0], **fields))
@@ -153,7 +148,6 @@ def test_nonfinite_scores_fail_their_sequence(
 def test_sampling_error_fails_its_sequence(
     rank: tuple[Rank, RankConnection], where: str, error: Exception
 ) -> None:
-    """FINDINGS A1: any exception of the finisher ended the rank."""
     worker, client = rank
     plain, drawn = greedy(2), Sampling(max_tokens=2, seed=1, logprobs=2)
     wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=plain))
@@ -171,7 +165,6 @@ def test_sampling_error_fails_its_sequence(
 def test_failed_batch_allocation_is_retried_per_sequence(
     rank: tuple[Rank, RankConnection],
 ) -> None:
-    """FINDINGS A1."""
     worker, client = rank
     wanted = alone(client, greedy(1))
     half = half_of(worker)
@@ -191,7 +184,6 @@ def test_failed_batch_allocation_is_retried_per_sequence(
 def test_only_the_request_with_failing_admission_fails(
     rank: tuple[Rank, RankConnection],
 ) -> None:
-    """FINDINGS A1: the rule holds wherever a sequence can be named."""
     worker, client = rank
     with patch.object(loop_of(worker).scheduler, "add", side_effect=MemoryError):
         failed: Failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(1)))

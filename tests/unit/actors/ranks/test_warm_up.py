@@ -35,7 +35,7 @@ def test_first_batch_is_warm_up_if_it_fits(
 
 @pytest.fixture
 def damaged(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint whose final norm is NaN."""
+    """Return a checkpoint whose final norm is NaN."""
     folder = Path(shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "damaged"))
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
@@ -56,7 +56,6 @@ def assert_names_checkpoint(worker: Rank, client: RankConnection, folder: Path) 
 def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(
     damaged: Path,
 ) -> None:
-    """FINDINGS A1: it was healthy, and the first requests were answered with what NaN gives."""
     with ThreadGroup(damaged, group_config()) as group, group.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)
         assert_names_checkpoint(group.attention[0], client, damaged)
@@ -65,7 +64,6 @@ def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(
 def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(
     damaged: Path,
 ) -> None:
-    """FINDINGS A1."""
     config = prefill_config(prefill={"saturation": None})
     with PrefillThreads(damaged, config) as workers, workers.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)

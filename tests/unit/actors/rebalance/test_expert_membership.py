@@ -18,7 +18,7 @@ LATER = msgspec.structs.replace(LAUNCH, generation=1, expert_of_slot=((2, 1, 0),
 
 @pytest.fixture
 def present() -> ExpertMembership:
-    """All are there."""
+    """Return a membership with all ranks ready."""
     made = ExpertMembership(LAUNCH)
     for name in NAMES:
         made.add_peer(name)
@@ -36,7 +36,7 @@ def lose(membership: ExpertMembership, name: str, now_s: float = 1.0) -> list[tu
 def report_ready(
     membership: ExpertMembership, expert: str, generation: int, now_s: float
 ) -> list[PlacementMessage]:
-    """HELD, as an answer to what it was asked for last, if it was."""
+    """Report READY, with the attempt of the last ACQUIRE."""
     attempt = membership._requests[expert].get(generation, LAUNCH_ATTEMPT)
     return membership.mark_ready(expert, generation, now_s, attempt)
 
@@ -243,7 +243,6 @@ def test_rank_lost_before_scale_down_is_not_missing(
 def test_late_answer_to_released_lease_is_ignored(
     present: ExpertMembership,
 ) -> None:
-    """expert-1 is lost, comes back and is lost again before expert-0 has read anything."""
     requested = number(1)
     first = present.remove_peer("expert-1", "gone", 1, 1.0)
     present.add_peer("expert-1")
@@ -261,8 +260,6 @@ def test_late_answer_to_released_lease_is_ignored(
 
 
 def test_unrequested_ready_is_ignored(present: ExpertMembership) -> None:
-    """An expert rank that says HELD of stand-ins, WITHDRAWN, or one old generation after the
-    other, without end."""
     base = number(1)
     for more in range(50):
         present.mark_ready("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0)

@@ -29,7 +29,7 @@ STAND_IN = failover_placement(LAUNCH, [1]) or LAUNCH
 
 
 class Wire:
-    """One end: what it sends is in `sent`, as whoever it goes to receives it."""
+    """One end; `sent` has packets as their receivers see them."""
 
     def __init__(self, name: str) -> None:
         self.name, self.epoch = name, 1
@@ -53,7 +53,7 @@ class Wire:
 
 
 class Rank:
-    """An expert rank, and what it has been told to read."""
+    """An expert rank and its loads."""
 
     def __init__(self) -> None:
         self.wire = Wire("expert-0")
@@ -74,7 +74,7 @@ class Rank:
         )
 
     def reads(self) -> None:
-        """What it was told to."""
+        """Complete the load."""
         placement, done = self.running.pop()
         done(LoadResult(placement.generation, "experts"))
         self.moving.poll()

@@ -70,7 +70,6 @@ def test_transition_needing_lost_rank_is_aborted_with_its_name() -> None:
 
 
 def test_rank_joining_after_abort_is_notified() -> None:
-    """Else it would wait for a word for ever."""
     machine = linked(on(2), 2)
     machine.add_abort_vote(1, "expert-0 has no memory", 0.0)
     machine.add_peer("expert-2")
@@ -90,7 +89,6 @@ def test_longer_timeout_of_placement_is_honoured() -> None:
 
 
 def test_rank_behind_frees_unused_generation() -> None:
-    """All have gone over to a later one, which it has no part in."""
     for loads_first in (False, True):
         machine = ExpertGenerations(0, DEADLINE_S)
         machine.add_peer("attention-0")
