@@ -43,5 +43,5 @@ def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[f
         if routed is not None:
             times_l.append(clock() - start_s)
     if not half.logits(hidden_TD[-1:]).max().isfinite():
-        raise NotFiniteError("the logits of a pass that nobody asked for are not finite")
+        raise NotFiniteError("the logits of a timing pass are not finite")
     return times_l

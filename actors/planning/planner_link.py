@@ -39,6 +39,7 @@ from contracts.planner_messages import (
     ToPlanner,
     TrafficReport,
 )
+from contracts.ranks import RankSpec
 from planner.online.buckets import BatchBucket, bucket_of
 
 log = logging.getLogger("tandem.planner_link")
@@ -75,6 +76,17 @@ class KnownPlan(NamedTuple):
 
     batch: Batch
     answer: PlanResponse
+
+
+def rank_link(
+    spec: RankSpec, address: str, clock: Clock, callbacks: PlacementCallbacks | None = None
+) -> PlannerLink:
+    """Return the link of a rank to its planner."""
+    identity = Identity(name=spec.name, token=spec.token, epoch=None)
+    timeout_s = spec.config.planner.answer_timeout_s
+    return PlannerLink(
+        identity, address, answer_timeout_s=timeout_s, clock=clock, placement_callbacks=callbacks
+    )
 
 
 class _PendingQuery(NamedTuple):

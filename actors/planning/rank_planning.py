@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable
 
 from actors.batching.observer import Observer
 from actors.batching.scheduled_batch import ScheduledBatch
-from actors.channels.handshake import Identity
 from actors.engine.micro_batch import cut_batch
-from actors.planning.planner_link import KnownPlan, PlannerLink
+from actors.planning.planner_link import KnownPlan, PlannerLink, rank_link
 from actors.planning.stage_report import (
     SpanRecorder,
     makespan_ms,
@@ -97,11 +96,7 @@ class RankPlanning(Observer):
         if self._link is not None:
             self._link.reconnect(address)
             return
-        config = self._spec.config.planner
-        identity = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
-        self._link = PlannerLink(
-            identity, address, answer_timeout_s=config.answer_timeout_s, clock=self._clock
-        )
+        self._link = rank_link(self._spec, address, self._clock)
 
     def close(self) -> None:
         if self._link is not None:

@@ -13,12 +13,11 @@ import torch
 
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.channels.handshake import Identity
 from actors.gather.expert_exchange import ExpertExchange
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import expert_cache
-from actors.planning.planner_link import PlacementCallbacks, PlannerLink
+from actors.planning.planner_link import PlacementCallbacks, PlannerLink, rank_link
 from actors.planning.stage_report import ExpertRecorder
 from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
@@ -56,8 +55,8 @@ def expert_rank(spec: RankSpec) -> Rank:
     reports = ExpertReports(spec)
     endpoint = rank_endpoint(spec, device, monotonic_s)
     endpoint.dump_stacks_after(spec.config.log.stall_threshold_s)
-    held = _held(spec, model, endpoint, telemetry, reports)
-    _register_metrics(held.moving, spec.name, telemetry)
+    held = _load_experts(spec, model, endpoint, telemetry, reports)
+    _register_metrics(held.rebalancer, spec.name, telemetry)
     recorded = recording(telemetry, spec.config.trace.spans, reports.observe)
     recorded = recorded.following(endpoint.bytes_moved)
     priorities = Priorities(spec.config.priority, telemetry, spec.name)
@@ -68,7 +67,7 @@ def expert_rank(spec: RankSpec) -> Rank:
         timeline=recorded.timeline,
         clock=monotonic_s,
         choice=choice,
-        generations=held.moving,
+        generations=held.rebalancer,
     )
     ready = RankReady(
         name=spec.name,
@@ -85,7 +84,7 @@ class HeldExperts(NamedTuple):
     """The rank's experts, their rebalancer, and the exchange with other ranks, if any."""
 
     experts: RankExperts
-    moving: ExpertRebalancer[Any]
+    rebalancer: ExpertRebalancer[Any]
     exchange: ExpertExchange | None = None
 
     def introduce(self, addresses: dict[str, str]) -> None:
@@ -95,13 +94,13 @@ class HeldExperts(NamedTuple):
 
     def close(self) -> None:
         """Close all parts. May be called twice."""
-        self.moving.close()
+        self.rebalancer.close()
         if self.exchange is not None:
             self.exchange.close()
         self.experts.close()
 
 
-def _held(
+def _load_experts(
     spec: RankSpec,
     model: ModelSpec,
     endpoint: Endpoint,
@@ -112,7 +111,7 @@ def _held(
     dtype, device = resolve_dtype(model, spec.config.model.dtype), torch.device(spec.device)
     own, generation = spec.own_experts, spec.placement.generation
 
-    def moving(
+    def rebalance(
         store: ResidentExperts | CachedExperts,
         loader: ExpertLoader[Any],
         urgent_loader: ExpertLoader[Any],
@@ -129,16 +128,16 @@ def _held(
             report=reports.report_outcome,
             settled=reports.report_placement,
         )
-        reports.moving = made
+        reports.rebalancer = made
         return made
 
     if spec.config.experts.is_bounded:
         known = own if any(own.values()) else None  # a rank added later: any expert
         cache = expert_cache(spec, ExpertLayout(model, dtype, device), telemetry, own=known)
         endpoint.watch(cache.fileno())
-        some = CachedExperts(cache, own, clamped_gate(model), generation)
+        cached = CachedExperts(cache, own, clamped_gate(model), generation)
         listed = CachedExpertLoader(spec, model, urgent=True)
-        return HeldExperts(some, moving(some, CachedExpertLoader(spec, model), listed))
+        return HeldExperts(cached, rebalance(cached, CachedExpertLoader(spec, model), listed))
     moves = spec.config.placement.rebalance != "off"
     folder, progress = Path(spec.model_folder), progress_line(spec.name, sys.stderr)
     checkpoint = Checkpoint(folder)
@@ -146,27 +145,27 @@ def _held(
     half = ExpertHalf.load(
         checkpoint, model, own, dtype=dtype, device=device, progress=progress, separate=moves
     )
-    every = ResidentExperts(half, generation)
+    resident = ResidentExperts(half, generation)
     layout = ExpertLayout(model, dtype, device)
-    urgent_loader = ResidentExpertLoader(spec, layout, every, None, loaded, urgent=True)
-    exchange = ExpertExchange(spec, layout, every.memory_of) if layout.packed else None
-    loader = ResidentExpertLoader(spec, layout, every, exchange, loaded)
-    return HeldExperts(every, moving(every, loader, urgent_loader), exchange)
+    urgent_loader = ResidentExpertLoader(spec, layout, resident, None, loaded, urgent=True)
+    exchange = ExpertExchange(spec, layout, resident.memory_of) if layout.packed else None
+    loader = ResidentExpertLoader(spec, layout, resident, exchange, loaded)
+    return HeldExperts(resident, rebalance(resident, loader, urgent_loader), exchange)
 
 
-def _register_metrics(moving: ExpertRebalancer[Any], name: str, telemetry: RankMetrics) -> None:
-    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: moving.placement.generation)
+def _register_metrics(rebalancer: ExpertRebalancer[Any], name: str, telemetry: RankMetrics) -> None:
+    telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: rebalancer.placement.generation)
     for outcome in MoveOutcome:
-        of = partial(moving.outcomes.counts.__getitem__, outcome)
+        of = partial(rebalancer.outcomes.counts.__getitem__, outcome)
         telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=growth(of))
-    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: moving.outcomes.loaded_bytes))
-    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: moving.outcomes.load_s))
+    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: rebalancer.outcomes.loaded_bytes))
+    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: rebalancer.outcomes.load_s))
 
 
 class ExpertReports:
-    """Reports expert calls and proposals' outcomes to the planner. moving: receives proposals."""
+    """Reports expert calls and outcomes of proposals to the planner."""
 
-    moving: ExpertRebalancer[Any]
+    rebalancer: ExpertRebalancer[Any]
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
@@ -179,14 +178,8 @@ class ExpertReports:
             self._link.reconnect(address)
             return
         planner = self._spec.config.planner
-        identity = Identity(name=self._spec.name, token=self._spec.token, epoch=None)
-        self._link = PlannerLink(
-            identity,
-            address,
-            answer_timeout_s=planner.answer_timeout_s,
-            clock=monotonic_s,
-            placement_callbacks=PlacementCallbacks(self._held, self.moving.propose),
-        )
+        callbacks = PlacementCallbacks(self._current, self.rebalancer.propose)
+        self._link = rank_link(self._spec, address, monotonic_s, callbacks)
         if planner.refit:
             self._recorder = ExpertRecorder(
                 self._spec.name, planner.report_interval_s, self._link.report
@@ -199,12 +192,12 @@ class ExpertReports:
     def report_placement(self) -> None:
         """Report a placement, which the launcher may have changed."""
         if self._link is not None:
-            self._link.report(self._held)
+            self._link.report(self._current)
 
-    def _held(self) -> CurrentPlacement:
-        moving = self.moving
+    def _current(self) -> CurrentPlacement:
+        rebalancer = self.rebalancer
         return CurrentPlacement(
-            rank=self._spec.name, placement=moving.placement, newest=moving.newest
+            rank=self._spec.name, placement=rebalancer.placement, newest=rebalancer.newest
         )
 
     def observe(self, span: TaskSpan) -> None:
@@ -244,8 +237,8 @@ class ExpertLoop(RankLoop):
             return
         if not self._has_announced:
             self._has_announced = True
-            self.held.moving.announce_drain()
-        if self.held.moving.is_drained or monotonic_s() >= until_s:
+            self.held.rebalancer.announce_drain()
+        if self.held.rebalancer.is_drained or monotonic_s() >= until_s:
             self.drained.set()
 
     def refuse(self, reason: str, stopping: threading.Event) -> None:
@@ -266,29 +259,31 @@ class ExpertLoop(RankLoop):
         finally:
             self._endpoint.close()
 
-    def place(self, wanted: PlacementUpdate) -> None:
+    def place(self, update: PlacementUpdate) -> None:
         """Start a resize; `placed` reports its outcome. Thread-safe."""
-        self.held.moving.resize(wanted)
+        self.held.rebalancer.resize(update)
 
     def placed(self) -> PlacementState:
         """Return the state of the placement. Thread-safe."""
-        return self.held.moving.placed()
+        return self.held.rebalancer.placed()
 
     def sections(self) -> dict[str, dict[str, float]]:
-        moving = self.held.moving
-        outcomes = {outcome.value: count for outcome, count in list(moving.outcomes.counts.items())}
+        rebalancer = self.held.rebalancer
+        outcomes = {
+            outcome.value: count for outcome, count in list(rebalancer.outcomes.counts.items())
+        }
         return {
             "placement": {
-                "generation": moving.placement.generation,
-                "ranks": moving.placement.ranks,
-                "experts": moving.experts,
+                "generation": rebalancer.placement.generation,
+                "ranks": rebalancer.placement.ranks,
+                "experts": rebalancer.experts,
                 **outcomes,
-                "loaded_bytes": moving.outcomes.loaded_bytes,
-                "load_s": moving.outcomes.load_s,
+                "loaded_bytes": rebalancer.outcomes.loaded_bytes,
+                "load_s": rebalancer.outcomes.load_s,
             }
         }
 
     def notes(self) -> dict[str, str]:
-        under_way = self.held.moving.under_way
+        under_way = self.held.rebalancer.under_way
         notes = {} if under_way is None else {"placement": f"generation {under_way} is pending"}
         return notes | ({"leaving": DRAINED} if self.drained.is_set() else {})

@@ -84,18 +84,18 @@ class _Resizer:
         if before.ranks == expert_ranks:
             return before
         generation = 1 + max(each.newest for each in reports.values())
-        wanted = resize_placement(before, expert_ranks, generation=generation)
+        target = resize_placement(before, expert_ranks, generation=generation)
         needed = rank_names(Group.EXPERT, max(before.ranks, expert_ranks))
         missing = [name for name in needed if name not in reports]
         if missing:
             raise LaunchError(f"{missing[0]} is not in service: try again when it is")
-        most_bytes = _check_room(before, wanted, reports)
+        most_bytes = _check_room(before, target, reports)
         within_s = self._config.move_timeout_s + 2 * most_bytes / self._config.bytes_per_s
         event(log, "expert_resize_started", ranks=expert_ranks, generation=generation)
         failure = self._send_placement(
-            needed, PlacementUpdate(placement=wanted, present=before, within_s=within_s)
+            needed, PlacementUpdate(placement=target, present=before, within_s=within_s)
         )
-        return self._wait_for_outcome(wanted, failure, monotonic_s() + 2 * within_s + SETTLE_S)
+        return self._wait_for_outcome(target, failure, monotonic_s() + 2 * within_s + SETTLE_S)
 
     def answers(self, wait_s: float) -> dict[str, PlacementState]:
         """Return the states of the expert ranks that answer in time, by name."""
@@ -128,12 +128,12 @@ class _Resizer:
                     f"generation {under_way_now[0]} of the placement is under way: try again later"
                 )
 
-    def _send_placement(self, names: Sequence[str], wanted: PlacementUpdate) -> str:
+    def _send_placement(self, names: Sequence[str], target: PlacementUpdate) -> str:
         """Send the placement to all ranks that are in service; return why one did not accept it."""
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
         lost = [name for name in names if name not in ranks]
         reachable = [name for name in names if name in ranks]
-        sends = [(name, ranks[name].handle.call("place", wanted)) for name in reachable]
+        sends = [(name, ranks[name].handle.call("place", target)) for name in reachable]
         wait([replies for _, replies in sends], ANSWER_S)
         if lost:
             return f"{lost[0]}: it is lost"
@@ -143,9 +143,9 @@ class _Resizer:
             return error.message
         return ""
 
-    def _wait_for_outcome(self, wanted: Placement, failure: str, end_s: float) -> Placement | None:
+    def _wait_for_outcome(self, target: Placement, failure: str, end_s: float) -> Placement | None:
         """Wait until the placement is used, or has failed everywhere. failure: a known one."""
-        generation = wanted.generation
+        generation = target.generation
         while not self._closing.wait(POLL_S):
             self._introduce(wait_s=0.0)
             reports = self.answers(wait_s=POLL_S)
@@ -154,17 +154,17 @@ class _Resizer:
             is_known = any(each.newest >= generation for each in reports.values())
             is_finished = is_known and not any(e.under_way == generation for e in reports.values())
             if is_used and (is_finished or monotonic_s() > end_s):
-                return wanted if _newest(reports).placement == wanted else None
+                return target if _newest(reports).placement == target else None
             for each in reports.values():
                 failure = failure or each.failures.get(generation, "")
             if failure and is_finished:
                 if is_taken(failure):
                     return None
-                raise LaunchError(f"{wanted.ranks} expert ranks: {failure}")
+                raise LaunchError(f"{target.ranks} expert ranks: {failure}")
             if monotonic_s() > end_s:
                 break
         raise LaunchError(
-            f"{wanted.ranks} expert ranks: {failure or 'no outcome in time'}: see the logs "
+            f"{target.ranks} expert ranks: {failure or 'no outcome in time'}: see the logs "
             "of the expert ranks, or raise placement.move_timeout_s"
         )
 
@@ -196,10 +196,10 @@ def _newest(reports: Mapping[str, PlacementState]) -> PlacementState:
     return max(reports.values(), key=lambda each: each.placement.generation)
 
 
-def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, PlacementState]) -> int:
+def _check_room(before: Placement, target: Placement, reports: Mapping[str, PlacementState]) -> int:
     """Return the most bytes that a rank loads. Raises ResourceError if a node lacks memory."""
     loads = zip(
-        rank_names(Group.EXPERT, wanted.ranks), experts_received(before, wanted), strict=True
+        rank_names(Group.EXPERT, target.ranks), experts_received(before, target), strict=True
     )
     bytes_of = {name: experts * reports[name].expert_bytes for name, experts in loads}
     on_node: defaultdict[str, list[str]] = defaultdict(list)
@@ -210,7 +210,7 @@ def _check_room(before: Placement, wanted: Placement, reports: Mapping[str, Plac
         free = min(reports[name].free_bytes for name in names)
         if needed > free:
             raise ResourceError(
-                f"{wanted.ranks} expert ranks: {', '.join(names)} would load {needed} bytes of "
+                f"{target.ranks} expert ranks: {', '.join(names)} would load {needed} bytes of "
                 f"experts into {free} bytes of free memory: free some there, or have more ranks"
             )
     return max(bytes_of.values(), default=0)

@@ -125,7 +125,7 @@ class PlannerPlacement:
             )
             self._policy.record_failure(outcome.generation, now_s)
 
-    def lost(self, name: str) -> None:
+    def remove_peer(self, name: str) -> None:
         """Handle a lost connection; the rank reports its placement again when it reconnects."""
         if name in self._held:
             self._held[name] = False

@@ -40,16 +40,16 @@ def prepare_process(spec: RankSpec) -> None:
 
 def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
     """Load the attention half. Raises CheckpointError."""
-    folder, wanted = Path(spec.model_folder), spec.config.model
+    folder, settings = Path(spec.model_folder), spec.config.model
     model = check_checkpoint(folder)
     half = AttentionHalf.load(
         Checkpoint(folder),
         model,
-        dtype=resolve_dtype(model, wanted.dtype),
+        dtype=resolve_dtype(model, settings.dtype),
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
     )
-    return half, ServedModel(model.vocab_size, wanted.context_tokens(model.max_context_tokens))
+    return half, ServedModel(model.vocab_size, settings.context_tokens(model.max_context_tokens))
 
 
 def prefill_limits(config: TandemConfig) -> ScheduleConfig:

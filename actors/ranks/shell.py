@@ -49,9 +49,9 @@ class WorkerShell:
     def connect(self, addresses: dict[str, str]) -> None:
         self._made.connect(addresses)
 
-    def place(self, wanted: PlacementUpdate) -> None:
+    def place(self, update: PlacementUpdate) -> None:
         """Start a placement update (actors/ranks/expert_resize.py); expert ranks only."""
-        self._experts.place(wanted)
+        self._experts.place(update)
 
     def placed(self) -> PlacementState:
         """Return the state of the placement; expert ranks only."""

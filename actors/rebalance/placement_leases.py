@@ -59,7 +59,7 @@ class PlacementLeases:
         else:
             self._check_count(name, [one for one, by in self._by.items() if name in by], generation)
         if self._placements.get(generation, placement) != placement:
-            misfit = f"another placement is wanted as generation {generation}"
+            misfit = f"another placement is leased as generation {generation}"
         if misfit:
             return [PlacementMessage(name, PacketKind.ABORT_VOTE, generation, reason=misfit)]
         self._placements[generation] = placement

@@ -50,7 +50,7 @@ class Load:
 
 def experts_there(rank: Rank) -> int:
     assert isinstance(rank.loop, ExpertLoop)
-    return rank.loop.held.moving.experts
+    return rank.loop.held.rebalancer.experts
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class Rank:
             misfit=lambda placement: "", begin=lambda *noticed: self.running.append(noticed)
         )
         at_once.stop = lambda: None
-        self.moving = ExpertRebalancer[str](
+        self.rebalancer = ExpertRebalancer[str](
             endpoint, LAUNCH, store, at_once, at_once, deadline_s=60.0, clock=time.monotonic
         )
 
@@ -77,7 +77,7 @@ class Rank:
         """Complete the load."""
         placement, done = self.running.pop()
         done(LoadResult(placement.generation, "experts"))
-        self.moving.poll()
+        self.rebalancer.poll()
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def wants(attempt: int) -> Packet:
 
 
 def test_ready_carries_attempt_of_acquire(rank: Rank) -> None:
-    rank.moving.add_peer("attention-0")
-    rank.moving.handle(wants(3))
+    rank.rebalancer.add_peer("attention-0")
+    rank.rebalancer.handle(wants(3))
     rank.reads()
     assert [(one.header.kind, one.header.batch) for one in rank.wire.sent] == [
         (PacketKind.READY, 0),  # by itself
@@ -111,7 +111,7 @@ def test_ready_carries_attempt_of_acquire(rank: Rank) -> None:
 
 @pytest.mark.parametrize("attempt", [0, -1])
 def test_acquire_without_attempt_drops_the_link(rank: Rank, attempt: int) -> None:
-    rank.moving.handle(wants(attempt))
+    rank.rebalancer.handle(wants(attempt))
     ((peer, reason),) = rank.wire.dropped
     assert peer == "attention-0"
     assert f"sent ACQUIRE of generation {NUMBER} as attempt {attempt}: 1 or more" in reason
@@ -123,7 +123,7 @@ def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> No
     for packet in packets(
         *(PlacementMessage("expert-0", PacketKind.RELEASE, one) for one in generations)
     ):
-        rank.moving.handle(packet)
+        rank.rebalancer.handle(packet)
     assert {peer for peer, _ in rank.wire.dropped} == {"attention-0"}
     assert f"releases them before it acquires them: {MOST} at most" in rank.wire.dropped[0][1]
     assert not rank.running
