@@ -55,15 +55,8 @@ def prefill_answer(workload: Workload) -> PrefillAnswer:
     batches = []
     for tokens in TOKENS:
         batch = prompts_of(tokens, prompt)
-        ms = {way: 1e3 * batch_seconds(way, batch, group) for way in PrefillMode}
-        batches.append(
-            PrefillTimes(
-                tokens=tokens,
-                resident_ms=ms[PrefillMode.RESIDENT],
-                gathered_ms=ms[PrefillMode.GATHERED],
-                all_to_all_ms=ms[PrefillMode.ALL_TO_ALL],
-            )
-        )
+        ms = {f"{way}_ms": 1e3 * batch_seconds(way, batch, group) for way in PrefillMode}
+        batches.append(PrefillTimes(tokens=tokens, **ms))
     found = break_even_tokens(
         group, PrefillMode.GATHERED, PrefillMode.ALL_TO_ALL, prompt_tokens=prompt
     )
