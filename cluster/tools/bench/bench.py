@@ -113,7 +113,7 @@ def _arrivals(settings: BenchSettings) -> list[RequestArrival]:
         _check_number(rate * settings.seconds)
         kept = rows[: max(2, round(rate * settings.seconds))]
         if kept[-1][0] <= 0:
-            raise ConfigError(f"--trace {settings.trace}: all of its requests come at once")
+            raise ConfigError(f"--trace {settings.trace}: all of its requests arrive at once")
         picked = fit_trace(kept, settings.seconds, len(kept) / settings.seconds, settings.divisor)
         return from_trace(picked, ls, settings.seed)
     rate = 1.0 if settings.rate is None else settings.rate
@@ -124,7 +124,7 @@ def _arrivals(settings: BenchSettings) -> list[RequestArrival]:
     arrivals = poisson(rate, settings.seconds, draw, ls, rng)
     if not arrivals:
         raise ConfigError(
-            f"--rate {rate:g} for --seconds {settings.seconds:g}: no request came; give more of one"
+            f"--rate {rate:g} for --seconds {settings.seconds:g}: no request arrives; increase one"
         )
     return arrivals
 
@@ -161,7 +161,7 @@ async def _model(settings: BenchSettings) -> str:
         name = None
     if not isinstance(name, str):
         raise ConfigError(
-            f"--url {settings.url}: /v1/models (status {answer.status_code}) names no model: give "
+            f"--url {settings.url}: /v1/models (status {answer.status_code}) lists no model: give "
             "--model"
         )
     return name

@@ -134,7 +134,7 @@ class RayRouter:
                 self._actor = None
                 self._count_loss(error)
                 ray.kill(actor)  # it may be unreachable only
-            raise RouterLostError("the router is gone") from None
+            raise RouterLostError("the router is lost") from None
         except RayTaskError as error:
             raise JobError(f"the router failed: {error.cause!r}") from None
         except RayError as error:

@@ -62,9 +62,9 @@ def prefill_answer(workload: Workload) -> PrefillAnswer:
     )
     where = f"Prefill on {workload.devices} workers"
     if found is None:
-        advice = f"{where}: all_to_all, whatever a batch holds."
+        advice = f"{where}: all_to_all for every batch size."
     elif found == 1:
-        advice = f"{where}: gathered, whatever a batch holds."
+        advice = f"{where}: gathered for every batch size."
     else:
         advice = (
             f"{where}: all_to_all for batches of less than {found} tokens a worker, gathered from "
@@ -266,11 +266,11 @@ def _add_offload(answer: PlanReportAnswer, workload: Workload, tier: Tier) -> No
     shape, context = workload.shape, workload.context_tokens + workload.sequence_tokens
     answer.offload = offloaded_tokens(workload.hardware, shape, tier, context)
     if tier.held >= 1.0:
-        answer.offload_advice = "All experts fit as they are stored: none is read."
+        answer.offload_advice = "All experts fit as stored: none is read."
         return
     most = most_sequences(shape, tier.held)
     answer.offload_advice = (
-        f"From {most + 1} sequence(s) on a step wants more experts of a layer than are kept: keep "
+        f"From {most + 1} sequence(s) on a step needs more experts of a layer than fit: keep "
         "more of them, or stream whole layers (prefill.experts=streamed)."
     )
 

@@ -196,7 +196,7 @@ def _profiled(
     if file.routing is None:
         if file.spare_slots:
             raise ConfigError(
-                f"{where}: spare_slots: {file.spare_slots} without routing: what replicas bring "
+                f"{where}: spare_slots: {file.spare_slots} without routing: the gain of replicas "
                 "depends on it; give a file of tandem profile --routing"
             )
         return None
@@ -256,7 +256,8 @@ def _check_devices(hardware: Hardware, devices: int, where: str) -> None:
         return
     if hardware.devices is not None and devices > hardware.devices:
         raise ConfigError(
-            f"{where}: devices: {devices} wanted, hardware {hardware.name} has {hardware.devices}"
+            f"{where}: devices: {devices} requested, hardware {hardware.name} has "
+            f"{hardware.devices}"
         )
 
 

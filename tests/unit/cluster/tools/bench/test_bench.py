@@ -219,7 +219,7 @@ def _free_port() -> int:
         (["--url", "localhost:8000"], "begin it with http"),
         (["--rate", "nan"], "--rate nan: give a number above 0"),
         (["--rate", "1e9"], "at most 1000000"),
-        (["--rate", "1e-9"], "no request came"),
+        (["--rate", "1e-9"], "no request arrives"),
         (["--ls", "2"], "--ls 2.0: give a part"),
         (["--prompt-tokens", "0"], "--prompt-tokens 0: give 1 to"),
         (["--set", "temperature"], "--set temperature: give FIELD=VALUE"),

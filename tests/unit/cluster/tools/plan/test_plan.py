@@ -446,7 +446,7 @@ def test_plan_reports_more_ranks_than_cores(tmp_path: Path, capsys: Captured) ->
 def test_more_ranks_than_unshareable_devices_are_refused(tmp_path: Path, capsys: Captured) -> None:
     spec = {"model": "bundled", "hardware": "h200-node", "sequence_tokens": 1, "devices": 9}
     assert plan(tmp_path, spec) == 2
-    assert "9 wanted, hardware h200-node has 8" in one_line(capsys)
+    assert "9 requested, hardware h200-node has 8" in one_line(capsys)
 
 
 def test_ranks_that_share_cores_share_memory(tmp_path: Path, capsys: Captured) -> None:
