@@ -119,7 +119,7 @@ def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
     """A generation and a long scoring in a batch that runs, one of each that waits for it; then one
     of the other class, whose tasks stand at a yield most of the time."""
     running = client.submit(tokens(1, 20), sampling=greedy(4000))
-    client.wait_begun(running)
+    client.wait_started(running)
     assert isinstance(client.events[running][0], Tokens)
     long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
     waiting = client.submit(tokens(3, 30), sampling=greedy(10))
@@ -149,13 +149,15 @@ def status_of(group: LocalGroup, name: str) -> RankStatus:
 # --- an expert rank is lost
 
 
-def begun(clients: Iterable[RankConnection], max_tokens: int) -> list[tuple[RankConnection, int]]:
+def start_streams(
+    clients: Iterable[RankConnection], max_tokens: int
+) -> list[tuple[RankConnection, int]]:
     """Start a generation on each rank and wait for its first tokens."""
     running = [
         (client, client.submit(tokens(1, 60), sampling=greedy(max_tokens))) for client in clients
     ]
     for client, request in running:
-        client.wait_begun(request)
+        client.wait_started(request)
     return running
 
 
@@ -164,7 +166,7 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(
 ) -> None:
     config = group_config(2, 1, groups={"recovery_timeout_s": 0.5})
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
-        running = begun((first, second), 4000)
+        running = start_streams((first, second), 4000)
         group.experts[0].stop()
         running += [
             (client, client.submit(tokens(2, 9), candidates=[1])) for client in (first, second)
@@ -190,7 +192,7 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(
 def test_lost_expert_rank_leaks_no_thread_or_descriptor(deep: Path) -> None:
     config = group_config(2, 2)
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
-        running = begun((first, second), 40)
+        running = start_streams((first, second), 40)
         group.experts[1].stop()
         expected = LocalModel.load(deep, dtype="float32").greedy(tokens(1, 60), 40)
         for client, request in running:
@@ -245,7 +247,7 @@ def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
         doomed, other = clients_of(group)
         fill(group, 0, doomed)
         requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
-        other.wait_begun(requests[0])
+        other.wait_started(requests[0])
         group.processes["attention-0"].send_signal(signal.SIGKILL)
         assert [other.generated(request)[0] for request in requests] == expected
         again = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
@@ -291,7 +293,7 @@ def test_leaving_client_frees_blocks_without_effect_on_others(deep: Path) -> Non
         leaver = group.client()
         requests = [stays.submit(prompt, sampling=greedy(20)) for prompt in prompts]
         leaving = [leaver.submit(prompt, sampling=greedy(5000)) for prompt in prompts]
-        leaver.wait_begun(leaving[1])
+        leaver.wait_started(leaving[1])
         leaver.close()
         assert [stays.generated(request)[0] for request in requests] == expected
         until(lambda: group.attention[0].status().sections["kv_blocks"]["used"] == 0)
@@ -320,7 +322,7 @@ def test_duplicate_request_id_is_rejected(deep: Path) -> None:
     config = group_config(1, 1)
     with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
         first = client.submit(tokens(1, 400), sampling=greedy(5000))
-        client.wait_begun(first)
+        client.wait_started(first)
         client._next_id -= 1
         again = client.submit(tokens(2, 400), sampling=greedy(5000))
         assert again == first
@@ -413,7 +415,7 @@ def test_killed_attention_rank_frees_expert_slots(deep: Path, tmp_path: Path) ->
         with group.client(0) as first, group.client(1) as second:
             ids = tokens(3, 30)
             dying = [first.submit(tokens(n, 60), sampling=greedy(400)) for n in range(4)]
-            first.wait_begun(dying[0])
+            first.wait_started(dying[0])
             living = second.submit(ids, sampling=greedy(12))
             group.attention[0].stop()
             found, _ = second.generated(living)
@@ -529,7 +531,7 @@ def test_process_lost_while_loading_is_named(tiny_checkpoint: Checkpoints) -> No
 def test_failures_are_published_as_events(deep: Path) -> None:
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
         request = client.submit(tokens(1, 20), sampling=greedy(5000))
-        client.wait_begun(request)
+        client.wait_started(request)
         group.attention[0].stop()
         failed = client.failed(request)
         assert isinstance(failed, Failed)

@@ -49,7 +49,7 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint("qwen3_moe", num_experts=8)
 
 
-class Asked:
+class StreamedRequest:
     """A streamed generation."""
 
     def __init__(self, backend: PipelineBackend, sampling: Sampling) -> None:
@@ -69,7 +69,7 @@ class Asked:
             await asyncio.sleep(0.001)
 
 
-def asking(
+def run_client(
     addresses: dict[str, str],
     token: bytes,
     body: Callable[[PipelineBackend], Coroutine[Any, Any, None]],
@@ -98,19 +98,21 @@ def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s:
     """A failed attempt would fail the request, because max_attempts is 1."""
 
     async def body(backend: PipelineBackend) -> None:
-        expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
-        asked = {kind: Asked(backend, one) for kind, one in SAMPLINGS.items()}
-        more = [Asked(backend, SAMPLINGS["greedy"]) for _ in range(3)]
-        await asyncio.gather(*(each.has(3) for each in (*asked.values(), *more)))
+        expected = {
+            kind: await StreamedRequest(backend, one).task for kind, one in SAMPLINGS.items()
+        }
+        requests = {kind: StreamedRequest(backend, one) for kind, one in SAMPLINGS.items()}
+        more = [StreamedRequest(backend, SAMPLINGS["greedy"]) for _ in range(3)]
+        await asyncio.gather(*(each.has(3) for each in (*requests.values(), *more)))
         group.attention[0].drain(within_s)
-        later = Asked(backend, SAMPLINGS["seeded"])
+        later = StreamedRequest(backend, SAMPLINGS["seeded"])
         assert await later.task == expected["seeded"]
-        assert {kind: await each.task for kind, each in asked.items()} == expected
+        assert {kind: await each.task for kind, each in requests.items()} == expected
         assert [await each.task for each in more] == [expected["greedy"]] * 3
 
     with ThreadGroup(folder, group_config(2, 1)) as group:
         addresses = {one.ready.name: one.ready.client_address for one in group.attention}
-        asking(addresses, group.token, body)
+        run_client(addresses, group.token, body)
         assert group.attention[0].wait_drained(10.0)
         status = group.attention[0].status()
         assert (status.healthy, status.running, status.waiting) == (True, 0, 0)
@@ -124,17 +126,23 @@ def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s:
 @pytest.mark.parametrize("doomed", ["attention-0", "expert-0"])
 def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
     async def body(backend: PipelineBackend) -> None:
-        expected = {kind: await Asked(backend, one).task for kind, one in SAMPLINGS.items()}
-        asked = [(kind, Asked(backend, one)) for kind, one in SAMPLINGS.items() for _ in range(3)]
-        await asyncio.gather(*(each.has(3) for _, each in asked))
+        expected = {
+            kind: await StreamedRequest(backend, one).task for kind, one in SAMPLINGS.items()
+        }
+        requests = [
+            (kind, StreamedRequest(backend, one))
+            for kind, one in SAMPLINGS.items()
+            for _ in range(3)
+        ]
+        await asyncio.gather(*(each.has(3) for _, each in requests))
         group.processes[doomed].send_signal(signal.SIGTERM)
-        for kind, each in asked:
+        for kind, each in requests:
             assert await each.task == expected[kind]
-        assert await Asked(backend, SAMPLINGS["seeded"]).task == expected["seeded"]
+        assert await StreamedRequest(backend, SAMPLINGS["seeded"]).task == expected["seeded"]
 
     config = group_config(2, 2, groups={"drain_timeout_s": 0.0})
     with LocalGroup(str(folder), config) as group:
-        asking(group.client_addresses, group.token, body)
+        run_client(group.client_addresses, group.token, body)
         assert group.processes[doomed].close() == 0
 
 
@@ -145,8 +153,8 @@ def test_requests_do_not_wait_for_draining_expert_rank(
     with ThreadGroup(folder, group_config(2, 2)) as group:
         with group.client(0) as client, group.client(1) as other:
             running = [each.submit(PROMPT, sampling=greedy(400)) for each in (client, other)]
-            client.wait_begun(running[0])
-            other.wait_begun(running[1])
+            client.wait_started(running[0])
+            other.wait_started(running[1])
             monkeypatch.setattr(RemotePending, "hold", lambda pending, piece: held.append(piece))
             group.experts[1].drain(60.0)
             assert group.experts[1].wait_drained(30.0)
@@ -164,7 +172,7 @@ def test_only_expert_rank_serves_until_drain_deadline(folder: Path) -> None:
     with ThreadGroup(folder, group_config(1, 1)) as group, group.client(0) as client:
         group.experts[0].drain(0.5)
         request = client.submit(PROMPT, sampling=greedy(20))
-        client.wait_begun(request)
+        client.wait_started(request)
         assert group.experts[0].wait_drained(10.0)
         group.replace("expert-0")
         assert len(client.generated(request)[0]) == 20
@@ -172,8 +180,8 @@ def test_only_expert_rank_serves_until_drain_deadline(folder: Path) -> None:
 
 def test_second_sigterm_ends_rank_at_once(folder: Path) -> None:
     async def body(backend: PipelineBackend) -> None:
-        asked = [Asked(backend, greedy(2000)) for _ in range(2)]
-        await asyncio.gather(*(each.has(1) for each in asked))
+        requests = [StreamedRequest(backend, greedy(2000)) for _ in range(2)]
+        await asyncio.gather(*(each.has(1) for each in requests))
         group.processes["attention-0"].send_signal(signal.SIGTERM)
         while not backend.problems():
             await asyncio.sleep(0.01)
@@ -182,7 +190,7 @@ def test_second_sigterm_ends_rank_at_once(folder: Path) -> None:
 
     config = group_config(1, 1, groups={"drain_timeout_s": 3600.0})
     with LocalGroup(str(folder), config) as group:
-        asking(group.client_addresses, group.token, body)
+        run_client(group.client_addresses, group.token, body)
 
 
 def test_draining_prefill_worker_hands_scores_over(folder: Path) -> None:

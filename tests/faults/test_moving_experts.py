@@ -170,8 +170,8 @@ def test_unsuitable_proposal_is_rejected_with_reason(
         for rank in EXPERTS:
             outcome = planner.outcome(rank, proposal.generation)
             assert outcome.outcome is MoveOutcome.FAILED
-            told_first = change == "twice" and "has refused generation 3" in outcome.reason
-            assert words[change] in outcome.reason or told_first
+            notified_first = change == "twice" and "has refused generation 3" in outcome.reason
+            assert words[change] in outcome.reason or notified_first
         with group.client() as client:
             assert answers(client) == right
 
@@ -252,10 +252,10 @@ def test_moved_experts_free_their_memory(deep: Path) -> None:
             planner.propose(another(spec, generation))
             for rank in EXPERTS:
                 assert planner.outcome(rank, generation).outcome is MoveOutcome.RETIRED
-            mine = [own(spec, generation, rank) for rank in (0, 1)]
+            counts = [own(spec, generation, rank) for rank in (0, 1)]
             found = [placed(rank.status()) for rank in group.experts]
-            assert found == [(generation, count) for count in mine]
-            until(lambda mine=mine: experts_there() - others == sum(mine))  # type: ignore[misc]
+            assert found == [(generation, count) for count in counts]
+            until(lambda counts=counts: experts_there() - others == sum(counts))  # type: ignore[misc]
 
 
 # --- the planner
@@ -296,7 +296,7 @@ def test_move_continues_after_attention_rank_loss(deep: Path, right: list[list[i
     with processes(deep, **config(SLOW)) as (planner, group):
         doomed, other = clients_of(group)
         running = doomed.submit(PROMPTS[0], sampling=greedy(400))
-        doomed.wait_begun(running)
+        doomed.wait_started(running)
         planner.propose(another(read_spec(deep), 1))
         until(lambda: "placement" in status_of(group, "expert-0").notes)
         group.processes["attention-0"].send_signal(signal.SIGKILL)
@@ -319,7 +319,7 @@ def test_move_is_aborted_if_source_rank_is_lost(
         before = placed(status_of(group, "expert-0"))
         running = [client.submit(PROMPTS[0], sampling=greedy(40)) for client in clients]
         for client, request in zip(clients, running, strict=True):
-            client.wait_begun(request)
+            client.wait_started(request)
         planner.propose(another(spec, 1))
         until(lambda: "placement" in status_of(group, "expert-0").notes)
         group.processes["expert-1"].send_signal(fault)
@@ -351,9 +351,9 @@ class Moves:
         with processes(self._folder, **config(17 * SLOW, move_timeout_s=20.0)) as (planner, group):
             clients = clients_of(group)
             for generation in range(1, moves + 1):
-                asked = [self._ask(client) for client in clients]
+                submitted = [self._submit_one(client) for client in clients]
                 planner.propose(another(self._spec, generation))
-                self._check(asked)
+                self._check(submitted)
                 for number, rank in enumerate(EXPERTS):
                     outcome = planner.outcome(rank, generation)
                     assert outcome.outcome is MoveOutcome.RETIRED, outcome
@@ -371,16 +371,16 @@ class Moves:
         generation: int,
     ) -> None:
         victim = self._random.choice(["attention-0", "attention-1", *EXPERTS])
-        asked = [self._ask(client) for client in clients]
+        submitted = [self._submit_one(client) for client in clients]
         planner.propose(another(self._spec, generation + 1))
         time.sleep(self._random.random() * 0.05)  # anywhere in the move
         group.processes[victim].send_signal(signal.SIGKILL)
         if victim in EXPERTS:
             (left,) = set(EXPERTS) - {victim}
             planner.outcome(left, generation + 1)
-            self._check(asked)
+            self._check(submitted)
             group.replace(victim)
-            self._check([self._ask(client) for client in clients])
+            self._check([self._submit_one(client) for client in clients])
             for number, rank in enumerate(EXPERTS):
                 counts = {(g, own(self._spec, g, number)) for g in (generation, generation + 1)}
                 until(lambda rank=rank, counts=counts: placed(status_of(group, rank)) in counts)  # type: ignore[misc]
@@ -388,16 +388,16 @@ class Moves:
             assert len(generations) == 1
             return
         survivor = 1 - int(victim[-1])
-        self._check([asked[survivor]])
+        self._check([submitted[survivor]])
         for rank in EXPERTS:
             assert planner.outcome(rank, generation + 1).outcome is MoveOutcome.RETIRED
-        self._check([self._ask(clients[survivor])])
+        self._check([self._submit_one(clients[survivor])])
 
-    def _ask(self, client: RankConnection) -> tuple[RankConnection, list[int]]:
+    def _submit_one(self, client: RankConnection) -> tuple[RankConnection, list[int]]:
         return client, [client.submit(prompt, sampling=greedy(8)) for prompt in PROMPTS]
 
-    def _check(self, asked: list[tuple[RankConnection, list[int]]]) -> None:
-        for client, requests in asked:
+    def _check(self, submitted: list[tuple[RankConnection, list[int]]]) -> None:
+        for client, requests in submitted:
             assert [client.generated(request)[0] for request in requests] == self._right
 
 

@@ -34,17 +34,17 @@ class Load:
 
     def __init__(self, clients: list[RankConnection], right: list[list[int]]) -> None:
         self._right = right
-        self._asked = [
+        self._submitted = [
             (client, [client.submit(prompt, sampling=greedy(TOKENS)) for prompt in PROMPTS])
             for client in clients
         ]
 
-    def wait_begun(self) -> None:
-        for client, requests in self._asked:
-            client.wait_begun(requests[0])
+    def wait_started(self) -> None:
+        for client, requests in self._submitted:
+            client.wait_started(requests[0])
 
     def check(self) -> None:
-        for client, requests in self._asked:
+        for client, requests in self._submitted:
             assert [client.generated(request)[0] for request in requests] == self._right
 
 
@@ -63,7 +63,7 @@ def threads(
 
         def load() -> Load:
             made = Load(clients, right)
-            made.wait_begun()
+            made.wait_started()
             return made
 
         yield group, load
@@ -149,8 +149,8 @@ def test_lost_attention_rank_is_replaced(deep: Path, right: list[list[int]]) -> 
         doomed = group.client(0)
         lost = Load([doomed], right)
         running = Load([other], right)
-        lost.wait_begun()
-        running.wait_begun()
+        lost.wait_started()
+        running.wait_started()
         group.replace("attention-0")
         running.check()
         doomed.close()
@@ -178,7 +178,7 @@ def processes(
 
         def load() -> Load:
             made = Load(clients, right)
-            made.wait_begun()
+            made.wait_started()
             return made
 
         yield group, load

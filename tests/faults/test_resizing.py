@@ -63,8 +63,8 @@ class Streams:
     def _run(self, client: RankConnection) -> None:
         while not self._ending.is_set() and not self.wrong:
             try:
-                asked = [client.submit(prompt, sampling=greedy(TOKENS)) for prompt in PROMPTS]
-                found = [client.generated(request)[0] for request in asked]
+                submitted = [client.submit(prompt, sampling=greedy(TOKENS)) for prompt in PROMPTS]
+                found = [client.generated(request)[0] for request in submitted]
             except (AssertionError, OSError, TandemError) as error:
                 self.wrong.append(repr(error))
                 return
@@ -111,10 +111,10 @@ def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
     """Check that all ranks have the same placement and none is missing."""
     moe_layers = len(read_spec(folder).moe_layers)
     assert expert_ranks_in_use(group.working) == ranks
-    said = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
-    assert len({each.placement for each in said}) == 1
+    reported = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
+    assert len({each.placement for each in reported}) == 1
     found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
-    slots = said[0].placement.slots_per_rank
+    slots = reported[0].placement.slots_per_rank
     assert [each["experts"] for each in found] == [count * moe_layers for count in slots]
     for name in group.client_addresses:
         status = status_of(group, name)

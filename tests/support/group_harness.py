@@ -305,7 +305,7 @@ class RankConnection:
             assert monotonic_s() < end_s, f"{self.state}, {self.events}"
             self.read()
 
-    def wait_begun(self, request_id: int) -> None:
+    def wait_started(self, request_id: int) -> None:
         """Wait for the request's first event."""
         self.read_until(lambda: bool(self.events[request_id]))
 

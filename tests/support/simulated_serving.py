@@ -171,7 +171,7 @@ class _Rank:
         self._world, self._name = world, name
         self._processor, self._out, self._back = _Line(world), _Line(world), _Line(world)
         self._is_busy = False
-        self._told_s = 0.0
+        self._reported_s = 0.0
         self._between_ms = 0.0  # what lay before the batch that runs, of one that went on
         self._counts = [0] * 5
 
@@ -191,7 +191,7 @@ class _Rank:
         self._run(batch)
 
     def _run(self, batch: list[tuple[int, int]]) -> None:
-        world, begun_ms = self._world, self._world.now_ms
+        world, started_ms = self._world, self._world.now_ms
         tokens = sum(stop - start for start, stop in batch)
         count = max(1, min(world.most_micro_batches, len(batch), tokens // MIN_SPLIT_TOKENS))
         parts = [batch[number::count] for number in range(count)]
@@ -201,7 +201,7 @@ class _Rank:
             nonlocal left
             left -= 1
             if left == 0:
-                world.after(UNKNOWN_MS, lambda: self._completed(batch, parts, begun_ms))
+                world.after(UNKNOWN_MS, lambda: self._completed(batch, parts, started_ms))
 
         for part in parts:
             self._layer(part, 0, done)
@@ -233,7 +233,7 @@ class _Rank:
         self,
         batch: list[tuple[int, int]],
         parts: list[list[tuple[int, int]]],
-        begun_ms: float,
+        started_ms: float,
     ) -> None:
         world, traffic = self._world, self._world.traffic
         stepped = [(at + 1, left - 1) for at, left in self.running]
@@ -241,7 +241,7 @@ class _Rank:
         stepped += [(stop, traffic.output_tokens - 1) for _, stop in new]
         self.running = [one for one in stepped if one[1] > 0]
         world.ended += len(stepped) - len(self.running)
-        self._report(batch, parts, world.now_ms - begun_ms)
+        self._report(batch, parts, world.now_ms - started_ms)
         between_ms = BETWEEN_MS + BETWEEN_SEQUENCE_MS * len(batch)
         self._between_ms = between_ms if self.running else 0.0
         world.after(between_ms, self._free)
@@ -270,12 +270,12 @@ class _Rank:
         for start, stop in batch:
             amounts = (1, start, 0, 0, 0) if stop - start == 1 else (0, 0, 1, stop - start, start)
             self._counts = [a + b for a, b in zip(self._counts, amounts, strict=True)]
-        if now_s - self._told_s >= 1.0:
+        if now_s - self._reported_s >= 1.0:
             names = ("decode_tokens", "positions", "prompts", "prompt_tokens", "starts")
             counts = dict(zip(names, self._counts, strict=True))
-            seconds = now_s - self._told_s
-            told = TrafficReport(
+            seconds = now_s - self._reported_s
+            report_due = TrafficReport(
                 rank=self._name, seconds=seconds, pool_tokens=POOL_TOKENS, **counts
             )
-            world.report(told, now_s)
-            self._told_s, self._counts = now_s, [0] * 5
+            world.report(report_due, now_s)
+            self._reported_s, self._counts = now_s, [0] * 5

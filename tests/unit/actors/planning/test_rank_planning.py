@@ -203,9 +203,9 @@ def test_pinned_plan_overrides_the_planner_without_query(rank: Rank) -> None:
         assert plan == Plan(order=Order.NAIVE)
         assert dict(rank.planning.chosen) == {"pinned": 1}
         rank.run(batch)
-        asked = threading.Event()
-        rank.link.report(asked.set)  # runs after whatever was to be asked
-        assert asked.wait(DEADLINE_S)
+        reported = threading.Event()
+        rank.link.report(reported.set)  # runs after all earlier messages
+        assert reported.wait(DEADLINE_S)
         rank.planning.pin(None)
         rank.submit(7)
         rank.planning.request_upcoming()
@@ -307,7 +307,7 @@ def test_silent_planner_delays_no_batch(tiny_checkpoint: Checkpoints) -> None:
         worker = group.attention[0]
         (planning, *_) = loop_of(worker)._observers
         assert isinstance(planning, RankPlanning)
-        joined = ("ready", "slow")  # the latter once it has been asked for anything
+        joined = ("ready", "slow")  # slow after the first request
         until(lambda: worker.status().notes["planner"] in joined)
         link = planning._link
         assert link is not None
@@ -347,11 +347,11 @@ def test_greedy_tokens_are_equal_under_every_plan(
     folder = tiny_checkpoint(family)
     local = LocalModel.load(folder, dtype="float32")
     sequences = prompts(2, [5, 40, 33, 120])
-    asked = []
+    queries = []
 
     def any_plan(query: PlanRequest) -> PlanResponse:
-        asked.append(query)
-        return always(ANY_PLAN[len(asked) % len(ANY_PLAN)])(query)
+        queries.append(query)
+        return always(ANY_PLAN[len(queries) % len(ANY_PLAN)])(query)
 
     expected = [_greedy(local, ids, 12) for ids in sequences]
     with (
