@@ -33,8 +33,7 @@ from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint
-from planner.scheduling.expert_eviction import eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import eviction, pays
 
 _log = logging.getLogger("tandem.worker")
 

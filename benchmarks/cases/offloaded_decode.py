@@ -61,8 +61,7 @@ from models.prediction.routing_profile import RoutingProfile
 from models.spec.checkpoint_files import ROUTING
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import Kind, eviction, pays
 
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[1] / "docs"

@@ -48,8 +48,7 @@ from models.experts.expert_cache import ExpertCache
 from models.experts.expert_layout import ExpertLayout
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
-from planner.scheduling.expert_eviction import eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import eviction, pays
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}
 BLOCK_TOKENS = 16

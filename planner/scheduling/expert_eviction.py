@@ -61,3 +61,9 @@ class LayerDistanceEviction:
 
 def eviction(kind: Kind) -> EvictionPolicy:
     return LruEviction() if kind == "lru" else LayerDistanceEviction()
+
+
+def pays(precision: float, hidden_s: float, wait_s: float) -> bool:
+    """Return True if the expected gain of a right prediction exceeds the cost of a wrong one
+    (contracts/expert_eviction.py)."""
+    return precision * hidden_s > (1.0 - precision) * wait_s

@@ -31,10 +31,9 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import clamped_gate
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import eviction
+from planner.scheduling.expert_eviction import eviction, pays
 from planner.scheduling.expert_queues import QueueHead, oldest_of_highest_class
 from planner.scheduling.preemption import Preemption
-from planner.scheduling.prefetch_trial import pays
 
 Checkpoints = Callable[..., Path]
 PEERS = ("attention-0", "attention-1")

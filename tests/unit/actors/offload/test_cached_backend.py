@@ -43,8 +43,7 @@ from models.prediction.expert_predictor import (
     Speculation,
 )
 from models.weights.checkpoint import Checkpoint, check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import Kind, eviction, pays
 from tests.support.local_model import LocalModel
 from tests.support.quantised_models import make_fp8, make_mxfp4
 

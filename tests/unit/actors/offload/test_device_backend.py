@@ -31,8 +31,7 @@ from models.experts.host_experts import ExpertMemory
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor, PredictedRouting
 from models.weights.checkpoint import Checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import Kind, eviction, pays
 from tests.support.fake_device import FakeLane, WatchedTier
 from tests.support.local_model import LocalModel
 

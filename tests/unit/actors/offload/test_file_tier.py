@@ -26,8 +26,7 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.experts.slot_budget import slot_count
 from models.weights.checkpoint import check_checkpoint
-from planner.scheduling.expert_eviction import eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import eviction, pays
 
 Checkpoints = Callable[..., Path]
 DEADLINE_S = 20.0

@@ -21,8 +21,7 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_tier import CompletedRead
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
-from planner.scheduling.expert_eviction import Kind, eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import Kind, eviction, pays
 
 Checkpoints = Callable[..., Path]
 LAYERS, EXPERTS, PARTS, ROOM, DEADLINE_S = 3, 4, 2, 8, 20.0

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from contracts.expert_eviction import ExpertKey
-from planner.scheduling.expert_eviction import Kind, eviction
-from planner.scheduling.prefetch_trial import pays
+from planner.scheduling.expert_eviction import Kind, eviction, pays
 
 
 def key(layer: int, expert: int) -> ExpertKey:
