@@ -31,7 +31,7 @@ from actors.moe.dispatch import DispatchCounts
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
-from actors.rpc.event_frames import event_frames
+from actors.rpc.client_server import event_frames
 from actors.telemetry.timeline import Timeline
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig, ScheduleConfig

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -19,11 +19,19 @@ from actors.channels.authenticated_server import AuthenticatedServer
 from actors.channels.handshake import Identity, Remote
 from actors.channels.local_process import own_identity
 from actors.channels.loop_watchdog import LoopWatchdog
-from actors.rpc.event_frames import event_frames
-from contracts.errors import ChannelError
-from contracts.frames import FRAME_ERRORS, read_frame
+from contracts.errors import ChannelError, TooCostlyError
+from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.logs import event
-from contracts.messages import MAX_FRAME_BYTES, STATE_PERIOD_S, Events, RankState, ToRank
+from contracts.messages import (
+    MAX_FRAME_BYTES,
+    STATE_PERIOD_S,
+    Event,
+    Events,
+    Failed,
+    RankState,
+    ToRank,
+)
+from contracts.routing_messages import WorkerReport, WorkerSnapshot
 
 log = logging.getLogger("tandem.client_server")
 
@@ -31,6 +39,7 @@ STOP_DEADLINE_S = 2.0
 MAX_BUFFERED_BYTES = 64 << 20  # a client that reads nothing is cut off beyond this
 # Built at import: msgspec crashes when two threads build the first decoder of a type at once.
 _decode = msgspec.msgpack.Decoder(ToRank).decode
+_encoder = msgspec.msgpack.Encoder()
 
 
 class ClientJoined(NamedTuple):
@@ -183,3 +192,28 @@ class ClientServer:
 def _urgent_state(state: RankState) -> tuple[bool, bool]:
     """Return the fields whose changes are sent at once."""
     return state.healthy, state.leaving
+
+
+def event_frames(events: Sequence[Event], max_bytes: int = MAX_FRAME_BYTES) -> list[bytes]:
+    """Encode `events` in order, as one frame if it is small enough, else as several.
+
+    An answer that is too large by itself becomes a `Failed` of its request. Raises ChannelError for
+    a worker's log entry that is too large: the log is useless without it.
+    """
+    body = _encoder.encode(Events(list(events)))
+    if len(body) <= max_bytes:
+        return [encode_frame(body)]
+    if len(events) == 1:
+        return event_frames([_failed(events[0], len(body), max_bytes)], max_bytes)
+    half = len(events) // 2  # each event is encoded at most log2(len(events)) times
+    return [*event_frames(events[:half], max_bytes), *event_frames(events[half:], max_bytes)]
+
+
+def _failed(item: Event, size: int, max_bytes: int) -> Failed:
+    problem = (
+        f"an answer of {size} bytes is more than the {max_bytes} of one message between processes"
+    )
+    if isinstance(item, RankState | WorkerReport | WorkerSnapshot | Failed):
+        raise ChannelError(f"{type(item).__name__}: {problem}")
+    error = TooCostlyError(f"{problem}: ask for fewer logprobs, or a shorter prompt", None)
+    return Failed(item.request_id, error.code, error.message, error.status)

@@ -58,6 +58,7 @@ def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
         group.client() as second,
     ):
         key = RequestKey(7, 0)
+        second.read_until(lambda: bool(second.log))  # it has joined
         first.scored(first.submit(range(3, 53), candidates=[0], key=key))
         wait_for_report(second, first.log[-1].number)
         assert first.log[1:] == second.log[-len(first.log) + 1 :]

@@ -16,8 +16,7 @@ import actors.rpc.client_server
 import cluster.routing.rank_socket
 from actors.channels.handshake import Identity
 from actors.channels.loop_watchdog import LoopWatchdog
-from actors.rpc.client_server import ClientServer
-from actors.rpc.event_frames import event_frames
+from actors.rpc.client_server import ClientServer, event_frames
 from benchmarks.support.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
 from contracts.clock import monotonic_s
