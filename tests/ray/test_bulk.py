@@ -119,9 +119,9 @@ def test_rows_are_answered_once_under_process_kills(cluster: Cluster, tmp_path: 
     with ended(
         bulk(cluster.head, "--output", output, "--resume", "--json", source=source)
     ) as second:
-        said, errors = second.communicate(timeout=DEADLINE_S)
+        output_text, errors = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, errors
-    summary = json.loads(said)
+    summary = json.loads(output_text)
     assert summary == check(output, ROWS)
     assert summary["rows_in"] == summary["rows_ok"] == ROWS
     assert summary["rows_sent_again"] <= 2 * IN_FLIGHT_ROWS
