@@ -21,7 +21,7 @@ from kernels.packed_attention import PackedPart, attend_packed, packed_part
 from kernels.rows import Keys, SequenceRows, padded_slots, take
 from kernels.short_attention import ShortPart, attend_short, short_part, split_short
 from kernels.sinks import attend_with_sinks
-from kernels.steps import Steps, without_yields
+from kernels.steps import Steps
 from kernels.tiles import Masks, Tile, tile_bounds, tile_steps
 
 _MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
@@ -65,9 +65,12 @@ def plan_attention(
     short_together: bool = False,
     packed: bool = False,
 ) -> AttentionPlan:
-    """window W: position p sees p-W+1 .. p. None: all up to p. dtype: that of the queries.
-    short_together: for `ragged_attention` without sinks, which alone can do that. packed: all in
-    one call, also without sinks, and where `supports_packed` says so."""
+    """Plan the attention of a batch.
+
+    window W: position p sees p-W+1 .. p; None: all positions up to p. dtype: of the queries.
+    short_together: pad short sequences to groups (not with sinks or latents). packed: one call for
+    all sequences (not with sinks); requires `supports_packed`.
+    """
     if packed:
         return AttentionPlan((), (), packed=packed_part(sequences, window, device))
     groups, others = split_short(sequences, window) if short_together else ([], sequences)
@@ -133,9 +136,6 @@ def attention_steps(
         out_TGRd.index_copy_(0, group.rows_B, attended)
         yield
     return out_THd
-
-
-ragged_attention = without_yields(attention_steps)
 
 
 def _decode(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.linear import PackedLinear, Product, rounded_up
-from kernels.steps import Steps, without_yields, zero_tiled
+from kernels.steps import Steps, zero_tiled
 
 RUN_PAIRS = 512  # of some experts, to be computed at once
 
@@ -61,9 +61,6 @@ def expert_steps(
         first = last
         yield
     return out_UD
-
-
-grouped_experts = without_yields(expert_steps)
 
 
 def weighted_run(

@@ -26,7 +26,7 @@ from torch.nn import functional
 from kernels.attention import AttentionPlan
 from kernels.linear import linear
 from kernels.rows import take
-from kernels.steps import Steps, without_yields
+from kernels.steps import Steps
 from kernels.tiles import Tile, tile_steps
 
 
@@ -69,9 +69,6 @@ def latent_attention_steps(
         out_THv.index_copy_(0, group.rows_B, _to_values(attended_B1HC, up))
         yield
     return out_THv
-
-
-ragged_latent_attention = without_yields(latent_attention_steps)
 
 
 def _absorbs(count: int, context: int, up: LatentUp) -> bool:

@@ -6,9 +6,8 @@ the same operations in the same order, equal bits (QLLM, Section 3: preemption a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterator
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,7 +15,6 @@ TILE_ROWS = 512  # of a batch, between two yields: a few milliseconds of a produ
 LIGHT_ROWS = 2048  # of what is no product, or a narrow one
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 Steps = Generator[None, None, T]
 
@@ -29,16 +27,6 @@ def run_to_end(steps: Steps[T]) -> T:
         except StopIteration as done:
             value: T = done.value
             return value
-
-
-def without_yields(stepped: Callable[P, Steps[T]]) -> Callable[P, T]:
-    """The same function without interruptions."""
-
-    @functools.wraps(stepped)
-    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
-        return run_to_end(stepped(*args, **kwargs))
-
-    return whole
 
 
 def row_tiles(x_TD: Tensor, size: int | None = None) -> Iterator[slice]:

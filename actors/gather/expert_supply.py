@@ -199,7 +199,7 @@ def copying_store(
     resource = f"experts>{spec.name}"
     return CopyingStore(
         source,
-        {layer: half.held(layer) for layer in resident},
+        {layer: half.layer_experts(layer) for layer in resident},
         layout,
         deadline_s=spec.config.channel.connect_timeout_s,
         observe=lambda layer, start_s, end_s: timeline.add(

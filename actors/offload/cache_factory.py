@@ -24,7 +24,7 @@ from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_layout import ExpertLayout
-from models.experts.host_experts import PinnedExperts
+from models.experts.host_experts import open_expert_memory
 from models.experts.slot_budget import slot_count
 from models.prediction.expert_predictor import ExpertPredictor, Speculation
 from models.prediction.profile_file import has_predictor
@@ -142,7 +142,7 @@ def device_cache(spec: RankSpec, layout: ExpertLayout, telemetry: Telemetry) -> 
     slots = slot_count(config.experts, expert_bytes, layout.spec)
     check_memory(config.experts, slots, expert_bytes, free_bytes(layout.device), spec.device)
     where = config.prefill.host_store
-    host = PinnedExperts(
+    host = open_expert_memory(
         Path(spec.model_folder),
         layout,
         store=None if where is None else Path(where),

@@ -18,13 +18,13 @@ from actors.moe.rank_experts import ResidentExperts
 from contracts.clock import Clock, monotonic_s
 from contracts.config import PlacementConfig
 from contracts.errors import ChannelError, CheckpointError, ConfigError, ResourceError, TandemError
+from contracts.expert_eviction import ExpertKey
 from contracts.logs import event
 from contracts.machine import available_bytes
 from contracts.placement import Placement
 from contracts.ranks import RankSpec
 from models.experts.expert_half import (
     ExpertHalf,
-    LayerExpert,
     PackedExpert,
     assemble_half,
     missing_experts,
@@ -142,7 +142,7 @@ class ExpertPeers(Protocol):
     """Expert ranks that send their experts (actors/gather/expert_exchange.py)."""
 
     def fetch(
-        self, rank: int, key: LayerExpert, into: Sequence[Tensor], limiter: RateLimiter
+        self, rank: int, key: ExpertKey, into: Sequence[Tensor], limiter: RateLimiter
     ) -> None:
         """Receive one expert into `into`. Raises ChannelError if the rank does not send it."""
 
@@ -233,11 +233,11 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         name = f"{self._spec.name}-free-experts"
         threading.Thread(target=_free, args=(half.layers(),), name=name, daemon=True).start()
 
-    def _lacking(self, placement: Placement) -> list[LayerExpert]:
+    def _lacking(self, placement: Placement) -> list[ExpertKey]:
         ids_of = placement.experts_of(self._spec.rank)
         return missing_experts(self._store.nearest(ids_of), ids_of)
 
-    def _too_much(self, keys: Sequence[LayerExpert]) -> str:
+    def _too_much(self, keys: Sequence[ExpertKey]) -> str:
         wanted_bytes = len(keys) * self._layout.num_bytes(1)
         if wanted_bytes <= self._config.max_move_bytes:
             return ""
@@ -301,7 +301,7 @@ class _LoadTask:
             self._check_same()  # the files were not replaced meanwhile
         return assemble_half(self._half, ids_of, received)
 
-    def _load_expert(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer:
+    def _load_expert(self, key: ExpertKey, limiter: RateLimiter) -> ExpertLayer:
         given = self._from_peer(key, limiter)
         if given is not None:
             return given
@@ -323,7 +323,7 @@ class _LoadTask:
                 "files back (with their times), or restart the group"
             )
 
-    def _from_peer(self, key: LayerExpert, limiter: RateLimiter) -> ExpertLayer | None:
+    def _from_peer(self, key: ExpertKey, limiter: RateLimiter) -> ExpertLayer | None:
         """Receive an expert from the first rank that sends it, without those that have failed."""
         if self._peers is None or not self._layout.packed:
             return None

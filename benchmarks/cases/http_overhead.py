@@ -33,6 +33,7 @@ from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.requests import Sampling
 from models.text.tokenizer import Tokenizer
+from tests.support.tokenization import continuations
 
 TEXT = "WINNER! Claim your free 1000 pound prize now, call before midnight and quote your code."
 PROMPT = f"Message: {TEXT}\nSpam:"
@@ -66,7 +67,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 def requests_of(tokenizer: Tokenizer) -> list[Request]:
-    prompt_ids, label_ids = tokenizer.continuations(PROMPT, LABELS)
+    prompt_ids, label_ids = continuations(tokenizer, PROMPT, LABELS)
     chat_ids = tokenizer.encode_chat(CHAT)
     greedy = {"model": BUNDLED, "temperature": 0, "ignore_eos": True}
     one = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)

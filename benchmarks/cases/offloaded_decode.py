@@ -174,7 +174,7 @@ class Model:
         return 1e3 * (time.perf_counter() - start_s) / (len(bounds) - 1), logits
 
     def resident(self, step: int, layer: int, hidden_TD: Tensor, routed: RoutedTokens) -> None:
-        hidden_TD.add_(expert_sums(routed, self.experts.held(layer), self.identity_E))
+        hidden_TD.add_(expert_sums(routed, self.experts.layer_experts(layer), self.identity_E))
 
 
 class Offloaded:

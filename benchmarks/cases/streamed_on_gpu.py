@@ -131,7 +131,7 @@ class Bench:
         kv = KvPool(self.spec, blocks, BLOCK_TOKENS, self.dtype, self.device, one_layer=True)
         self.copying = CopyingStore(
             self.model.host,
-            {self.spec.moe_layers[0]: self.model.experts.held(self.spec.moe_layers[0])},
+            {self.spec.moe_layers[0]: self.model.experts.layer_experts(self.spec.moe_layers[0])},
             self.model.layout,
             deadline_s=DEADLINE_S,
         )

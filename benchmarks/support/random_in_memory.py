@@ -103,8 +103,8 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.devic
         gate_up, down = made
         held[layer] = ExpertLayer(linears(gate_up), linears(down))
 
-    memory, pinned = _experts(layout, keep)
-    host = HostSource(memory, spec.num_experts, pinned)
+    memory = _experts(layout, keep)
+    host = HostSource(memory, spec.num_experts, memory.close)
     return RandomModel(layout, attention, ExpertHalf(spec, range(spec.num_experts), held), host)
 
 
@@ -113,8 +113,8 @@ def random_offloaded(
 ) -> OffloadedModel:
     """The same without experts on the device."""
     layout, attention = _halves(config, dtype, device)
-    memory, pinned = _experts(layout, lambda layer, made: None)
-    host = HostSource(memory, layout.spec.num_experts, pinned)
+    memory = _experts(layout, lambda layer, made: None)
+    host = HostSource(memory, layout.spec.num_experts, memory.close)
     return OffloadedModel(layout, attention, memory, host)
 
 
@@ -128,11 +128,8 @@ def _halves(
     return ExpertLayout(spec, dtype, device, packed=False), attention
 
 
-def _experts(
-    layout: ExpertLayout, keep: Callable[[int, tuple[Tensor, ...]], None]
-) -> tuple[ExpertMemory, list[Tensor]]:
-    """All experts in the host's memory, and what of it is pinned. keep: told of each layer's on
-    the device."""
+def _experts(layout: ExpertLayout, keep: Callable[[int, tuple[Tensor, ...]], None]) -> ExpertMemory:
+    """All experts in the host's memory. keep: receives each layer's on the device."""
     spec = layout.spec
     stored: list[tuple[Tensor, ...]] = []
     pinned: list[Tensor] = []
@@ -150,7 +147,7 @@ def _experts(
         if time.monotonic() - printed_s > _PRINT_EVERY_S:
             printed_s = time.monotonic()
             print(f"made: {layer + 1} of {spec.num_layers} layers", flush=True)
-    return ExpertMemory(stored, layout), pinned
+    return ExpertMemory(stored, layout, pinned)
 
 
 def _host_memory(num_bytes: int) -> Tensor:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from contracts.clock import Clock
+from models.experts.device_lanes import has_passed, new_event, new_stream
 from models.experts.expert_store import ExpertBuffer, ExpertSource
 
 Observe = Callable[[int, float, float], None]
@@ -110,7 +111,7 @@ class _StreamLane:
 
     def __init__(self, device: torch.device, observe: Observe | None, clock: Clock) -> None:
         self._device, self._observe, self._clock = device, observe, clock
-        self._stream, self._idle = _stream(device), _stream(device)
+        self._stream, self._idle = new_stream(device), new_stream(device)
         # What had the buffers' memory before may still be at work.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copies: deque[_Copy] = deque()
@@ -129,7 +130,7 @@ class _StreamLane:
         return self._exposed_s
 
     def copy(self, source: ExpertSource, layer: int, lease: BufferLease) -> None:
-        anchor, start, end = _event(), _event(), _event()
+        anchor, start, end = (new_event(timed=True) for _ in range(3))
         anchor.record(self._idle)  # passes at once: nothing else is on that stream
         anchor_s = self._clock()
         if lease.used is not None:
@@ -144,7 +145,7 @@ class _StreamLane:
 
     def acquire(self, lease: BufferLease) -> None:
         compute = torch.cuda.current_stream(self._device)
-        requested, started = _event(), _event()
+        requested, started = new_event(timed=True), new_event(timed=True)
         requested.record(compute)
         if lease.copied is not None:
             compute.wait_event(lease.copied)
@@ -161,26 +162,13 @@ class _StreamLane:
     def _settle(self) -> None:
         """Adds the times of what is through."""
         with self._settling:
-            while self._waits and _is_complete(self._waits[0].started):
+            while self._waits and has_passed(self._waits[0].started):
                 wait = self._waits.popleft()
                 self._exposed_s += 1e-3 * wait.requested.elapsed_time(wait.started)
-            while self._copies and _is_complete(self._copies[0].end):
+            while self._copies and has_passed(self._copies[0].end):
                 copy = self._copies.popleft()
                 self._copied_s += 1e-3 * copy.start.elapsed_time(copy.end)
                 if self._observe is not None:
                     start_s = copy.anchor_s + 1e-3 * copy.anchor.elapsed_time(copy.start)
                     end_s = copy.anchor_s + 1e-3 * copy.anchor.elapsed_time(copy.end)
                     self._observe(copy.layer, start_s, end_s)
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def _is_complete(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]

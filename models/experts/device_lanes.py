@@ -125,7 +125,7 @@ class _Fetched:
 
     @property
     def is_ready(self) -> bool:
-        return _has_passed(self._event)
+        return has_passed(self._event)
 
 
 class CudaLane:
@@ -133,7 +133,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._numbers = device, itertools.count(1)
-        self._copying, self._fetching = _stream(device), _stream(device)
+        self._copying, self._fetching = new_stream(device), new_stream(device)
         # What had the slots' memory before may still be at work.
         self._copying.wait_stream(torch.cuda.current_stream(device))
         self._copied_s, self._copies, self._exposed_s = 0.0, 0, 0.0
@@ -155,8 +155,8 @@ class CudaLane:
         return self._exposed_s
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
-        start, end = _event(timed=True), _event(timed=True)
-        if after is not None and not _has_passed(after.event):
+        start, end = new_event(timed=True), new_event(timed=True)
+        if after is not None and not has_passed(after.event):
             self._copying.wait_event(after.event)
         start.record(self._copying)
         with torch.cuda.stream(self._copying):
@@ -167,25 +167,25 @@ class CudaLane:
         return Mark(next(self._numbers), end)
 
     def mark(self) -> Mark:
-        event = _event()
+        event = new_event()
         event.record(torch.cuda.current_stream(self._device))
         return Mark(next(self._numbers), event)
 
     def wait(self, copied: Mark) -> None:
-        if _has_passed(copied.event):
+        if has_passed(copied.event):
             return
         compute = torch.cuda.current_stream(self._device)
-        requested, started = _event(timed=True), _event(timed=True)
+        requested, started = new_event(timed=True), new_event(timed=True)
         requested.record(compute)
         compute.wait_event(copied.event)
         started.record(compute)
         self._waits.append((requested, started))
 
     def has_passed(self, mark: Mark) -> bool:
-        return _has_passed(mark.event)
+        return has_passed(mark.event)
 
     def fetch(self, tensor: Tensor) -> _Fetched:
-        ready, arrived = _event(), _event()
+        ready, arrived = new_event(), new_event()
         ready.record(torch.cuda.current_stream(self._device))
         self._fetching.wait_event(ready)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -205,23 +205,23 @@ class CudaLane:
 
     def _settle(self) -> None:
         """Adds the times of what is through."""
-        while self._under_way and _has_passed(self._under_way[0][1]):
+        while self._under_way and has_passed(self._under_way[0][1]):
             start, end = self._under_way.popleft()
             self._copied_s += 1e-3 * start.elapsed_time(end)
             self._copies += 1
-        while self._waits and _has_passed(self._waits[0][1]):
+        while self._waits and has_passed(self._waits[0][1]):
             requested, started = self._waits.popleft()
             self._exposed_s += 1e-3 * requested.elapsed_time(started)
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def new_stream(device: torch.device) -> torch.cuda.Stream:
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
-def _event(*, timed: bool = False) -> torch.cuda.Event:
+def new_event(*, timed: bool = False) -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
 
 
-def _has_passed(event: torch.cuda.Event) -> bool:
+def has_passed(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]

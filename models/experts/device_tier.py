@@ -16,7 +16,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +30,13 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.expert_store import ExpertBuffer
 from models.experts.expert_tier import CompletedRead
+from models.experts.host_experts import ExpertMemory
 
 PART_BYTES: Final = 4 << 20  # from there on a link is at its rate
 MAX_HINTS_IN_FLIGHT: Final = 3  # parts: as many a demand may have to wait for
 _QUEUE_DEPTH: Final = 1 << 20  # what is asked for is a few bytes here
 _POLL_S: Final = 1e-4
 _MIN_S: Final = 1e-9
-
-
-class HostExperts(Protocol):
-    def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
-        """Its pieces in the host's memory, as the layout has them."""
 
 
 class _RowRange(NamedTuple):
@@ -78,7 +74,7 @@ class DeviceTier:
 
     def __init__(
         self,
-        experts: HostExperts,
+        experts: ExpertMemory,
         layout: ExpertLayout,
         lane: DeviceLane,
         *,

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from contracts.expert_eviction import ExpertKey
 from kernels.experts import expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears, PackedLinear, Product
 from kernels.routing import group_by_expert
-from kernels.steps import Steps, run_to_end, without_yields
+from kernels.steps import Steps, run_to_end
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import (
     ExpertLayer,
@@ -48,7 +49,9 @@ def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor
     )
 
 
-expert_sums = without_yields(expert_sum_steps)
+def expert_sums(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Tensor:
+    """Run `expert_sum_steps` to its end."""
+    return run_to_end(expert_sum_steps(routed, held, local_of_E))
 
 
 def _by_layer(
@@ -108,7 +111,7 @@ class ExpertHalf:
     def layers(self) -> dict[int, ExpertLayer]:
         return dict(self._layers)
 
-    def held(self, layer: int) -> ExpertLayer:
+    def layer_experts(self, layer: int) -> ExpertLayer:
         return self._layers[layer]
 
     def run(
@@ -140,13 +143,10 @@ class ExpertHalf:
         return expert_steps(x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped)
 
 
-LayerExpert = tuple[int, int]  # layer, expert
-
-
-def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> list[LayerExpert]:
-    """Of `ids_of`, by layer, those that `half` has not."""
+def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> list[ExpertKey]:
+    """Return the experts of `ids_of`, by layer, that `half` lacks."""
     return [
-        (layer, expert)
+        ExpertKey(layer, expert)
         for layer, ids in ids_of.items()
         for expert in ids
         if expert not in half.expert_ids[layer]
@@ -154,9 +154,9 @@ def missing_experts(half: ExpertHalf, ids_of: Mapping[int, Sequence[int]]) -> li
 
 
 def assemble_half(
-    half: ExpertHalf, ids_of: Mapping[int, Sequence[int]], loaded: Mapping[LayerExpert, ExpertLayer]
+    half: ExpertHalf, ids_of: Mapping[int, Sequence[int]], loaded: Mapping[ExpertKey, ExpertLayer]
 ) -> ExpertHalf:
-    """The half of `ids_of`, each of which `half` has, or `loaded` by itself."""
+    """Build the half of `ids_of` from the experts of `half` and singly loaded ones."""
     return ExpertHalf(
         half.spec,
         ids_of,
@@ -169,7 +169,7 @@ def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | N
     ids = half.expert_ids.get(layer, ())
     if expert not in ids:
         return None
-    local, held = ids.index(expert), half.held(layer)
+    local, held = ids.index(expert), half.layer_experts(layer)
     return ExpertLayer(_single(held.gate_up, local), _single(held.down, local), held.clamped)
 
 
@@ -197,13 +197,13 @@ def packed_memory(products: Iterable[Product]) -> list[Tensor]:
 
 
 def _find_all(
-    half: ExpertHalf, layer: int, ids: Sequence[int], loaded: Mapping[LayerExpert, ExpertLayer]
+    half: ExpertHalf, layer: int, ids: Sequence[int], loaded: Mapping[ExpertKey, ExpertLayer]
 ) -> list[ExpertLayer]:
     found = []
     for expert in ids:
-        layer_expert = loaded.get((layer, expert)) or extract_expert(half, layer, expert)
+        layer_expert = loaded.get(ExpertKey(layer, expert)) or extract_expert(half, layer, expert)
         if layer_expert is None:
-            raise KeyError(f"expert {expert} of layer {layer} was neither here nor brought in")
+            raise KeyError(f"expert {expert} of layer {layer} is neither held nor loaded")
         found.append(layer_expert)
     return found
 

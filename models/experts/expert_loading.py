@@ -15,7 +15,7 @@ from kernels.linear import ExpertLinears, linears
 from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
 from models.spec.model import ModelSpec
 from models.weights import layout
-from models.weights.checkpoint import Checkpoint, clamped_weight_specs, is_fused
+from models.weights.checkpoint import Checkpoint, fused_weight_specs
 from models.weights.loading import Loader
 
 Copy = Callable[[Tensor, Tensor], object]
@@ -97,11 +97,8 @@ class StoredLayer:
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> None:
         self._checkpoint, self._spec, self._layer = checkpoint, spec, layer
-        self._fused: dict[str, Tensor] | None = None
-        if spec.clamp is not None:
-            self._fused = self._stored(clamped_weight_specs(checkpoint, spec, layer))
-        elif is_fused(checkpoint, spec, layer):
-            self._fused = self._stored(layout.fused_expert_tensors(spec, layer))
+        fused = fused_weight_specs(checkpoint, spec, layer)
+        self._fused = None if fused is None else self._stored(fused)
 
     def expert(self, expert: int) -> dict[str, Tensor]:
         """By role, over mapped pages. Roles: gate and up, or gate_up; down; biases; and what the

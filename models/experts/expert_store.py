@@ -128,17 +128,13 @@ class ResidentStore:
     def wait_ready(self, layer: int, timeout_s: float) -> bool:
         return True
 
-    def wake(self) -> None:
-        """Nobody waits."""
-
     def fetch(self, layer: int) -> ExpertLayer:
-        return self._experts.held(layer)
-
-    def release(self) -> None:
-        """It stays."""
+        return self._experts.layer_experts(layer)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: all layers stay resident."""
+
+    release = wake = close
 
 
 class ExpertSource(Protocol):

@@ -42,90 +42,75 @@ class ExpertParts(Protocol):
 
 
 class HostSource:
-    """An ExpertSource; of parts of layers too. pinned: memory of theirs that is, until `close`."""
+    """An ExpertSource that also copies parts of layers."""
 
-    def __init__(self, parts: ExpertParts, num_experts: int, pinned: Sequence[Tensor] = ()) -> None:
-        self._parts, self._num_experts, self._pinned = parts, num_experts, pinned
+    def __init__(
+        self, parts: ExpertParts, num_experts: int, close: Callable[[], None] = lambda: None
+    ) -> None:
+        self._parts, self._num_experts, self._close = parts, num_experts, close
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
         self._parts.copy_part(layer, 0, self._num_experts, into.pieces)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """As `ExpertParts`."""
         self._parts.copy_part(layer, first, last, into)
 
     def close(self) -> None:
-        """No copy to a GPU may be under way. Mapped memory goes with its last tensor."""
-        for memory in self._pinned:
-            unpin(memory)
-        self._pinned = ()
+        """Unpin the memory; no copy to a GPU may be in flight."""
+        self._close()
 
 
 def open_host_source(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> HostSource:
-    """store: where the folder of files that had to be made is (None: the system's folder for
-    temporary files; models/experts/shared_file.py). deadline_s: for another worker to make the
-    file.
+    """Open the experts of a checkpoint, from a shared file where the layout needs one.
 
-    Where there is no room for a file that saves packing, experts are packed as they are read.
-    Raises CheckpointError, and ResourceError where a file without which it cannot be done has no
-    room.
+    store: parent of the folder of shared files (None: the temporary folder). deadline_s: time for
+    another worker to write the file. If a file that only saves packing does not fit, experts are
+    packed as they are read. Raises CheckpointError; ResourceError if a required file does not fit.
     """
     checkpoint = Checkpoint(folder)
-    mapped = CheckpointParts(checkpoint, layout, keep=True)
     on_cpu = layout.device.type == "cpu"
     can_map = on_cpu and _is_stored_as_computed(checkpoint, layout)
-    parts: ExpertParts = mapped
-    pinned: list[Tensor] = []
+    experts = layout.spec.num_experts
     if layout.packed or not can_map:
         try:
-            parts, memory = _open_memory(checkpoint, layout, store, deadline_s)
-            pinned = [] if on_cpu else [memory]
+            memory = open_expert_memory(folder, layout, store=store, deadline_s=deadline_s)
         except ResourceError as error:
             if not can_map:
                 raise
             event(log, "experts_packed_on_read", logging.WARNING, reason=error.message)
-    return HostSource(parts, layout.spec.num_experts, pinned)
+        else:
+            return HostSource(memory, experts, memory.close)
+    return HostSource(CheckpointParts(checkpoint, layout, keep=True), experts)
 
 
-class PinnedExperts:
-    """The experts of all layers in the node's memory, each by itself, pinned for a GPU until
-    `close`."""
+def open_expert_memory(
+    folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
+) -> ExpertMemory:
+    """Map the shared file of all experts, pinned for a GPU. Arguments as `open_host_source`.
 
-    def __init__(
-        self, folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
-    ):
-        """As `open_host_source`. Raises CheckpointError, ResourceError."""
-        self._memory, memory = _open_memory(Checkpoint(folder), layout, store, deadline_s)
-        self._pinned = [memory] if layout.device.type == "cuda" else []
-
-    def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
-        """Its pieces, as they stand: no copies."""
-        return self._memory.expert(layer, expert)
-
-    def close(self) -> None:
-        """No copy to a GPU may be under way. May be called twice."""
-        for memory in self._pinned:
-            unpin(memory)
-        self._pinned = []
-
-
-def _open_memory(
-    checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
-) -> tuple[ExpertMemory, Tensor]:
-    """And the memory where they stand."""
-    with _open_file(checkpoint, layout, store, deadline_s) as file:
+    Raises CheckpointError, ResourceError.
+    """
+    with _open_file(Checkpoint(folder), layout, store, deadline_s) as file:
         memory = _mapped(file, layout)
-    return ExpertMemory(_layers(memory, layout), layout), memory
+    pinned = [memory] if layout.device.type == "cuda" else []
+    return ExpertMemory(_layers(memory, layout), layout, pinned)
 
 
 class ExpertMemory:
-    """The experts of all layers in the node's memory. tensors: of each layer, as the layout has
-    them."""
+    """The experts of all layers in the node's memory.
 
-    def __init__(self, tensors: Iterable[tuple[Tensor, ...]], layout: ExpertLayout) -> None:
-        self._layout = layout
+    tensors: of each layer, in the layout. pinned: memory to unpin at `close`.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[tuple[Tensor, ...]],
+        layout: ExpertLayout,
+        pinned: Sequence[Tensor] = (),
+    ) -> None:
+        self._layout, self._pinned = layout, pinned
         self._tensors = dict(zip(layout.spec.moe_layers, tensors, strict=True))
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
@@ -134,8 +119,14 @@ class ExpertMemory:
             out.copy_(stored, non_blocking=True)
 
     def expert(self, layer: int, expert: int) -> Sequence[Tensor]:
-        """Its pieces, as they stand: no copies."""
+        """Return views of one expert's pieces."""
         return self._layout.pieces(self._tensors[layer], expert, expert + 1)
+
+    def close(self) -> None:
+        """Unpin the memory; no copy to a GPU may be in flight. Idempotent."""
+        for memory in self._pinned:
+            unpin(memory)
+        self._pinned = ()
 
 
 def _mapped(file: IO[bytes], layout: ExpertLayout) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction.profile_file import MAKE_ONE
+from models.prediction.profile_file import MAKE_ONE, checked_tensor
 from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
 
@@ -105,23 +105,7 @@ class CountArrays:
         return bool(((experts >= 0) & (experts < self._E)).all())
 
     def _read(self, name: str, dtype: str, shape: tuple[int | None, ...], limit: int = 0) -> _Array:
-        """A copy. shape: None: any size up to `limit`."""
-        entry = self._file.entries.get(name)
-        if (
-            entry is None
-            or entry.dtype != dtype
-            or len(entry.shape) != len(shape)
-            or any(
-                found > limit if size is None else found != size
-                for found, size in zip(entry.shape, shape, strict=True)
-            )
-        ):
-            found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-            expected = [f"at most {limit}" if size is None else size for size in shape]
-            raise CheckpointError(
-                f"{self._file.path}: {name}: {found}, wanted {dtype} {expected}; {MAKE_ONE}"
-            )
-        return self._file.tensor(name).numpy().copy()
+        return checked_tensor(self._file, name, dtype, shape, limit).numpy()
 
     def _require(self, holds: bool | np.bool_, name: str, message: str) -> None:
         if not holds:

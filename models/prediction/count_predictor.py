@@ -144,22 +144,6 @@ def _two(ids_P2: NDArray[np.int32]) -> NDArray[np.int64]:
     return (ids_P2[:, 1].astype(np.int64) << 32) + ids_P2[:, 0]
 
 
-def hit_fraction(chances_TE: Probabilities, experts_TK: NDArray[Any]) -> float:
-    """How many of the tokens' experts are among the K likeliest (recall@K)."""
-    K = experts_TK.shape[1]
-    likeliest_TK = np.argpartition(-chances_TE, K - 1, axis=1)[:, :K]
-    hits = (likeliest_TK[:, :, None] == experts_TK[:, None, :]).any(1)
-    return float(hits.mean()) if hits.size else 0.0
-
-
-def bits(chances_TE: Probabilities, experts_TK: NDArray[Any]) -> float:
-    """Of an expert that a token goes to, given those chances: cross-entropy in bits, which no
-    entropy given the same is above. Of K experts equally sure to be chosen log2 K are left."""
-    K = experts_TK.shape[1]
-    chosen_TK = np.take_along_axis(chances_TE, experts_TK.astype(np.int64), axis=1) / K
-    return float(-np.log2(np.maximum(chosen_TK, 1e-12)).mean()) if chosen_TK.size else 0.0
-
-
 _AT_ONCE: Final = 256  # unseen ids; of so many, similarities to all others are in memory
 
 

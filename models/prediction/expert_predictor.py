@@ -168,11 +168,6 @@ class ExpertPredictor:
             found.layer, ids, self.before, found.routed if found.is_whole else None
         )
 
-    @property
-    def speculates(self) -> bool:
-        """Whether what is foretold is run somewhere, and so must be foretold."""
-        return self._speculation is not None
-
     def is_speculated(self, layer: int) -> bool:
         """Whether that layer runs what was foretold."""
         speculation = self._speculation

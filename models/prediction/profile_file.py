@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from contracts.errors import CheckpointError
 from models.spec.checkpoint_files import ROUTING
@@ -60,6 +61,31 @@ def check_fingerprint(file: SafetensorsFile, name: str, digest: bytes, folder: P
         raise CheckpointError(
             f"{file.path}: a routing profile of another {name} than that of {folder}; {MAKE_ONE}"
         )
+
+
+def checked_tensor(
+    file: SafetensorsFile, name: str, dtype: str, shape: Sequence[int | None], limit: int = 0
+) -> Tensor:
+    """Return a copy of the tensor `name`. shape: None: any size up to `limit`.
+
+    Raises CheckpointError if it is missing or differs.
+    """
+    entry = file.entries.get(name)
+    if (
+        entry is None
+        or entry.dtype != dtype
+        or len(entry.shape) != len(shape)
+        or any(
+            found > limit if size is None else found != size
+            for found, size in zip(entry.shape, shape, strict=True)
+        )
+    ):
+        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        expected = [f"at most {limit}" if size is None else size for size in shape]
+        raise CheckpointError(
+            f"{file.path}: {name}: {found}, expected {dtype} {expected}; {MAKE_ONE}"
+        )
+    return file.tensor(name).clone()
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

@@ -30,6 +30,7 @@ from models.prediction.estimator import Estimator, shapes
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
+    checked_tensor,
     checkpoint_digest,
     has_predictor,
     open_profile,
@@ -115,21 +116,14 @@ class RoutingProfile:
 
 
 def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Tensor:
-    entry = file.entries.get(name)
-    if entry is None or entry.shape != shape or entry.dtype != dtype:
-        found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-        raise CheckpointError(
-            f"{file.path}: {name}: {found}, wanted {dtype} {list(shape)}; make it again with "
-            "`tandem profile --routing`"
-        )
-    tensor = file.tensor(name).clone()
+    tensor = checked_tensor(file, name, dtype, shape)
     if not tensor.isfinite().all():
-        raise CheckpointError(f"{file.path}: {name}: not all of it is finite; make it again")
+        raise CheckpointError(f"{file.path}: {name}: not all of it is finite; {MAKE_ONE}")
     return tensor
 
 
 def _ids(file: SafetensorsFile, name: str, shape: tuple[int, ...], experts: int) -> Tensor:
     ids = _tensor(file, name, shape, "I32")
     if not ((ids >= 0) & (ids < experts)).all():
-        raise CheckpointError(f"{file.path}: {name}: not all of it is an expert; make it again")
+        raise CheckpointError(f"{file.path}: {name}: not all of it is an expert; {MAKE_ONE}")
     return ids

@@ -91,10 +91,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_shared_experts * self.expert_ffn_size
 
     @property
-    def has_shared_experts(self) -> bool:
-        return self.num_shared_experts > 0
-
-    @property
     def family(self) -> Family:
         return FAMILIES[self.architecture]
 

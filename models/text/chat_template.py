@@ -20,7 +20,7 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError, TooLongError
-from models.text.encoding_steps import EncodingSteps, finish
+from models.text.encoding_steps import EncodingSteps
 
 Message = Mapping[str, Any]
 
@@ -81,10 +81,6 @@ class ChatTemplate:
             **variables,
             "messages": [self._plain(message) for message in messages],
         }
-
-    def render(self, messages: Sequence[Message], **variables: object) -> str:
-        """All of `render_steps`, here and now."""
-        return finish(self.render_steps(messages, variables))
 
     def render_steps(
         self,

@@ -144,27 +144,6 @@ class Tokenizer:
             )
         return self._chat
 
-    def continuation(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Ids of the prompt, and of what follows it: see `continuations`."""
-        prompt_ids, (continuation_ids,) = self.continuations(prompt, [continuation])
-        return prompt_ids, continuation_ids
-
-    def continuations(
-        self, prompt: str, continuations: Sequence[str]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Ids of the prompt, and per continuation the ids that follow it.
-
-        The rule of lm-eval: white space at the end of the prompt belongs to the continuation, and
-        a continuation is encode(prompt + continuation) without its first len(encode(prompt)) ids.
-        """
-        return self.continuations_many([(prompt, continuations)])[0]
-
-    def continuations_many(
-        self, pairs: Sequence[tuple[str, Sequence[str]]]
-    ) -> list[tuple[list[int], list[list[int]]]]:
-        """`continuations` of many prompts, encoded together."""
-        return finish(self.continuation_steps(pairs, param="prompt"))
-
     def continuation_steps(
         self,
         pairs: Sequence[tuple[str, Sequence[str]]],
@@ -172,10 +151,12 @@ class Tokenizer:
         param: str,
         max_tokens: int | None = None,
     ) -> EncodingSteps[list[tuple[list[int], list[list[int]]]]]:
-        """`continuations_many` in steps: see `encode_steps`.
+        """Encode prompts and, for each, its continuations; in steps as `encode_steps`.
 
-        What follows a prompt is encoded behind its last line or words only, where the prompt's own
-        ids show that these are encoded alike by themselves: once for all prompts that end alike.
+        The rule of lm-eval: white space at the end of the prompt belongs to the continuation, and
+        a continuation is encode(prompt + continuation) without its first len(encode(prompt)) ids.
+        If the prompt's ids show that its last line or words are encoded alike by themselves, only
+        these are encoded again, once for all prompts with the same end.
         """
         stems = [prompt.rstrip() for prompt, _ in pairs]
         prompt_ids = yield from self.encode_steps(stems, param=param, max_tokens=max_tokens)

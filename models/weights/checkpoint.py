@@ -155,38 +155,33 @@ def check_checkpoint(folder: Path) -> ModelSpec:
     return spec
 
 
-def is_fused(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
-    """Whether the experts of a layer are stored as two tensors over all of them (not clamped)."""
-    return checkpoint.has(layout.fused_expert_tensors(spec, layer)["gate_up"].names[0])
-
-
 def expert_weight_specs(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: range
 ) -> list[WeightSpecs]:
-    """What must exist for `expert_ids` of a layer, in whichever form the layer is stored."""
-    if spec.clamp is not None:
-        return [clamped_weight_specs(checkpoint, spec, layer)]
-    if is_fused(checkpoint, spec, layer):
-        return [layout.fused_expert_tensors(spec, layer)]
+    """Return the tensors that must exist for `expert_ids` of a layer, in its stored format."""
+    fused = fused_weight_specs(checkpoint, spec, layer)
+    if fused is not None:
+        return [fused]
     return [layout.expert_tensors(spec, layer, expert) for expert in expert_ids]
 
 
-def is_packed(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> bool:
-    """Whether the clamped experts of a layer are stored as MXFP4."""
+def fused_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> WeightSpecs | None:
+    """Return the tensors over all experts of a layer; None: experts are stored one by one.
+
+    Clamped experts are floats or MXFP4. Raises CheckpointError.
+    """
+    if spec.clamp is None:
+        fused = layout.fused_expert_tensors(spec, layer)
+        return fused if checkpoint.has(fused["gate_up"].names[0]) else None
     packed = layout.packed_expert_tensors(spec, layer)
-    return any(checkpoint.has(packed[role].names[0]) for role in ("gate_up_blocks", "down_blocks"))
-
-
-def clamped_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> WeightSpecs:
-    """What must exist of a layer's clamped experts, floats or MXFP4. Raises CheckpointError."""
-    if not is_packed(checkpoint, spec, layer):
+    if not any(checkpoint.has(packed[role].names[0]) for role in ("gate_up_blocks", "down_blocks")):
         return layout.clamped_expert_tensors(spec, layer)
     if spec.hidden_size % MXFP4_GROUP or spec.expert_ffn_size % MXFP4_GROUP:
         raise CheckpointError(
             f"{checkpoint.folder}: hidden_size={spec.hidden_size} and intermediate_size="
             f"{spec.expert_ffn_size} must be multiples of {MXFP4_GROUP} for MXFP4 experts"
         )
-    return layout.packed_expert_tensors(spec, layer)
+    return packed
 
 
 def resolve_dtype(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:

@@ -38,7 +38,7 @@ def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
     resident, _ = split_layers(spec, 1)
     store = CopyingStore(
         source,
-        {layer: half.held(layer) for layer in resident},
+        {layer: half.layer_experts(layer) for layer in resident},
         layout,
         deadline_s=20,
     )
@@ -47,7 +47,7 @@ def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
         for _ in range(3):
             found = [store.fetch(layer).gate_up[3](x) for layer in spec.moe_layers]
             for layer, product in zip(spec.moe_layers, found, strict=True):
-                assert torch.equal(product, half.held(layer).gate_up[3](x)), layer
+                assert torch.equal(product, half.layer_experts(layer).gate_up[3](x)), layer
     finally:
         store.close()
 

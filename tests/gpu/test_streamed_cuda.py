@@ -14,7 +14,7 @@ import torch
 from benchmarks.cases import streamed_on_gpu
 from benchmarks.harness import run_case
 from kernels import fused_ops
-from kernels.attention import plan_attention, ragged_attention
+from kernels.attention import plan_attention
 from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
@@ -24,7 +24,7 @@ from kernels.rope import apply_rope
 from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from tests.support.kernel_reference import attention_reference, experts_reference
+from tests.support.kernel_reference import attention_reference, experts_reference, ragged_attention
 from tests.support.local_model import LocalModel
 
 Checkpoints = Callable[..., Path]

@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.experts import ClampedGate
+from kernels.attention import attention_steps
+from kernels.experts import ClampedGate, expert_steps
+from kernels.latent_attention import latent_attention_steps
+from kernels.steps import run_to_end
+
+
+def ragged_attention(*args: Any, **kwargs: Any) -> Tensor:
+    return run_to_end(attention_steps(*args, **kwargs))
+
+
+def ragged_latent_attention(*args: Any, **kwargs: Any) -> Tensor:
+    return run_to_end(latent_attention_steps(*args, **kwargs))
+
+
+def grouped_experts(*args: Any, **kwargs: Any) -> Tensor:
+    return run_to_end(expert_steps(*args, **kwargs))
 
 
 def rms_norm_reference(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

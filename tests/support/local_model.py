@@ -106,7 +106,7 @@ class LocalModel:
         """Adds the expert halves' sums, in the order of the split, to hidden_TD in place."""
         whole_TD: Tensor | None = None
         for half, local_of_E in zip(self.experts, self._local_of_E, strict=True):
-            out_TD = expert_sums(routed, half.held(layer), local_of_E[layer])
+            out_TD = expert_sums(routed, half.layer_experts(layer), local_of_E[layer])
             whole_TD = out_TD if whole_TD is None else whole_TD.add_(out_TD)
         if whole_TD is not None:
             hidden_TD.add_(whole_TD)

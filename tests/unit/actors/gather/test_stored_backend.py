@@ -67,7 +67,9 @@ class Rig:
         everyone = range(spec.num_experts)
         first = ExpertHalf.load(checkpoint, spec, everyone, dtype=torch.float32, layers=[0])
         self.source = GatedSource(folder, layout)
-        self.store = CopyingStore(self.source, {0: first.held(0)}, layout, deadline_s=deadline_s)
+        self.store = CopyingStore(
+            self.source, {0: first.layer_experts(0)}, layout, deadline_s=deadline_s
+        )
         half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
         self._finisher = Finisher(half, max_context_tokens=64)
         self.timeline = Timeline(1000)

@@ -131,7 +131,7 @@ class Rig:
         return RoutedTokens(x_TD, ids_TK, weights_TK)
 
     def expected(self, layer: int, routed: RoutedTokens) -> torch.Tensor:
-        return expert_sums(routed, self.local.experts[0].held(layer), self._identity_E)
+        return expert_sums(routed, self.local.experts[0].layer_experts(layer), self._identity_E)
 
     def begin(
         self,

@@ -143,7 +143,7 @@ class Rig:
 
     def expected(self, layer: int, routed: RoutedTokens) -> Tensor:
         """Return the result of resident experts on a GPU."""
-        held = self.local.experts[0].held(layer)
+        held = self.local.experts[0].layer_experts(layer)
         ids_TK, weights_TK = routed.topk_ids_TK, routed.topk_weights_TK
         return gpu_experts(routed.x_TD, ids_TK, weights_TK, held.gate_up, held.down, held.clamped)
 

@@ -17,7 +17,7 @@ from contracts.errors import ConfigError, ResourceError, TandemError
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Priority
 from models.experts.expert_layout import ExpertLayout
-from models.experts.host_experts import PinnedExperts
+from models.experts.host_experts import open_expert_memory
 from models.spec.model import read_spec
 
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
@@ -49,7 +49,7 @@ def test_slot_holds_checkpoint_weights(layout: ExpertLayout, tmp_path: Path) -> 
     held = device_cache(spec_of(tmp_path, slots=5), layout, Telemetry())
     layer = layout.spec.moe_layers[1]
     request = held.cache.request(layer, [3, 9, 12], Priority.LS)
-    host = PinnedExperts(FOLDER, layout, store=tmp_path, deadline_s=20.0)
+    host = open_expert_memory(FOLDER, layout, store=tmp_path, deadline_s=20.0)
     for expert, slot in held.cache.acquire_ready(request):
         for stored, there in zip(
             host.expert(layer, expert), held.slots.memory(slot).pieces, strict=True

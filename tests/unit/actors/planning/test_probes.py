@@ -31,7 +31,7 @@ def test_pass_times_every_stage_except_first_layer(
     attention = [task.layer for task in times.attention if task.stage is Stage.ATTENTION]
     shared = [task.layer for task in times.attention if task.stage is Stage.SHARED]
     assert attention == layers
-    assert shared == (layers if spec.has_shared_experts else [])
+    assert shared == (layers if spec.num_shared_experts else [])
     assert [task.layer for task in times.expert] == layers
     assert all(task.seconds > 0 for task in times.attention)
     assert all(task.seconds > 0 for task in times.expert)

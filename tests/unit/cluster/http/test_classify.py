@@ -25,6 +25,7 @@ from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api, tokenize_row
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
+from tests.support.tokenization import continuations
 
 SEVERAL = ["entirely positive", "no"]
 
@@ -49,7 +50,7 @@ def task(labels: list[str], **fields: Any) -> ClassifyTask:
 def distinct_one_token_labels(tokenizer: Tokenizer) -> list[str]:
     found = []
     for word in ("answer", "fox", "dog", "is", "the", "positive", "yes", "one", "quick", "a"):
-        if len(tokenizer.continuation("x", f" {word}")[1]) == 1:
+        if len(continuations(tokenizer, "x", [f" {word}"])[1][0]) == 1:
             found.append(word)
     assert len(found) >= 2
     return found[:3]
@@ -78,7 +79,7 @@ def test_single_token_label_probabilities_are_softmax_of_logits(
 
 def test_longer_labels_share_pass_for_first_tokens(api: Api, tokenizer: Tokenizer) -> None:
     body = api.post("/v1/classify", input="Well,", labels=SEVERAL).json()
-    prompt_ids, label_ids = tokenizer.continuations("Well,", [f" {label}" for label in SEVERAL])
+    prompt_ids, label_ids = continuations(tokenizer, "Well,", [f" {label}" for label in SEVERAL])
     submits = [api.rank.submits.get(timeout=5)]
     while not api.rank.submits.empty():
         submits.append(api.rank.submits.get())

@@ -17,6 +17,7 @@ from cluster.classification.classify import (
 )
 from tests.support.api_harness import Api, serve_api
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
+from tests.support.tokenization import continuations
 
 LABELS = ["fox", "dog", "{text}"]
 TEMPLATE = "{prefix}{text} Is it {label}? Answer:"
@@ -40,7 +41,7 @@ def classified(api: Api) -> dict[str, Any]:
 
 
 def answer_ids(api: Api, prompt: str) -> list[list[int]]:
-    return [api.tokenizer.continuation(prompt, word)[1] for word in (" yes", " no")]
+    return continuations(api.tokenizer, prompt, [" yes", " no"])[1]
 
 
 def expected(api: Api, prompt: str) -> float:

@@ -221,8 +221,8 @@ def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer)
         source.copy(layer, buffer)
         for expert in everyone:
             for loaded, reference, rows in (
-                (buffer.layer.gate_up, held.held(layer).gate_up, x),
-                (buffer.layer.down, held.held(layer).down, h),
+                (buffer.layer.gate_up, held.layer_experts(layer).gate_up, x),
+                (buffer.layer.down, held.layer_experts(layer).down, h),
             ):
                 assert torch.equal(loaded[expert](rows), reference[expert](rows))
 

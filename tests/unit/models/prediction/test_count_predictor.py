@@ -16,8 +16,6 @@ from models.prediction.count_predictor import (
     TWO_TOKENS,
     CountPredictor,
     NearestTokens,
-    bits,
-    hit_fraction,
     more_confident,
 )
 from models.prediction.path_sample import RoutingPaths
@@ -38,6 +36,12 @@ def routed(ids_T2: np.ndarray, wanted_TL: np.ndarray) -> tuple[RoutingCounts, Ro
 
 def ids(count: int = 600, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, V, (count, 2))
+
+
+def hit_fraction(chances_TE: np.ndarray, experts_TK: np.ndarray) -> float:
+    """Return the fraction of the tokens' experts among the K most likely."""
+    likeliest_TK = np.argsort(-chances_TE, axis=1)[:, :K]
+    return float((likeliest_TK[:, :, None] == experts_TK[:, None, :]).any(1).mean())
 
 
 def hits(counts: RoutingCounts, tokens: RoutingPaths, layer: int) -> dict[str, float]:
@@ -122,11 +126,3 @@ def test_the_surer_of_two_is_chosen_token_by_token() -> None:
     one = np.array([[0.9, 0.8, 0.3], [0.5, 0.5, 1.0]])
     other = np.array([[1.0, 0.6, 0.4], [0.1, 0.95, 0.95]])
     assert more_confident(one, other, 2).tolist() == [one[0].tolist(), other[1].tolist()]
-
-
-def test_bits_are_those_of_the_choice() -> None:
-    """Of K experts that are certain, log2 K; of E equally likely ones log2 E."""
-    experts_TK = np.array([[0, 1], [2, 3]], np.int16)
-    certain = np.array([[1, 1, 0, 0], [0, 0, 1, 1]], float)
-    assert bits(certain, experts_TK) == pytest.approx(1.0)
-    assert bits(np.full((2, 4), 0.5), experts_TK) == pytest.approx(2.0)

@@ -179,7 +179,7 @@ def another_checkpoint(arrays: CountArrays) -> None:
         (negative, "load.0: a count is negative"),
         (not_the_load, "together.0: is not of load.0"),
         (too_many, "load.0: 1200 tokens have 2400 experts"),
-        (floats, r"load.0: F32 \[16\], wanted I64"),
+        (floats, r"load.0: F32 \[16\], expected I64"),
         (not_symmetric, "together.0: is not symmetric"),
         (together_too_often, "together.0: two experts were together more often"),
         (beyond_vocabulary, "pairs.0: a token id is not one of the vocabulary's 4096"),
@@ -273,7 +273,7 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "named"),
     [
-        (zeros, r"pairs.0: I32 \[268435456, 2\], wanted I32 \['at most 1048576', 2\]"),
+        (zeros, r"pairs.0: I32 \[268435456, 2\], expected I32 \['at most 1048576', 2\]"),
         (long_header, "truncated or not a safetensors file"),
         (pickled, "truncated or not a safetensors file"),
         (cut, "truncated"),

@@ -65,7 +65,7 @@ def test_gpt_oss_20b(tmp_path: Path) -> None:
     assert spec.attention_bias
     assert spec_of(tmp_path, {**GPT_OSS, "attention_bias": None}).attention_bias
     assert spec.dtype == "bfloat16"  # its config.json names none, and its weights are quantised
-    assert not spec.has_shared_experts
+    assert not spec.num_shared_experts
 
 
 @pytest.mark.parametrize("name", known_model_names())

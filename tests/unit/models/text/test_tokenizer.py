@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.text import TokenizerPool
 from contracts.errors import CheckpointError, RequestError
+from models.text.encoding_steps import finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
+from tests.support.tokenization import continuations
 
 WRITERS = {"byte_level": write_byte_level, "sentencepiece": write_sentencepiece_like}
 TEXTS = [
@@ -191,7 +193,7 @@ def test_long_texts_have_the_same_ids_when_encoded_in_a_thread(tokenizer: Tokeni
 def test_prompt_and_continuation_together_are_the_whole_text(
     tokenizer: Tokenizer, prompt: str, continuation: str
 ) -> None:
-    prompt_ids, continuation_ids = tokenizer.continuation(prompt, continuation)
+    prompt_ids, (continuation_ids,) = continuations(tokenizer, prompt, [continuation])
     whole = tokenizer.encode(prompt + continuation)
     assert continuation_ids == whole[len(prompt_ids) :]
     assert prompt_ids == tokenizer.encode(prompt.rstrip())
@@ -209,20 +211,21 @@ words = st.sampled_from(["word", "Größe", "x1", "10", "'s", "…", "\n\n", "  
         min_size=1,
         max_size=3,
     ),
-    continuations=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3),
+    texts=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3),
 )
 def test_long_prompts_are_continued_as_whole_texts_are(
-    tokenizer: Tokenizer, prompts: list[str], continuations: list[str]
+    tokenizer: Tokenizer, prompts: list[str], texts: list[str]
 ) -> None:
-    pairs = [(prompt, continuations) for prompt in prompts]
-    for prompt, (prompt_ids, found) in zip(
-        prompts, tokenizer.continuations_many(pairs), strict=True
-    ):
+    pairs = [(prompt, texts) for prompt in prompts]
+    found_pairs = finish(tokenizer.continuation_steps(pairs, param="prompt"))
+    for prompt, (prompt_ids, found) in zip(prompts, found_pairs, strict=True):
         assert prompt_ids == tokenizer.encode(prompt.rstrip())
-        whole = [tokenizer.encode(prompt + text) for text in continuations]
+        whole = [tokenizer.encode(prompt + text) for text in texts]
         assert found == [ids[len(prompt_ids) :] for ids in whole]
 
 
 def test_white_space_at_the_end_of_a_prompt_goes_to_the_continuation(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path))
-    assert tokenizer.continuation("answer: ", "yes") == tokenizer.continuation("answer:", " yes")
+    assert continuations(tokenizer, "answer: ", ["yes"]) == continuations(
+        tokenizer, "answer:", [" yes"]
+    )
