@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
-    *("README.md", "docs/usage.md", "docs/operations.md", "docs/sizing.md", "docs/kubernetes.md"),
+    *("README.md", "docs/usage.md", "docs/sizing.md", "docs/kubernetes.md"),
+    *(f"docs/operations/{page}.md" for page in ("run", "secure", "observe", "scale", "repair")),
 )
 PROGRAMS = (
     *("tandem", "python", "pip", "curl", "ray", "serve", "make", "git", "export", "cat", "lm_eval"),
