@@ -53,7 +53,7 @@ from contracts.ranks import Group, RankReady, RankSpec
 from contracts.traces import Stage, TaskSpan
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.online.attention_stage import tokens_of
+from planner.costs.model_shape import count_tokens
 from planner.online.capacity import Traffic, capacity
 from planner.online.models import OnlineSetup
 from planner.online.planner import NoPlanError, OnlinePlanner
@@ -301,7 +301,7 @@ class PlannerCapacity:
 
 
 def _tokens(report: BatchReport) -> int:
-    return sum(tokens_of(times.batch) for times in report.micro_batches)
+    return sum(count_tokens(times.batch) for times in report.micro_batches)
 
 
 class PlanMetrics:

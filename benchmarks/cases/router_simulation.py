@@ -31,7 +31,7 @@ from planner.costs.model_shape import ModelShape
 from planner.routing import route_policies
 from planner.routing.backlog import Backlog
 from planner.routing.request_work import RequestWork, flops_work, token_work
-from planner.routing.route_policies import RoutePolicy
+from planner.routing.route_policies import RouteCandidate, RoutePolicy
 from planner.routing.router import RouteDecision, Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
 from planner.routing.worker_queue import Lane
@@ -56,6 +56,14 @@ class Variant(NamedTuple):
     lane: Lane = Lane.FIRST
 
 
+def round_robin(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
+    return candidates[turn % len(candidates)]
+
+
+def earliest_finish(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
+    return min(candidates, key=lambda c: (c.load + c.added, -c.matched_blocks, c.worker))
+
+
 VARIANTS = {
     "router": Variant(route_policies.prefix_within_round, in_flops=True, ahead=True),
     "router, best effort": Variant(
@@ -64,11 +72,9 @@ VARIANTS = {
     "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
     "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
     "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
-    "least finish": Variant(route_policies.earliest_finish, in_flops=True),
-    "least finish, in tokens": Variant(route_policies.earliest_finish, in_flops=False),
-    "token load": Variant(route_policies.token_load, in_flops=True),
-    "vLLM-style": Variant(route_policies.weighted_queue_counts, in_flops=True),
-    "round robin": Variant(route_policies.round_robin, in_flops=True),
+    "least finish": Variant(earliest_finish, in_flops=True),
+    "least finish, in tokens": Variant(earliest_finish, in_flops=False),
+    "round robin": Variant(round_robin, in_flops=True),
 }
 
 

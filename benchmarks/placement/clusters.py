@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.placement.layout import Floats, Ints, totals
+from planner.arrays import Floats, Ints
+from planner.placement.layout import totals
 from planner.placement.routing import LayerRouting
 from planner.placement.slots import Line, line_of
 from planner.placement.token_ranks import ID_LOAD

@@ -16,7 +16,7 @@ from benchmarks.placement.cross_entropy import cross_entropy
 from benchmarks.placement.others import eplb, load_alone
 from benchmarks.placement.synthetic import routing_of
 from benchmarks.placement.traces import Traces
-from planner.placement.layout import Ints
+from planner.arrays import Ints
 from planner.placement.routing import LayerRouting, local_fraction, measure
 from planner.placement.slots import Line, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer

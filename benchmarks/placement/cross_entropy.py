@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.placement.clusters import Labelled, wants
-from planner.placement.layout import Floats, Ints, totals
+from planner.arrays import Floats, Ints
+from planner.placement.layout import totals
 from planner.placement.routing import LayerRouting
 from planner.placement.slots import line_of
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pymetis
 
-from planner.placement.layout import Floats, Ints, totals
+from planner.arrays import Floats, Ints
+from planner.placement.layout import totals
 from planner.placement.routing import LayerRouting, local_fraction, measure
 from planner.placement.slots import Line, held, layer_slots, line_of
 from planner.placement.token_ranks import token_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.placement.layout import Ints
+from planner.arrays import Ints
 from planner.placement.routing import LayerRouting, TokenCounts
 
 DOCUMENT_TOKENS = 100

@@ -6,16 +6,22 @@ expert ranks is a `Spread`, uniform unless one is given. docs/notation.md restat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, Hardware, LinkCost, SharedCost
-from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch, layer_mean_work
+from planner.costs.model_shape import (
+    AttentionWork,
+    Chunks,
+    ModelShape,
+    count_tokens,
+    layer_mean_batch,
+    layer_mean_work,
+)
 from planner.costs.routing_shape import RankShare, Spread, uniform_spread
-from planner.costs.stages import Linear, StageModels
+from planner.costs.stages import FREE, Linear, StageModels
 
 PAIR_BYTES = 8  # an index (int32) and a weight (float32) travel with each (token, expert) pair
 
@@ -44,12 +50,12 @@ def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) ->
 def batch_attention_ms(
     cost: AttentionCost,
     shape: ModelShape,
-    chunks: Sequence[tuple[int, int]],
+    chunks: Chunks,
     spread: Spread | None = None,
 ) -> float:
     """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers, of which
     as many expert ranks get packets as `spread` says (None: one)."""
-    tokens = sum(stop - start for start, stop in chunks)
+    tokens = count_tokens(chunks)
     work = layer_mean_batch(shape, chunks)
     return attention_ms(cost, shape, work) + _packets_model(cost, shape, spread).at(tokens)
 
@@ -73,7 +79,7 @@ def attention_model(
 def _packets_model(cost: AttentionCost, shape: ModelShape, spread: Spread | None) -> Linear:
     """What packets to more than one expert rank cost the attention rank. x: tokens."""
     if spread is None or spread.ranks == 1:
-        return Linear(0.0, 0.0)
+        return FREE
     row_bytes = shape.hidden_size * shape.element_bytes
     more_copies = max(0.0, spread.copies - 1)
     return Linear(

@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Floats
 from planner.costs.stages import Linear
-
-Floats = NDArray[np.float64]
 
 HUBER_WIDTH = 1.5  # in robust standard deviations; beyond, a sample's pull stops growing
 _ROUNDS = 40

@@ -7,10 +7,13 @@ half a square for a whole causal prompt; FinDEP counts the square (Eq. 1).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+
+Chunks = Sequence[tuple[int, int]]
+"""New tokens [start, stop) of each sequence; those before `start` are cached."""
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +105,7 @@ def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> 
     """Of new tokens [start, stop) of one sequence, those before being cached: any prompt, chunk
     behind a prefix, or decode step (stop = start + 1), in a layer that sees `window` tokens."""
     tokens = stop - start
-    pairs = _pairs(stop, window) - _pairs(start, window)
+    pairs = causal_pairs(stop, window) - causal_pairs(start, window)
     per_token = shape.projection_elements + shape.hidden_size * shape.num_experts  # and the router
     linear, attended = 2.0 * tokens * per_token, 4.0 * pairs * shape.num_heads * shape.head_dim
     context = stop if start else 0  # without a prefix, keys and values are at hand
@@ -117,9 +120,7 @@ def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> 
     return AttentionWork(1.0, linear, attended, float(read_bytes), *calls)
 
 
-def batch_work(
-    shape: ModelShape, chunks: Sequence[tuple[int, int]], window: int | None
-) -> AttentionWork:
+def batch_work(shape: ModelShape, chunks: Chunks, window: int | None) -> AttentionWork:
     """Of a micro-batch's chunks, with the calls that these make together."""
     total = NO_WORK
     for (start, stop), times in Counter(chunks).items():
@@ -133,7 +134,7 @@ def layer_mean_work(shape: ModelShape, start: int, stop: int) -> AttentionWork:
     return _layer_mean(shape, lambda window: chunk_work(shape, start, stop, window))
 
 
-def layer_mean_batch(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> AttentionWork:
+def layer_mean_batch(shape: ModelShape, chunks: Chunks) -> AttentionWork:
     """`batch_work`, the mean over the layers that have experts."""
     return _layer_mean(shape, lambda window: batch_work(shape, chunks, window))
 
@@ -153,14 +154,19 @@ def hit_fraction(shape: ModelShape, experts: int) -> float:
     return 1.0 - missed
 
 
-def _pairs(stop: int, window: int | None) -> float:
-    """(query, key) pairs of the first `stop` tokens, each seeing itself and what is before it."""
+def count_tokens(chunks: Chunks) -> int:
+    """Return the number of new tokens."""
+    return sum(stop - start for start, stop in chunks)
+
+
+def causal_pairs(stop: int, window: int | None) -> int:
+    """Return the (query, key) pairs of the first `stop` tokens under a causal mask."""
     if window is None or stop <= window:
-        return stop * (stop + 1) / 2
-    return window * (window + 1) / 2 + (stop - window) * window
+        return stop * (stop + 1) // 2
+    return window * (window + 1) // 2 + (stop - window) * window
 
 
-def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: float) -> tuple[float, float]:
+def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: int) -> tuple[float, float]:
     """(per token, per pair) FLOPs of one head, expanded or absorbed: kernels/latent_attention.py
     takes what costs fewer."""
     up = latent.kv_rank * (latent.nope_dim + latent.value_dim)
@@ -188,7 +194,7 @@ class Calls(NamedTuple):
         return self.prompts + self.decodes
 
 
-def calls_of(chunks: Iterable[tuple[int, int]], window: int | None, *, groups_short: bool) -> Calls:
+def calls_of(chunks: Chunks, window: int | None, *, groups_short: bool) -> Calls:
     """Of chunks (start, stop) in a layer that sees `window` tokens (None: all)."""
     tiles = 0
     short: list[tuple[int, int]] = []  # new tokens, context

@@ -17,7 +17,7 @@ bounds. "shuffled" will be one more entry of `_TIMES`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from contracts.hardware import Hardware, LinkCost
@@ -28,14 +28,18 @@ from planner.costs.cost_model import (
     link_model,
     shared_model,
 )
-from planner.costs.model_shape import AttentionWork, ModelShape, layer_mean_batch
+from planner.costs.model_shape import (
+    AttentionWork,
+    Chunks,
+    ModelShape,
+    count_tokens,
+    layer_mean_batch,
+)
 from planner.costs.routing_shape import RoutingShape, Spread, uniform_spread
 from planner.costs.stages import Linear
 
 PARTS = (1, 2)
 MAX_BREAK_EVEN_TOKENS = 1 << 20  # of a batch, when break-even is looked for
-
-Chunks = Sequence[tuple[int, int]]
 
 
 class PrefillMode(enum.StrEnum):
@@ -89,7 +93,7 @@ def exchange_model(link: LinkCost, group: PrefillGroup, spread: Spread, *, back:
 
 def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float:
     """Of one batch of new tokens [start, stop) per sequence; 0 of an empty one."""
-    tokens = sum(stop - start for start, stop in batch)
+    tokens = count_tokens(batch)
     if tokens == 0:
         return 0.0
     return _TIMES[way](group, layer_mean_batch(group.shape, batch), tokens) / 1e3

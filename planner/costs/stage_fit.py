@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from contracts.hardware import (
     AttentionCost,
@@ -17,8 +16,9 @@ from contracts.hardware import (
     ServingCost,
     SharedCost,
 )
+from planner.arrays import Floats
 from planner.costs.fit import fit_nonnegative
-from planner.costs.model_shape import ModelShape, batch_work
+from planner.costs.model_shape import Chunks, ModelShape, batch_work, count_tokens
 
 _LEAST_MS = 1e-3  # of what is left of a measured time
 _LINEAR = 2  # among attention's coefficients
@@ -30,7 +30,7 @@ class AttentionSample(NamedTuple):
     tokens, whose rows go to so many expert ranks, each row to `copies` of them."""
 
     label: str
-    chunks: Sequence[tuple[int, int]]
+    chunks: Chunks
     window: int | None
     ms: float
     ranks: int = 1
@@ -79,7 +79,7 @@ def fit_attention(
     call, sequence, linear, attended, context, prompt_call, decode_call, packet, copied = (
         fit.coefficients_F.tolist()
     )
-    tokens = [sum(stop - start for start, stop in sample.chunks) for sample in samples]
+    tokens = [count_tokens(sample.chunks) for sample in samples]
     cost = AttentionCost(
         call_ms=call,
         sequence_ms=sequence,
@@ -103,7 +103,7 @@ def _attention_fit(
         work = batch_work(shape, sample.chunks, sample.window)
         if not with_calls:
             work = work._replace(prompt_calls=0.0, decode_calls=0.0)
-        rows = sum(stop - start for start, stop in sample.chunks)
+        rows = count_tokens(sample.chunks)
         copied_bytes = (sample.copies - 1) * rows * row_bytes
         works.append((1.0, *work, sample.ranks - 1.0, copied_bytes))
     return _fitted(works, [sample.ms for sample in samples], slope=_LINEAR)
@@ -161,8 +161,8 @@ def fit_link(
 class _BoundedFit(NamedTuple):
     """As NonNegativeFit. uncertain: the slope vanished and is bounded from below."""
 
-    coefficients_F: NDArray[np.float64]
-    predicted_N: NDArray[np.float64]
+    coefficients_F: Floats
+    predicted_N: Floats
     r2: float
     median_error_fraction: float
     uncertain: bool

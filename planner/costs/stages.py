@@ -39,6 +39,9 @@ class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.alpha_ms == 0 and self.beta_ms == 0
 
 
+FREE = Linear(0.0, 0.0)
+
+
 class StageModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of one layer's stages on one attention rank, its links and one expert rank.
 
@@ -119,7 +122,7 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def shared(self) -> Linear:
         """The shared expert's model; free where there is none, whatever `stages.shared` says."""
         shared = self.stages.shared
-        return shared if self.has_shared and shared is not None else Linear(0.0, 0.0)
+        return shared if self.has_shared and shared is not None else FREE
 
     def me(self, ma: float, r2: int) -> float:
         """Tokens per expert of a token group, an average (FinDEP Eq. 5, last line)."""

@@ -12,7 +12,14 @@ from contracts.hardware import AttentionCost
 from contracts.planner_messages import MicroBatchReport
 from planner.costs.cost_model import attention_ms
 from planner.costs.fit import fit_nonnegative
-from planner.costs.model_shape import NO_WORK, AttentionWork, ModelShape, layer_mean_work
+from planner.costs.model_shape import (
+    NO_WORK,
+    AttentionWork,
+    Chunks,
+    ModelShape,
+    count_tokens,
+    layer_mean_work,
+)
 from planner.costs.online_fit import OnlineLinear
 from planner.costs.stages import Linear
 from planner.online.buckets import BatchBucket, bucket_of
@@ -22,8 +29,6 @@ from planner.schedule.batch_plan import ChunkTime
 _PER_SIZE = 8  # times that are kept of each size
 _MORE_SIZES = 1.5  # so many times as many sizes as at the last fit: fit again
 _MAX_SIZES = 256
-
-Chunks = Sequence[tuple[int, int]]
 
 
 class _AttentionSample(NamedTuple):
@@ -46,7 +51,7 @@ class AttentionStage:
         self._correction: OnlineLinear | None = None
 
     def add(self, times: MicroBatchReport) -> None:
-        self.largest_tokens = max(self.largest_tokens, tokens_of(times.batch))
+        self.largest_tokens = max(self.largest_tokens, count_tokens(times.batch))
         if self._learns:
             self._learn(times)
         if self.cost is not None:
@@ -120,7 +125,3 @@ class AttentionStage:
                 attended_ms_per_flop=attended,
                 context_ms_per_byte=context,
             )
-
-
-def tokens_of(batch: Chunks) -> int:
-    return sum(stop - start for start, stop in batch)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from contracts.planner_messages import BatchReport, TrafficReport
+from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.stages import PlanSpec
-from planner.online.attention_stage import Chunks, tokens_of
 from planner.online.planned_batch import planned_batch, replayed_ms
 from planner.schedule.batch_plan import ChunkTime
 from planner.schedule.solver import PlannedBatch
@@ -150,7 +150,7 @@ def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
     for report in ran:
         parts = [times.batch for times in report.micro_batches]
         whole = [chunk for part in parts for chunk in part]
-        if not report.plan.sequence_chunks and tokens_of(whole) <= spec.max_samples:
+        if not report.plan.sequence_chunks and count_tokens(whole) <= spec.max_samples:
             best_ms += planned_batch(spec, whole, chunk_ms).makespan_ms
             actual_ms += replayed_ms(spec, chunk_ms, report.plan, parts)
     return max(1.0, actual_ms / best_ms) if best_ms > 0 else 1.0
@@ -251,7 +251,7 @@ def _batch(size: _GroupSize, mix: TrafficMix, rows: int, prompts: int) -> Planne
 
 def _in_use(size: _GroupSize, batch: Chunks, planned: PlannedBatch) -> dict[str, float]:
     spec = size.spec
-    tokens = tokens_of(batch)
+    tokens = count_tokens(batch)
     plan, stages = planned.plan, spec.stages
     calls, me = plan.r1 * plan.r2, spec.me(tokens, 1)
     layer_ms = planned.makespan_ms / spec.num_layers

@@ -22,11 +22,11 @@ from planner.costs.cost_model import (
     stage_models,
     tokens_per_expert,
 )
-from planner.costs.model_shape import ModelShape
+from planner.costs.model_shape import ModelShape, count_tokens
 from planner.costs.online_fit import LEAST_MS
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.online.attention_stage import AttentionStage, tokens_of
+from planner.online.attention_stage import AttentionStage
 from planner.online.stages import ExpertStage, MicroBatchStage, SizedStage
 from planner.schedule.batch_plan import ChunkTime
 
@@ -123,7 +123,7 @@ class OnlineModels:
             self.attention.add(times)
             self._beside.add(times)
             if times.shared_ms > 0:
-                self._shared.add(tokens_of(times.batch), times.shared_ms)
+                self._shared.add(count_tokens(times.batch), times.shared_ms)
         self._add(self._e2a, report.e2a, self._setup.attention_ranks)
 
     def add_experts(self, report: ExpertReport) -> None:

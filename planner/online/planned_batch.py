@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from contracts.plan import Plan
+from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.stages import PlanSpec
-from planner.online.attention_stage import Chunks, tokens_of
 from planner.schedule.batch_plan import ChunkTime, NewTokens, plan_batch
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
@@ -25,7 +25,7 @@ def planned_batch(
     planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
     uncut_ms = replayed_ms(spec, chunk_ms, Plan(), [batch])
     if planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
-        return PlannedBatch(Plan(me=spec.me(tokens_of(batch), 1)), uncut_ms, len(batch))
+        return PlannedBatch(Plan(me=spec.me(count_tokens(batch), 1)), uncut_ms, len(batch))
     return planned
 
 
@@ -35,7 +35,7 @@ def replayed_ms(
     """The makespan of a plan on these micro-batches."""
     pieces = []
     for batch in micro_batches:
-        tokens = tokens_of(batch)
+        tokens = count_tokens(batch)
         attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
         pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
     return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))

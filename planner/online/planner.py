@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from contracts.plan import Plan
 from contracts.planner_messages import BatchReport, ExpertReport
+from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.online_fit import OnlineLinear
 from planner.costs.routing_shape import Spread
-from planner.costs.stages import Linear, PlanSpec
-from planner.online.attention_stage import Chunks, tokens_of
+from planner.costs.stages import FREE, Linear, PlanSpec
 from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
@@ -124,7 +124,7 @@ class OnlinePlanner:
 
     def plan(self, batch: Chunks) -> PlannedBatch:
         """The best plan of `batch` (tokens [start, stop) per sequence). Raises NoPlanError."""
-        tokens, most = tokens_of(batch), self._models.most_tokens()
+        tokens, most = count_tokens(batch), self._models.most_tokens()
         spec = self._models.spec(tokens)
         if spec is None:
             stages = ", ".join(self._models.cold_stages)
@@ -193,7 +193,7 @@ class OnlinePlanner:
         }
         known = {ranks: spec for ranks, spec in specs.items() if spec is not None}
         chunks = {expert_ranks: models.chunk_time(expert_ranks) for _, expert_ranks in known}
-        line, between = self._solo_line.model, self._between.model or Linear(0.0, 0.0)
+        line, between = self._solo_line.model, self._between.model or FREE
         return GroupSetup(
             ag,
             eg,
@@ -258,7 +258,7 @@ def _replayed_ms(
 
 
 def _tokens(micro_batches: Sequence[Chunks]) -> int:
-    return sum(map(tokens_of, micro_batches))
+    return sum(map(count_tokens, micro_batches))
 
 
 def _reference_times(models: OnlineModels) -> list[list[float]]:

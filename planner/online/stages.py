@@ -10,9 +10,9 @@ import numpy as np
 
 from contracts.planner_messages import MicroBatchReport
 from planner.costs.fit import fit_linear, fit_nonnegative
-from planner.costs.model_shape import ModelShape
+from planner.costs.model_shape import ModelShape, count_tokens
 from planner.costs.online_fit import OnlineLinear
-from planner.costs.stages import Linear
+from planner.costs.stages import FREE, Linear
 from planner.schedule.batch_plan import ChunkTime
 
 COLD_SIZES = 3  # of different size, and
@@ -154,7 +154,6 @@ def _hit(x: float, per_token: float) -> float:
 
 _TYPICAL_SEQUENCES, _TYPICAL_TOKENS = 8.0, 64.0
 _BOTH_WAYS = 2.0  # an answer is added up for each packet that is cut out
-_FREE = Linear(0.0, 0.0)
 
 
 class MicroBatchStage:
@@ -173,17 +172,17 @@ class MicroBatchStage:
         if times.finish_ms > 0:
             self._finish.add(len(times.batch), times.finish_ms)
         if times.send_ms > 0:
-            self._send.add(sum(stop - start for start, stop in times.batch), times.send_ms)
+            self._send.add(count_tokens(times.batch), times.send_ms)
 
     def launch_ms(self, more: float) -> float:
         """Of a micro-batch, in each layer. more: further expert ranks, as a part of those that the
         times are of."""
-        finish, send = self._finish.model or _FREE, self._send.model or _FREE
+        finish, send = self._finish.model or FREE, self._send.model or FREE
         return finish.alpha_ms / self._layers + max(0.0, more) * _BOTH_WAYS * send.alpha_ms
 
     def chunk_time(self, chunk_ms: ChunkTime, more: float) -> ChunkTime:
         """With what a sequence adds here."""
-        finish, send = self._finish.model or _FREE, self._send.model or _FREE
+        finish, send = self._finish.model or FREE, self._send.model or FREE
         sequence_ms = finish.beta_ms / self._layers
         token_ms = max(0.0, more) * _BOTH_WAYS * send.beta_ms
         return lambda start, stop: chunk_ms(start, stop) + sequence_ms + token_ms * (stop - start)

@@ -14,17 +14,13 @@ Shapes: T tokens, K experts of each, N = K * T pairs, E experts, R ranks, V orde
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Array, Bytes, Ints
 from planner.placement.levels import level_ranks
 from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
 from planner.placement.replicas import PairwiseChooser
-
-Array = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 
 _FEW_PAIRS = 24  # are gone through one by one
 _MANY_PAIRS = 1024  # are worth to look at loads beforehand
@@ -34,7 +30,7 @@ _SWEEPS = 3  # over the tokens, in the order of pairs, spread what a rank gets o
 class SmallGroupChooser:
     """The ranks that have each expert of a layer, and the choice among them."""
 
-    def __init__(self, slot_ER: NDArray[Any]) -> None:
+    def __init__(self, slot_ER: Array) -> None:
         """slot_ER: -1 where the rank does not have the expert. Two to eight ranks."""
         self._ranks = slot_ER.shape[1]
         bits_R = 1 << np.arange(self._ranks)
@@ -44,7 +40,7 @@ class SmallGroupChooser:
         self._few = PairwiseChooser(slot_ER)
         self._hitting = hitting_sets(self._ranks)
 
-    def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
+    def slots(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
         """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
         if topk_ids_TK.size <= _FEW_PAIRS:
             return self._few.slots(topk_ids_TK, free_rank)
@@ -56,7 +52,7 @@ class SmallGroupChooser:
         at_KT += rank_N.reshape(ids_KT.shape)
         return np.ascontiguousarray(self._slot_N.take(at_KT).T)
 
-    def _allowed(self, ids_KT: Array, free_rank: int | None) -> Bytes:
+    def _allowed(self, ids_KT: Ints, free_rank: int | None) -> Bytes:
         """[K, T] the ranks to which each pair may go, whatever others do."""
         sets_KT, has_KT = self._sets_E.take(ids_KT), self._bytes_E.take(ids_KT)
         if free_rank is not None:  # what it has wants no other
@@ -71,7 +67,7 @@ class SmallGroupChooser:
         np.copyto(allowed_KT, has_KT, where=np.logical_not(allowed_KT & shared_T))
         return allowed_KT
 
-    def _orders(self, sets_KT: Array) -> Array:
+    def _orders(self, sets_KT: Ints) -> Ints:
         """[T] where each token's order of preference begins."""
         tokens = sets_KT.shape[1]
         if sets_KT.size < _MANY_PAIRS:
@@ -80,12 +76,12 @@ class SmallGroupChooser:
         load_R = ((counts_S / SIZE_S) @ HAS_SR[:, : self._ranks]).astype(np.int64)
         best_V = (self._hitting.order_VR @ -load_R).argsort(kind="stable")
         turn_T = _turn(len(best_V) // 2, tokens.bit_length())[:tokens]
-        first_T: Array = (best_V * SETS).take(turn_T)
+        first_T: Ints = (best_V * SETS).take(turn_T)
         return first_T
 
 
 @functools.lru_cache(maxsize=32)
-def _turn(orders: int, bits: int, each: int = 1) -> Array:
+def _turn(orders: int, bits: int, each: int = 1) -> Ints:
     """For as many tokens as so many bits count: 0, each, 2 each, ... so many times, and again."""
     return np.arange(1 << bits) % orders * each
 

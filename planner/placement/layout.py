@@ -7,11 +7,12 @@ ranks.
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Array, Bools, Floats, Ints
 from planner.placement.objective import Objective
 
 EMPTY = -1  # in the place of an expert: a slot that is still to be filled
@@ -70,8 +71,7 @@ class Layout:
         self.sums = self._sums(everything)
 
     def copy(self) -> Layout:
-        other = object.__new__(Layout)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         for name in ("experts_S", "ranks_S", "slots_MK"):
             setattr(other, name, getattr(self, name).copy())
         return other
@@ -163,12 +163,7 @@ class Layout:
         return with_replicas(sums, sets_MK, slots_MK, weights_M, self.ranks_S, holds_ER)
 
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-
-
-def totals(which: Ints, values: NDArray[np.generic], count: int) -> Floats:
+def totals(which: Ints, values: Array, count: int) -> Floats:
     """[count] sums of the values that fall to each number."""
     return np.bincount(which.ravel(), values.ravel(), count).astype(np.float64, copy=False)
 
@@ -252,7 +247,7 @@ def _tokens(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> _To
     return _Tokens(slots_MK, weights_M, ranks_MK, counts_MR > 0, alone_MK)
 
 
-def _by_rank(which_MK: Ints, values_MKR: NDArray[np.generic], count: int) -> Floats:
+def _by_rank(which_MK: Ints, values_MKR: Array, count: int) -> Floats:
     """[count, R] sums of the values by slot or expert, and rank."""
     R = values_MKR.shape[2]
     at_MKR = which_MK[:, :, None] * R + np.arange(R)

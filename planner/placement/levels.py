@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Bytes, Ints
 from planner.placement.rank_sets import FEW_RANKS, FIRST_S, HAS_SR, MEMBERS, SEVERAL_S, SIZE_S
-
-Array = NDArray[np.int64]
 
 _FEW_ITEMS = 48  # are given one by one
 _FEW_GROUPS = 20  # are divided one by one
@@ -72,7 +70,7 @@ def _level(heights: list[int], pairs: int) -> int:
     return level
 
 
-def level_ranks(sets_N: NDArray[np.uint8], ranks: int, *, spread: bool) -> Array:
+def level_ranks(sets_N: Bytes, ranks: int, *, spread: bool) -> Ints:
     """A rank of each set, such that all have about as many. One after another gets the least
     loaded; where they are many, groups are divided. spread: neighbours are divided too, since
     token groups are parts of a batch."""
@@ -90,7 +88,7 @@ def level_ranks(sets_N: NDArray[np.uint8], ranks: int, *, spread: bool) -> Array
     return _apart(rank_N) if spread else rank_N
 
 
-def _apart(rank_N: Array) -> Array:
+def _apart(rank_N: Ints) -> Ints:
     """Each where it was before the turns."""
     apart_N, first = np.empty_like(rank_N), 0
     for turn in range(_TURNS):
@@ -100,7 +98,7 @@ def _apart(rank_N: Array) -> Array:
     return apart_N
 
 
-def _one_by_one(sets_N: NDArray[np.uint8], load_R: list[int]) -> Array:
+def _one_by_one(sets_N: Bytes, load_R: list[int]) -> Ints:
     rank_N = FIRST_S.take(sets_N)
     free_N = SEVERAL_S.take(sets_N).nonzero()[0]
     given: list[int] = []
@@ -118,7 +116,7 @@ def _one_by_one(sets_N: NDArray[np.uint8], load_R: list[int]) -> Array:
     return rank_N
 
 
-def _by_group(found_G: Array, counts_G: Array, load_R: list[int]) -> Array:
+def _by_group(found_G: Ints, counts_G: Ints, load_R: list[int]) -> Ints:
     """The ranks of all items, group by group. load_R: without those that may go to several."""
     ways = [MEMBERS[each] for each in found_G.tolist()]
     items = counts_G.tolist()
@@ -137,7 +135,7 @@ def _by_group(found_G: Array, counts_G: Array, load_R: list[int]) -> Array:
     return np.array(ranks).repeat(times)
 
 
-def _at_once(found_G: Array, counts_G: Array, load_R: list[int]) -> Array:
+def _at_once(found_G: Ints, counts_G: Ints, load_R: list[int]) -> Ints:
     """The ranks of all items, group by group. A rank has the same weight in all groups that it is
     in, and these are divided by weights; who has too much gets less weight, again and again."""
     ranks = len(load_R)

@@ -14,9 +14,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from planner.arrays import Floats
 
 HIDDEN = 0.1  # what is hidden still counts by so much
 OVERLOAD = 2.0  # a load of 0.01 over the limit costs as much as 2 % more copies

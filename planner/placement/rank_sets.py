@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
+from planner.arrays import Array, Bools, Bytes, Ints
 
 FEW_RANKS = 8
 SETS = 1 << FEW_RANKS
@@ -43,16 +42,16 @@ class HittingSets(NamedTuple):
     """
 
     ranks: int
-    order_VR: Array
-    hits_WVS: NDArray[Any]
+    order_VR: Ints
+    hits_WVS: Array
     chosen_VS: Bytes
 
-    def smallest(self, sets_KT: Array, first_T: Array) -> Bytes:
+    def smallest(self, sets_KT: Ints, first_T: Ints) -> Bytes:
         """[T] set of ranks with one of each of a token's. first_T: its order of preference,
         S times."""
         at_KT = sets_KT + first_T
         if self.ranks <= _NARROW_RANKS:
-            hits_T: NDArray[Any] = np.bitwise_and.reduce(self.hits_WVS[0].take(at_KT), axis=0)
+            hits_T: Array = np.bitwise_and.reduce(self.hits_WVS[0].take(at_KT), axis=0)
             bit_T = _HIGHEST_BIT.take(hits_T)
         else:
             first = _first_word(self.ranks, len(sets_KT))
@@ -67,7 +66,7 @@ def hitting_sets(ranks: int) -> HittingSets:
     """Orders of preference: each rank is first in turn, in four ways of going round."""
     sets_C, number_R = np.arange(1 << ranks), np.arange(ranks)
     has_CR = sets_C[:, None] >> number_R & 1
-    orders, hits, chosen = list[Array](), list[Any](), list[Bytes]()
+    orders, hits, chosen = list[Ints](), list[Any](), list[Bytes]()
     for step in _STEPS:
         round_R = ((number_R + 1) * step % 11).argsort()
         for turn in range(ranks):
@@ -84,7 +83,7 @@ def hitting_sets(ranks: int) -> HittingSets:
     return HittingSets(ranks, np.array(orders), hits_WVS, np.concatenate(chosen))
 
 
-def _words(hit_SC: NDArray[np.bool_]) -> NDArray[Any]:
+def _words(hit_SC: Bools) -> Array:
     """[W, S] its bits: the last of C is the highest."""
     bytes_SB = np.packbits(hit_SC, axis=1, bitorder="little")
     if hit_SC.shape[1] <= 16:
@@ -101,12 +100,12 @@ def _first_word(ranks: int, top_k: int) -> int:
     return larger // 64
 
 
-def _highest(bits_WT: NDArray[np.uint64], first: int) -> Array:
+def _highest(bits_WT: NDArray[np.uint64], first: int) -> Ints:
     """[T] number of the highest bit, where words are counted from `first`: the exponent of a
     float. A bit below a set one is left out, lest a number be rounded up to the next power."""
     highest_WT = (bits_WT & ~(bits_WT >> _ONE)).astype(np.float64)
     sum_T = _WEIGHT_W[first : first + len(bits_WT)] @ highest_WT
-    bit_T: Array = (sum_T.view(np.int64) >> 52) - 1023
+    bit_T: Ints = (sum_T.view(np.int64) >> 52) - 1023
     return bit_T
 
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.int64]
+from planner.arrays import Array, Ints
 
 MAX_RANKS = 56
 MAX_TOP_K = 255
@@ -34,17 +32,15 @@ class RoundRobinChooser:
     """For more ranks than sets are made of: token t of a batch takes replica t modulo their
     number."""
 
-    def __init__(self, slot_ER: NDArray[Any]) -> None:
+    def __init__(self, slot_ER: Array) -> None:
         """slot_ER: -1 where the rank does not have the expert."""
         self._replicas_E = (slot_ER >= 0).sum(axis=1)
         self._slots_ER = np.sort(slot_ER, axis=1)[:, ::-1]
 
-    def slots(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
+    def slots(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
         """[T, K] slot of each pair."""
         token_T1 = np.arange(len(topk_ids_TK))[:, None]
-        slot_TK: NDArray[Any] = self._slots_ER[
-            topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]
-        ]
+        slot_TK: Array = self._slots_ER[topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]]
         return slot_TK
 
 
@@ -52,7 +48,7 @@ class PairwiseChooser:
     """The rule, token by token: as fast as a dozen calls of numpy for about a hundred pairs, and
     for any number of ranks up to MAX_RANKS."""
 
-    def __init__(self, slot_ER: NDArray[Any]) -> None:
+    def __init__(self, slot_ER: Array) -> None:
         """slot_ER: -1 where the rank does not have the expert."""
         self._slot_ER: list[list[int]] = slot_ER.tolist()
         self._kind = slot_ER.dtype
@@ -62,7 +58,7 @@ class PairwiseChooser:
         ]
         self._only_E = [each if not each & (each - 1) else 0 for each in self._sets_E]
 
-    def slots(self, topk_ids_TK: NDArray[np.int64], free_rank: int | None) -> NDArray[Any]:
+    def slots(self, topk_ids_TK: Ints, free_rank: int | None) -> Array:
         """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
         sets_E, only_E, slot_ER = self._sets_E, self._only_E, self._slot_ER
         load_R, slots = [0] * len(slot_ER[0]), list[int]()

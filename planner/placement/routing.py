@@ -5,14 +5,13 @@ Shapes: P sampled tokens, K experts of each, R ranks, N entries of a table of to
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Array, Ints
 from planner.placement.slots import LayerSlots
-
-Array = NDArray[np.int64]
 
 BATCH_TOKENS = 2048  # replicas are chosen, and loads compared, batch by batch
 
@@ -21,20 +20,20 @@ class TokenCounts(NamedTuple):
     """How often token ids went to experts: (id, expert, times) of each pair that occurred, by
     ascending id, then expert. What was seen least may have been left out."""
 
-    ids_N: Array
-    experts_N: Array
-    times_N: Array
+    ids_N: Ints
+    experts_N: Ints
+    times_N: Ints
 
 
 class LayerRouting(NamedTuple):
     """sets_PK: experts of each sampled token, in the router's order. ids_P: its token id."""
 
     num_experts: int
-    sets_PK: Array
-    ids_P: Array
+    sets_PK: Ints
+    ids_P: Ints
     counts: TokenCounts
 
-    def load(self) -> Array:
+    def load(self) -> Ints:
         """[E] pairs of each expert in the sample."""
         return np.bincount(self.sets_PK.ravel(), minlength=self.num_experts)
 
@@ -48,14 +47,17 @@ class Measured(NamedTuple):
     batch_load: float
 
 
+def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Array]:
+    """Yield [T, K] the rank that answers each pair, for BATCH_TOKENS tokens at a time."""
+    for start in range(0, len(routing.sets_PK), BATCH_TOKENS):
+        yield placed.ranks_of(placed.of_pairs(routing.sets_PK[start : start + BATCH_TOKENS]))
+
+
 def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
     """What that placement of the layer's experts makes of the sample, batch by batch."""
-    bounds = np.array([low for low, _ in placed.bounds[1:]], np.int64)
     ranks, tokens = len(placed.bounds), len(routing.sets_PK)
     copies, pairs_R, batch_loads = 0, np.zeros(ranks, np.int64), []
-    for start in range(0, tokens, BATCH_TOKENS):
-        slots_TK = placed.of_pairs(routing.sets_PK[start : start + BATCH_TOKENS])
-        ranks_TK = np.searchsorted(bounds, slots_TK, "right")
+    for ranks_TK in batches_of_ranks(routing, placed):
         ordered_TK = np.sort(ranks_TK, axis=1)
         copies += len(ordered_TK) + int((ordered_TK[:, 1:] != ordered_TK[:, :-1]).sum())
         of_batch_R = np.bincount(ranks_TK.ravel(), minlength=ranks)
@@ -68,7 +70,7 @@ def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
     )
 
 
-def local_fraction(routing: LayerRouting, placed: LayerSlots, rank_of_id_V: Array) -> float:
+def local_fraction(routing: LayerRouting, placed: LayerSlots, rank_of_id_V: Ints) -> float:
     """LAR: the share of (token, expert) pairs whose expert is on the rank that the token's id is
     given to. Replicas count wherever they are."""
     held_ER = placed.held(routing.num_experts)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from planner.placement.layout import EMPTY, Bools, Floats, Ints, Layout, LayoutChange, totals
+from planner.arrays import Bools, Floats, Ints
+from planner.placement.layout import EMPTY, Layout, LayoutChange, totals
 from planner.placement.routing import TokenCounts
 from planner.placement.token_ranks import rank_of_ids, shares
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
+from planner.arrays import Array, Bools, Ints
 from planner.placement.few_ranks import SmallGroupChooser
-from planner.placement.layout import Bools, Ints
 from planner.placement.rank_sets import FEW_RANKS
 from planner.placement.replicas import MAX_RANKS, PairwiseChooser, RoundRobinChooser
 
-Array = NDArray[np.int64]
 _Choice = SmallGroupChooser | PairwiseChooser | RoundRobinChooser
 
 
@@ -40,13 +37,13 @@ class LayerSlots:
     def __init__(self, experts: Sequence[int], bounds: Sequence[tuple[int, int]]) -> None:
         """experts: of each slot."""
         self.bounds, self.count = tuple(bounds), len(experts)
-        self.expert_of_slot: Array = np.array(experts, np.int64)
+        self.expert_of_slot: Ints = np.array(experts, np.int64)
         slots: list[list[int]] = [[] for _ in range(max(experts, default=-1) + 1)]
         for slot, expert in enumerate(experts):
             slots[expert].append(slot)
         self.slots_of_expert = tuple(map(tuple, slots))
         kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow ones are sorted sooner
-        self.lows_R: NDArray[Any] = np.array([low for low, _ in bounds], kind)
+        self.lows_R: Array = np.array([low for low, _ in bounds], kind)
         self._first_E = np.array([each[0] for each in slots], kind)
         self._choice: _Choice | None = None
         if len(experts) > len(slots):
@@ -55,14 +52,18 @@ class LayerSlots:
                 slot_ER[self.expert_of_slot[low:high], rank] = range(low, high)
             self._choice = _choice(slot_ER)
 
-    def held(self, num_experts: int) -> NDArray[np.bool_]:
+    def held(self, num_experts: int) -> Bools:
         """[E, R] whether the rank has the expert."""
         held_ER = np.zeros((num_experts, len(self.bounds)), bool)
         for rank, (low, high) in enumerate(self.bounds):
             held_ER[self.expert_of_slot[low:high], rank] = True
         return held_ER
 
-    def of_pairs(self, topk_ids_TK: Array, free_rank: int | None = None) -> NDArray[Any]:
+    def ranks_of(self, slots: Array) -> Array:
+        """Return the rank of each slot."""
+        return np.searchsorted(self.lows_R[1:], slots, "right")
+
+    def of_pairs(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
         """[T, K] the slot that answers each pair. A token goes to the fewest ranks that have its
         experts; of equals, to those that have least to do for these tokens. free_rank: one to which
         it costs nothing. Equal ids give equal slots."""
@@ -71,7 +72,7 @@ class LayerSlots:
         return self._choice.slots(topk_ids_TK, free_rank)
 
 
-def _choice(slot_ER: NDArray[Any]) -> _Choice:
+def _choice(slot_ER: Array) -> _Choice:
     ranks = slot_ER.shape[1]
     if ranks <= FEW_RANKS:
         return SmallGroupChooser(slot_ER)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.placement.layout import EMPTY, Floats, HomeRanks, Ints, Layout, WeightedSets, totals
+from planner.arrays import Floats, Ints
+from planner.placement.layout import EMPTY, HomeRanks, Layout, WeightedSets, totals
 from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
 from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
 from planner.placement.search import descend, fill, improved, starts

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from planner.placement.layout import Bools, Floats, Ints, totals
+from planner.arrays import Bools, Floats, Ints
+from planner.placement.layout import totals
 from planner.placement.routing import TokenCounts
 
 ID_LOAD = 1.1  # pairs of a rank's token ids over the mean, at most: the paper's relaxation

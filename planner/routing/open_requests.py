@@ -26,25 +26,16 @@ class RequestTotals:
 
     load        = Σ work(done, prompt)
     queued      = load − Σ work(done, until)   of what a running batch computes
-    open_tokens = Σ prompt                 of those that have not started
-                + Σ (prompt − done)        of those that have
-    running, waiting: how many have started, and have not.
     """
 
-    __slots__ = ("load", "open_tokens", "queued", "running", "waiting")
+    __slots__ = ("load", "queued")
 
     def __init__(self) -> None:
         self.load = self.queued = 0
-        self.open_tokens = 0
-        self.running = self.waiting = 0
 
     def count(self, entry: _Open, sign: int) -> None:
         self.load += sign * entry.remaining
         self.queued += sign * (entry.remaining - entry.in_progress)
-        self.running += sign * entry.started
-        self.waiting += sign * (not entry.started)
-        done_tokens = entry.done_tokens if entry.started else 0
-        self.open_tokens += sign * (entry.prompt.prompt_tokens - done_tokens)
 
 
 class OpenRequests:

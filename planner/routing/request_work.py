@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from planner.costs.model_shape import ModelShape, chunk_work
+from planner.costs.model_shape import ModelShape, causal_pairs, chunk_work
 
 RequestWork = Callable[[int, int], int]
 """(done_tokens, prompt_tokens) → work of the tokens in between, in FLOPs or in tokens."""
@@ -41,7 +41,7 @@ def flops_work(shape: ModelShape) -> RequestWork:
     def flops(done_tokens: int, prompt_tokens: int) -> int:
         total = per_token * (prompt_tokens - done_tokens)
         for window, flops_per_pair in layers:
-            pairs = _pairs(prompt_tokens, window) - _pairs(done_tokens, window)
+            pairs = causal_pairs(prompt_tokens, window) - causal_pairs(done_tokens, window)
             total += flops_per_pair * pairs
         return total
 
@@ -74,10 +74,3 @@ def _latent_work(shape: ModelShape, per_token: int) -> RequestWork:
         return per_token * tokens + shape.num_layers * round(attention)
 
     return flops
-
-
-def _pairs(tokens: int, window: int | None) -> int:
-    """(query, key) pairs of the first `tokens` tokens, each seeing itself and what is before."""
-    if window is None or tokens <= window:
-        return tokens * (tokens + 1) // 2
-    return window * (window + 1) // 2 + (tokens - window) * window

@@ -26,9 +26,6 @@ class RouteCandidate(NamedTuple):
     load: int
     queued: int
     threshold: int
-    open_tokens: int
-    waiting: int
-    running: int
     saved: int = 0
 
 
@@ -71,31 +68,6 @@ def unsaturated(candidates: Sequence[RouteCandidate]) -> list[RouteCandidate]:
     return [candidate for candidate in candidates if candidate.queued < candidate.threshold]
 
 
-def round_robin(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    return candidates[turn % len(candidates)]
-
-
-def weighted_queue_counts(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    """vLLM's choice among data-parallel engines (`DPLBAsyncMPClient`): 4 * waiting + running. Its
-    counts are up to 100 ms old, ours are current."""
-    return min(candidates, key=lambda c: (4 * c.waiting + c.running, c.worker))
-
-
-def token_load(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    """Least prompt tokens to compute, as if nothing were cached."""
-    return min(candidates, key=lambda c: (c.open_tokens, c.worker))
-
-
-def earliest_finish(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    """Least load before this request is done, its own work included; then the longest match. In
-    tokens that is how attention ranks are chosen (cluster/routing/least_work_placer.py)."""
-    return min(candidates, key=_by_finish)
-
-
 def _by_match_then_load(candidate: RouteCandidate) -> tuple[int, int, int]:
     load = candidate.load - LOAD_FOR_SAVED * candidate.saved
     return -candidate.matched_blocks, load, candidate.worker
-
-
-def _by_finish(candidate: RouteCandidate) -> tuple[int, int, int]:
-    return candidate.load + candidate.added, -candidate.matched_blocks, candidate.worker

@@ -231,9 +231,6 @@ class Router:
             load=sum(totals.load for totals in per_book),
             queued=sum(totals.queued for totals in per_book),
             threshold=self._thresholds[worker],
-            open_tokens=sum(totals.open_tokens for totals in per_book),
-            waiting=sum(totals.waiting for totals in per_book),
-            running=per_book[0].running,
         )
 
     def _match(self, worker: int, prompt: Prompt) -> int:

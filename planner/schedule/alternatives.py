@@ -42,7 +42,7 @@ from planner.costs.routing_shape import (
     uniform,
     uniform_spread,
 )
-from planner.costs.stages import Linear
+from planner.costs.stages import FREE, Linear
 
 MAX_SAMPLES = 1024  # per device; beyond, throughput no longer changes
 
@@ -117,7 +117,7 @@ def _compute(workload: Workload, deployment: Deployment, spread: Spread) -> _Com
     shape, hardware = workload.shape, workload.hardware
     return _Compute(
         attention_model(hardware.attention, shape, deployment),
-        shared_model(hardware, shape, deployment) or Linear(0.0, 0.0),
+        shared_model(hardware, shape, deployment) or FREE,
         expert_model(hardware, shape, spread),
         tokens_per_expert(shape, deployment),
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
+from planner.costs.model_shape import count_tokens
 from planner.costs.stages import PlanSpec
 from planner.schedule.batch_split import balanced_ranges, chunk_bounds
 from planner.schedule.extended_plans import CHUNK_COUNTS, equal_ends
@@ -106,7 +107,7 @@ def _pieces(
             (sequence.start + cuts[chunk][0], sequence.start + cuts[chunk][1])
             for sequence, cuts in zip(group, bounds, strict=True)
         ]
-        tokens = sum(stop - start for start, stop in parts)
+        tokens = count_tokens(parts)
         attention_ms = sum(chunk_ms(start, stop) for start, stop in parts if stop > start)
         launch_ms = spec.stages.attention.alpha_ms
         pieces.append(Piece(launch_ms + attention_ms, spec.shared.at(tokens), tokens))

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Values = float | NDArray[Any]
+from planner.arrays import Array
+
+Values = float | Array
 
 
 class LayerTimes(NamedTuple):

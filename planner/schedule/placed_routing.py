@@ -7,16 +7,13 @@ batch is late for all, whatever other batches bring it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from planner.arrays import Array, Bools
 from planner.costs.routing_shape import RankShare, RoutingShape, Spread
-from planner.placement.routing import BATCH_TOKENS, LayerRouting
+from planner.placement.routing import BATCH_TOKENS, LayerRouting, batches_of_ranks
 from planner.placement.slots import LayerSlots
-
-Array = NDArray[Any]
 
 
 def routing_shape(layers: Sequence[tuple[LayerRouting, LayerSlots]]) -> RoutingShape:
@@ -29,11 +26,8 @@ def spread_of(routing: LayerRouting, placed: LayerSlots) -> Spread:
     if not len(routing.sets_PK):
         raise ValueError("a sample of no tokens says nothing of routing")
     ranks, experts = len(placed.bounds), routing.num_experts
-    bounds = np.array([low for low, _ in placed.bounds[1:]], np.int64)
     copies, shares = 0, []
-    for start in range(0, len(routing.sets_PK), BATCH_TOKENS):
-        slots_TK = placed.of_pairs(routing.sets_PK[start : start + BATCH_TOKENS])
-        ranks_TK = np.searchsorted(bounds, slots_TK, "right")
+    for ranks_TK in batches_of_ranks(routing, placed):
         tokens, top_k = ranks_TK.shape
         hits_TR = np.zeros((tokens, ranks), bool)
         hits_TR[np.arange(tokens)[:, None], ranks_TK] = True
@@ -61,15 +55,11 @@ def _at_home(routing: LayerRouting, placed: LayerSlots, copies: float) -> float:
         for start in range(0, len(home_sets), BATCH_TOKENS):
             slots_TK = placed.of_pairs(home_sets[start : start + BATCH_TOKENS], home)
             away_TK = (slots_TK < low) | (slots_TK >= high)
-            left += _distinct(_ranks_of(slots_TK, placed), away_TK)
+            left += _distinct(placed.ranks_of(slots_TK), away_TK)
     return ranks * (1 - left / len(routing.sets_PK) / copies)
 
 
-def _ranks_of(slots_TK: Array, placed: LayerSlots) -> Array:
-    return np.searchsorted([low for low, _ in placed.bounds[1:]], slots_TK, "right")
-
-
-def _distinct(ranks_TK: Array, counted_TK: NDArray[np.bool_]) -> int:
+def _distinct(ranks_TK: Array, counted_TK: Bools) -> int:
     """How many ranks the tokens have among the pairs that count, together."""
     hits_TR = np.zeros((len(ranks_TK), int(ranks_TK.max(initial=0)) + 1), bool)
     token_N, pair_N = counted_TK.nonzero()

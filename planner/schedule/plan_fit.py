@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from contracts.config import ScheduleConfig
 from contracts.plan import Order, Plan
+from planner.costs.model_shape import Chunks, count_tokens
 from planner.schedule.batch_split import sequence_ranges
 
 
@@ -24,8 +23,6 @@ def default_plan(schedule: ScheduleConfig, tokens: int) -> Plan:
 MORE_TOKENS = 1.25  # than planned, at most: activations and packets grow with them
 UNEVEN = 0.25  # of its planned tokens: how far a micro-batch may be off
 
-Chunks = Sequence[tuple[int, int]]
-
 
 def fit_plan(plan: Plan, planned: Chunks, batch: Chunks, *, max_tokens: int) -> Plan | None:
     """`plan`, made for `planned`, as `batch` should run it; None where it must not.
@@ -33,7 +30,7 @@ def fit_plan(plan: Plan, planned: Chunks, batch: Chunks, *, max_tokens: int) -> 
     Both are new tokens [start, stop) per sequence. The plan's sizes of micro-batches stay where
     they cut this batch as they cut the planned one; otherwise the executor balances by attention.
     """
-    tokens, planned_tokens = _tokens(batch), _tokens(planned)
+    tokens, planned_tokens = count_tokens(batch), count_tokens(planned)
     groups = plan.r1 // max(1, len(plan.sequence_chunks))
     if tokens > min(max_tokens, MORE_TOKENS * planned_tokens) or groups > len(batch):
         return None
@@ -49,9 +46,5 @@ def _cut_alike(plan: Plan, planned: Chunks, batch: Chunks) -> bool:
     if len(planned) != len(batch):
         return False
     ranges = sequence_ranges([1.0] * len(batch), plan)
-    pairs = [(_tokens(planned[a:b]), _tokens(batch[a:b])) for a, b in ranges]
+    pairs = [(count_tokens(planned[a:b]), count_tokens(batch[a:b])) for a, b in ranges]
     return all(abs(now - then) <= UNEVEN * then for then, now in pairs)
-
-
-def _tokens(batch: Chunks) -> int:
-    return sum(stop - start for start, stop in batch)

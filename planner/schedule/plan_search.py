@@ -8,13 +8,13 @@ What is found is the best of all plans given.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from contracts.plan import Order, Plan
+from planner.arrays import Array
 from planner.costs.stages import LEAST_ME, PlanSpec
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
@@ -22,8 +22,6 @@ from planner.schedule.solver import PlannedBatch
 
 _FINE = 16  # values of r2 up to here are all tried, beyond it every quarter octave
 _LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # and r1 - 1
-
-Array = NDArray[Any]
 
 
 class Cut(NamedTuple):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from contracts.traces import Stage, TaskSpan
 from planner.schedule.exposed_communication import exposed_communication
 from planner.schedule.schedule import MicroBatchTimes, Schedule
-from planner.scheduling.task_order import Task, TaskPolicy, TaskStage, by_plan, static_order
+from planner.scheduling.task_order import Task, TaskStage, static_order
 
 ATTENTION_GROUP = "attention-0"
 A2E_LINK = "attention-0>expert-0"
@@ -43,7 +43,7 @@ class Replay(NamedTuple):
     exposed_ms: float
 
 
-class _Simulator:
+class ScheduleSimulator:
     """When each resource is free, and when the next task of each micro-batch could start."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -109,10 +109,10 @@ class _Simulator:
 
 def replay(schedule: Schedule) -> Replay:
     """The schedule in its static order (FinDEP Section 4.2)."""
-    clockwork = _Simulator(schedule)
+    simulator = ScheduleSimulator(schedule)
     for task in attention_tasks(schedule, schedule.num_layers):
-        clockwork.run(task.layer, task.micro_batch, task.stage)
-    return clockwork.result()
+        simulator.run(task.layer, task.micro_batch, task.stage)
+    return simulator.result()
 
 
 def attention_tasks(schedule: Schedule, num_layers: int) -> list[Task]:
@@ -121,46 +121,10 @@ def attention_tasks(schedule: Schedule, num_layers: int) -> list[Task]:
     return [
         task
         for task in static_order(schedule.order, count, num_layers, schedule.shared_lag)
-        if task.stage is TaskStage.ATTENTION or _has_shared(schedule, task.micro_batch)
+        if task.stage is TaskStage.ATTENTION or has_shared_task(schedule, task.micro_batch)
     ]
 
 
-def _has_shared(schedule: Schedule, micro_batch: int) -> bool:
+def has_shared_task(schedule: Schedule, micro_batch: int) -> bool:
     before = schedule.order.shared_before_dispatch
     return not before and schedule.micro_batches[micro_batch].shared_ms > 0
-
-
-def replay_ready_set(schedule: Schedule, policy: TaskPolicy = by_plan) -> Replay:
-    """The schedule as a ready set runs it: `policy` picks among the tasks that can start now."""
-    clockwork = _Simulator(schedule)
-    waiting = {
-        task.micro_batch: task
-        for task in attention_tasks(schedule, 1)
-        if task.stage is TaskStage.ATTENTION
-    }
-    while waiting:
-        now_ms = max(
-            clockwork.free_ms[ATTENTION_GROUP],
-            min(_ready_ms(clockwork, task) for task in waiting.values()),
-        )
-        ready = [task for task in waiting.values() if _ready_ms(clockwork, task) <= now_ms]
-        task = policy(ready)
-        clockwork.run(task.layer, task.micro_batch, task.stage)
-        following = _following(schedule, task)
-        if following is None:
-            del waiting[task.micro_batch]
-        else:
-            waiting[task.micro_batch] = following
-    return clockwork.result()
-
-
-def _ready_ms(clockwork: _Simulator, task: Task) -> float:
-    return 0.0 if task.stage is TaskStage.SHARED else clockwork.returned_ms[task.micro_batch]
-
-
-def _following(schedule: Schedule, task: Task) -> Task | None:
-    if task.stage is TaskStage.ATTENTION and _has_shared(schedule, task.micro_batch):
-        return task._replace(stage=TaskStage.SHARED)
-    if task.layer + 1 == schedule.num_layers:
-        return None
-    return task._replace(stage=TaskStage.ATTENTION, layer=task.layer + 1)

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from contracts.plan import Order, Plan
+from planner.arrays import Array
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec
 from planner.schedule.closed_forms import (
     LayerTimes,
@@ -28,8 +28,6 @@ from planner.schedule.closed_forms import (
 )
 
 _GRID = 64  # values of r2 looked at in one go
-
-Array = NDArray[Any]
 MakespanForm = Callable[[LayerTimes, Any, int], Any]
 
 

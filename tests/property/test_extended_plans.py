@@ -23,7 +23,7 @@ from planner.schedule.extended_plans import (
 )
 from planner.schedule.plan_search import batch_lower_bound
 from planner.schedule.recurrence import makespan_ms
-from planner.schedule.replay import replay, replay_ready_set
+from planner.schedule.replay import replay
 from planner.schedule.schedule import (
     MicroBatchTimes,
     Schedule,
@@ -33,6 +33,7 @@ from planner.schedule.schedule import (
 )
 from planner.schedule.solver import solve
 from tests.property.planning import beyond_plans, specs
+from tests.support.ready_set_replay import replay_ready_set
 from tests.support.schedule_checker import violations
 
 KINDS = st.sampled_from([PlanExtension.UNEVEN, PlanExtension.CHUNKED, PlanExtension.LATE_SHARED])

@@ -13,9 +13,10 @@ from planner.costs.stages import PlanSpec
 from planner.schedule.closed_forms import aass_makespan, asas_makespan, layer_times, pppipe_makespan
 from planner.schedule.exposed_communication import busy_seconds
 from planner.schedule.recurrence import makespan_ms
-from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay, replay_ready_set
+from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import Schedule, schedule_of, token_groups
 from tests.property.planning import plans, schedules, specs
+from tests.support.ready_set_replay import replay_ready_set
 from tests.support.schedule_checker import violations
 
 FORMS = {

@@ -12,11 +12,12 @@ from benchmarks.cases.findep_tables import DEEPSEEK, LINKS, QWEN, Model, plan_sp
 from contracts.plan import Order, Plan
 from planner.costs.stages import LEAST_ME, PlanSpec
 from planner.schedule.closed_forms import asas_makespan, layer_times, lower_bound
-from planner.schedule.replay import replay, replay_ready_set
+from planner.schedule.replay import replay
 from planner.schedule.schedule import schedule_of, token_groups
 from planner.schedule.solver import minimise, solve
 from tests.property.brute_force import Problems, Shape, best_rates, problems_of, random_problems
 from tests.property.planning import specs
+from tests.support.ready_set_replay import replay_ready_set
 
 # Few and many samples, token groups and layers; 200 groups take the solver two looks.
 MANY_PLANS = Shape(64, 8, 4)

@@ -8,12 +8,6 @@ import pytest
 
 from contracts.routing_messages import Calibration, Prompt, PromptProgress, RequestKey, WorkerReport
 from planner.routing.request_work import token_work
-from planner.routing.route_policies import (
-    RoutePolicy,
-    round_robin,
-    token_load,
-    weighted_queue_counts,
-)
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from planner.routing.worker_state import MissingReportsError
@@ -22,10 +16,10 @@ from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 DOCUMENT = [7] * 5 * BLOCK
 
 
-def router_of(tau: int, workers: int = 3, policy: RoutePolicy | None = None) -> Router:
+def router_of(tau: int, workers: int = 3) -> Router:
     saturation = SaturationConfig(fallback_prompts=(1,), pinned=tau)
     config = RouterConfig(workers=workers, saturation=saturation, block_tokens=BLOCK)
-    return Router(config, token_work, policy) if policy else Router(config, token_work)
+    return Router(config, token_work)
 
 
 def sibling(number: int) -> Prompt:
@@ -82,19 +76,6 @@ def test_work_that_a_cache_did_not_save_comes_back_into_the_load() -> None:
     assert router.load(0) == 1
     router.apply(worker.append_report(progress=(PromptProgress(second.key, 0),)))
     assert router.load(0) == len(DOCUMENT) + 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "workers"),
-    [
-        (round_robin, [0, 1, 2, 0]),
-        (weighted_queue_counts, [0, 1, 2, 0]),
-        (token_load, [0, 1, 2, 1]),
-    ],
-)
-def test_baselines_do_not_see_prefixes(policy: RoutePolicy, workers: list[int]) -> None:
-    prompts = [prompt_of([n] * size, n) for n, size in enumerate((30, 10, 20, 10))]
-    assert placed(router_of(tau=1, policy=policy), prompts) == workers
 
 
 def test_a_router_that_joins_by_snapshot_knows_what_is_cached_and_what_is_promised() -> None:

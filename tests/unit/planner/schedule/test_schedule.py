@@ -8,8 +8,9 @@ import pytest
 from contracts.plan import Order, Plan
 from contracts.traces import Stage
 from planner.costs.stages import Linear, PlanSpec, StageModels
-from planner.schedule.replay import EXPERT_GROUP, replay, replay_ready_set
+from planner.schedule.replay import EXPERT_GROUP, replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule, schedule_of
+from tests.support.ready_set_replay import replay_ready_set
 
 SPEC = PlanSpec(
     stages=StageModels(
