@@ -1,1 +1,1 @@
-"""Tensor operations, each with a slow reference beside it."""
+"""Tensor operations. Each has a slow reference in tests/support/kernel_reference.py."""

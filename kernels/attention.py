@@ -1,11 +1,11 @@
-"""Causal attention over a ragged batch whose keys and values lie in a paged pool.
+"""Causal attention over a ragged batch with keys and values in a paged pool.
 
 A plan is made once per micro-batch and window, and used at every layer. Sequences with one new
 token (decode) are attended together, padded to groups of similar context, and so are short ones
-(kernels/short_attention.py); the others one by one.
+(kernels/short_attention.py); all others one by one.
 
-Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots.
-KV heads are never repeated in memory: R query heads share one through a stride-0 view.
+Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots. KV
+heads are never repeated in memory: R query heads share one through a stride-0 view.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """keys None: the sequence has no earlier context, the fresh rows are its keys."""
+    """keys: None without earlier context: the fresh rows are the keys."""
 
     first: int
     count: int
@@ -40,7 +40,7 @@ class PrefillPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodePart:
-    """rows_B of the batch, each against `width` slots; mask [B, 1, 1, width] hides the padding."""
+    """Rows rows_B with `width` slots each; mask [B, 1, 1, width] hides the padding."""
 
     rows_B: Tensor
     keys: Keys
@@ -108,8 +108,11 @@ def attention_steps(
     scale: float,
     sinks_H: Tensor | None = None,
 ) -> Steps[Tensor]:
-    """[T, H, d]. The new k and v must already be in the pool. sinks_H: a score of each head that
-    counts in the softmax, with no value. A step is a tile, or a group of short sequences."""
+    """Return [T, H, d]; a step is a tile, or a group of short sequences.
+
+    The new k and v must already be in the pool. sinks_H: a score per head that counts in the
+    softmax without a value.
+    """
     if plan.packed is not None:
         return attend_packed(q_THd, k_TGd, v_TGd, k_pool_PGd, v_pool_PGd, plan.packed, scale)
     T, H, d = q_THd.shape
@@ -162,7 +165,7 @@ def _width(seq: SequenceRows, window: int | None) -> int:
 
 
 def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[list[SequenceRows]]:
-    """Sorted by width, longest first, and cut into groups that are padded to their longest."""
+    """Sort by width, longest first, and cut into groups that are padded to their longest."""
     groups: list[list[SequenceRows]] = []
     longest = 0
     for seq in sorted(singles, key=lambda seq: -_width(seq, window)):

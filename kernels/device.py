@@ -1,4 +1,4 @@
-"""Waiting for a GPU."""
+"""Synchronisation with a GPU."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import torch
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Waits until what the calling thread has queued on `device` is computed. Copies on other
-    streams go on. Nothing to wait for on a CPU."""
+    """Wait for the calling thread's work on `device`, not for copies on other streams."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class LaunchLimiter:
-    """Keeps the thread that queues work at most `ahead` steps ahead of a GPU: enough to keep that
-    busy, and so few that the thread still turns to other things while it computes."""
+    """Keeps the calling thread at most `ahead` steps ahead of a GPU.
+
+    The GPU stays busy, and the thread can do other work in the meantime.
+    """
 
     def __init__(self, device: torch.device, ahead: int) -> None:
         self._device, self._ahead = device, ahead
         self._steps: deque[torch.cuda.Event] = deque()
 
     def step(self) -> None:
-        """The work of a step is queued."""
+        """Record that a step's work is queued."""
         if self._device.type != "cuda":
             return
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

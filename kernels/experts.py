@@ -1,8 +1,7 @@
-"""SwiGLU feed-forward: one, and a group of experts over pairs sorted by expert; and gpt-oss's
-clamped variant.
+"""SwiGLU feed-forward of one MLP and of a group of experts, and gpt-oss's clamped variant.
 
-Shapes: U tokens, D model dim, F FFN dim, e local experts, N pairs. Gate and up are one matrix
-[2F, D] (gate rows first), so that each expert costs two matrix products.
+Shapes: U tokens, D model dim, F FFN dim, e local experts, N (token, expert) pairs sorted by expert.
+Gate and up are one matrix [2F, D] (gate rows first), so that an expert costs two products.
 """
 
 from __future__ import annotations
@@ -22,15 +21,17 @@ RUN_PAIRS = 512  # of some experts, to be computed at once
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """gate is clamped from above, up to both sides, at `limit`:
-    (up + 1) * gate * sigmoid(alpha * gate)."""
+    """Parameters of (up + 1) * gate * sigmoid(alpha * gate).
+
+    `limit` clamps gate from above, and up on both sides.
+    """
 
     alpha: float
     limit: float
 
 
 def swiglu(x_TD: Tensor, gate_up: PackedLinear, down: PackedLinear) -> Tensor:
-    """down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype."""
+    """Return down @ (silu(gate @ x) * (up @ x)), [T, D] in x's dtype."""
     return down(gated(gate_up(x_TD)))
 
 
@@ -43,11 +44,11 @@ def expert_steps(
     counts_e: Sequence[int],
     clamped: ClampedGate | None = None,
 ) -> Steps[Tensor]:
-    """[U, D] float32: each token's weighted sum over its pairs, zero where it has none. A step is a
-    run of experts with at most RUN_PAIRS pairs, some of them of one expert that has more.
+    """Return [U, D] float32: each token's weighted sum over its pairs, zero without pairs.
 
-    gate_up_e: D -> 2F, down_e: F -> D. Pairs are sorted by expert: the first counts_e[0] belong to
-    expert 0, and so on. Sums are float32, added in that order.
+    A step is a run of experts with at most RUN_PAIRS pairs, possibly part of one expert's.
+    gate_up_e: D -> 2F, down_e: F -> D. The first counts_e[0] pairs belong to expert 0, and so on;
+    sums are float32 in that order.
     """
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
@@ -71,8 +72,10 @@ def weighted_run(
     weights_N: Tensor,
     clamped: ClampedGate | None = None,
 ) -> Tensor:
-    """[N, D], weighted: what a run of r experts gives for its N pairs, whose rows stand expert by
-    expert, counts_r of each; x_ND may have some rows more."""
+    """Return [N, D]: the weighted outputs of a run of r experts with counts_r pairs each.
+
+    x_ND may have some additional rows.
+    """
     h_NF2 = _per_expert(x_ND, gate_up_r, counts_r)
     h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
     weights_N1 = weights_N.unsqueeze(1)
@@ -81,9 +84,11 @@ def weighted_run(
 
 
 def _runs_of(counts_e: Sequence[int], *, cut: bool) -> Iterator[tuple[list[int], list[int]]]:
-    """Experts that have pairs, in runs, with how many of each: enough to be worth an operation, few
-    enough that the temporaries stay in the cache. cut: an expert that has more is in several runs,
-    so that who waits for a step to end waits little."""
+    """Split experts with pairs into runs of (experts, pair counts).
+
+    A run is large enough for an operation, and its temporaries fit into the cache. cut: split
+    experts with more pairs, so that steps stay short.
+    """
     experts: list[int] = []
     counts: list[int] = []
     for expert, count in enumerate(counts_e):
@@ -100,10 +105,10 @@ def _runs_of(counts_e: Sequence[int], *, cut: bool) -> Iterator[tuple[list[int],
 
 
 def _per_expert(x_NK: Tensor, linear_r: Sequence[Product], counts_r: Sequence[int]) -> Tensor:
-    """Each expert's product with its own rows, below each other; below the last one's, those with
-    what `x_NK` has more.
+    """Concatenate each expert's product with its rows; the last expert also takes additional rows.
 
-    An expert takes a round number of rows, some of the next one's too: their results are dropped.
+    An expert takes a round number of rows, including some of the next one's, and drops their
+    results.
     """
     pieces, first = [], 0
     for product, count in zip(linear_r[:-1], counts_r, strict=False):
@@ -116,13 +121,13 @@ def _per_expert(x_NK: Tensor, linear_r: Sequence[Product], counts_r: Sequence[in
 
 
 def gated(h_NF2: Tensor) -> Tensor:
-    """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
+    """Return silu(gate) * up of [N, 2F], as a fresh [N, F]."""
     gate, up = h_NF2.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def clamped_gated(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
-    """The same with the clamped gate."""
+    """Return [N, F] with the clamped gate."""
     gate, up = h_NF2.chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(min=-clamped.limit, max=clamped.limit)

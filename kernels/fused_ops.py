@@ -1,5 +1,6 @@
-"""Passes over all activations of a batch, between the products: each as one kernel on GPUs for
-which triton can build them, else as torch's operations. Results are the same but for the last bit.
+"""Memory-bound passes over a batch's activations, fused by triton where it works on the GPU.
+
+Elsewhere torch's operations compute them. Results are equal except for the last bit.
 
 Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k.
 """
@@ -24,7 +25,7 @@ _TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
-    """As kernels/norm.py."""
+    """Return the RMS norm (kernels/norm.py)."""
     own = fused_kernels(x)
     if own is None or not x.is_contiguous():
         return norm.rms_norm(x, weight_D, eps, round_once=round_once)
@@ -35,7 +36,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
 def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """A new tensor: each head normed by its weight (None: as it is), then turned by rope."""
+    """Return a new tensor: each head normed by its weight (None: not), then rotated by rope."""
     own = fused_kernels(x_THd)
     if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
         normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, eps)
@@ -45,7 +46,7 @@ def norm_and_rope(
 
 
 def gated(h_NF2: Tensor) -> Tensor:
-    """silu(gate) * up of [N, 2F], as a fresh [N, F]."""
+    """Return silu(gate) * up of [N, 2F], as a fresh [N, F]."""
     own = fused_kernels(h_NF2)
     if own is None:
         return experts.gated(h_NF2)
@@ -54,7 +55,7 @@ def gated(h_NF2: Tensor) -> Tensor:
 
 
 def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
-    """x[rows], a new tensor [N, D]."""
+    """Return x[rows] as a new tensor [N, D]."""
     own = fused_kernels(x_TD)
     if own is None or not x_TD.is_contiguous():
         return x_TD.index_select(0, rows_N)
@@ -63,8 +64,7 @@ def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def weighted_sum(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
-    """Fills out_TD float32: of each token, the weighted sum of the rows places_TK of y, in order of
-    k."""
+    """Fill out_TD float32: each token's weighted sum of the rows places_TK of y, in order of k."""
     own = fused_kernels(y_ND)
     if own is not None:
         own.weighted_sums(y_ND, places_TK, weights_TK.contiguous(), out_TD)
@@ -75,7 +75,7 @@ def weighted_sum(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Te
 
 
 def fused_kernels(x: Tensor) -> ModuleType | None:
-    """kernels/triton_kernels.py, where it computes with tensors like that; else None."""
+    """Return kernels/triton_kernels.py if it supports tensors such as `x`, or None."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or x.numel() == 0:
         return None
     here = x.device.index == torch.cuda.current_device()  # triton launches nowhere else
@@ -84,7 +84,7 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _triton_kernels() -> ModuleType | None:
-    """kernels/triton_kernels.py, once it has been tried here; None where that fails."""
+    """Import and check kernels/triton_kernels.py; return None if that fails."""
     try:
         kernels = importlib.import_module("kernels.triton_kernels")
         _check_kernels(kernels)
@@ -97,7 +97,7 @@ def _triton_kernels() -> ModuleType | None:
 
 
 def _check_kernels(kernels: ModuleType) -> None:
-    """Raises AssertionError where a result is not torch's."""
+    """Raise AssertionError if a result differs from torch's."""
     T, H, d = _CHECK_SHAPE
     x_THd, other_THd = (torch.randn(T, H, d, device="cuda").bfloat16() for _ in range(2))
     weight_Hd = x_THd[0].contiguous()
@@ -124,7 +124,6 @@ def _check_kernels(kernels: ModuleType) -> None:
 
 
 def _check_slot_kernels(kernels: ModuleType) -> None:
-    """As `_check_kernels`."""
     T, D, F = _CHECK_SHAPE
     x_TD = torch.randn(T, D, device="cuda").bfloat16()
     gate_up, down = (torch.randn(2, *s, device="cuda").bfloat16() for s in ((2 * F, D), (D, F)))

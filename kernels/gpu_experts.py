@@ -1,12 +1,13 @@
-"""The experts of a layer on a GPU that holds all of them: every (token, expert) pair in two grouped
-products, and nothing that the host must wait for.
+"""The experts of a layer on a GPU that holds all of them, without waits of the host.
+
+All (token, expert) pairs are computed in two grouped products:
 
     pairs by token       t0: 3 1    t1: 1 0                      place of each pair
     sorted by expert     0: t1 | 1: t0 t1 | 3: t0                3  1 | 2  0
     ends of the experts  1       3     3    4
 
-A token's sum is taken by the token, over its experts in the order of choice: no atomic additions,
-and so equal bits in every run.
+A token's sum runs over its experts in the order of choice, without atomic additions, so that every
+run gives equal bits.
 
 Shapes: T tokens, D model dim, F FFN dim, e experts, K top-k, N = T * K pairs.
 """
@@ -31,7 +32,7 @@ _GROUPED_MAJOR = (9, 10)  # on other architectures torch's grouped product waits
 
 
 def runs_on_gpu(x_TD: Tensor, linear_e: Sequence[Product], local_of_E: Tensor) -> bool:
-    """Whether `gpu_experts` is for these: on a GPU, and no expert is held elsewhere."""
+    """Return whether `gpu_experts` applies: on a GPU that holds all experts."""
     return x_TD.is_cuda and len(linear_e) == local_of_E.shape[0]
 
 
@@ -43,11 +44,12 @@ def gpu_experts(
     down_e: ExpertLinears,
     clamped: ClampedGate | None = None,
 ) -> Tensor:
-    """[T, D] float32: each token's weighted sum over its experts ids_TK, all in [0, e).
+    """Return [T, D] float32: each token's weighted sum over its experts ids_TK, all in [0, e).
 
-    gate_up_e: D -> 2F, down_e: F -> D. Where torch has no grouped product for them (biases, other
-    dtypes than bfloat16, odd sizes, older GPUs), each expert is a product of its own, and the host
-    waits for their counts."""
+    gate_up_e: D -> 2F, down_e: F -> D. If torch has no grouped product for them (biases, dtypes
+    other than bfloat16, odd sizes, older GPUs), each expert is a product of its own, and the host
+    waits for the counts.
+    """
     if clamped is None and _groups(x_TD, gate_up_e) and _groups(x_TD, down_e):
         products = grouped_products
     else:
@@ -64,8 +66,11 @@ def gpu_experts(
 
 
 class Pairs:
-    """Pairs sorted by expert, and within one by token. rows_N: the token of each; ends_e int32: the
-    number of pairs of experts 0 .. e; places_TK: where each token's pairs stand."""
+    """Pairs sorted by expert, then by token.
+
+    rows_N: token of each. ends_e int32: number of pairs of experts 0 .. e. places_TK: places of
+    each token's pairs.
+    """
 
     def __init__(self, ids_TK: Tensor, num_experts: int) -> None:
         T, K = ids_TK.shape
@@ -80,13 +85,13 @@ class Pairs:
 
 
 def grouped_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
-    """Each expert's product with its rows, below each other, as one kernel."""
+    """Compute each expert's product with its rows in one kernel."""
     assert linear_e.weight_eNK is not None
     return functional.grouped_mm(x_NK, linear_e.weight_eNK.transpose(1, 2), offs=ends_e)
 
 
 def single_products(x_NK: Tensor, linear_e: ExpertLinears, ends_e: Tensor) -> Tensor:
-    """The same, expert by expert. Waits for ends_e."""
+    """Compute each expert's product with its rows one by one. Waits for ends_e."""
     pieces, first = [], 0
     for product, last in zip(linear_e, ends_e.tolist(), strict=True):
         if last > first:
@@ -117,8 +122,10 @@ FEW_PAIRS: Final = 64  # beyond, tokens share experts, and each is read once for
 def supports_slots(
     x_TD: Tensor, ids_TK: Tensor, gate_up_S: ExpertLinears, clamped: ClampedGate | None
 ) -> bool:
-    """Whether `slot_experts` is for these pairs: by their number, never by what is in which slot.
-    On a GPU it needs the triton kernels."""
+    """Return whether `slot_experts` applies, which depends on the number of pairs, not on slots.
+
+    On a GPU it needs the triton kernels.
+    """
     if ids_TK.numel() > FEW_PAIRS or clamped is not None or gate_up_S.weight_eNK is None:
         return False
     return not x_TD.is_cuda or fused_ops.fused_kernels(x_TD) is not None
@@ -127,8 +134,7 @@ def supports_slots(
 def slot_experts(
     x_TD: Tensor, slots_TK: Tensor, gate_up_S: ExpertLinears, down_S: ExpertLinears, y_ND: Tensor
 ) -> None:
-    """Fills the rows of y whose slot (int32) is not negative: what the expert there gives for the
-    pair's token, not weighted."""
+    """Fill the rows of y with a slot (int32) >= 0: the expert's unweighted output for the pair."""
     own = fused_ops.fused_kernels(x_TD)
     if own is not None:
         own.slot_experts(x_TD.contiguous(), slots_TK, gate_up_S.weight_eNK, down_S.weight_eNK, y_ND)

@@ -1,17 +1,17 @@
-"""Causal attention over latents: one entry per token, of which each head makes its key and value.
+"""Causal attention over latents: one entry per token, from which each head makes its key and value.
 
-    entry [C] = latent [r] | turned key [p], shared by all heads
-    key of head h = up_k[h] @ latent | turned key,      value = up_v[h] @ latent
+    entry [C] = latent [r] | rotated key [p], shared by all heads
+    key of head h = up_k[h] @ latent | rotated key,      value = up_v[h] @ latent
 
-Two ways to the same result. *Expanded*: keys and values of the context are made, then attended to.
-*Absorbed*: queries go through up_k instead, attend to the entries as they lie, and the result goes
-through up_v. Per head, for T new tokens of a sequence of S, in (query, key) pairs N,
+*Expanded*: keys and values of the context are computed, then attended to. *Absorbed*: queries are
+multiplied by up_k, attend to the entries, and the result is multiplied by up_v. Multiply-adds per
+head, for T new tokens of a sequence of S with N (query, key) pairs:
 
     expanded  S r (n + v) + N (n + p + v)        absorbed  T r (n + v) + N (2r + p)
 
-multiply-adds: prompts expand; decode, and short chunks behind a long cached prefix, absorb.
+Prompts expand; decode, and short chunks behind a long cached prefix, absorb.
 
-Shapes: T new tokens, H heads, n plain and p turned elements of a head's key, d = n + p, v of its
+Shapes: T new tokens, H heads, n plain and p rotated elements of a head's key, d = n + p, v of its
 value, r of a latent, C = r + p, S context, P pool slots, B decode rows.
 """
 
@@ -51,8 +51,10 @@ def latent_attention_steps(
     *,
     scale: float,
 ) -> Steps[Tensor]:
-    """[T, H, v]. The new tokens' entries must already be in the pool. A step is a tile, or a group
-    of decode rows."""
+    """Return [T, H, v]; a step is a tile, or a group of decode rows.
+
+    The new tokens' entries must already be in the pool.
+    """
     T, H, _ = q_THd.shape
     out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
     for part in plan.prefill:
@@ -72,7 +74,7 @@ def latent_attention_steps(
 
 
 def _absorbs(count: int, context: int, up: LatentUp) -> bool:
-    """Whether that costs a chunk of `count` new tokens less."""
+    """Return whether absorbing is cheaper for a chunk of `count` new tokens."""
     _, nv, r = up.weight.shape
     pairs = count * (context - count) + count * (count + 1) // 2
     return pairs * (2 * r - nv) < (context - count) * r * nv
@@ -86,7 +88,7 @@ def _expanded(
     scale: float,
     out_THv: Tensor,
 ) -> Steps[None]:
-    """Keys [S, H, d] and values [S, H, v] of all heads, then attention."""
+    """Compute keys [S, H, d] and values [S, H, v] of all heads, then attention."""
     H, nv, r = up.weight.shape
     S, p = entries_S1C.shape[0], entries_S1C.shape[2] - r
     kv_SHnv = linear(entries_S1C[:, 0, :r], up.weight.view(H * nv, r)).view(S, H, nv)
@@ -104,7 +106,7 @@ def _absorbed_chunk(
     scale: float,
     out_THv: Tensor,
 ) -> Steps[None]:
-    """All heads share one key per token: its entry. That is the value too (see `_to_values`)."""
+    """Attend with the entries as keys and values of all heads (see `_to_values`)."""
     q_T1HC = _to_entries(q_THd, up)
     attended_T1HC = torch.empty_like(q_T1HC)
     yield from tile_steps(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
@@ -112,14 +114,17 @@ def _absorbed_chunk(
 
 
 def _to_entries(q_BHd: Tensor, up: LatentUp) -> Tensor:
-    """[B, 1, H, C]: queries whose product with an entry is that with its head's key."""
+    """Return [B, 1, H, C]: queries whose product with an entry equals that with the head's key."""
     n = up.nope_dim
     q_HBr = torch.bmm(q_BHd[..., :n].transpose(0, 1), up.weight[:, :n])
     return torch.cat((q_HBr.transpose(0, 1), q_BHd[..., n:]), dim=-1).unsqueeze(1)
 
 
 def _to_values(attended_B1HC: Tensor, up: LatentUp) -> Tensor:
-    """[B, H, v] of weighted sums of entries. Their last p elements, the turned key, are dropped: to
-    sum them too is cheaper than attention with values narrower than keys."""
+    """Return [B, H, v] from weighted sums of entries.
+
+    Their last p elements, the rotated key, are dropped: summing them is cheaper than attention with
+    values narrower than keys.
+    """
     attended_HBr = attended_B1HC[:, 0, :, : up.weight.shape[2]].transpose(0, 1)
     return torch.bmm(attended_HBr, up.weight[:, up.nope_dim :].transpose(1, 2)).transpose(0, 1)

@@ -1,15 +1,13 @@
-"""Products with weights, x @ weight.T + bias, at the machine's rate.
+"""Products with weights, x @ weight.T + bias.
 
-On the CPU they go to oneDNN. torch's own `linear` is slower there: in float32 it asks MKL, which
-keeps to half the vector width on other makers' processors; in bfloat16 it reorders the weight at
-every call, which is most of the time where a few tokens meet many experts. A `PackedLinear` keeps
-its weight in oneDNN's own layout.
+On the CPU oneDNN computes them. torch's own `linear` is slower: in float32 it uses MKL, which uses
+half the vector width on other vendors' processors; in bfloat16 it reorders the weight at every
+call. A `PackedLinear` keeps its weight in oneDNN's layout.
 
-oneDNN compiles a product for each number of rows that it meets (0.4 ms, 0.4 MB) and keeps the
-latest (1,024; ranks say fewer): numbers between 16 and 512 are rounded up here. Above, a copy with
-more rows costs as much as the compiling; a caller with rows to spare gives a round number itself
-(`rounded_up`). A row's result does not depend on the rows beside it: equal bits in batches of any
-size.
+oneDNN compiles a product for each number of rows (0.4 ms, 0.4 MB) and keeps the latest 1,024 (ranks
+set fewer), so numbers between 16 and 512 are rounded up here. Above, a copy with more rows costs as
+much as compiling; callers with spare rows round up themselves (`rounded_up`). A row's result does
+not depend on other rows: bits are equal in batches of any size.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ _PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
 
 
 class PackedLinear:
-    """weight [N, K], which is reordered (and not kept as it was), and bias [N] or None.
+    """A product whose weight [N, K] is reordered (and not kept as given), with bias [N] or None.
 
-    Where the weight `is_packed`, its `memory` may be written anew between calls, with another
+    Where the weight `is_packed`, its `memory` may be overwritten between calls, with another
     weight's of equal shape.
     """
 
@@ -51,7 +49,7 @@ class PackedLinear:
 
     @property
     def memory(self) -> Tensor:
-        """The elements of a packed weight as they stand, padding included: 1-D, no copy."""
+        """The elements of a packed weight in its layout, padding included: 1-D, no copy."""
         num_bytes = torch.ops.mkldnn._nbytes(self._weight)
         raw = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(self._weight))
         raw.owner = self._weight  # type: ignore[attr-defined]  # whose memory it is
@@ -63,12 +61,15 @@ class PackedLinear:
 
     @property
     def layout(self) -> bytes:
-        """oneDNN's description of a packed weight: equal where `memory` may be exchanged."""
+        """Description of a packed weight by oneDNN.
+
+        Weights with equal ones can exchange `memory`.
+        """
         description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)
         return description.numpy().tobytes()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        """[T, N] in x's dtype, which must be the weight's."""
+        """Return [T, N] in x's dtype, which must be the weight's."""
         rows = x_TK.shape[0]
         spare = _missing(rows)
         if spare == 0 or self._product is not _onednn:
@@ -78,10 +79,10 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """The same with a weight that stays where and as it is: its memory may be written anew between
-    calls. Equal bits; each call reorders the weight.
+    """A product whose weight is not moved, so that its memory may be overwritten between calls.
 
-    A single row is computed as two: oneDNN has another way for it, with other bits.
+    Bits equal those of `PackedLinear`; each call reorders the weight. A single row is computed as
+    two, because oneDNN computes one row in another way with other bits.
     """
 
     __slots__ = ("_bias", "_product", "_weight")
@@ -91,7 +92,7 @@ class PlainLinear:
         self._product = _product_of(weight_NK)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        """[T, N] in x's dtype, which must be the weight's."""
+        """Return [T, N] in x's dtype, which must be the weight's."""
         rows = x_TK.shape[0]
         spare = 1 if rows == 1 else _missing(rows)
         if rows == 0 or spare == 0 or self._product is not _onednn:
@@ -101,26 +102,30 @@ class PlainLinear:
 
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a `PackedLinear` keeps its weight in a layout of its own, which `memory` gives."""
+    """Return whether a `PackedLinear` keeps its weight in a separate layout with `memory`."""
     reachable = hasattr(torch.ops.mkldnn, "data_ptr")
     return reachable and device.type == "cpu" and _ONEDNN.get(dtype, False)
 
 
 def rounded_up(rows: int) -> int:
-    """A number of rows for which a product is likely to be compiled already: at least `rows`, by
-    no more than a quarter, and a tenth as a rule."""
+    """Return a number of rows for which a product is probably compiled.
+
+    At least `rows`, at most a quarter more, usually a tenth.
+    """
     step = 1 if rows <= 16 else next((step for most, step in _STEPS if rows <= most), 1)
     return rows + -rows % step
 
 
 def _missing(rows: int) -> int:
-    """Rows to pad with."""
+    """Return the rows to pad with."""
     return rounded_up(rows) - rows if rows <= _LARGEST_PADDED else 0
 
 
 class ExpertLinears(Sequence[Product]):
-    """One product for each of e experts. weight_eNK: all their weights as they stand; None where
-    they were reordered, or have biases, so that each expert is a product of its own."""
+    """One product for each of e experts.
+
+    weight_eNK: all weights in one tensor; None if they were reordered or have biases.
+    """
 
     def __init__(self, products: Sequence[Product], weight_eNK: Tensor | None) -> None:
         self._products = tuple(products)
@@ -138,14 +143,14 @@ class ExpertLinears(Sequence[Product]):
 
 
 def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    """One `PackedLinear` of each of e experts."""
+    """Return one `PackedLinear` for each of e experts."""
     whole = bias_eN is None and _product_of(weight_eNK) is not _onednn
     products = list(map(PackedLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if whole else None)
 
 
 def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    """One `PlainLinear` of each of e experts."""
+    """Return one `PlainLinear` for each of e experts."""
     products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if bias_eN is None else None)
 
@@ -155,7 +160,7 @@ def _rows(weight_eNK: Tensor, bias_eN: Tensor | None) -> Sequence[Tensor | None]
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """[T, N]: the product with a weight that is used once, or changes. It must be contiguous."""
+    """Return [T, N]: the product with a contiguous weight that is used once or changes."""
     return _product_of(weight_NK)(x_TK, weight_NK, None)
 
 
@@ -171,7 +176,7 @@ def _product_of(weight_NK: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], 
 
 
 def _usable() -> dict[torch.dtype, bool]:
-    """Whether this build of torch and this processor have oneDNN's products."""
+    """Return whether torch and the processor support oneDNN's products, by dtype."""
     mkldnn = torch.ops.mkldnn
     available = torch._C._has_mkldnn and hasattr(mkldnn, "_linear_pointwise")
     return {

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
-    """x / rms(x) * weight over the last dim, in x's dtype; the mean is taken in float32.
+    """Return x / rms(x) * weight over the last dim, in x's dtype; the mean is computed in float32.
 
-    In bfloat16 it rounds where `transformers` does: after the division, then after the weight; or
-    only at the end (gpt-oss).
+    In bfloat16 it rounds as `transformers` does: after the division, then after the weight; with
+    round_once only at the end (gpt-oss).
     """
     x_f32 = x.float()
     norm = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True)  # one pass, no squares in memory

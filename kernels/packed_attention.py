@@ -1,6 +1,6 @@
-"""Attention of a whole ragged batch in one call, by the kernel for sequences of any length that
-torch has on GPUs: no padding, no mask, KV heads not repeated. A sequence's last row sees its last
-key.
+"""Attention of a ragged batch in one call of torch's flash attention on a GPU.
+
+No padding, no mask, KV heads not repeated. A sequence's last row sees its last key.
 
     rows    | seq 0: 3 new | seq 1: 2 new |          ends_q  0 3 5
     keys    | 3            | 4 cached + 2 |          ends_k  0 3 9
@@ -25,9 +25,11 @@ _STEP, _LARGEST = 8, 256  # of head dims that the kernel has
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedPart:
-    """ends_q, ends_k int32 [B + 1]: where each sequence's rows and keys begin and end. keys: pool
-    slots of all sequences' contexts; None where no sequence has an earlier context: the fresh rows
-    are the keys. window W: position p sees p-W+1 .. p."""
+    """ends_q, ends_k int32 [B + 1]: bounds of each sequence's rows and keys.
+
+    keys: pool slots of all contexts; None without earlier contexts: the fresh rows are the keys.
+    window W: position p sees p-W+1 .. p.
+    """
 
     ends_q: Tensor
     ends_k: Tensor
@@ -38,7 +40,7 @@ class PackedPart:
 
 
 def supports_packed(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
-    """Whether torch has the kernel for these."""
+    """Return whether torch has the kernel."""
     fits = head_dim % _STEP == 0 and head_dim <= _LARGEST and dtype in _DTYPES
     return device.type == "cuda" and fits and torch.backends.cuda.is_flash_attention_available()
 
@@ -69,7 +71,7 @@ def attend_packed(
     part: PackedPart,
     scale: float,
 ) -> Tensor:
-    """[T, H, d]. The new k and v must already be in the pool."""
+    """Return [T, H, d]. The new k and v must already be in the pool."""
     out_THd: Tensor = torch.ops.aten._flash_attention_forward(
         q_THd,
         k_TGd if part.keys is None else take(k_pool_PGd, part.keys),

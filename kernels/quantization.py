@@ -1,4 +1,4 @@
-"""Weights of quantised checkpoints, back in float32.
+"""Dequantisation of checkpoint weights to float32.
 
 Shapes: R rows, C columns; leading dims x are free.
 """
@@ -14,7 +14,7 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the 
 
 
 def dequantize_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor) -> Tensor:
-    """weight * the scale of its block; scale_inv [ceil(R / 128), ceil(C / 128)]."""
+    """Return weight * the scale of its block; scale_inv [ceil(R / 128), ceil(C / 128)]."""
     R, C = weight_RC.shape
     out_RC = weight_RC.to(torch.float32)
     for block, scales in enumerate(scale_inv.to(torch.float32)):
@@ -24,8 +24,10 @@ def dequantize_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def dequantize_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """[x, C] of blocks [x, C / 32, 16] uint8 (two elements each, the lower half first) and their
-    exponents [x, C / 32] uint8, of base 2 and biased by 127."""
+    """Return [x, C] from blocks [x, C / 32, 16] uint8 and exponents [x, C / 32] uint8.
+
+    A byte holds two elements, the lower half first. Exponents have base 2 and bias 127.
+    """
     table = torch.tensor(_FP4, dtype=torch.float32, device=blocks.device)
     table = torch.cat((table, -table))
     both = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)

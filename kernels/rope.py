@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class RopeParameters(Protocol):
-    """What `inverse_frequencies` reads (see models/spec/rope_spec.py)."""
+    """Parameters of `inverse_frequencies` (see models/spec/rope_spec.py)."""
 
     @property
     def theta(self) -> float: ...
@@ -36,7 +36,7 @@ class RopeParameters(Protocol):
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
-    """Radians per position of each of the head_dim / 2 rotated pairs, float32."""
+    """Return radians per position of each of the head_dim / 2 rotated pairs, float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
@@ -51,7 +51,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, between them a linear blend."""
+    """Divide long wavelengths by the factor, keep short ones, blend linearly in between."""
     wavelength = 2 * math.pi / plain
     rotations = rope.original_context_tokens / wavelength
     keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -60,7 +60,7 @@ def _llama3(plain: Tensor, rope: RopeParameters) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: RopeParameters, head_dim: int) -> Tensor:
-    """YaRN: pairs that turn often in the original context are kept, slow ones divided."""
+    """Keep pairs that rotate often in the original context, divide slow ones (YaRN)."""
 
     def pair_rotating(times: float) -> float:
         wavelength = rope.original_context_tokens / (times * 2 * math.pi)
@@ -79,7 +79,7 @@ def _yarn(plain: Tensor, rope: RopeParameters, head_dim: int) -> Tensor:
 def cos_sin(
     positions_T: Tensor, inv_freq: Tensor, *, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, each [T, 1, d/2] in `dtype`, multiplied by `factor` (yarn's temperature)."""
+    """Return cos and sin, each [T, 1, d/2] in `dtype`, times `factor` (YaRN's temperature)."""
     angles = positions_T.float().unsqueeze(1) * inv_freq
     return (
         (angles.cos() * factor).to(dtype).unsqueeze(1),
@@ -88,7 +88,7 @@ def cos_sin(
 
 
 def apply_rope(x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A new tensor: each pair (i, i + d/2) of every head turned by its position's angle."""
+    """Return a new tensor: each pair (i, i + d/2) of every head rotated by its position's angle."""
     half = x_THd.shape[-1] // 2
     first, second = x_THd[..., :half], x_THd[..., half:]
     rotated = torch.empty(x_THd.shape, dtype=x_THd.dtype, device=x_THd.device)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and the regrouping of those pairs by expert.
+"""Choice of experts for tokens, and grouping of (token, expert) pairs by expert.
 
 Shapes: T tokens, E experts, e local experts, K top-k, N = number of (token, expert) pairs.
 """
@@ -13,8 +13,10 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupLimit:
-    """Experts stand in `groups` of equal size; those outside the `kept` best are never chosen. A
-    group is as good as the sum of its `best` best experts."""
+    """Restricts the choice to the `kept` best of `groups` equal groups of experts.
+
+    A group's score is the sum of its `best` best experts' scores.
+    """
 
     groups: int
     kept: int
@@ -24,10 +26,10 @@ class GroupLimit:
 def softmax_top_k(
     logits_TE: Tensor, top_k: int, *, normalize: bool, round_to: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(expert ids [T, K] int64, weights [T, K] float32): softmax over all experts, then the top k.
+    """Return (ids [T, K] int64, weights [T, K] float32): softmax over all experts, then the top k.
 
-    normalize: weights of a token sum to 1. round_to: a dtype the weights pass through (Qwen3-MoE
-    rounds them to the model's).
+    normalize: weights of a token sum to 1. round_to: a dtype that the weights are rounded to
+    (Qwen3-MoE uses the model's).
     """
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
@@ -37,7 +39,7 @@ def softmax_top_k(
 def softmax_weights(
     logits_TE: Tensor, ids_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None = None
 ) -> Tensor:
-    """[T, K] float32: as `softmax_top_k`, of those experts."""
+    """Return [T, K] float32: the weights of `softmax_top_k` for given experts."""
     probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
 
@@ -53,9 +55,9 @@ def _weighted(probs_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None
 def limited_top_k(
     scores_TE: Tensor, top_k: int, limit: GroupLimit, *, bias_E: Tensor | None, normalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """(expert ids [T, K] int64, weights [T, K] float32): the top k within the kept groups.
+    """Return (ids [T, K] int64, weights [T, K] float32): the top k within the kept groups.
 
-    bias_E counts in the choice (of groups and experts), not in the weights. normalize: weights of a
+    bias_E counts in the choice of groups and experts, not in the weights. normalize: weights of a
     token sum to 1.
     """
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -70,7 +72,7 @@ def limited_top_k(
 
 
 def score_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> Tensor:
-    """[T, K] float32: as `limited_top_k`, of those experts."""
+    """Return [T, K] float32: the weights of `limited_top_k` for given experts."""
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalize:
         weights_TK /= weights_TK.sum(dim=-1, keepdim=True) + 1e-20
@@ -80,10 +82,9 @@ def score_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> Tens
 def group_by_expert(
     ids_TK: Tensor, weights_TK: Tensor, local_of_E: Tensor, num_local: int
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """(rows_N, weights_N, counts_e): the pairs of the local experts, sorted by local expert and,
-    within one, by token.
+    """Return (rows_N, weights_N, counts_e): local experts' pairs, by expert, then by token.
 
-    local_of_E [E] int64: local index of each expert, num_local where it is not held here.
+    local_of_E [E] int64: local index of each expert, num_local if it is not local.
     """
     local_N = local_of_E[ids_TK].flatten()
     local_N, order_N = torch.sort(local_N, stable=True)
@@ -94,7 +95,7 @@ def group_by_expert(
 
 
 def local_index(expert_ids: list[int], num_experts: int) -> Tensor:
-    """local_of_E for `group_by_expert`: the position of each expert in `expert_ids`."""
+    """Return local_of_E for `group_by_expert`: the position of each expert in `expert_ids`."""
     local_of_E = torch.full((num_experts,), len(expert_ids), dtype=torch.int64)
     local_of_E[torch.tensor(expert_ids, dtype=torch.int64)] = torch.arange(len(expert_ids))
     return local_of_E

@@ -1,4 +1,4 @@
-"""Which rows of a ragged batch are a sequence's, and where its keys lie in the pool."""
+"""Rows of a sequence in a ragged batch, and pool slots of its keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (
 class SequenceRows:
     """One sequence of a batch: rows first .. first+count-1 are positions start .. start+count-1.
 
-    slots_S: pool slots of positions 0 .. start+count-1 (a slice where they are consecutive).
+    slots_S: pool slots of positions 0 .. start+count-1, a slice if they are consecutive.
     """
 
     first: int
@@ -30,12 +30,12 @@ class SequenceRows:
 
 
 def take(pool_PGd: Tensor, keys: Keys) -> Tensor:
-    """The entries of the pool at `keys`, in order."""
+    """Return the pool's entries at `keys`, in order."""
     return pool_PGd[keys] if isinstance(keys, slice) else pool_PGd.index_select(0, keys)
 
 
 def padded_slots(keys_B: Sequence[Keys], width: int) -> Tensor:
-    """[B, width] int64, on the CPU: each one's slots, then zeros."""
+    """Return [B, width] int64 on the CPU: each sequence's slots, then zeros."""
     slots_BS = np.zeros((len(keys_B), width), dtype=np.int64)
     for slots_S, keys in zip(slots_BS, keys_B, strict=True):
         if isinstance(keys, slice):

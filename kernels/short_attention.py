@@ -1,8 +1,9 @@
-"""Attention of many short sequences at once. One by one, each costs a call that takes longer than
-its arithmetic; padded to groups of similar size, a group costs one.
+"""Attention of many short sequences at once, padded to groups of similar size.
+
+One call per sequence would take longer than its arithmetic.
 
 Shapes: T new tokens, B sequences of a group, Q new tokens and S context of its longest, G KV heads,
-R query heads of each, d head dim. A padded query's result is dropped, a padded key hidden:
+R query heads of each, d head dim. Results of padded queries are dropped, padded keys hidden:
 
     sequence of 2 new tokens, context 3          0 0 0 -
     in a group with Q = 3, S = 4 (start 1)       0 0 0 -     rows: position start + i
@@ -27,9 +28,11 @@ _GROUP_SLOTS = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortPart:
-    """rows_N of the batch and their places_N among the B * Q padded ones. padded_rows: a row for
-    each of those. keys: B * S pool slots. sequences: B. mask [B, 1, Q, S] is additive; None where
-    all begin at position 0: it would be causal."""
+    """Rows rows_N of the batch, and their places_N among the B * Q padded ones.
+
+    padded_rows: a row for each padded one. keys: B * S pool slots. mask [B, 1, Q, S] is additive;
+    None if all sequences start at position 0 (causal).
+    """
 
     rows_N: Tensor
     places_N: Tensor
@@ -42,7 +45,7 @@ class ShortPart:
 def split_short(
     sequences: Sequence[SequenceRows], window: int | None
 ) -> tuple[list[list[SequenceRows]], list[SequenceRows]]:
-    """(groups of similar sequences, at least two in each; all others)."""
+    """Return (groups of at least two similar sequences, all others)."""
     short, others = list[SequenceRows](), list[SequenceRows]()
     for seq in sequences:
         whole = window is None or seq.context <= window
@@ -57,14 +60,14 @@ def split_short(
 
 
 class _Group:
-    """Grows by sequences in descending order of new tokens."""
+    """A group that grows by sequences in descending order of new tokens."""
 
     def __init__(self, first: SequenceRows) -> None:
         self.members = [first]
         self._least = self._most = first.context
 
     def add(self, seq: SequenceRows) -> bool:
-        """Whether it fits: too much padding, or too many slots, and it does not."""
+        """Add the sequence unless padding or slots exceed the bounds; return whether it fits."""
         least, most = min(self._least, seq.context), max(self._most, seq.context)
         fits = (
             seq.count >= _MIN_FILL * self.members[0].count
@@ -80,7 +83,7 @@ class _Group:
 def short_part(
     group: Sequence[SequenceRows], dtype: torch.dtype, device: torch.device
 ) -> ShortPart:
-    """dtype: that of the queries."""
+    """dtype: of the queries."""
     B, Q = len(group), max(seq.count for seq in group)
     S = max(seq.context for seq in group)
     firsts_B1 = torch.tensor([seq.first for seq in group]).unsqueeze(1)
@@ -117,7 +120,7 @@ def attend_short(
     out_TGRd: Tensor,
     scale: float,
 ) -> None:
-    """Attention of a group's queries into its rows of out_TGRd."""
+    """Write the attention of a group's queries to its rows of out_TGRd."""
     G, R, d = q_TGRd.shape[1:]
     B = part.sequences
     q_BQGRd = q_TGRd.index_select(0, part.padded_rows).view(B, -1, G, R, d)
@@ -131,7 +134,7 @@ def attend_short(
 
 
 def _causal(q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, scale: float) -> Tensor:
-    """[B * Q, G, R, d]."""
+    """Return [B * Q, G, R, d]."""
     G, R, d = q_BQGRd.shape[2:]
     q_BHQd = q_BQGRd.flatten(2, 3).transpose(1, 2)
     attended_BHQd = functional.scaled_dot_product_attention(
@@ -143,8 +146,10 @@ def _causal(q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, scale: float) -> Te
 def _masked(
     q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, mask_B1QS: Tensor, scale: float
 ) -> Tensor:
-    """[B * Q, G, R, d]. The R queries of a KV head and token stand below each other, so that no
-    head is repeated."""
+    """Return [B * Q, G, R, d].
+
+    The R queries of a KV head and token are consecutive rows, so that no head is repeated.
+    """
     B, Q, G, R, d = q_BQGRd.shape
     S = k_BGSd.shape[2]
     q_BGNd = q_BQGRd.transpose(1, 2).reshape(B, G, Q * R, d)

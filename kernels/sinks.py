@@ -1,4 +1,4 @@
-"""Attention with sinks: each head has one more score, of a key that has no value.
+"""Attention with sinks: each head has one more score, of a key without a value.
 
 Shapes: x leading dims, R query heads of one KV head, T query rows, S keys, d head dim.
 """
@@ -23,9 +23,9 @@ def attend_with_sinks(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """[x, R, T, d]. mask: additive, broadcast to [x, R, T, S]; causal: T = S, no mask given.
+    """Return [x, R, T, d]. mask: additive, broadcast to [x, R, T, S]. causal: T = S, no mask.
 
-    Beside its result it holds about _SCORES float32 numbers a few times, however long T and S are.
+    Memory beside the result: a few times _SCORES float32 numbers, for any T and S.
     """
     T = q_xRTd.shape[-2]
     pieces = []
@@ -46,7 +46,7 @@ def attend_with_sinks(
 
 
 def _triangle(first: int, last: int, keys: slice, like: Tensor) -> Tensor:
-    """[rows, keys]: what rows first..last-1 see of a prompt's keys."""
+    """Return the additive mask [rows, keys] of rows first..last-1 over a prompt's keys."""
     hidden = torch.full((last - first, keys.stop - keys.start), float("-inf"), device=like.device)
     return hidden.triu_(first + 1 - keys.start)
 
@@ -59,7 +59,7 @@ def _rows(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """The R heads' rows stand below each other, so that the keys are not repeated."""
+    """Attend with the R heads' rows stacked, so that keys are not repeated."""
     *x, R, T, d = q_xRTd.shape
     scores = torch.matmul(q_xRTd.reshape(*x, R * T, d), k_xSd.transpose(-1, -2))
     scores_xRTS = scores.view(*x, R, T, -1).float().mul_(scale)
@@ -83,9 +83,10 @@ def _by_key_blocks(
     step: int,
     causal: bool,
 ) -> Tensor:
-    """The same over pieces of `step` keys. What is summed so far is relative to the largest score
-    so far; the sink is the first score there is, so that this is never minus infinity. causal: the
-    rows are the last that the keys have."""
+    """Attend over pieces of `step` keys, with a running maximum that starts at the sink.
+
+    causal: the rows are the last ones of the keys.
+    """
     *x, R, T, d = q_xRTd.shape
     S = k_xSd.shape[-2]
     largest = sinks_xR.float()[..., None, None].expand(*x, R, T, 1)

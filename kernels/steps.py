@@ -1,7 +1,7 @@
-"""Work that may be interrupted: a generator that yields where others may go first.
+"""Interruptible work: a generator that yields where other work may run first.
 
-Its frame is the parked state, so that what it gives does not depend on what ran between its yields:
-the same operations in the same order, equal bits (QLLM, Section 3: preemption at experts).
+Its frame is the suspended state, so results do not depend on what ran in between: the same
+operations in the same order give equal bits (QLLM, Section 3: preemption at experts).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Steps = Generator[None, None, T]
 
 
 def run_to_end(steps: Steps[T]) -> T:
-    """Runs it to its end."""
+    """Run all steps and return the result."""
     while True:
         try:
             next(steps)
@@ -30,8 +30,7 @@ def run_to_end(steps: Steps[T]) -> T:
 
 
 def row_tiles(x_TD: Tensor, size: int | None = None) -> Iterator[slice]:
-    """Of the rows of x, so many at a time (None: TILE_ROWS); all of them on a GPU, where a step is
-    only queued."""
+    """Return slices of `size` rows of x (None: TILE_ROWS). A GPU only queues: one slice."""
     rows = x_TD.shape[0]
     size = (size or TILE_ROWS) if x_TD.device.type == "cpu" else max(1, rows)
     return (slice(first, min(rows, first + size)) for first in range(0, rows, size))
@@ -40,7 +39,7 @@ def row_tiles(x_TD: Tensor, size: int | None = None) -> Iterator[slice]:
 def map_tiles(
     row_function: Callable[[Tensor], Tensor], x_TD: Tensor, size: int | None = None
 ) -> Steps[Tensor]:
-    """of_rows(x), which takes each row for itself. It yields between two tiles."""
+    """Return row_function(x), computed tile by tile. It must treat rows independently."""
     tiles = list(row_tiles(x_TD, size))
     if len(tiles) <= 1:
         return row_function(x_TD)
@@ -57,8 +56,11 @@ def map_tiles(
 
 
 def add_tiled(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
-    """total += part, tile by tile: where dtypes differ torch makes temporaries, and in memory that
-    is touched for the first time those of a whole batch cost more than a layer's products."""
+    """Add part to total tile by tile.
+
+    With different dtypes torch makes temporaries, which cost more than a layer's products in memory
+    that is touched for the first time.
+    """
     for tile in row_tiles(total_TD):
         total_TD[tile] += part_TD[tile]
         if tile.stop < total_TD.shape[0]:
@@ -66,7 +68,7 @@ def add_tiled(total_TD: Tensor, part_TD: Tensor) -> Steps[None]:
 
 
 def zero_tiled(total_TD: Tensor) -> Steps[Tensor]:
-    """total, zero, tile by tile: touched for the first time a page costs a microsecond or two."""
+    """Zero and return total tile by tile: the first touch of a page costs a microsecond or two."""
     for tile in row_tiles(total_TD):
         total_TD[tile].zero_()
         if tile.stop < total_TD.shape[0]:

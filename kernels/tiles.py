@@ -1,7 +1,8 @@
-"""Causal attention of a prompt, in tiles of queries that skip the keys they cannot see.
+"""Causal attention of a prompt, in tiles of queries that skip keys they cannot see.
 
-On the CPU a large tile is done KV head by KV head: scores in float32 by oneDNN, softmax, weighted
-values; torch's fused kernel has half that rate. Small tiles, and GPUs, take the fused kernel.
+On the CPU a large tile is computed KV head by KV head: scores in float32 by oneDNN, softmax,
+weighted values; torch's fused kernel has half that rate. Small tiles, and GPUs, use the fused
+kernel.
 
 Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context. KV heads are
 never repeated in memory: R query heads share one.
@@ -29,8 +30,8 @@ _FUSED_SCORES = 1 << 15  # of one KV head: below, the fused kernel's single call
 class Tile:
     """Query rows q_first..q_last against context positions k_first..k_last.
 
-    Row i stands at key offset + i of the tile. mask [rows, keys] is additive; a causal tile is a
-    plain lower triangle and needs none.
+    Row i of the tile is at its key offset + i. mask [rows, keys] is additive; a causal tile is a
+    plain lower triangle without a mask.
     """
 
     q_first: int
@@ -51,8 +52,10 @@ class Tile:
 
 
 def tile_bounds(start: int, count: int, window: int | None, *, whole: bool) -> list[Tile]:
-    """Tiles, without masks, of rows at positions start .. start+count-1. whole: a sequence without
-    earlier context is one tile (a fused kernel skips inside)."""
+    """Return tiles, without masks, of rows at positions start .. start+count-1.
+
+    whole: a sequence without earlier context is one tile (a fused kernel skips inside).
+    """
     full = window is None or window >= count
     if start == 0 and full and whole:
         return [Tile(0, count, 0, count, offset=0, causal=True)]
@@ -67,8 +70,10 @@ def tile_bounds(start: int, count: int, window: int | None, *, whole: bool) -> l
 
 
 class Masks:
-    """One additive mask for all tiles: what row i sees at key j depends on offset + i - j only, so
-    a tile's mask is a view of the one with the largest offset, further to the right.
+    """One additive mask for all tiles.
+
+    The mask at row i and key j depends only on offset + i - j, so a tile's mask is a view of the
+    one with the largest offset:
 
         offset 3, the largest     0 0 0 0 - -      offset 1      | 0 0 - - |
                                   0 0 0 0 0 -                    | 0 0 0 - |
@@ -104,8 +109,10 @@ def tile_steps(
     scale: float,
     sinks_GR: Tensor | None = None,
 ) -> Steps[None]:
-    """Attention of one sequence's queries [T, G, R, d] into out_TGRd; a step is a tile, or one KV
-    head's part of a tile of many scores."""
+    """Write the attention of one sequence's queries [T, G, R, d] to out_TGRd.
+
+    A step is a tile, or one KV head of a large tile.
+    """
     largest = max(tiles, key=_scores)
     if sinks_GR is not None:
         yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
@@ -127,7 +134,7 @@ def _head_by_head(
     out_TGRd: Tensor,
     scale: float,
 ) -> Steps[None]:
-    """The R queries of a KV head stand below each other: one product per tile and head."""
+    """Stack the R queries of a KV head: one product per tile and head."""
     R, d = q_TGRd.shape[2:]
     k_GSd = k_SGd.transpose(0, 1).float().contiguous()
     v_GSd = v_SGd.transpose(0, 1).contiguous()
@@ -163,7 +170,7 @@ def _fused(
     out_TGRd: Tensor,
     scale: float,
 ) -> Steps[None]:
-    """KV heads stand in the batch dim, the R queries of each in the head dim."""
+    """Put KV heads into the batch dim, and the R queries of each into the head dim."""
     R = q_TGRd.shape[2]
     q_GRTd = q_TGRd.permute(1, 2, 0, 3)
     out_GRTd = out_TGRd.permute(1, 2, 0, 3)

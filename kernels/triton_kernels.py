@@ -1,9 +1,10 @@
-"""The passes over activations that a GPU spends its memory's bandwidth on, each one kernel, where
-torch takes three to ten. They round where kernels/norm.py, rope.py and experts.py do. And products
-of few tokens with experts that stand in any slots, where a matrix product has nothing to share.
+"""Memory-bound passes over activations as one triton kernel each, and products with expert slots.
 
-Imported only where triton is there (kernels/fused_ops.py). Shapes: T tokens, H heads, d head dim, D
-model dim, F FFN dim, N (token, expert) pairs, K top-k, S slots.
+They round where kernels/norm.py, rope.py and experts.py do. Imported only if triton is installed
+(kernels/fused_ops.py).
+
+Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k, S
+slots.
 """
 
 # mypy: disable-error-code="untyped-decorator, misc, no-untyped-call, no-untyped-def"
@@ -146,7 +147,7 @@ def _slot_product(
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
-    """x: contiguous."""
+    """Return the RMS norm of a contiguous x."""
     out, D = torch.empty_like(x), x.shape[-1]
     _norm[(x.numel() // D,)](
         x, weight_D, out, D, eps, ONCE=round_once, BLOCK=triton.next_power_of_2(D)
@@ -157,7 +158,10 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tenso
 def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """RMS norm of each head (weight None: none), then rope. Tokens of x may be apart."""
+    """Apply the RMS norm of each head (weight None: none), then rope.
+
+    Tokens of x may be strided.
+    """
     T, H, d = x_THd.shape
     out_THd = torch.empty((T, H, d), dtype=x_THd.dtype, device=x_THd.device)
     _rope[(T, triton.cdiv(H, _HEADS))](
@@ -178,7 +182,7 @@ def norm_and_rope(
 
 
 def gated(h_NF2: Tensor) -> Tensor:
-    """silu(gate) * up, [N, F]. h: contiguous."""
+    """Return silu(gate) * up, [N, F], of a contiguous h."""
     N, F = h_NF2.shape[0], h_NF2.shape[1] // 2
     out_NF = torch.empty(N, F, dtype=h_NF2.dtype, device=h_NF2.device)
     _gate[(N,)](h_NF2, out_NF, F, BLOCK=triton.next_power_of_2(F))
@@ -186,7 +190,7 @@ def gated(h_NF2: Tensor) -> Tensor:
 
 
 def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
-    """x[rows], [N, D]. x: contiguous."""
+    """Return x[rows], [N, D], of a contiguous x."""
     N, D = rows_N.shape[0], x_TD.shape[1]
     out_ND = torch.empty(N, D, dtype=x_TD.dtype, device=x_TD.device)
     _take[(N,)](x_TD, rows_N, out_ND, D, BLOCK=triton.next_power_of_2(D))
@@ -194,7 +198,7 @@ def gather_rows(x_TD: Tensor, rows_N: Tensor) -> Tensor:
 
 
 def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: Tensor) -> None:
-    """out_TD float32: the sum of K rows of y, each by its weight. All contiguous."""
+    """Fill out_TD float32 with weighted sums of K rows of y. All tensors are contiguous."""
     T, K = places_TK.shape
     D = y_ND.shape[1]
     _sum[(T,)](y_ND, places_TK, weights_TK, out_TD, D, K=K, BLOCK=triton.next_power_of_2(D))
@@ -203,9 +207,11 @@ def weighted_sums(y_ND: Tensor, places_TK: Tensor, weights_TK: Tensor, out_TD: T
 def slot_experts(
     x_TD: Tensor, slots_TK: Tensor, gate_up_SND: Tensor, down_SDF: Tensor, y_ND: Tensor
 ) -> None:
-    """Fills the rows of y, one of each pair in the order of slots_TK, whose slot is not negative
-    (int32): what the expert there gives for its token. All contiguous. A row's bits do not depend
-    on which slot it is, nor on the other rows."""
+    """Fill the rows of y whose slot (int32) is >= 0: the expert's output for the pair's token.
+
+    Rows are pairs in the order of slots_TK. All tensors are contiguous. A row's bits depend neither
+    on its slot nor on other rows.
+    """
     T, K = slots_TK.shape
     D, F = down_SDF.shape[1:]
     h_NF = torch.empty(T * K, F, dtype=x_TD.dtype, device=x_TD.device)

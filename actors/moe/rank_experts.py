@@ -140,7 +140,7 @@ class _CachedComputation:
 
     def close(self) -> None:
         self.steps.close()
-        self._cache.drop(self._request)
+        self._cache.cancel(self._request)
 
     def _steps(self) -> Steps[Tensor]:
         while self._request.left:
@@ -201,7 +201,7 @@ class CachedExperts(RankExperts):
         )
 
     def discard(self, packet: Packet) -> None:
-        self._cache.drop(self._requests.pop(packet))
+        self._cache.cancel(self._requests.pop(packet))
 
     def prefetch(self, packet: Packet) -> None:
         """Hint experts of a later layer; unknown ones are ignored."""

@@ -119,5 +119,5 @@ class CachedBackend(ExpertBackend[CachedPending]):
 
     def drop(self, pending: CachedPending) -> None:
         self._pending.remove(pending)
-        self._cache.drop(pending.request)
+        self._cache.cancel(pending.request)
         self._prefetcher.drop(pending.key.owner)

@@ -64,7 +64,7 @@ class DevicePending:
         self, key: TaskKey, routed: RoutedTokens, ids: Arrival, device_sum: DeviceSum
     ) -> None:
         self.key, self.routed, self.ids, self.sum = key, routed, ids, device_sum
-        self.resident = frozenset(device_sum.begin())
+        self.resident = frozenset(device_sum.start())
         self.prediction: PendingPrediction | None = None
         self.request: ExpertRequest | None = None
         self.since_s = 0.0
@@ -150,7 +150,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
             acquired = self._cache.acquire_ready(request)
             if acquired:
                 pending.sum.compute(acquired)
-                self._cache.done(request, acquired)
+                self._cache.complete(request, acquired)
             else:
                 self._cache.wait(_WAIT_S)
             yield
@@ -164,7 +164,7 @@ class DeviceBackend(ExpertBackend[DevicePending]):
     def drop(self, pending: DevicePending) -> None:
         self._pending.remove(pending)
         if pending.request is not None:
-            self._cache.drop(pending.request)
+            self._cache.cancel(pending.request)
         self._prefetcher.drop(pending.key.owner)
 
     def _acquire_experts(self, pending: DevicePending) -> ExpertRequest:
@@ -175,10 +175,10 @@ class DeviceBackend(ExpertBackend[DevicePending]):
         on_host = RoutedTokens(routed.x_TD, ids_TK, routed.topk_weights_TK)
         self._prefetcher.select_routing(key, on_host)
         cache, resident = self._cache, pending.resident
-        requested = pending.sum.requested(ids_TK)
+        requested = pending.sum.experts_of(ids_TK)
         experts = [e for e in requested if e not in resident or cache.holds(key.layer, e)]
         request = cache.request(key.layer, experts, key.priority, key.owner)
-        cache.done(request, [AcquiredExpert(e, 0) for e in experts if e in resident])
+        cache.complete(request, [AcquiredExpert(e, 0) for e in experts if e in resident])
         return request
 
     def _prefetch(self, pending: DevicePending) -> None:

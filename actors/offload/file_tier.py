@@ -84,7 +84,7 @@ class FileTier:
     def room(self) -> int:
         return len(self._free)
 
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
         entry = self._free.pop()
         offset, size = self._range_of(layer, expert, part)
         self._sequence = (self._sequence + 1) & 0xFFFFFFFF

@@ -160,7 +160,7 @@ class Bench:
                 experts = range(first, min(first + spec.top_k, spec.num_experts))
                 request = cache.request(layer, experts, Priority.LS)
                 while request.left:
-                    cache.done(request, cache.acquire_ready(request))
+                    cache.complete(request, cache.acquire_ready(request))
 
     def cache(self, kept: float) -> DeviceCache:
         spec, layout = self.spec, self.model.layout

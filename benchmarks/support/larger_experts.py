@@ -24,8 +24,8 @@ class LargerTier(FileTier):
     def _record_bytes(self) -> int:
         return self._times * self._file.record_bytes
 
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
-        entry = super().read(layer, expert, part, urgency)
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
+        entry = super().enqueue(layer, expert, part, urgency)
         self._own_at.pop(entry, None)
         if part == 0:
             own, read = self._file.range_of(layer, expert, 0), self._range_of(layer, expert, 0)

@@ -1,1 +1,1 @@
-"""A decoder layer's attention half, the KV pool, and the model in one process."""
+"""The attention half of a decoder and the KV pool."""

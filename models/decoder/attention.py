@@ -1,6 +1,7 @@
 """Grouped-query attention of one layer: projections, norms, rope, KV pool.
 
-`models/decoder/latent_attention.py` has another variant: a class with the same two methods.
+`models/decoder/latent_attention.py` is the other variant, with the same methods.
+
 Shapes: T tokens, D model dim, H query heads, G KV heads, d head dim.
 """
 
@@ -20,7 +21,7 @@ from models.weights.loading import Loader
 
 
 class GroupedQueryAttention:
-    """Holds q, k and v as one matrix [(H + 2G) * d, D], so that they are one product."""
+    """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = attention_tensors(spec, layer)
@@ -52,8 +53,10 @@ class GroupedQueryAttention:
         kv: KvPool,
         last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
-        """Adds the attention of the normed x_TD to hidden_TD in place; K and V go to the pool.
-        last: of those rows alone, which are hidden_TD's then."""
+        """Add the attention of the normed x_TD to hidden_TD in place; write K and V to the pool.
+
+        last: only of those rows, which are then hidden_TD's.
+        """
         if last is None:
             q_THd, k_TGd, v_TGd = yield from self._project(x_TD, metadata)
         else:
@@ -78,8 +81,7 @@ class GroupedQueryAttention:
     def _project(
         self, x_TD: Tensor, metadata: AttentionMetadata
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values, the former two normed and in their places: tile by tile, each
-        while its products are in the cache."""
+        """Return queries, keys and values, normed and rotated, tile by tile within the cache."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
         tiles = list(row_tiles(x_TD))
         if len(tiles) == 1:
@@ -99,7 +101,7 @@ class GroupedQueryAttention:
     def _project_last(
         self, x_TD: Tensor, metadata: AttentionMetadata, last: LastRowsMetadata
     ) -> Steps[tuple[Tensor, Tensor, Tensor]]:
-        """The same with queries of the last rows alone."""
+        """Return the same with queries of the last rows only."""
         T, H, G, d = x_TD.shape[0], self._H, self._G, self._d
         qkv = (yield from map_tiles(self._qkv, x_TD)).view(T, H + 2 * G, d)
         keys, k_TGd = slice(H, H + G), x_TD.new_empty((T, G, d))
@@ -115,7 +117,6 @@ class GroupedQueryAttention:
     def _norm_and_rotate(
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
     ) -> Tensor:
-        """Queries or keys of `heads` (query heads, then KV heads) and those rows of a batch, normed
-        and in their places."""
+        """Norm and rotate `heads` (query heads, then KV heads) of rows of a batch."""
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
         return norm_and_rope(x_THd, weight_Hd, self._eps, metadata.cos[rows], metadata.sin[rows])

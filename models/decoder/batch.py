@@ -1,4 +1,4 @@
-"""A micro-batch of an attention rank: everything that is made once and used at every layer.
+"""A micro-batch of an attention rank: tensors that are made once and used at every layer.
 
     block_table  [ 7 | 2 | 9 ]        blocks of 4 slots, start = 5, two new tokens
     positions      0 1 2 3 | 4 5 6
@@ -24,7 +24,10 @@ from kernels.rows import SequenceRows
 
 
 class BlockCopy(NamedTuple):
-    """K and V at offsets first .. last-1 of block `source` go to the same offsets of `block`."""
+    """Copy of K and V at offsets first ..
+
+    last-1 of block `source` to the same offsets of `block`.
+    """
 
     source: int
     block: int
@@ -34,8 +37,11 @@ class BlockCopy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """New tokens of one sequence. Its positions 0..start-1 are found through block_table: cached,
-    or written by another sequence of the same batch in the same pass, or copied in that pass."""
+    """New tokens of one sequence.
+
+    Positions 0..start-1 are in the blocks of block_table: cached, or written or copied in the same
+    pass.
+    """
 
     token_ids: Sequence[int]
     start: int
@@ -45,8 +51,10 @@ class SequenceSlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCopies:
-    """Pool slots from_C and to_C, int64. Made at every layer, after the new tokens' K and V are
-    written; no slot is both."""
+    """Pool slots from_C and to_C, int64, disjoint.
+
+    Copied at every layer after the new tokens' K and V are written.
+    """
 
     from_C: Tensor
     to_C: Tensor
@@ -54,7 +62,7 @@ class SlotCopies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What `AttentionHalf.prepare` adds: rope tables and an attention plan per window."""
+    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`."""
 
     cos: Tensor
     sin: Tensor
@@ -63,9 +71,9 @@ class AttentionMetadata:
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
-    """token_ids_T, positions_T, slots_T int64; last_rows_B: the row of each sequence's last token.
+    """A batch's tensors: token_ids_T, positions_T, slots_T, last_rows_B int64.
 
-    `metadata` is filled in by the attention half that runs the batch.
+    last_rows_B: last row of each sequence. `metadata` is set by the half that runs the batch.
     """
 
     token_ids_T: Tensor
@@ -81,7 +89,7 @@ class AttentionBatch:
         return self.token_ids_T.shape[0]
 
     def last(self, counts: Sequence[int]) -> LastRows:
-        """The last counts[i] rows of each sequence i (not 0 for all)."""
+        """Return the last counts[i] rows of each sequence i (not 0 for all)."""
         sequences, rows, first = [], [], 0
         for seq, count in zip(self.sequences, counts, strict=True):
             stop = seq.first + seq.count
@@ -103,7 +111,7 @@ class AttentionBatch:
     def build(
         slices: Sequence[SequenceSlice], *, block_tokens: int, device: torch.device | str = "cpu"
     ) -> AttentionBatch:
-        """Raises ValueError for an empty slice or a block table shorter than the context."""
+        """Raise ValueError for an empty slice or a block table shorter than the context."""
         device = torch.device(device)
         token_ids: list[int] = []
         positions, slots, sequences = [], [], []
@@ -127,16 +135,18 @@ class AttentionBatch:
 
 
 class LastRowsMetadata(NamedTuple):
-    """rows_R of a batch, and what is prepared for them alone (`LastRows`)."""
+    """Rows rows_R of a batch, and their prepared metadata."""
 
     rows_R: Tensor
     metadata: AttentionMetadata
 
 
 class LastRows(NamedTuple):
-    """rows_R of a batch whose hidden states are wanted after the last layer. At that layer only K
-    and V are needed of the others. batch: of these rows alone, as if the others were cached; a
-    sequence of which none is wanted has no rows."""
+    """Rows rows_R of a batch whose hidden states are needed after the last layer.
+
+    At that layer other rows only need K and V. batch: of these rows only, as if the others were
+    cached; sequences without such rows are empty.
+    """
 
     rows_R: Tensor
     batch: AttentionBatch
@@ -145,7 +155,7 @@ class LastRows(NamedTuple):
 def _context_slots(
     piece: SequenceSlice, block_tokens: int
 ) -> tuple[slice | None, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """The pool slots of positions 0 .. start+count-1, as a slice too where they are consecutive."""
+    """Return the pool slots of positions 0 .. start+count-1, also as a slice if consecutive."""
     context = piece.start + len(piece.token_ids)
     num_blocks = -(-context // block_tokens)
     if not piece.token_ids or piece.start < 0:

@@ -22,7 +22,7 @@ from models.decoder.attention import GroupedQueryAttention
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.decoder.kv_pool import KvPool
 from models.decoder.latent_attention import LatentAttention
-from models.experts.router import RoutedTokens, Router
+from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
@@ -31,8 +31,10 @@ from models.weights.loading import Loader, Progress, total_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionOutput:
-    """hidden_TD: the residual stream, to which the experts' output is still to be added where
-    `routed` is given (in any float dtype: `hidden_TD.add_(out)`)."""
+    """The residual stream hidden_TD.
+
+    If `routed` is given, the experts' output must be added (`hidden_TD.add_(out)`).
+    """
 
     hidden_TD: Tensor
     routed: RoutedTokens | None
@@ -56,8 +58,8 @@ class _Layer:
         self.mlp_norm = loader.load(weight_specs["mlp_norm"])
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
-        self.mlp: Router | _Mlp = (
-            Router(spec, layer, loader)
+        self.mlp: ExpertRouter | _Mlp = (
+            ExpertRouter(spec, layer, loader)
             if spec.is_moe(layer)
             else _Mlp(layout.dense_tensors(spec, layer), loader)
         )
@@ -93,7 +95,7 @@ class AttentionHalf:
         device: torch.device | str = "cpu",
         progress: Progress | None = None,
     ) -> AttentionHalf:
-        """Reads only what this half holds. Raises CheckpointError."""
+        """Read only this half's tensors. Raises CheckpointError."""
         device = torch.device(device)
         whole = total_bytes(layout.attention_half_tensors(spec), dtype)
         loader = Loader(checkpoint, dtype, device, progress, whole)
@@ -136,7 +138,7 @@ class AttentionHalf:
         kv: KvPool,
         last: LastRows | None = None,
     ) -> AttentionOutput:
-        """As `steps`, without interruptions."""
+        """Run `steps` to its end."""
         return run_to_end(self.steps(layer, hidden_TD, batch, kv, last))
 
     def steps(
@@ -147,9 +149,11 @@ class AttentionHalf:
         kv: KvPool,
         last: LastRows | None = None,
     ) -> Steps[AttentionOutput]:
-        """Attention (and the dense MLP) of one layer. Adds to hidden_TD in place and returns it;
-        or, where only the `last` rows are wanted, a new tensor of those. What runs between steps
-        may use the pool, but no block that `batch` writes."""
+        """Run attention (and the dense MLP) of one layer on hidden_TD in place, and return it.
+
+        With `last`, a new tensor of those rows is returned instead. Work between steps may use the
+        pool, except blocks that `batch` writes.
+        """
         weights = self._layers[layer]
         x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
         last_metadata = None
@@ -162,37 +166,37 @@ class AttentionHalf:
         yield
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
         yield
-        if isinstance(weights.mlp, Router):
+        if isinstance(weights.mlp, ExpertRouter):
             return AttentionOutput(hidden_TD, (yield from weights.mlp.steps(x_TD)))
         for tile in row_tiles(x_TD):
             hidden_TD[tile].add_(weights.mlp(x_TD[tile]))
             yield
         return AttentionOutput(hidden_TD, None)
 
-    def router(self, layer: int) -> Router | None:
-        """Of a layer with routed experts."""
+    def router(self, layer: int) -> ExpertRouter | None:
+        """Return the router of a layer, or None if it is dense."""
         mlp = self._layers[layer].mlp
-        return mlp if isinstance(mlp, Router) else None
+        return mlp if isinstance(mlp, ExpertRouter) else None
 
     def mlp_input(self, layer: int, hidden_TD: Tensor) -> Tensor:
-        """What the router and the experts of `layer` would see of that residual."""
+        """Return the input of the router and the experts of `layer` for a residual."""
         return self._norm(hidden_TD, self._layers[layer].mlp_norm)
 
     def has_shared(self, layer: int) -> bool:
-        """Whether `layer` has a shared expert."""
+        """Return whether `layer` has a shared expert."""
         return self._layers[layer].shared is not None
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:
-        """As `shared_steps`, without interruptions."""
+        """Run `shared_steps` to its end."""
         return run_to_end(self.shared_steps(layer, x_TD))
 
     def shared_steps(self, layer: int, x_TD: Tensor) -> Steps[Tensor | None]:
-        """The shared expert's output for the routed x_TD, to be added to the residual; or None."""
+        """Return the shared expert's output for the routed x_TD, or None."""
         shared = self._layers[layer].shared
         return None if shared is None else (yield from map_tiles(shared, x_TD))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] float32 for the rows given (final norm, head)."""
+        """Return [R, V] float32 for the given rows (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
         return self._head(x_RD).float()
 

@@ -1,4 +1,4 @@
-"""The paged KV pool's tensors. Which block belongs to whom is the block manager's business.
+"""Tensors of the paged KV pool. The block manager owns the assignment of blocks.
 
 Shapes: P = num_blocks * block_tokens slots, T new tokens.
 """
@@ -15,24 +15,23 @@ from models.spec.model import ModelSpec
 
 
 def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """The [heads, size] of what a token leaves per layer: K and V, or one latent for all heads."""
+    """Return the [heads, size] of a token's entries per layer: K and V, or one latent."""
     if spec.latent is not None:
         return ((1, spec.latent.entry_dim),)
     return ((spec.num_kv_heads, spec.head_dim),) * 2
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of pool per token, over all layers."""
+    """Return the pool bytes per token over all layers."""
     elements = sum(math.prod(shape) for shape in kv_entry_shapes(spec))
     return spec.num_layers * elements * dtype.itemsize
 
 
 class KvPool:
-    """Per layer one tensor [P, heads, size] for each entry; block b holds slots
-    b * block_tokens .. (b+1) * block_tokens - 1. Zeroed, so that padding never reads a NaN.
+    """One tensor [P, heads, size] per layer and entry, zeroed so that padding never reads a NaN.
 
-    one_layer: all layers use the same tensors, one after the other: enough for a batch that runs
-    through all layers alone, and is not read again.
+    Block b holds slots b * block_tokens .. (b+1) * block_tokens - 1. one_layer: all layers share
+    the same tensors, for a batch that runs alone through all layers and is not read again.
     """
 
     def __init__(
@@ -60,12 +59,11 @@ class KvPool:
         self._layers = tuple(kept * spec.num_layers if one_layer else kept)
 
     def entries(self, layer: int) -> tuple[Tensor, ...]:
-        """(K, V) of a layer, or its latents alone, each [P, heads, size]."""
+        """Return (K, V) of a layer, or its latents alone, each [P, heads, size]."""
         return self._layers[layer]
 
     def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
-        """Stores one [T, heads, size] tensor per entry (k, v): of all rows of the batch, and then
-        what its sequences copy from each other or from the cache."""
+        """Store one [T, heads, size] tensor per entry, then make the batch's slot copies."""
         for pool, value in zip(self._layers[layer], values, strict=True):
             pool.index_copy_(0, batch.slots_T, value)
             if batch.copies is not None:

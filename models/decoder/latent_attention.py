@@ -25,8 +25,10 @@ _EPS = 1e-6  # of the norms of q and of the latent: `transformers` does not take
 
 
 class LatentAttention:
-    """Rows that rope turns are reordered on load, pairs side by side to halves: a permutation that
-    q and k share, which leaves their product as it is."""
+    """Rows that rope rotates are reordered on load, from interleaved pairs to halves.
+
+    The permutation is common to q and k and leaves their product unchanged.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         assert spec.latent is not None
@@ -57,8 +59,10 @@ class LatentAttention:
         kv: KvPool,
         last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
-        """Adds the attention of the normed x_TD to hidden_TD in place; latents go to the pool.
-        last: of those rows alone, which are hidden_TD's then."""
+        """Add the attention of the normed x_TD to hidden_TD in place; write latents to the pool.
+
+        last: only of those rows, which are then hidden_TD's.
+        """
         latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
@@ -99,7 +103,7 @@ class _LowRankQueries:
 
 
 def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:
-    """Of each head's rows the last rope_dim: even ones first, then odd ones. In place."""
+    """Reorder the last rope_dim rows of each head in place: even ones first, then odd ones."""
     whole = weight.view(heads, weight.shape[0] // heads, *weight.shape[1:])
     rows = whole[:, whole.shape[1] - rope_dim :]
     rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))

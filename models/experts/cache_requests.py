@@ -1,4 +1,4 @@
-"""What is wanted of a cache of experts, and what may be."""
+"""Requests, hints and traffic of an expert cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 from contracts.expert_eviction import ExpertKey
 from contracts.requests import Priority
 
-_NEWEST: Final = 0.1  # of a measured time, in its running mean
+_NEWEST: Final = 0.1  # weight of a new measurement in a running mean
 
 
 class PredictedExpert(NamedTuple):
-    """An expert that a layer may want. confidence: how often such a guess was right."""
+    """An expert that a layer may need. confidence: precision of such predictions."""
 
     expert: int
     confidence: float
@@ -25,8 +25,10 @@ class AcquiredExpert(NamedTuple):
 
 
 class ExpertRequest:
-    """Experts that a micro-batch is to be computed with at a layer. left: still to be, with their
-    places in its order; ready: of those, what is in a slot."""
+    """The experts that a micro-batch needs at a layer.
+
+    left: experts still to compute, with their places in its order. ready: those of them in a slot.
+    """
 
     __slots__ = ("error", "layer", "left", "number", "priority", "ready", "started_s")
 
@@ -40,13 +42,15 @@ class ExpertRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is something to compute, or to raise, or nothing left."""
+        """True if there is an expert to compute, an error to raise, or nothing left."""
         return bool(self.ready) or not self.left or self.error != ""
 
 
 class PrefetchHints:
-    """Guesses that are not there yet, by whose they are and of which layer. ahead_s: from a hint
-    to the demand, on average; 0: none was seen."""
+    """Predicted experts that are not in a slot yet, by owner and layer.
+
+    lead_time_s: mean time from a hint to the demand; 0: unknown.
+    """
 
     def __init__(self) -> None:
         self.lead_time_s = 0.0
@@ -59,12 +63,12 @@ class PrefetchHints:
     def put(
         self, owner: Hashable, layer: int, missing: Sequence[PredictedExpert], now_s: float
     ) -> None:
-        """In place of what `owner` said before."""
+        """Replace the owner's hints for the layer."""
         self._guesses[owner, layer] = list(missing)
         self._since_s.setdefault((owner, layer), now_s)
 
-    def requested(self, owner: Hashable, layer: int, now_s: float) -> None:
-        """What it does want there is known: its hints have had their time."""
+    def resolve(self, owner: Hashable, layer: int, now_s: float) -> None:
+        """Drop the owner's hints for a layer whose demand is known."""
         self._guesses.pop((owner, layer), None)
         since_s = self._since_s.pop((owner, layer), None)
         if since_s is not None:
@@ -76,13 +80,13 @@ class PrefetchHints:
             self._since_s.pop(key, None)
 
     def exclude(self, key: ExpertKey) -> None:
-        """It cannot be read."""
+        """Drop the hints for an expert that cannot be read."""
         for (_, layer), guesses in self._guesses.items():
             if layer == key.layer:
                 guesses[:] = [guess for guess in guesses if guess.expert != key.expert]
 
     def by_confidence(self) -> list[tuple[float, ExpertKey]]:
-        """With the confidence of each."""
+        """Return the hinted experts with their confidences, the most confident first."""
         found = (
             (-guess.confidence, ExpertKey(layer, guess.expert))
             for (_, layer), several in self._guesses.items()
@@ -99,7 +103,7 @@ class PrefetchHints:
 
 
 def running_mean(mean: float, newest: float) -> float:
-    """mean: 0: nothing has been seen yet."""
+    """Add a measurement to a running mean. mean: 0: no measurement yet."""
     return newest if mean == 0.0 else mean + _NEWEST * (newest - mean)
 
 
@@ -109,9 +113,11 @@ WASTED_HINT: Final = "wasted_hint"
 
 
 class CacheTraffic:
-    """What was read, by cause, so far; hits and wanted: experts, by layer. waited_s: in which
-    nothing was computed because experts were not there; copied_s: in which parts that had come
-    were copied to their slots."""
+    """Totals of a cache: bytes read by cause, hits and requested experts by layer.
+
+    waited_s: time without compute because experts were missing. copied_s: time to copy read parts
+    to their slots.
+    """
 
     def __init__(self) -> None:
         self.hits: Counter[int] = Counter()
@@ -121,9 +127,9 @@ class CacheTraffic:
 
     @property
     def cost_s(self) -> float:
-        """What experts that were not there cost who computes."""
+        """Compute time lost to missing experts."""
         return self.waited_s + self.copied_s
 
     def hit_fraction(self, layer: int) -> float:
-        """Of the experts that the layer wanted so far; 0: none was."""
+        """Fraction of the layer's requested experts that were in a slot; 0 without requests."""
         return self.hits[layer] / max(1, self.requested[layer])

@@ -1,4 +1,4 @@
-"""Weighted sums over experts that come one after the other, in whatever order."""
+"""Weighted sums over experts that arrive one by one, in any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from models.experts.expert_cache import ExpertCache
 
 
 class CachedSum:
-    """What `kernels.experts.expert_steps` gives, bit for bit: outputs are added in the order of the
-    pairs, whatever order their experts came in.
+    """Bit-equal to `kernels.experts.expert_steps`: outputs are added in the order of the pairs.
 
     Shapes: U tokens, D model dim, N (token, expert) pairs, sorted by expert.
     """
@@ -27,7 +26,7 @@ class CachedSum:
         pairs: Mapping[int, int],
         clamped: ClampedGate | None,
     ) -> None:
-        """pairs: how many each expert has, in the order in which they stand."""
+        """pairs: number of pairs of each expert, in the order of the rows."""
         self.out_UD = torch.zeros(x_UD.shape, dtype=torch.float32)
         self.pairs = pairs
         self._x_UD, self._rows_N, self._weights_N = x_UD, rows_N, weights_N
@@ -37,13 +36,15 @@ class CachedSum:
         for expert, count in pairs.items():
             self._first_of[expert] = first
             first += count
-        self._pending: dict[int, Tensor] = {}  # by first pair: what cannot be added yet
-        self._added = 0  # pairs
-        self._computed: dict[int, int] = {}  # pairs of experts that have more than a run may
+        self._pending: dict[int, Tensor] = {}  # outputs by first pair, waiting for earlier ones
+        self._added = 0  # number of pairs
+        self._computed: dict[int, int] = {}  # pairs of experts with more than a run
 
     def advance(self, cache: ExpertCache, request: ExpertRequest) -> bool:
-        """Computes with a run of experts that are there, or with some pairs of one that has many.
-        Returns whether any was. Raises ChannelError if one cannot be had."""
+        """Compute a run of available experts, or some pairs of one with many.
+
+        Returns False if no expert was available. Raises ChannelError if one cannot be read.
+        """
         acquired = cache.acquire(request, self.pairs, RUN_PAIRS)
         if not acquired:
             return False
@@ -57,7 +58,7 @@ class CachedSum:
             self._computed[expert] = computed + counts[0]
             cache.release(request, acquired)
         else:
-            cache.done(request, acquired)
+            cache.complete(request, acquired)
         return True
 
     def _run(

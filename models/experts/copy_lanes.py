@@ -1,10 +1,10 @@
-"""How the copies of a copying store run: on its thread, or on a stream of the GPU that they go to.
+"""Execution of a copying store's copies: on its thread, or on a CUDA stream.
 
-On a GPU the host waits for nothing: it queues the compute of layer after layer, the store's thread
-the copies, and the two streams wait for each other by events:
+On a GPU the host queues the compute of layer after layer and the store's thread the copies; the two
+streams wait for each other by events:
 
-    compute     |####1####|####2####| |####3###     before 3: until its copy is through (exposed)
-    copies      |==2==|    |=====3====| |==4==      before 4: until the compute of 2 is through
+    compute     |####1####|####2####| |####3###     before 3: until its copy is complete (exposed)
+    copies      |==2==|    |=====3====| |==4==      before 4: until the compute of 2 is complete
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ Observe = Callable[[int, float, float], None]
 
 @dataclasses.dataclass(slots=True)
 class BufferLease:
-    """A buffer; on a GPU, with the events after which what was queued no longer writes to it, or
-    reads it."""
+    """A buffer; on a GPU, with the events that end queued writes and reads."""
 
     buffer: ExpertBuffer
     copied: torch.cuda.Event | None = None
@@ -36,8 +35,7 @@ class BufferLease:
 
 
 class CopyLane(Protocol):
-    """`copied_s`: so far, how long copies took. `exposed_s`: for how long the GPU waited for them,
-    beside what the host waited."""
+    """copied_s: total copy time. exposed_s: time the GPU waited for copies."""
 
     @property
     def copied_s(self) -> float: ...
@@ -45,21 +43,23 @@ class CopyLane(Protocol):
     def exposed_s(self) -> float: ...
 
     def copy(self, source: ExpertSource, layer: int, lease: BufferLease) -> None:
-        """Fills the buffer, or queues that. Called by the store's thread; raises what the source
-        raises."""
+        """Fill the buffer, or queue it.
+
+        Called by the store's thread; raises the source's errors.
+        """
 
     def acquire(self, lease: BufferLease) -> None:
-        """What is queued from here on by the calling thread reads the buffer."""
+        """Order the calling thread's following work after the copy."""
 
     def release(self, lease: BufferLease) -> None:
-        """The calling thread has queued all that reads the buffer."""
+        """Mark that the calling thread has queued all reads of the buffer."""
 
     def drain(self) -> None:
-        """Waits for what is queued, before buffers and sources are freed."""
+        """Wait for queued copies, before buffers and sources are freed."""
 
 
 def copy_lane(device: torch.device, observe: Observe | None, clock: Clock) -> CopyLane:
-    """To be made after the buffers. observe: told of every copy."""
+    """Create the lane after the buffers. observe: called with every copy."""
     kind = _StreamLane if device.type == "cuda" else _HostLane
     return kind(device, observe, clock)
 
@@ -80,17 +80,16 @@ class _HostLane:
             self._observe(layer, start_s, end_s)
 
     def acquire(self, lease: BufferLease) -> None:
-        """It is filled."""
+        pass
 
-    def release(self, lease: BufferLease) -> None:
-        """It is read."""
+    release = acquire
 
     def drain(self) -> None:
-        """Nothing is queued."""
+        pass
 
 
 class _Copy(NamedTuple):
-    """anchor: an event at anchor_s on the clock."""
+    """anchor: an event recorded at anchor_s on the clock."""
 
     layer: int
     anchor: torch.cuda.Event
@@ -100,19 +99,19 @@ class _Copy(NamedTuple):
 
 
 class _ComputeWait(NamedTuple):
-    """The compute stream: at a layer's experts, and with them there."""
+    """Events of the compute stream: at a layer's experts, and once they are present."""
 
     requested: torch.cuda.Event
     started: torch.cuda.Event
 
 
 class _StreamLane:
-    """Times are the GPU's, known some time after the copy: when it is looked for them."""
+    """Times are measured on the GPU and collected when copies are complete."""
 
     def __init__(self, device: torch.device, observe: Observe | None, clock: Clock) -> None:
         self._device, self._observe, self._clock = device, observe, clock
         self._stream, self._idle = new_stream(device), new_stream(device)
-        # What had the buffers' memory before may still be at work.
+        # Queued work may still use the buffers' memory.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._copies: deque[_Copy] = deque()
         self._waits: deque[_ComputeWait] = deque()
@@ -160,7 +159,7 @@ class _StreamLane:
         self._settle()
 
     def _settle(self) -> None:
-        """Adds the times of what is through."""
+        """Add the times of completed copies and waits."""
         with self._settling:
             while self._waits and has_passed(self._waits[0].started):
                 wait = self._waits.popleft()

@@ -1,12 +1,12 @@
-"""A store whose experts are copied into one of two buffers while the other one computes.
+"""A store that copies experts into one of two buffers while the other one is computed with.
 
     layers 0 (resident) 1 2 3          one pass after another
     fetched      0     1     2     3     0     1
     buffer A    [1         ] [3         ] [2       …
     buffer B    [2               ] [1               …     copied as soon as a buffer is free
 
-The order wraps around: when a pass ends, the next one's first layers are there or on their way.
-How a copy runs, and what waits for it: models/experts/copy_lanes.py.
+The order wraps around: at the end of a pass, the next pass's first layers are present or in flight.
+Copies run in models/experts/copy_lanes.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLOSE_S = 5.0
 
 
 class CopyingStore:
-    """After an error, which the `fetch` of that layer raises, the same layer is tried again."""
+    """After an error, which `fetch` raises for that layer, the layer is tried again."""
 
     is_streamed = True
 
@@ -42,22 +42,24 @@ class CopyingStore:
         observe: Observe | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
-        """resident: by layer; all other layers with experts come from `source`. observe: told of
-        every copy, by either thread."""
+        """resident: layers that are not copied.
+
+        observe: called with every copy, by either thread.
+        """
         self._host_waited_s = 0.0
         self._source, self._resident = source, resident
         self._deadline_s, self._clock = deadline_s, clock
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
-        self._copied_layers = 0  # layers, so far
-        self._next = 0  # in the order: to be copied
-        self._expected = 0  # in the order: to be fetched
+        self._copied_layers = 0
+        self._next = 0  # position in the order to copy next
+        self._expected = 0  # position in the order to fetch next
         buffers = min(2, len(self._order))
         self._free = [BufferLease(ExpertBuffer(layout)) for _ in range(buffers)]
         self._lane = copy_lane(layout.device, observe, clock)
-        self._queues = layout.device.type == "cuda"  # copies and compute, and the host goes on
-        self._filled: dict[int, BufferLease] = {}  # or to be filled by what is queued
+        self._queues = layout.device.type == "cuda"  # the host does not wait
+        self._filled: dict[int, BufferLease] = {}  # filled, or their copies are queued
         self._held: tuple[int, BufferLease] | None = None  # what the last `fetch` returned
-        self._awaited: tuple[int, float] | None = None  # the layer waited for, and until when
+        self._awaited: tuple[int, float] | None = None  # layer, deadline
         self._woken = False
         self._copying: int | None = None
         self._error: BaseException | None = None
@@ -69,7 +71,7 @@ class CopyingStore:
 
     @property
     def copied_s(self) -> float:
-        """So far, how long copies took."""
+        """Total copy time."""
         return self._lane.copied_s
 
     @property
@@ -78,13 +80,12 @@ class CopyingStore:
 
     @property
     def waited_s(self) -> float:
-        """How much of that was not behind compute. (On a GPU the host is ahead: that it waits until
-        a copy is queued does not count.)"""
+        """Copy time that compute did not hide; on a GPU, only the GPU's waits."""
         return self._lane.exposed_s if self._queues else self._host_waited_s
 
     @property
     def num_bytes(self) -> int:
-        """Of the buffers."""
+        """Size of the buffers."""
         held = [] if self._held is None else [self._held[1]]
         return sum(lease.buffer.num_bytes for lease in [*self._free, *self._filled.values(), *held])
 
@@ -122,7 +123,7 @@ class CopyingStore:
             self._release_held()
 
     def close(self) -> None:
-        """May be called twice. A copy that hangs is left to its thread, which ends with it."""
+        """Close the store; idempotent. A copy that hangs is left to its daemon thread."""
         with self._changed:
             if self._closing:
                 return
@@ -145,8 +146,7 @@ class CopyingStore:
             self._changed.notify_all()
 
     def _wait_until_ready(self, layer: int, timeout_s: float, enough: Callable[[], bool]) -> bool:
-        """Waits until the layer is there, or it is `enough`. Raises ChannelError once the layer has
-        been wanted for the deadline."""
+        """Wait until the layer is present, or `enough`. Raises ChannelError at its deadline."""
         self._release_held()
         self._check_open(layer)
         if self._awaited is None or self._awaited[0] != layer:
@@ -164,7 +164,7 @@ class CopyingStore:
         return layer in self._filled or self._error is not None
 
     def _restart_at(self, layer: int) -> None:
-        """The pass does not go on where the last one was: what was brought in is not wanted."""
+        """Restart the order at a layer, and discard copied layers that are not needed."""
         at = self._order.index(layer)
         self._next = self._expected = at
         if self._copying is not None and self._copying != layer:
@@ -177,7 +177,7 @@ class CopyingStore:
         self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], layer: int, timeout_s: float) -> None:
-        """At most `timeout_s`. Raises ChannelError at the deadline of the layer."""
+        """Wait up to `timeout_s`. Raises ChannelError at the deadline of the layer."""
         if ready():
             return
         assert self._awaited is not None
@@ -234,7 +234,7 @@ class CopyingStore:
                     self._changed.notify_all()
 
     def _copy(self, layer: int, lease: BufferLease) -> BaseException | None:
-        """Returns what went wrong: it is raised where the layer is wanted."""
+        """Copy a layer; return the error, which `fetch` raises."""
         try:
             self._lane.copy(self._source, layer, lease)
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
@@ -243,5 +243,5 @@ class CopyingStore:
 
 
 def split_layers(spec: ModelSpec, resident_layers: int) -> tuple[Sequence[int], Sequence[int]]:
-    """(resident, copied): layers with experts, the first `resident_layers` of them resident."""
+    """Split layers with experts into (the first `resident_layers`, the copied ones)."""
     return spec.moe_layers[:resident_layers], spec.moe_layers[resident_layers:]

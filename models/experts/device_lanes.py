@@ -1,11 +1,11 @@
-"""What a device has under way: compute, and beside it copies of experts to it and of ids from it.
+"""Queues of a device: compute, copies of experts to it, and copies of ids to the host.
 
-    compute   |##0##|  |#####1#####|        |##2##|     `mark`: what has been queued so far
-    copies       |==a==|==b==|  |==c==|                 `wait`: what is queued from here on waits
-    ids            |0|         |1|                      `fetch`: to the host, which looks or waits
+    compute   |##0##|  |#####1#####|        |##2##|     `mark`: all that is queued so far
+    copies       |==a==|==b==|  |==c==|                 `wait`: following compute waits
+    ids            |0|         |1|                      `fetch`: to the host, which polls or waits
 
-The host queues, and waits for ids alone. Copies run in the order in which they are queued; so does
-what is computed. All of a lane is used by one thread.
+The host waits only for ids. Copies and compute each run in the order in which they are queued. A
+lane is used by one thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from contracts.clock import Clock, monotonic_s
 
 
 class Mark(NamedTuple):
-    """A point in the order of what is copied, or of what is computed. number: larger ones of the
-    same queue come later."""
+    """A point in the order of the copies, or of the compute. Later points have larger numbers."""
 
     number: int
     event: Any = None
 
 
 class Arrival(Protocol):
-    """Of a tensor at the host. tensor: its values, once it `is_ready`."""
+    """A tensor that is copied to the host. tensor: valid once `is_ready`."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -39,8 +38,7 @@ class Arrival(Protocol):
 
 
 class DeviceLane(Protocol):
-    """copied_s, copies: so far, as far as known. exposed_s: for how long what was to be computed
-    waited for copies."""
+    """Totals of copies: copied_s, copies. exposed_s: time that compute waited for copies."""
 
     @property
     def copied_s(self) -> float: ...
@@ -50,25 +48,24 @@ class DeviceLane(Protocol):
     def exposed_s(self) -> float: ...
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
-        """Queues a copy from the host's memory, to begin once `after`, a mark of the compute, has
-        passed."""
+        """Queue a copy from host memory that starts after the mark `after` of the compute."""
 
     def mark(self) -> Mark:
-        """Of all that has been queued to be computed."""
+        """Return a mark after all queued compute."""
 
     def wait(self, copied: Mark) -> None:
-        """What is queued to be computed from here on waits for that copy, and so for all before."""
+        """Order following compute after that copy and all earlier ones."""
 
     def has_passed(self, mark: Mark) -> bool: ...
 
     def fetch(self, tensor: Tensor) -> Arrival:
-        """Queues its copy to the host: as it stands once what has been queued is computed."""
+        """Queue a copy to the host, after the queued compute."""
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """The same on the device, for what is queued from here on."""
+        """Return the tensor on the device, for following compute."""
 
     def drain(self) -> None:
-        """Waits for all copies, before memory is freed."""
+        """Wait for all copies, before memory is freed."""
 
 
 def device_lane(device: torch.device) -> DeviceLane:
@@ -81,7 +78,7 @@ class _ReadyTensor(NamedTuple):
 
 
 class InlineLane:
-    """Of a CPU: what is queued is done."""
+    """Synchronous lane of a CPU."""
 
     exposed_s = 0.0
 
@@ -101,7 +98,7 @@ class InlineLane:
         return Mark(next(self._numbers))
 
     def wait(self, copied: Mark) -> None:
-        """It is there."""
+        pass
 
     def has_passed(self, mark: Mark) -> bool:
         return True
@@ -113,7 +110,7 @@ class InlineLane:
         return tensor
 
     def drain(self) -> None:
-        """Nothing is queued."""
+        pass
 
 
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -129,12 +126,12 @@ class _Fetched:
 
 
 class CudaLane:
-    """To be made after the slots. Times are the GPU's, known when it is looked for them."""
+    """Create after the slots. Times are measured on the GPU and collected when work is complete."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._numbers = device, itertools.count(1)
         self._copying, self._fetching = new_stream(device), new_stream(device)
-        # What had the slots' memory before may still be at work.
+        # Queued work may still use the slots' memory.
         self._copying.wait_stream(torch.cuda.current_stream(device))
         self._copied_s, self._copies, self._exposed_s = 0.0, 0, 0.0
         self._under_way: deque[_Span] = deque()
@@ -191,7 +188,7 @@ class CudaLane:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._fetching):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._fetching)  # its memory is not used again before
+        tensor.record_stream(self._fetching)  # keeps its memory until the copy ends
         arrived.record(self._fetching)
         return _Fetched(host, arrived)
 
@@ -204,7 +201,7 @@ class CudaLane:
         self._settle()
 
     def _settle(self) -> None:
-        """Adds the times of what is through."""
+        """Add the times of completed copies and waits."""
         while self._under_way and has_passed(self._under_way[0][1]):
             start, end = self._under_way.popleft()
             self._copied_s += 1e-3 * start.elapsed_time(end)

@@ -1,10 +1,9 @@
-"""Weighted sums over experts in slots of a device, whatever order they came in.
+"""Weighted sums over experts in a device's slots, in any order of arrival.
 
-Few pairs, as of new tokens: what is there is computed before the host knows which experts are
-wanted, the rest once it is queued (kernels/gpu_experts.py). Many, as of prompts: sorted by expert,
-each a product of its own, those that are there first. In both a row of y is one pair's output, and
-a token's sum is taken over its rows at the end, in the order of choice: bits depend on the pairs,
-not on which slots there are, nor on when what came.
+Few pairs (generated tokens): experts in slots are computed before the host knows the ids, the rest
+once it is queued (kernels/gpu_experts.py). Many pairs (prompts): sorted by expert, each a product
+of its own, experts in slots first. In both a row of y is one pair's output, and a token's rows are
+summed at the end in the order of choice: bits depend neither on slots nor on arrival.
 
 Shapes: T tokens, D model dim, E experts, K top-k, N = T * K pairs.
 """
@@ -29,25 +28,25 @@ from models.experts.router import RoutedTokens
 
 
 class DeviceSum(Protocol):
-    """Of a layer, for one micro-batch."""
+    """The sum of one layer and micro-batch."""
 
-    def begin(self) -> Collection[int]:
-        """Experts that need not be taken: what they give is queued to be computed."""
+    def start(self) -> Collection[int]:
+        """Queue the experts in slots, and return them: they need not be acquired."""
 
-    def requested(self, ids_TK: Tensor) -> Sequence[int]:
-        """Its experts, in ascending order. ids_TK: on the host."""
+    def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
+        """Return the layer's experts in ascending order. ids_TK: on the host."""
 
     def compute(self, acquired: Sequence[AcquiredExpert]) -> None:
-        """Queues what they give."""
+        """Queue the products of acquired experts."""
 
     def result(self) -> Tensor:
-        """[T, D] float32, once all that is wanted was computed."""
+        """Return [T, D] float32, after all experts are queued."""
 
 
 def device_sum(
     routed: RoutedTokens, layer: int, slots: ExpertLayer, tier: DeviceTier, lane: DeviceLane
 ) -> DeviceSum:
-    """slots: what stands in them."""
+    """slots: the contents of the slots."""
     if supports_slots(routed.x_TD, routed.topk_ids_TK, slots.gate_up, slots.clamped):
         return _FewPairsSum(routed, layer, slots, tier, lane)
     return _ManyPairsSum(routed, slots, tier)
@@ -78,14 +77,14 @@ class _FewPairsSum:
         self._y_ND = _output(routed)
         self._ids_TK: Tensor | None = None
 
-    def begin(self) -> Collection[int]:
+    def start(self) -> Collection[int]:
         in_slots = self._tier.in_slots(self._layer)
         if in_slots.slots:
             self._multiply(in_slots.slots_E[self._routed.topk_ids_TK])
             self._tier.mark_layer_used(self._layer)
         return in_slots.slots.keys()
 
-    def requested(self, ids_TK: Tensor) -> Sequence[int]:
+    def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
         self._ids_TK = ids_TK
         return sorted(set(ids_TK.flatten().tolist()))
 
@@ -116,10 +115,10 @@ class _ManyPairsSum:
         self._pairs: Pairs | None = None
         self._ends: list[int] = []
 
-    def begin(self) -> Collection[int]:
+    def start(self) -> Collection[int]:
         return ()
 
-    def requested(self, ids_TK: Tensor) -> Sequence[int]:
+    def experts_of(self, ids_TK: Tensor) -> Sequence[int]:
         counts = torch.bincount(ids_TK.flatten()).tolist()
         self._ends = list(itertools.accumulate(counts))
         self._pairs = Pairs(self._routed.topk_ids_TK, len(counts))

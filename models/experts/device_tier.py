@@ -1,13 +1,12 @@
-"""Pinned memory of the host as a cache's slower tier, its slots on a device.
+"""Pinned host memory as the slower tier of a cache with slots on a device.
 
-    the cache (host)   want 3 7 ─ 7 is there: compute ─ 3 is "read": queued, compute waits for it
-    copies             |= hint 9 =|==== 3 ====|= hint 9 … after what is wanted
+    the cache (host)   request 3 7 ─ 7 is present: compute ─ 3 is "read": queued, compute waits
+    copies             |= hint 9 =|==== 3 ====|= hint 9 … after requested experts
     compute            … |## 7 ##|  (waits)  |## 3 ##|
 
-For the cache an expert is there as soon as its copy is queued, so the host never waits for one: the
-compute does, by a mark. What is wanted is queued at once; of hints only a few parts at a time, for
-what is queued cannot be taken back. A slot is filled anew only after what was queued to be computed
-with what stands there.
+The cache counts an expert as present once its copy is queued, so the host never waits: the compute
+does, by a mark. Requested experts are queued at once, hints a few parts at a time, since queued
+copies cannot be cancelled. A slot is overwritten only after queued compute that reads it.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from models.experts.expert_store import ExpertBuffer
 from models.experts.expert_tier import CompletedRead
 from models.experts.host_experts import ExpertMemory
 
-PART_BYTES: Final = 4 << 20  # from there on a link is at its rate
-MAX_HINTS_IN_FLIGHT: Final = 3  # parts: as many a demand may have to wait for
-_QUEUE_DEPTH: Final = 1 << 20  # what is asked for is a few bytes here
+PART_BYTES: Final = 4 << 20  # enough for a link's full rate
+MAX_HINTS_IN_FLIGHT: Final = 3  # parts that a demand may have to wait for
+_QUEUE_DEPTH: Final = 1 << 20  # a request takes a few bytes
 _POLL_S: Final = 1e-4
 _MIN_S: Final = 1e-9
 
@@ -62,15 +61,17 @@ class _SlotContent(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """Experts of a layer that can be computed with at once. slots: of each; slots_E int32, on the
-    device: the same, -1 where one is not."""
+    """Experts of a layer that can be computed with at once.
+
+    slots: by expert. slots_E int32, on the device: the same, -1 for missing experts.
+    """
 
     slots: Mapping[int, int]
     slots_E: Tensor
 
 
 class DeviceTier:
-    """A `Tier`, used by one thread but for `wake`; and what its owner asks of slots."""
+    """An `ExpertTier` with the state of the slots. Single-threaded except `wake`."""
 
     def __init__(
         self,
@@ -89,15 +90,13 @@ class DeviceTier:
         self._skipped: set[int] = set()
         self._issued: set[int] = set()
         self._numbers = 0
-        self._hints: list[Mark] = []  # of parts that may be under way
+        self._hints: list[Mark] = []  # of parts that may be in flight
         self._woken = threading.Event()
         self._contents: dict[int, _SlotContent] = {}  # by slot
         self._in_flight: deque[_SlotContent] = deque()
-        self._reached = 0  # by the compute, of the numbers of copies
+        self._reached = 0  # largest number of a copy that compute waits for
         self._slots: dict[int, dict[int, int]] = {each: {} for each in layout.spec.moe_layers}
-        self._snapshots: dict[
-            int, InSlot
-        ] = {}  # what `in_slots` has said of a layer and still holds
+        self._snapshots: dict[int, InSlot] = {}  # valid results of `in_slots`
         self._used: dict[int, Mark] = {}  # by slot
         self._layer_used: dict[int, Mark] = {}
 
@@ -108,13 +107,13 @@ class DeviceTier:
     def room(self) -> int:
         return _QUEUE_DEPTH - len(self._requests)
 
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
         self._numbers += 1
         self._requests[self._numbers] = _PartRequest(ExpertKey(layer, expert), part, urgency)
         return self._numbers
 
     def submit(self) -> None:
-        """`poll_completed` does."""
+        pass
 
     def expedite(self, ticket: int, urgency: int) -> None:
         request = self._requests[ticket]
@@ -124,7 +123,7 @@ class DeviceTier:
         self._skipped.add(ticket)
 
     def poll_completed(self) -> Iterable[CompletedRead]:
-        """What may be queued now, the most urgent first; `copy` queues it."""
+        """Return the reads to queue now, the most urgent first; `copy` queues them."""
         waiting = [ticket for ticket in self._requests if ticket not in self._issued]
         if not waiting:
             return ()
@@ -162,7 +161,7 @@ class DeviceTier:
         self._skipped.discard(ticket)
 
     def wait(self, timeout_s: float) -> None:
-        """Hints go on as the device comes along, which it does not tell: it is looked for."""
+        """Wait for `wake`; with pending hints only briefly, because a device does not notify."""
         if self._requests and timeout_s > 0.0:
             timeout_s = min(timeout_s, _POLL_S)
         self._woken.wait(timeout_s)
@@ -178,7 +177,7 @@ class DeviceTier:
         self._lane.drain()
 
     def in_slots(self, layer: int) -> InSlot:
-        """What it names stays there for what is queued until the next `mark_layer_used`."""
+        """Return experts that keep their slots for work queued until `mark_layer_used`."""
         self._settle_copies()
         snapshot = self._snapshots.get(layer)
         if snapshot is None:
@@ -190,11 +189,11 @@ class DeviceTier:
         return snapshot
 
     def mark_layer_used(self, layer: int) -> None:
-        """All that reads what `in_slots` has named is queued."""
+        """Mark that all reads of the experts from `in_slots` are queued."""
         self._layer_used[layer] = self._lane.mark()
 
     def wait_for(self, slots: Iterable[int]) -> None:
-        """What is queued from here on reads them, until `mark_used`."""
+        """Order following compute after the copies to the slots, until `mark_used`."""
         marks = [self._contents[slot].mark for slot in slots]
         newest = max(marks, key=lambda mark: mark.number)
         if newest.number > self._reached:
@@ -205,7 +204,7 @@ class DeviceTier:
         self._used.update(dict.fromkeys(slots, self._lane.mark()))
 
     def arrival_order(self, slot: int) -> int:
-        """Slots of smaller numbers are there sooner; 0: it is there."""
+        """Return a number that is smaller for slots that are filled sooner; 0: filled."""
         self._settle_copies()
         content = self._contents[slot]
         return (
@@ -215,7 +214,7 @@ class DeviceTier:
         )
 
     def _settle_copies(self) -> None:
-        """Takes in which copies have passed, or are waited for by what is computed next."""
+        """Record copies that have passed or that following compute waits for."""
         while self._in_flight:
             content = self._in_flight[0]
             if content.mark.number > self._reached and not self._lane.has_passed(content.mark):
@@ -226,7 +225,7 @@ class DeviceTier:
                 self._snapshots.pop(content.key.layer, None)
 
     def _evict(self, slot: int) -> Mark | None:
-        """What stands there is no more: after that mark nothing reads it."""
+        """Empty a slot; return the mark after which nothing reads it."""
         marks = [self._used.pop(slot, None)]
         content = self._contents.pop(slot, None)
         if content is not None:
@@ -239,12 +238,12 @@ class DeviceTier:
 
     @property
     def _part_s(self) -> float:
-        """To copy one, on average; hardly anything as long as nothing is known."""
+        """Mean time to copy a part; minimal while unknown."""
         return max(_MIN_S, self._lane.copied_s / max(1, self._lane.copies))
 
 
 def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_RowRange]]:
-    """The parts of an expert: rows of its pieces, one after another."""
+    """Split an expert into parts: rows of its pieces in order."""
     parts: list[list[_RowRange]] = [[]]
     room = part_bytes
     for piece, shape in enumerate(layout.shapes):
@@ -261,7 +260,7 @@ def _ranges(layout: ExpertLayout, part_bytes: int) -> list[list[_RowRange]]:
 
 
 class DeviceSlot(NamedTuple):
-    """pieces: [1, *shape] each, as the layout has them."""
+    """pieces: [1, *shape] each, in the layout."""
 
     number: int
     pieces: Sequence[Tensor]
@@ -276,7 +275,7 @@ class DeviceSlots:
 
     @property
     def layer(self) -> ExpertLayer:
-        """What stands in each slot, of whatever layer it is."""
+        """The contents of all slots, of any layers."""
         return self._buffer.layer
 
     def memory(self, slot: int) -> DeviceSlot:
@@ -287,7 +286,7 @@ class DeviceSlots:
 
 
 class DeviceFormat:
-    """A `SlotFormat`: experts as they are computed with, never packed."""
+    """A `SlotFormat` of experts as computed, never packed."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         assert not layout.packed

@@ -1,18 +1,17 @@
-"""Experts that do not all fit: slots of one expert each, filled from a slower tier.
+"""A cache of experts in slots, filled from a slower tier.
 
-    want(layer, ids) ──> Want ──> take(ids that are there) … done(ids) … until nothing is left
-    hint(layer, ids with confidence)      read while nothing that is wanted is missing
+    request(layer, ids) ──> ExpertRequest ──> acquire … complete … until nothing is left
+    hint(layer, ids with confidence)          read while no requested expert is missing
 
-Owned by one thread, which computes; others read (`ExpertTier`), and nothing here waits but `wait`.
-What a micro-batch waits for goes first, latency-sensitive work before best effort; then hints, best
-guess first. Reads go in parts, of which few are under way: a demand never waits for more than
-those, and a hint whose layer turned out to want other experts is given up where it stands.
+Owned by the computing thread; others read (`ExpertTier`), and only `wait` blocks. Requests are read
+first, latency-sensitive before best-effort ones, then hints by confidence. Reads have parts, of
+which few are in flight, so that a request waits for few parts and a wrong hint is cancelled early.
 
-While LS is live, BE takes no more than a part of the slots from it: a long prompt, which wants
-every expert of every layer once, would empty them, and be no sooner done.
+While LS requests are live, BE requests take only a fraction of the slots: a long prompt uses every
+expert of every layer once, and would empty them without gain.
 
-What is wanted and there is not evicted before it was computed with; so a layer that wants more
-experts than there are slots runs in waves, and always comes to its end.
+A requested expert in a slot is not evicted before it is computed with, so a layer that needs more
+experts than there are slots runs in waves and always finishes.
 """
 
 from __future__ import annotations
@@ -41,27 +40,27 @@ from models.experts.cache_requests import (
 from models.experts.expert_format import SlotFormat
 from models.experts.expert_tier import ExpertTier
 
-HINT_PARTS: Final = 8  # of one hint, asked for at once: the computing thread asks for more later
-HINT_URGENCY: Final = len(Priority)  # after all that is wanted
-BE_FRACTION: Final = 0.25  # of the slots, for what only BE uses while LS is live
-LS_LIVE_S: Final = 1.0  # LS is, for so long after it wanted something
-_TRIES: Final = 2  # of an expert that cannot be read
+HINT_PARTS: Final = 8  # of one hint in flight
+HINT_URGENCY: Final = len(Priority)  # after all requests
+BE_FRACTION: Final = 0.25  # of the slots, for BE while LS is live
+LS_LIVE_S: Final = 1.0  # LS is live for this time after its last request
+_TRIES: Final = 2  # to read an expert
 
 
 class _Read:
-    """Of an expert into a slot. tickets: of parts under way."""
+    """A read of one expert into a slot. tickets: of parts in flight."""
 
-    __slots__ = ("cancelled", "done", "hinted", "key", "next_part", "slot", "tickets")
+    __slots__ = ("cancelled", "hinted", "key", "next_part", "parts_done", "slot", "tickets")
 
     def __init__(self, key: ExpertKey, slot: int, *, hinted: bool) -> None:
         self.key, self.slot, self.hinted = key, slot, hinted
-        self.next_part = self.done = 0
+        self.next_part = self.parts_done = 0
         self.tickets: set[int] = set()
         self.cancelled = False
 
 
 class ExpertCache:
-    """`wake` may be called from any thread."""
+    """Single-threaded except `wake`."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ExpertCache:
         deadline_s: float,
         clock: Clock = monotonic_s,
     ) -> None:
-        """order: which leaves first. deadline_s: for the tier to move."""
+        """deadline_s: longest time without progress of the tier."""
         self.slots, self.layers = slots, slot_format.spec.moe_layers
         self._tier, self._eviction, self._is_worth_reading = tier, eviction, is_worth_reading
         self._deadline_s, self._clock = deadline_s, clock
@@ -83,20 +82,20 @@ class ExpertCache:
         self._free = list(range(slots))
         self._slot_of: dict[ExpertKey, int] = {}
         self._pinned: set[ExpertKey] = set()
-        self._unused_hints: set[ExpertKey] = set()  # there because of a hint, and not yet used
-        self._of_be: set[ExpertKey] = set()  # there or being read for BE, and not used by LS since
-        self._ls_s = -LS_LIVE_S  # when it wanted something last, from `clock` on
+        self._unused_hints: set[ExpertKey] = set()  # in slots by hints, not used
+        self._of_be: set[ExpertKey] = set()  # read for BE, not used by LS since
+        self._ls_s = -LS_LIVE_S  # time of the last LS request
         self._reads: dict[ExpertKey, _Read] = {}
         self._read_of: dict[int, _Read] = {}  # by ticket
         self._failures: Counter[ExpertKey] = Counter()
         self._requests: list[ExpertRequest] = []  # LS before BE, the oldest first
         self._requests_of: defaultdict[ExpertKey, list[ExpertRequest]] = defaultdict(list)
         self._hints = PrefetchHints()
-        self._part_s = 0.0  # to read one
-        self._progressed_s = clock()  # when the tier gave something last
+        self._part_s = 0.0  # mean time to read a part
+        self._progressed_s = clock()  # time of the tier's last progress
         self._numbers = 0
-        self._is_settled = True  # nothing more can be asked for, until something changes
-        self._lacks_slots = False  # as the last time that something was asked for
+        self._is_settled = True  # no read can be issued until something changes
+        self._lacks_slots = False  # found by the last `_issue`
         self.traffic = CacheTraffic()
 
     @property
@@ -105,21 +104,20 @@ class ExpertCache:
 
     @property
     def read_s(self) -> float:
-        """To read an expert, as measured lately."""
+        """Recent mean time to read an expert."""
         return self._part_s * self._tier.parts
 
     def holds(self, layer: int, expert: int) -> bool:
         return ExpertKey(layer, expert) in self._slot_of
 
     def products(self, slot: int) -> tuple[Product, Product]:
-        """gate_up and down of what stands there."""
+        """Return gate_up and down of the expert in a slot."""
         return self._held.products(slot)
 
     def request(
         self, layer: int, experts: Sequence[int], priority: Priority, owner: Hashable = None
     ) -> ExpertRequest:
-        """Begins to bring in what is missing. owner: whose hints for that layer have had their
-        time."""
+        """Start to read missing experts. owner: its hints for that layer are dropped."""
         self._numbers += 1
         now_s = self._clock()
         self._collect_reads(now_s)
@@ -127,7 +125,7 @@ class ExpertCache:
         if priority is Priority.LS:
             self._ls_s = now_s
             self._of_be.difference_update(ExpertKey(layer, expert) for expert in experts)
-        self._hints.requested(owner, layer, now_s)
+        self._hints.resolve(owner, layer, now_s)
         for expert in experts:
             key = ExpertKey(layer, expert)
             self._requests_of[key].append(request)
@@ -147,8 +145,10 @@ class ExpertCache:
         return request
 
     def merge(self, requests: Sequence[ExpertRequest], experts: Sequence[int]) -> ExpertRequest:
-        """What several want of one layer, in one class, as one want: for those `experts`, in that
-        order. Nothing of them has been taken yet."""
+        """Replace requests of one layer and class by one for `experts`, in that order.
+
+        None of their experts has been acquired.
+        """
         first = min(requests, key=attrgetter("number"))
         merged = ExpertRequest(first.layer, experts, first.priority, first.number, first.started_s)
         merged.ready = set().union(*(request.ready for request in requests))
@@ -157,15 +157,17 @@ class ExpertCache:
             self._requests_of[ExpertKey(merged.layer, expert)].append(merged)
         self._requests[self._requests.index(first)] = merged
         for request in requests:
-            self.drop(request)
+            self.cancel(request)
         return merged
 
     def acquire(
         self, request: ExpertRequest, pairs: Mapping[int, int], max_pairs: int
     ) -> list[AcquiredExpert]:
-        """Experts that are there and stand side by side in `request`, of no more than so many pairs
-        (or one). They stay where they are until they are `done`. Raises ChannelError if one cannot
-        be had."""
+        """Return available neighbouring experts of the request, with at most `max_pairs` (or one).
+
+        They keep their slots until `complete` or `release`. Raises ChannelError if one cannot be
+        read.
+        """
         if not request.ready:
             self._advance()
         if request.error:
@@ -189,7 +191,7 @@ class ExpertCache:
         return acquired
 
     def acquire_ready(self, request: ExpertRequest) -> list[AcquiredExpert]:
-        """As `acquire`, of all that are there, in any place."""
+        """Return all available experts of the request; otherwise as `acquire`."""
         self._advance()
         if request.error:
             raise ChannelError(request.error)
@@ -199,8 +201,8 @@ class ExpertCache:
         self._pinned.update(ready)
         return [AcquiredExpert(key.expert, self._slot_of[key]) for key in ready]
 
-    def done(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
-        """They have been computed with."""
+    def complete(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
+        """Record that acquired experts were computed with."""
         for expert, _ in acquired:
             key = ExpertKey(request.layer, expert)
             self._pinned.discard(key)
@@ -215,12 +217,15 @@ class ExpertCache:
         self._advance()
 
     def release(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
-        """They are wanted still. What is more urgent may have their slots meanwhile."""
+        """Return acquired experts that are still needed.
+
+        More urgent requests may take their slots.
+        """
         self._pinned.difference_update(ExpertKey(request.layer, expert) for expert, _ in acquired)
         self._is_settled = self._is_settled and not self._lacks_slots
 
-    def drop(self, request: ExpertRequest) -> None:
-        """Nothing of it is wanted any more."""
+    def cancel(self, request: ExpertRequest) -> None:
+        """Cancel a request."""
         for expert in list(request.left):
             key = ExpertKey(request.layer, expert)
             self._pinned.discard(key)
@@ -237,8 +242,10 @@ class ExpertCache:
         guesses: Iterable[PredictedExpert],
         priority: Priority = Priority.LS,
     ) -> None:
-        """What `owner` may want there next, the best guess first, in place of what it said before.
-        What BE may want takes nothing from LS that is live."""
+        """Replace the owner's hints for a layer, the most likely expert first.
+
+        Hints of BE are ignored while LS is live.
+        """
         if priority is Priority.BE and self._is_ls_live():
             return
         missing = [
@@ -255,8 +262,10 @@ class ExpertCache:
         self._cancel_unneeded()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until something can go on, at most so long, or `wake`. Raises ChannelError if what is
-        wanted has not moved for the deadline."""
+        """Wait for progress, up to `timeout_s` or `wake`; True: a request is ready.
+
+        Raises ChannelError if a request made no progress until the deadline.
+        """
         self._advance()
         if self._is_any_ready():
             return True
@@ -275,11 +284,11 @@ class ExpertCache:
         self._tier.wake()
 
     def fileno(self) -> int:
-        """A descriptor that can be read once a `wait` would return at once."""
+        """Return a descriptor that is readable when `wait` would return at once."""
         return self._tier.fileno()
 
     def check(self) -> None:
-        """Raises AssertionError unless each slot is free, being filled, or some expert's."""
+        """Raise AssertionError unless each slot is free, being filled, or holds one expert."""
         reading = [read.slot for read in self._reads.values()]
         acquired = [*self._free, *reading, *self._slot_of.values()]
         assert sorted(acquired) == list(range(self.slots)), acquired
@@ -296,35 +305,34 @@ class ExpertCache:
         return any(request.is_ready for request in self._requests)
 
     def _advance(self) -> None:
-        """Takes in what has been read, and has the next parts read."""
         self._collect_reads(self._clock())
         self._issue()
 
     def _collect_reads(self, now_s: float) -> None:
         if not self._read_of:
             return
-        for poll_completed in self._tier.poll_completed():
+        for completed in self._tier.poll_completed():
             self._is_settled = False
-            read = self._read_of.pop(poll_completed.ticket)
-            read.tickets.remove(poll_completed.ticket)
-            if poll_completed.error:
-                self._record_failure(read, poll_completed.error)
-            elif poll_completed.seconds:
+            read = self._read_of.pop(completed.ticket)
+            read.tickets.remove(completed.ticket)
+            if completed.error:
+                self._record_failure(read, completed.error)
+            elif completed.seconds:
                 self._progressed_s = now_s
-                self._part_s = running_mean(self._part_s, poll_completed.seconds)
-                read.done += 1
+                self._part_s = running_mean(self._part_s, completed.seconds)
+                read.parts_done += 1
                 if not read.cancelled:
                     start_s = self._clock()
-                    self._tier.copy(poll_completed.ticket, self._memory[read.slot])
+                    self._tier.copy(completed.ticket, self._memory[read.slot])
                     self.traffic.copied_s += self._clock() - start_s
-            self._tier.free(poll_completed.ticket)
+            self._tier.free(completed.ticket)
             if read.cancelled:
                 self._discard(read)
-            elif read.done == self._tier.parts:
+            elif read.parts_done == self._tier.parts:
                 self._place(read)
 
     def _issue(self) -> None:
-        """Has as many parts read as the tier takes: of what is wanted, then of what may be."""
+        """Read as many parts as the tier accepts: of requests, then of hints."""
         if self._is_settled:
             return
         self._is_settled, self._lacks_slots = True, False
@@ -335,7 +343,7 @@ class ExpertCache:
                 if urgency == HINT_URGENCY and self._hints_in_flight() >= HINT_PARTS:
                     break
                 key = read.key
-                ticket = self._tier.read(key.layer, key.expert, read.next_part, urgency)
+                ticket = self._tier.enqueue(key.layer, key.expert, read.next_part, urgency)
                 read.tickets.add(ticket)
                 self._read_of[ticket] = read
                 read.next_part += 1
@@ -346,7 +354,7 @@ class ExpertCache:
             self._tier.submit()
 
     def _to_read(self) -> Iterator[tuple[_Read, int]]:
-        """Experts of which parts are still to be read, with their urgency, in this order."""
+        """Yield reads with parts left and their urgency, in order."""
         is_missing = False
         for request in self._requests:
             for expert in request.left if not request.error else ():
@@ -355,7 +363,7 @@ class ExpertCache:
                     continue
                 is_missing = True
                 read = self._reads.get(key) or self._begin(key, request.priority)
-                if read is None:  # every slot holds what is wanted: some of it is computed first
+                if read is None:  # every slot holds requested experts
                     self._lacks_slots = True
                     self._make_room(request)
                     break
@@ -372,7 +380,7 @@ class ExpertCache:
                 continue
             read = self._reads.get(key)
             if read is None:
-                if self._hints_in_flight():  # two at once come later than the better one alone
+                if self._hints_in_flight():  # two at once delay the better one
                     return
                 slot = self._free.pop() if self._free else None
                 if slot is None:
@@ -390,7 +398,7 @@ class ExpertCache:
     def _is_worth_it(self, confidence: float) -> bool:
         lead_time_s = self._hints.lead_time_s
         if not lead_time_s or not self._part_s:
-            return True  # nothing has been measured yet
+            return True  # not measured yet
         return self._is_worth_reading(confidence, min(self.read_s, lead_time_s), self._part_s)
 
     def _begin(self, key: ExpertKey, priority: Priority) -> _Read | None:
@@ -421,7 +429,7 @@ class ExpertCache:
         return self._clock() - self._ls_s < LS_LIVE_S
 
     def _make_room(self, request: ExpertRequest) -> None:
-        """Gives up as many reads of hints and of lower classes as it still lacks slots."""
+        """Cancel as many hinted and less urgent reads as the request lacks slots."""
         keys = (ExpertKey(request.layer, expert) for expert in request.left)
         lacks = sum(key not in self._slot_of and key not in self._reads for key in keys)
         lacks -= sum(read.cancelled for read in self._reads.values())
@@ -431,12 +439,12 @@ class ExpertCache:
                 lacks -= 1
 
     def _is_requested(self, key: ExpertKey, priority: Priority) -> bool:
-        """By somebody of that class or a higher one."""
+        """Return whether a request of that class or a higher one needs the expert."""
         requests = self._requests_of.get(key, ())
         return any(request.priority <= priority for request in requests)
 
     def _evict(self, layer: int, is_kept: Callable[[ExpertKey], bool]) -> int | None:
-        """The slot of what leaves first; None: nothing can."""
+        """Evict one expert and return its slot, or None."""
         for key in self._eviction.candidates(layer):
             if key not in self._pinned and not is_kept(key):
                 break
@@ -477,7 +485,7 @@ class ExpertCache:
             del self._requests_of[key]
 
     def _cancel_unneeded(self) -> None:
-        """Reads that nobody wants any more, nor may want."""
+        """Cancel reads without a request or hint."""
         if not self._reads:
             return
         hinted = self._hints.keys()
@@ -492,14 +500,14 @@ class ExpertCache:
         self._discard(read)
 
     def _discard(self, read: _Read) -> None:
-        """It was given up; once nothing of it is under way its slot is free."""
+        """Free the slot of a cancelled read once none of its parts is in flight."""
         if read.tickets:
             return
         del self._reads[read.key]
         self._of_be.discard(read.key)
         self._free.append(read.slot)
         if read.hinted:
-            self._count(WASTED_HINT, read.done)
+            self._count(WASTED_HINT, read.parts_done)
 
     def _record_failure(self, read: _Read, error: str) -> None:
         key = read.key

@@ -1,11 +1,10 @@
-"""All experts of a checkpoint in a file, one record each, to be read one at a time.
+"""All experts of a checkpoint in a file of records that are read one at a time.
 
     layer 0: expert 0: gate_up | down (| biases) | zeros … expert 1: …      layer 1: …
              ^ every record begins at a multiple of ALIGNED bytes
 
-A record is read in parts, so that what turns out not to be wanted can be given up half-way. Where
-the file is larger than free memory it is read past the page cache, which would hold each expert a
-second time and push out what others need.
+A record is read in parts, so that a read can be cancelled half-way. A file larger than free memory
+is read past the page cache, which would hold each expert twice and evict other pages.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from models.weights.checkpoint import Checkpoint
 log = logging.getLogger(f"tandem.{__name__}")
 
 ALIGNED: Final = 4096
-PART_BYTES: Final = 1 << 20  # from there on a disk is at its rate, with two under way
+PART_BYTES: Final = 1 << 20  # enough for a disk's full rate, with two in flight
 
 
 class FileRange(NamedTuple):
-    """In a file, in bytes."""
+    """A range of a file in bytes."""
 
     offset: int
     size: int
 
 
 class _TensorSlice(NamedTuple):
-    """Bytes of a tensor, and where they stand in a part."""
+    """Bytes of a tensor, and their offset in a part."""
 
     tensor: int
     first: int
@@ -46,11 +45,14 @@ class _TensorSlice(NamedTuple):
 
 
 class ExpertFile:
-    """Where each part of each expert stands in the file, and what of it belongs where. `descriptor`
-    reads it; past the page cache if it `is_direct`: in whole multiples of ALIGNED bytes, then."""
+    """Places of the parts of experts in the file, and of their bytes in a slot.
+
+    `descriptor` reads the file; past the page cache if it `is_direct`, then in multiples of
+    ALIGNED.
+    """
 
     def __init__(self, file: IO[bytes], slot_format: ExpertFormat, *, direct_io: bool) -> None:
-        """file: open for as long as this is."""
+        """file: stays open with this object, which closes it."""
         self._file, self.path = file, Path(file.name)
         self._first_of = {layer: at for at, layer in enumerate(slot_format.spec.moe_layers)}
         self._experts, sizes = slot_format.spec.num_experts, slot_format.sizes
@@ -67,17 +69,17 @@ class ExpertFile:
 
     @property
     def parts(self) -> int:
-        """In which an expert is read."""
+        """Number of parts of an expert."""
         return len(self._ranges)
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return len(self._first_of) * self._experts * self.record_bytes
 
     @property
     def is_direct(self) -> bool:
-        """Whether it is read past the page cache."""
+        """True if the file is read past the page cache."""
         return self._direct is not None
 
     @property
@@ -85,19 +87,19 @@ class ExpertFile:
         return self._file.fileno() if self._direct is None else self._direct
 
     def range_of(self, layer: int, expert: int, part: int) -> FileRange:
-        """Of a part in the file."""
+        """Return the place of a part in the file."""
         record = self._first_of[layer] * self._experts + expert
         first = part * PART_BYTES
         size = min(PART_BYTES, self.record_bytes - first)
         return FileRange(record * self.record_bytes + first, size)
 
     def scatter(self, part: int, read: memoryview, into: SlotMemory) -> None:
-        """Copies what was read of that part to where it is computed with."""
+        """Copy a part that was read to its tensors."""
         for tensor, first, last, at in self._ranges[part]:
             into[tensor][first:last] = read[at : at + last - first]
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Close the descriptors; no read may be in flight."""
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
@@ -131,11 +133,11 @@ def open_expert_file(
     deadline_s: float,
     direct_io: bool | None = None,
 ) -> ExpertFile:
-    """Of the checkpoint in `folder`; made if it is not there. store: the folder where it stands
-    (None: the system's for temporary files). deadline_s: for another process to make it. direct:
-    whether to read past the page cache (None: where the file is larger than free memory).
+    """Open the file of the checkpoint in `folder`; write it if it does not exist.
 
-    Raises CheckpointError, ResourceError.
+    store: parent of the folder of shared files (None: the temporary folder). deadline_s: time for
+    another process to write it. direct_io: read past the page cache (None: if the file is larger
+    than free memory). Raises CheckpointError, ResourceError.
     """
     checkpoint = Checkpoint(folder)
     name = f"records-{fingerprint(folder, slot_format.name)}"
@@ -170,7 +172,7 @@ def _aligned(size: int) -> int:
 
 
 def _ranges(sizes: Sequence[int], first: int, last: int) -> list[_TensorSlice]:
-    """Of tensors that stand behind each other, what lies in [first, last)."""
+    """Return the parts of consecutive tensors in the byte range [first, last)."""
     found, begin = [], 0
     for tensor, size in enumerate(sizes):
         low, high = max(first, begin), min(last, begin + size)

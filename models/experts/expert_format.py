@@ -1,10 +1,8 @@
-"""How an expert stands in a slot of a cache, and in the file that slots are filled from.
+"""Formats of an expert in a cache slot, and in the file that fills it.
 
-ComputeFormat   as it is multiplied with: nothing to do at its use, and as many bytes as that takes
-CheckpointFormat     as its checkpoint stores it (fp8 blocks, MXFP4, bfloat16 where float32 is
-computed
-             with): up to eight times as many fit, and are read in the time of one; each use
-             undoes it. Equal values, and so equal bits
+`ComputeFormat`: as multiplied with; no work at its use. `CheckpointFormat`: as stored (fp8 blocks,
+MXFP4, bfloat16 for float32 compute); up to eight times as many experts fit, and each use converts.
+Values are equal, and so bits.
 """
 
 from __future__ import annotations
@@ -32,24 +30,24 @@ SlotMemory = Sequence[Any]
 """The bytes of one expert's tensors, as memoryviews; on a device a `DeviceSlot`."""
 
 Pieces = Callable[[int, int], Iterator[memoryview]]
-"""Of (layer, expert): what its slot holds, in that order. Used up before the next call."""
+"""(layer, expert) -> the contents of its slot in order, valid until the next call."""
 
 
 class ExpertSlots(Protocol):
-    """Memory for some experts, of any layers."""
+    """Memory for some experts of any layers."""
 
     @property
     def num_bytes(self) -> int: ...
 
     def memory(self, slot: int) -> SlotMemory:
-        """No copies."""
+        """Return views of a slot's tensors."""
 
     def products(self, slot: int) -> tuple[Product, Product]:
-        """gate_up and down of what stands there."""
+        """Return gate_up and down of the expert in a slot."""
 
 
 class SlotFormat(Protocol):
-    """What a cache keeps."""
+    """Format of the experts in a cache."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -58,8 +56,7 @@ class SlotFormat(Protocol):
 
 
 class ExpertFormat(SlotFormat, Protocol):
-    """sizes: in bytes, of one expert's tensors. name: of the form, by which files are told
-    apart."""
+    """sizes: bytes of one expert's tensors. name: identifies the format in file names."""
 
     @property
     def sizes(self) -> Sequence[int]: ...
@@ -67,7 +64,7 @@ class ExpertFormat(SlotFormat, Protocol):
     def name(self) -> str: ...
 
     def pieces(self, checkpoint: Checkpoint) -> Pieces:
-        """Raises CheckpointError."""
+        """Return a reader of the checkpoint's experts. Raises CheckpointError."""
 
 
 class ComputeFormat:
@@ -103,10 +100,9 @@ class ComputeSlots:
 
 
 class CheckpointFormat:
-    """All experts must be stored alike, as those that are computed with `dtype`."""
+    """Experts as stored, all alike. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> None:
-        """Raises CheckpointError."""
         self.spec, self._dtype = spec, dtype
         self._like = self._stored(StoredLayer(checkpoint, spec, spec.moe_layers[0]), 0)
         self.sizes = [tensor.nbytes for tensor in self._like.values()]

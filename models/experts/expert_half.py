@@ -32,7 +32,7 @@ from models.weights.loading import Loader, Progress
 
 
 def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Steps[Tensor]:
-    """[T, D] float32: each token's weighted sum over those of its experts that `held` has.
+    """Return [T, D] float32: each token's weighted sum over its experts in `held`.
 
     local_of_E [E]: index of each expert in `held`, or their number (kernels/routing.py).
     """
@@ -63,8 +63,10 @@ def _by_layer(
 
 
 class ExpertHalf:
-    """Experts `expert_ids` of each MoE layer (of all layers, or by layer); the local index is the
-    position in that list."""
+    """Experts `expert_ids` of each MoE layer, for all layers or by layer.
+
+    The local index is the position in that list.
+    """
 
     def __init__(
         self,
@@ -88,8 +90,10 @@ class ExpertHalf:
         layers: Sequence[int] | None = None,
         separate: bool = False,
     ) -> ExpertHalf:
-        """Reads only these experts' tensors (slices of fused ones), of `layers` (None: of all that
-        have experts). apart: each into memory of its own. Raises CheckpointError."""
+        """Read these experts' tensors (slices of fused ones) of `layers` (None: all MoE layers).
+
+        separate: each expert in memory of its own. Raises CheckpointError.
+        """
         moe_layers = spec.moe_layers if layers is None else layers
         ids_of = _by_layer(expert_ids, moe_layers)
         for ids in ids_of.values():
@@ -122,7 +126,7 @@ class ExpertHalf:
         weights_N: Tensor,
         counts_e: Sequence[int] | Tensor,
     ) -> Tensor:
-        """As `steps`, without interruptions."""
+        """Run `steps` to its end."""
         return run_to_end(self.steps(layer, x_UD, rows_N, weights_N, counts_e))
 
     def steps(
@@ -133,7 +137,7 @@ class ExpertHalf:
         weights_N: Tensor,
         counts_e: Sequence[int] | Tensor,
     ) -> Steps[Tensor]:
-        """[U, D] float32: each token's weighted sum over its pairs; zeros where it has none.
+        """Return [U, D] float32: each token's weighted sum over its pairs, zeros without pairs.
 
         Pairs are sorted by local expert, counts_e of each; rows_N index x_UD (a token may appear
         under several experts). Added in ascending local expert order.
@@ -165,7 +169,7 @@ def assemble_half(
 
 
 def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | None:
-    """It alone; None: `half` has it not."""
+    """Return one expert of `half` by itself, or None."""
     ids = half.expert_ids.get(layer, ())
     if expert not in ids:
         return None
@@ -174,8 +178,10 @@ def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | N
 
 
 class PackedExpert:
-    """One expert whose bytes are written as they stand in memory. memory: of its matrices, then of
-    its biases, to be filled before it is used."""
+    """One expert whose bytes are written in their packed layout.
+
+    memory: of its matrices, then of its biases, to be filled before use.
+    """
 
     def __init__(self, layout: ExpertLayout) -> None:
         biases = [bias[0] for bias in layout.empty_biases(1)]
@@ -188,7 +194,7 @@ class PackedExpert:
 
 
 def packed_memory(products: Iterable[Product]) -> list[Tensor]:
-    """Of packed products: their matrices, then their biases."""
+    """Return the memory of packed products: matrices, then biases."""
     linears = [product for product in products if isinstance(product, PackedLinear)]
     return [
         *(linear.memory for linear in linears),

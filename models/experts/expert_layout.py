@@ -1,10 +1,10 @@
-"""How the experts of a layer stand in memory when they are moved as a whole.
+"""Memory layout of a layer's experts that are moved as a whole.
 
     plain    gate_up [E, 2F, D] (gate rows first) | down [E, D, F] (| biases [E, 2F], [E, D])
-    packed   the same matrices as oneDNN multiplies with them: [E, elements] each
+    packed   the same matrices in oneDNN's layout: [E, elements] each
 
-Packed experts are moved byte by byte into the very memory that is computed with. Both ends must lay
-them out alike, which depends on the processor and on oneDNN: `digest` tells.
+Packed experts are moved byte by byte into the memory that is computed with. The layout depends on
+the processor and on oneDNN; `digest` identifies it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import Loader
 
-_MATRICES = 2  # gate_up and down; what follows are biases, which are never packed
+_MATRICES = 2  # gate_up and down; the biases are never packed
 
 
 class ExpertLayout:
-    """packed: whether it is, where the device and the dtype have a packed layout at all.
+    """packed: use the packed layout if the device and the dtype have one.
 
-    `shapes`: of one expert's tensors as they stand. `pieces` of some experts are a flat list of
-    contiguous tensors, which is what is copied, sent and received:
+    `shapes`: of one expert's tensors. `pieces` of some experts are a flat list of contiguous
+    tensors, which are copied, sent and received:
 
         plain:  one [e, *shape] each        packed: a matrix of each expert, then the biases [e, N]
     """
@@ -48,22 +48,22 @@ class ExpertLayout:
             self.digest = hashlib.sha256(b"".join(s.layout for s in samples)).digest()
 
     def new_linear(self, matrix: int, bias_N: Tensor | None = None) -> PackedLinear:
-        """A packed product whose weight is still to be written. matrix 0: gate_up, 1: down."""
+        """Return a packed product without a weight. matrix 0: gate_up, 1: down."""
         return PackedLinear(torch.zeros(self.plain_shapes[matrix], dtype=self.dtype), bias_N)
 
     def empty(self, experts: int) -> tuple[Tensor, ...]:
-        """A tensor [experts, *shape] for each of `shapes`, on the device."""
+        """Return a tensor [experts, *shape] for each of `shapes`, on the device."""
         return tuple(self._empty((experts, *shape)) for shape in self.shapes)
 
     def empty_biases(self, experts: int) -> tuple[Tensor, ...]:
-        """Of these, the biases."""
+        """Return only the biases of `empty`."""
         return tuple(self._empty((experts, *shape)) for shape in self.shapes[_MATRICES:])
 
     def num_bytes(self, experts: int) -> int:
         return sum(self._sizes_bytes(experts))
 
     def views(self, memory: Tensor, experts: int) -> tuple[Tensor, ...]:
-        """The tensors of `empty`, in memory, uint8 [num_bytes]."""
+        """Return the tensors of `empty` as views of uint8 memory [num_bytes]."""
         split = torch.split(memory, self._sizes_bytes(experts))
         return tuple(
             part.view(self.dtype).view(experts, *shape)
@@ -73,7 +73,10 @@ class ExpertLayout:
     def pieces(
         self, tensors: Sequence[Tensor | Sequence[Tensor]], first: int, last: int
     ) -> list[Tensor]:
-        """Of experts [first, last). tensors: those of `empty`, or lists of their rows."""
+        """Return the pieces of experts [first, last).
+
+        tensors: those of `empty`, or lists of their rows.
+        """
         parts = [tensor[first:last] for tensor in tensors]
         if not self.packed:
             return [part for part in parts if isinstance(part, Tensor)]
@@ -81,7 +84,7 @@ class ExpertLayout:
         return [*parts[0], *parts[1], *biases]
 
     def pack(self, plain: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """One expert's tensors, [1, *shape] of `plain_shapes`, into its pieces."""
+        """Pack one expert's tensors, [1, *shape] of `plain_shapes`, into its pieces."""
         for number, (tensor, out) in enumerate(zip(plain, into, strict=True)):
             out.copy_(PackedLinear(tensor[0]).memory if number < _MATRICES else tensor)
 
@@ -93,21 +96,23 @@ class ExpertLayout:
 
 
 def expert_pieces(pieces: Sequence[Tensor], expert: int, experts: int) -> list[Tensor]:
-    """Of packed pieces of `experts`, those of the one at `expert`."""
+    """Return one expert's pieces of the packed pieces of `experts`."""
     matrices, biases = pieces[: _MATRICES * experts], pieces[_MATRICES * experts :]
     return [*matrices[expert::experts], *(bias[expert : expert + 1] for bias in biases)]
 
 
 class CheckpointParts:
-    """Reads, undoes quantisation, and lays out, at every call. keep: leaves the pages that it has
-    read in memory, to be read again."""
+    """Reads, dequantises and lays out experts at every call.
+
+    keep: leave the pages that were read in memory.
+    """
 
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout, *, keep: bool = False) -> None:
         self._checkpoint, self._layout, self._keep = checkpoint, layout, keep
         self._loader = Loader(checkpoint, layout.dtype, torch.device("cpu"), None, 0)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, the pieces of experts [first, last). Raises CheckpointError."""
+        """Fill `into`, the pieces of experts [first, last). Raises CheckpointError."""
         experts = range(first, last)
         if self._layout.packed:
             self._pack(layer, experts, into)

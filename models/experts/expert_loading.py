@@ -1,4 +1,4 @@
-"""Reading some experts of a layer, in whichever form a checkpoint stores them.
+"""Reading experts of a layer from any checkpoint format.
 
 Shapes: D model dim, F expert FFN dim, E experts, e local experts.
 """
@@ -19,12 +19,12 @@ from models.weights.checkpoint import Checkpoint, fused_weight_specs
 from models.weights.loading import Loader
 
 Copy = Callable[[Tensor, Tensor], object]
-"""From, to: converts to the dtype there."""
+"""(source, target): copy, with conversion to the dtype of the target."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """Of each local expert: gate_up D -> 2F (gate rows first), down F -> D."""
+    """Products of local experts: gate_up D -> 2F (gate rows first), down F -> D."""
 
     gate_up: ExpertLinears
     down: ExpertLinears
@@ -34,7 +34,7 @@ class ExpertLayer:
 def load_experts(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
-    """Reads only these experts' tensors (slices of fused ones). Raises CheckpointError."""
+    """Read these experts' tensors (slices of fused ones). Raises CheckpointError."""
     into = tuple(loader.empty(len(expert_ids), *shape) for shape in expert_shapes(spec))
     copy_experts(checkpoint, spec, layer, expert_ids, loader.copy, into)
     gate_up, down, *biases = into
@@ -45,13 +45,13 @@ def load_experts(
 def load_separately(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
-    """As `load_experts`, each in memory of its own, so that it can be let go of by itself."""
+    """Read each expert into memory of its own, which can be freed by itself."""
     each = [load_experts(checkpoint, spec, layer, [expert], loader) for expert in ids]
     return join_layers(each) if each else load_experts(checkpoint, spec, layer, ids, loader)
 
 
 def join_layers(layers: Sequence[ExpertLayer]) -> ExpertLayer:
-    """One after the other. Their memory is theirs: it goes with the last layer that has it."""
+    """Concatenate layers. Memory is shared, and freed with the last layer that uses it."""
     gate_up = [product for layer in layers for product in layer.gate_up]
     down = [product for layer in layers for product in layer.down]
     clamped = next((layer.clamped for layer in layers), None)
@@ -59,8 +59,7 @@ def join_layers(layers: Sequence[ExpertLayer]) -> ExpertLayer:
 
 
 def expert_shapes(spec: ModelSpec) -> tuple[tuple[int, ...], ...]:
-    """Of one expert: gate_up [2F, D] (gate rows first), down [D, F]; where the family has biases,
-    of those [2F] and [D]."""
+    """Return one expert's shapes: gate_up [2F, D] (gate rows first), down [D, F], and biases."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     weights = ((2 * F, D), (D, F))
     return weights if spec.clamp is None else (*weights, (2 * F,), (D,))
@@ -78,8 +77,7 @@ def copy_experts(
     copy: Copy,
     into: Sequence[Tensor],
 ) -> None:
-    """Fills `into`, a tensor [e, *shape] for each of `expert_shapes`. Reads only these experts'
-    tensors (slices of fused ones). Raises CheckpointError."""
+    """Fill `into`, a tensor [e, *shape] for each of `expert_shapes`. Raises CheckpointError."""
     gate_up, down, *biases = into
     stored_layer = StoredLayer(checkpoint, spec, layer)
     for local, expert in enumerate(expert_ids):
@@ -93,7 +91,7 @@ def copy_experts(
 
 
 class StoredLayer:
-    """A layer's experts as a checkpoint stores them. Raises CheckpointError."""
+    """A layer's experts as the checkpoint stores them. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> None:
         self._checkpoint, self._spec, self._layer = checkpoint, spec, layer
@@ -101,8 +99,11 @@ class StoredLayer:
         self._fused = None if fused is None else self._stored(fused)
 
     def expert(self, expert: int) -> dict[str, Tensor]:
-        """By role, over mapped pages. Roles: gate and up, or gate_up; down; biases; and what the
-        elements of a role are multiplied by, as ROLE_scale (fp8) or ROLE_scales (MXFP4)."""
+        """Return one expert's tensors by role, over mapped pages.
+
+        Roles: gate and up, or gate_up; down; biases; and multipliers ROLE_scale (fp8) or
+        ROLE_scales (MXFP4).
+        """
         if self._fused is None:
             return self._stored(layout.expert_tensors(self._spec, self._layer, expert))
         return {role: tensor[expert] for role, tensor in self._fused.items()}
@@ -119,7 +120,7 @@ class StoredLayer:
 def lay_out_gate_up(
     stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
 ) -> None:
-    """[2F, D], gate rows first, of what one expert has stored; clamped ones have them in turns."""
+    """Lay out [2F, D], gate rows first, from one expert's stored tensors."""
     F = spec.expert_ffn_size
     if "gate" in stored:
         copy(_matrix(stored, "gate", spec), into[:F])
@@ -135,12 +136,10 @@ def lay_out_gate_up(
 def lay_out_gate_up_bias(
     stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor
 ) -> None:
-    """[2F]: the same of its bias."""
     _deinterleave(stored["gate_up_bias"], spec.expert_ffn_size, copy, into)
 
 
 def lay_out_down(stored: Mapping[str, Tensor], spec: ModelSpec, copy: Copy, into: Tensor) -> None:
-    """[D, F]."""
     copy(_matrix(stored, "down", spec), into)
 
 
@@ -150,7 +149,10 @@ def _deinterleave(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
 
 
 def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:
-    """[rows out, columns in] of one expert. Clamped floats are stored transposed, MXFP4 is not."""
+    """Return one expert's [out rows, in columns].
+
+    Clamped floats are stored transposed, MXFP4 is not.
+    """
     if f"{role}_blocks" in stored:
         return dequantize_mxfp4(stored[f"{role}_blocks"], stored[f"{role}_scales"])
     if f"{role}_scale" in stored:

@@ -1,9 +1,9 @@
-"""Where a prefill worker finds the experts of the layer that it computes (MoE-Prefill, AsyncEP).
+"""Sources of the experts of a prefill worker's current layer (MoE-Prefill, AsyncEP).
 
     layer        0          1          2          3
     compute   |#########|##########|##########|######
     copy      |==1==|   |==2==|    |==3==|               a layer ahead, on a thread of its own
-                         ^ fetch(1) waits only where the copy is slower than the compute
+                         ^ fetch(1) waits only if the copy is slower than the compute
 
 Layer 0 (the first with experts) is always resident, so that a pass starts at once.
 """
@@ -22,13 +22,12 @@ from models.experts.expert_loading import ExpertLayer, clamped_gate
 
 
 class ExpertBuffer:
-    """Memory for all experts of one layer, which `layer` computes with as it stands there; or for
-    some, of any layers."""
+    """Memory for all experts of one layer, or for some of any layers; `layer` computes with it."""
 
     layer: ExpertLayer
 
     def __init__(self, layout: ExpertLayout, experts: int | None = None) -> None:
-        """experts: None: as many as a layer has."""
+        """experts: None: all experts of a layer."""
         self._layout, self._experts = layout, experts or layout.spec.num_experts
         self._tensors: list[Tensor | Sequence[Tensor]]
         if layout.packed:
@@ -71,50 +70,53 @@ class ExpertBuffer:
         return self.part(0, self._experts)
 
     def part(self, first: int, last: int) -> list[Tensor]:
-        """The pieces of experts [first, last): no copies."""
+        """Return views of the pieces of experts [first, last)."""
         return self._layout.pieces(self._tensors, first, last)
 
 
 class ExpertStore(Protocol):
-    """Used by one thread. Whatever the kind: equal weights, and so equal bits."""
+    """Experts of a layer, for one thread. All stores give equal weights, and so equal bits."""
 
     @property
     def is_streamed(self) -> bool:
-        """Whether layers come and go; else all stay."""
+        """True if layers are copied in and out; False: all are resident."""
 
     @property
     def copy_s(self) -> float:
-        """Of one layer, on average so far; 0: nothing was copied."""
+        """Mean time to copy a layer; 0: no copies."""
 
     @property
     def waited_s(self) -> float:
-        """So far: time in which nothing was computed because a layer was not there yet."""
+        """Total time without compute because a layer was missing."""
 
     def is_ready(self, layer: int) -> bool:
-        """Whether `fetch` would return at once."""
+        """Return whether `fetch` would return at once."""
 
     def wait_ready(self, layer: int, timeout_s: float) -> bool:
-        """Waits for what `fetch` would wait for, at most so long. Raises as `fetch`; whether the
-        layer has come."""
+        """Wait up to `timeout_s`; True: `fetch` would return at once. Raises as `fetch`."""
 
     def wake(self) -> None:
-        """Ends a `wait_ready` that waits. Called from any thread."""
+        """End a `wait_ready`. Thread-safe."""
 
     def fetch(self, layer: int) -> ExpertLayer:
-        """All experts of `layer`; begins to bring the next layers in. What an earlier call for
-        another layer returned must not be used any more. Raises PeerError or ChannelError that
-        names who failed; never waits longer than the channel's deadline."""
+        """Return all experts of `layer`, and start to copy the next layers.
+
+        The result of an earlier `fetch` of another layer is invalid afterwards. Waits up to the
+        channel's deadline; raises PeerError or ChannelError that names the failed peer.
+        """
 
     def release(self) -> None:
-        """What `fetch` has returned is not used any more (on a GPU: all that uses it is queued),
-        some time before the next `fetch`: attention comes first, time to copy in."""
+        """Return the fetched layer before the next `fetch` (on a GPU: once all uses are queued).
+
+        Its buffer can be filled during the next layer's attention.
+        """
 
     def close(self) -> None:
-        """Ends threads and connections."""
+        """Stop threads and connections."""
 
 
 class ResidentStore:
-    """All experts of all layers, in the processor's own layout."""
+    """All experts of all layers in the processor's own layout."""
 
     is_streamed = False
     copy_s = waited_s = 0.0
@@ -138,9 +140,9 @@ class ResidentStore:
 
 
 class ExpertSource(Protocol):
-    """What a store that copies copies from. Used by the store's thread only."""
+    """Source of a copying store. Used by the store's thread only."""
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
-        """Fills `into` with all experts of `layer`. Raises as `ExpertStore.fetch`."""
+        """Fill `into` with all experts of `layer`. Raises as `ExpertStore.fetch`."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Where experts are that are not in a slot: what a cache asks of whoever reads them."""
+"""Interface of the slower tier of an expert cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from models.experts.expert_format import SlotMemory
 
 
 class CompletedRead(NamedTuple):
-    """ticket: of the `read`. seconds: it took; 0: it was skipped. error: why it failed, if it
-    did."""
+    """seconds: duration; 0: skipped. error: reason of a failure, or empty."""
 
     ticket: int
     seconds: float
@@ -18,8 +17,10 @@ class CompletedRead(NamedTuple):
 
 
 class ExpertTier(Protocol):
-    """Reads parts of experts, beside the thread that owns it. parts: of an expert; room: how many
-    more reads it takes now."""
+    """Reads parts of experts beside its owner's thread.
+
+    parts: of an expert. room: number of further reads that it accepts now.
+    """
 
     @property
     def parts(self) -> int: ...
@@ -28,34 +29,34 @@ class ExpertTier(Protocol):
     @property
     def room(self) -> int: ...
 
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
-        """To be read from the next `submit` on; what is less urgent waits. Returns a ticket."""
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
+        """Enqueue a read for the next `submit`; more urgent ones go first. Returns a ticket."""
 
     def submit(self) -> None:
-        """What has been asked for so far is read."""
+        """Start the enqueued reads."""
 
     def fileno(self) -> int:
-        """A descriptor that can be read while a `wait` would return at once."""
+        """Return a descriptor that is readable when `wait` would return at once."""
 
     def expedite(self, ticket: int, urgency: int) -> None:
-        """It has become more urgent."""
+        """Raise the urgency of a read."""
 
     def cancel(self, ticket: int) -> None:
-        """It is not wanted any more: if it has not begun it never does."""
+        """Cancel a read that has not started."""
 
     def poll_completed(self) -> Iterable[CompletedRead]:
-        """What has ended since the last time. Raises ChannelError if nothing will, any more."""
+        """Return reads completed since the last call. Raises ChannelError if the tier failed."""
 
     def copy(self, ticket: int, into: SlotMemory) -> None:
-        """What has been read, to where it belongs in a slot."""
+        """Copy the bytes of a completed read to its slot."""
 
     def free(self, ticket: int) -> None:
-        """Nobody asks for that any more: it has ended."""
+        """Release the ticket of a completed read."""
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has ended, or `wake`."""
+        """Wait for a completed read or `wake`."""
 
     def wake(self) -> None:
-        """Ends a `wait`. Called from any thread."""
+        """End a `wait`. Thread-safe."""
 
     def close(self) -> None: ...

@@ -1,8 +1,7 @@
-"""The complete expert set in a node's memory: mapped from a file, so that all workers of the node
-share its pages.
+"""The complete expert set in a node's memory, mapped from a file that all workers share.
 
-The file is the checkpoint itself where that stores experts as they are computed with; else, and for
-GPUs, one that is made of it once:
+The file is the checkpoint itself if it stores experts as computed; otherwise, and for GPUs, a
+converted file that is written once:
 
     layer 0: gate_up [E, …] | down [E, …] (| biases) | layer 1: …
 """
@@ -38,7 +37,7 @@ _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 class ExpertParts(Protocol):
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fills `into`, the pieces of experts [first, last)."""
+        """Fill `into`, the pieces of experts [first, last)."""
 
 
 class HostSource:
@@ -130,9 +129,11 @@ class ExpertMemory:
 
 
 def _mapped(file: IO[bytes], layout: ExpertLayout) -> Tensor:
-    """uint8; for a GPU its pages are pinned. The mapping keeps a descriptor of `file`."""
+    """Map the file as uint8, pinned for a GPU. The mapping keeps a descriptor of `file`."""
     pinned = layout.device.type == "cuda"
-    access = mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY  # private pages are not his
+    access = (
+        mmap.ACCESS_WRITE if pinned else mmap.ACCESS_COPY
+    )  # cudaHostRegister refuses private pages
     memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=access), dtype=torch.uint8)
     if pinned:
         pin(memory, str(file.name))
@@ -150,7 +151,7 @@ def _num_bytes(layout: ExpertLayout) -> int:
 
 
 def pin(memory: Tensor, name: str) -> None:
-    """So that a GPU copies from there by itself. Raises ResourceError."""
+    """Pin memory for copies to a GPU. Raises ResourceError."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error) != 0:
@@ -161,12 +162,12 @@ def pin(memory: Tensor, name: str) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Before the memory is freed: else its addresses could not be pinned again."""
+    """Unpin memory before it is freed; otherwise its addresses cannot be pinned again."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool:
-    """But for packing. Clamped experts are stored with rows in turns."""
+    """Return whether the experts need no conversion except packing. Clamped ones always do."""
     spec = layout.spec
     if spec.clamp is not None:
         return False
@@ -181,7 +182,6 @@ def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool
 def _open_file(
     checkpoint: Checkpoint, layout: ExpertLayout, store: Path | None, deadline_s: float
 ) -> IO[bytes]:
-    """The file of this checkpoint and layout."""
     name, size = (
         f"experts-{fingerprint(checkpoint.folder, str(layout.dtype), layout.digest)}",
         _num_bytes(layout),
@@ -201,8 +201,10 @@ def open_host_file(
     *,
     deadline_s: float,
 ) -> IO[bytes]:
-    """As `open_shared_file`, in `store` (None: the system's folder for temporary files). Raises
-    ResourceError, also where there is no room to make it."""
+    """Open a shared file in `store` (None: the temporary folder), see `open_shared_file`.
+
+    Raises ResourceError, also if the file does not fit.
+    """
     parent = store or Path(tempfile.gettempdir())
 
     def write_if_it_fits(path: Path) -> None:
@@ -234,7 +236,7 @@ def _write(checkpoint: Checkpoint, layout: ExpertLayout, path: Path, size: int) 
 
 
 def fingerprint(folder: Path, *layout_key: object) -> str:
-    """Changes with the checkpoint's files, and with `layout_key`: how experts are laid out."""
+    """Hash the checkpoint's files and `layout_key`, the layout of the experts."""
     weights = set(folder.glob("*.safetensors")) - {folder / ROUTING}
     files = sorted([*weights, folder / "config.json"])
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

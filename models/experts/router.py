@@ -1,4 +1,4 @@
-"""Which experts each token of a layer goes to.
+"""Routers of MoE layers.
 
 Shapes: T tokens, D model dim, E experts, K top-k.
 """
@@ -26,14 +26,14 @@ from models.weights.loading import Loader
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """What the experts must see: x_TD in the model dtype, ids int64, weights float32."""
+    """Input of the experts: x_TD in the model dtype, ids int64, weights float32."""
 
     x_TD: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
 
 
-class Router:
+class ExpertRouter:
     """The router of one layer."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
@@ -56,7 +56,7 @@ class Router:
         return self.choose(x_TD, self.logits(x_TD))
 
     def steps(self, x_TD: Tensor) -> Steps[RoutedTokens]:
-        """As a call of it, tile by tile."""
+        """Route tile by tile."""
         chosen: list[RoutedTokens] = []
         for tile in row_tiles(x_TD, LIGHT_ROWS):
             if chosen:
@@ -68,11 +68,11 @@ class Router:
         return RoutedTokens(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """[T, E]"""
+        """Return [T, E]."""
         return self._scores(x_TD.to(self._dtype))
 
     def choose(self, x_TD: Tensor, logits_TE: Tensor) -> RoutedTokens:
-        """The experts of x_TD and their weights, by the family's rule."""
+        """Return the experts of x_TD and their weights by the family's rule."""
         routing = self._routing
         if self._plain:
             ids_TK, weights_TK = softmax_top_k(
@@ -93,7 +93,7 @@ class Router:
         return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
 
     def weigh(self, x_TD: Tensor, ids_TK: Tensor) -> RoutedTokens:
-        """Those experts, whoever chose them, with the weights that they have for x_TD."""
+        """Return given experts with their router weights for x_TD."""
         logits_TE, routing = self.logits(x_TD), self._routing
         if self._plain:
             weights_TK = softmax_weights(

@@ -1,13 +1,13 @@
-"""Large files that the workers of a node share: one folder of ours alone, and who uses what.
+"""Large files that the workers of a node share, in a private folder.
 
-A file belongs to whoever maps it: `open` returns it with a shared lock, which the mapping keeps
-until its memory goes or the process dies. What nobody has locked is left over from servers that
-have ended, and goes when another file is made.
+`open_shared_file` returns a file with a shared lock, which its mapping keeps until the memory is
+freed or the process ends. An unlocked file belonged to ended servers, and is deleted when another
+file is written.
 
-    PARENT/tandem-UID/    0700, ours, no link: nobody else can put a file or a link there
-        NAME.bin          whole, from the moment it has this name
-        NAME.lock         held while NAME.bin is looked for, made, or taken away
-        NAME.partial      being written, by the holder of NAME.lock
+    PARENT/tandem-UID/    mode 0700, owned by us, not a link
+        NAME.bin          complete since it has this name
+        NAME.lock         held to check, write or delete NAME.bin
+        NAME.partial      being written by the holder of NAME.lock
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _PRIVATE = 0o700
 def open_shared_file(
     parent: Path, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
 ) -> IO[bytes]:
-    """The file NAME of `size` bytes, for reading and writing; made by `write(path)` if it is not
-    there. Whoever comes first makes it, the others wait for at most deadline_s.
+    """Open the file NAME of `size` bytes for reading and writing.
 
-    Map it and close it, or keep it open: the lock goes with the last of both. Its `name` is its
-    path. Raises OSError, and ResourceError for a folder that others could write to.
+    The first process creates it with `write(path)`, others wait up to deadline_s. Map it and close
+    it, or keep it open: the lock ends with the last of both. Raises OSError; ResourceError if
+    others can write to the folder.
     """
     folder = _private_folder(parent)
     with _locked(folder / f"{name}{_LOCK}", deadline_s):
@@ -48,7 +48,7 @@ def open_shared_file(
             write(partial)
             partial.rename(path)
         file = open(path, "r+b", opener=_open_no_link)  # noqa: SIM115  (an opener; it is returned)
-        fcntl.flock(file, fcntl.LOCK_SH)  # nobody holds it otherwise but under NAME.lock
+        fcntl.flock(file, fcntl.LOCK_SH)  # exclusive locks are held only under NAME.lock
         return file
 
 
@@ -76,7 +76,7 @@ def _private_folder(parent: Path) -> Path:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Files that no process has mapped or is making."""
+    """Delete files that no process has mapped or is writing."""
     for path in [*folder.glob(f"*{_WHOLE}"), *folder.glob(f"*{_PARTIAL}")]:
         with _try_locked(path.with_suffix(_LOCK)) as free:
             if free and _try_lock_file(path):
@@ -85,7 +85,7 @@ def _remove_unused(folder: Path) -> None:
 
 
 def _try_lock_file(path: Path) -> bool:
-    """Whether nobody had it locked."""
+    """Return whether the file was not locked."""
     try:
         with path.open("rb") as file:
             return _try_lock(file)
@@ -111,7 +111,7 @@ def _locked(path: Path, deadline_s: float) -> Iterator[None]:
 
 @contextmanager
 def _try_locked(path: Path) -> Iterator[bool]:
-    """Whether the lock is ours, while inside. A lock file that was taken away meanwhile is none."""
+    """Yield True if the lock was acquired. A deleted lock file does not count."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(opened, "r+b") as file:
         if not _try_lock(file):

@@ -1,4 +1,4 @@
-"""How many experts a configuration keeps."""
+"""Number of expert slots of a configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ def slot_count(
     model: ModelSpec,
     own: Mapping[int, Sequence[int]] | None = None,
 ) -> int:
-    """Experts that are kept, at most all; the configuration gives one of slots and bytes. own: by
-    layer, the worker's experts; None: all. Raises ConfigError where a token could not be computed
-    with so few."""
+    """Return the number of slots, at most one for each expert of the worker.
+
+    own: the worker's experts by layer; None: all. Raises ConfigError if the experts of a token do
+    not fit.
+    """
     layers = len(model.moe_layers)
     held = [model.num_experts] * layers if own is None else list(map(len, own.values()))
     given, name = config.slots, f"experts.slots={config.slots}"

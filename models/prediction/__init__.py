@@ -1,1 +1,1 @@
-"""Package."""
+"""Prediction of the experts of following layers, and counts of routing."""

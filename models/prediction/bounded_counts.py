@@ -1,11 +1,11 @@
-"""How often keys occurred, in memory that has a bound whatever they are: Misra and Gries' counters,
-batch by batch (Agarwal et al., "Mergeable Summaries", 2012).
+"""Counts of keys in bounded memory: Misra and Gries' counters, by batches.
 
-    more than `limit` keys   ──> the (most + 1)th largest number is taken from all of them,
-                                and who has nothing left is left out
+    more than `limit` keys   ──> the (limit + 1)th largest count is subtracted from all of them,
+                                 and keys without a rest are dropped
 
-So no number is ever too large, and none is short by more than what was taken, `short`, which is at
-most occurrences / (most + 1): who occurs more often than that is there.
+No count is too large, and none is short by more than the subtracted total, which is at most
+occurrences / (limit + 1): more frequent keys are always present (Agarwal et al., "Mergeable
+Summaries", 2012).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ Times = NDArray[np.int64]
 
 
 class BoundedCounts:
-    """Of keys of one dtype that sorts. Between two calls it holds at most 2 * most of them, and
-    `limit` that wait to be counted."""
+    """Counts of keys of one sortable dtype.
+
+    Holds at most 2 * limit keys, and `limit` pending ones.
+    """
 
     def __init__(self, limit: int, dtype: np.dtype[Any] | type[np.int64]) -> None:
         self._limit = limit
@@ -32,7 +34,7 @@ class BoundedCounts:
         self._short = 0
 
     def add(self, keys_N: Keys) -> None:
-        """Each occurred once more."""
+        """Count each key once more."""
         while len(keys_N):
             now, keys_N = keys_N[: self._room], keys_N[self._room :]
             self._waiting.append(now)
@@ -53,22 +55,24 @@ class BoundedCounts:
         self._short += removed
 
     def counted(self) -> tuple[Keys, Times, int]:
-        """(keys, ascending; how often each occurred; how much each of these may be short of it). At
-        most `limit` keys. What is added later changes none of these arrays."""
+        """Return (ascending keys, counts, largest shortfall of a count); at most `limit` keys.
+
+        The arrays are not changed later.
+        """
         self._count()
         keys, times, removed = truncate_counts(self._keys, self._times, self._limit)
         return keys, times, self._short + removed
 
     @property
     def held(self) -> int:
-        """Keys in memory, those that wait among them."""
+        """Number of keys in memory, including pending ones."""
         return len(self._keys) + self._limit - self._room
 
 
 def add_counts(
     keys: Keys, times: Times, other_keys: Keys, other_times: Times
 ) -> tuple[Keys, Times]:
-    """Keys of both, ascending, with the sums of their numbers. Each side has a key once."""
+    """Return the union of keys, ascending, with summed counts. Each side's keys are unique."""
     both, where = np.unique(np.concatenate([keys, other_keys]), return_inverse=True)
     sums = np.zeros(len(both), np.int64)
     np.add.at(sums, where, np.concatenate([times, other_times]))
@@ -76,7 +80,7 @@ def add_counts(
 
 
 def truncate_counts(keys: Keys, times: Times, limit: int) -> tuple[Keys, Times, int]:
-    """At most so many of them, and what was taken from each number for it."""
+    """Return at most `limit` keys, their counts, and what was subtracted from each."""
     if len(keys) <= limit:
         return keys, times, 0
     removed = int(np.partition(times, -limit - 1)[-limit - 1])

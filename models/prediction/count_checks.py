@@ -1,5 +1,8 @@
-"""Arrays of a file of routing counts, believed only as far as they agree with the model and with
-each other. Sizes are looked at before anything is read. All raise CheckpointError: one line."""
+"""Validated reading of a file of routing counts.
+
+Arrays are checked against the model and against each other, and sizes before anything is read.
+Raises CheckpointError: one line.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
 
 MAX_OVERSIZE: Final = 16
-"""A file may hold so many times more than we write unless told otherwise."""
+"""Files may hold this multiple of our default limits."""
 _MAX_TOKENS: Final = 1 << 48
 _Array = NDArray[Any]
 
 
 class CountArrays:
-    """Of one file, for one model. `E` experts, `K` of each token."""
+    """Arrays of one file for one model of `E` experts, `K` per token."""
 
     def __init__(self, file: SafetensorsFile, spec: ModelSpec) -> None:
         self._file, self._spec = file, spec
@@ -28,11 +31,11 @@ class CountArrays:
 
     def counted(self, name: str) -> int:
         counted = int(self._read(name, "I64", (1,))[0])
-        self._require(0 < counted <= _MAX_TOKENS, name, f"{counted} is no number of tokens")
+        self._require(0 < counted <= _MAX_TOKENS, name, f"{counted} is not a token count")
         return counted
 
-    def together(self, layer: int, counted: int) -> NDArray[np.int64]:
-        """[E, E]; as many pairs as so many tokens have."""
+    def co_occurrence(self, layer: int, counted: int) -> NDArray[np.int64]:
+        """Return [E, E] pairs of experts of `counted` tokens."""
         name, E, K = f"together.{layer}", self._E, self._K
         load_E = self._read(f"load.{layer}", "I64", (E,))
         together_EE: NDArray[np.int64] = self._read(name, "I64", (E, E))
@@ -42,20 +45,20 @@ class CountArrays:
             f"load.{layer}",
             f"{counted} tokens have {counted * K} experts, counted are {load_E.tolist()[:4]}…",
         )
-        self._require((together_EE.diagonal() == load_E).all(), name, f"is not of load.{layer}")
+        self._require((together_EE.diagonal() == load_E).all(), name, f"differs from load.{layer}")
         self._require((together_EE == together_EE.T).all(), name, "is not symmetric")
         most_EE = np.minimum(load_E[:, None], load_E)
         self._require(
             (together_EE >= 0).all() and (together_EE <= most_EE).all(),
             name,
-            "two experts were together more often than one of them, or less than never",
+            "two experts were together more often than one of them, or a count is negative",
         )
         return together_EE
 
     def sets(
         self, layer: int, counted: int, limit: int
     ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """[M, K] and [M]."""
+        """Return [M, K] sets and [M] counts."""
         name = f"sets.{layer}"
         sets_MK = self._read(name, "I16", (None, self._K), limit)
         times_M = self._read(f"times.{layer}", "I64", (len(sets_MK),))
@@ -64,12 +67,12 @@ class CountArrays:
         self._require(
             (times_M > 0).all() and (times_M <= counted).all() and times_M.sum() <= counted,
             f"times.{layer}",
-            f"is not of {counted} tokens",
+            f"does not fit {counted} tokens",
         )
         return sets_MK, times_M
 
     def pairs(self, layer: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[N] keys (token id * E + expert), ascending, and [N] times."""
+        """Return [N] ascending keys (token id * E + expert) and [N] counts."""
         name, vocabulary = f"pairs.{layer}", self._spec.vocab_size
         keys_N, times_N = self._read(name, "I32", (None, 2), limit).astype(np.int64).T
         self._require(
@@ -87,13 +90,13 @@ class CountArrays:
         return sets, pairs
 
     def paths(self, limit: int) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
-        """[P, 2] and [P, layers, K]."""
+        """Return [P, 2] token ids and [P, layers, K] experts."""
         layers, vocabulary = len(self._spec.moe_layers), self._spec.vocab_size
         paths_PLK = self._read("paths", "I16", (None, layers, self._K), limit)
         ids_P2 = self._read("path_ids", "I32", (len(paths_PLK), 2))
         self._require(self._are_experts(paths_PLK), "paths", f"not all are of {self._E} experts")
         ordered_PLK = np.sort(paths_PLK, axis=2)
-        self._require((np.diff(ordered_PLK, axis=2) > 0).all(), "paths", "an expert is there twice")
+        self._require((np.diff(ordered_PLK, axis=2) > 0).all(), "paths", "an expert appears twice")
         self._require(
             (ids_P2 >= [0, -1]).all() and (ids_P2 < vocabulary).all(),
             "path_ids",

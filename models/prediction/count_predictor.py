@@ -1,17 +1,16 @@
-"""What counts of routing foretell: how likely a token goes to each expert of a layer, given more or
-less of what is known beforehand.
+"""Probabilities of a token's experts at a layer, from routing counts.
 
     usual        how often the layer's tokens go there
     token        ... tokens of that id (Speculative MoE, Section 3.1: p(j | i) = n(i, j) / n(i))
-    two tokens   ... of that id after the one before it
-    previous     ... tokens that went to the same experts a layer earlier
+    two tokens   ... of that id after the previous one
+    previous     ... tokens with the same experts a layer earlier
     two layers   ... in both layers before
-    both         token and previous, as if independent of each other: p(j | i) p(j | S) / p(j)
-    surer        token or two layers (or previous), whose likeliest K are the likelier (Algorithm 2)
+    both         token and previous, as if independent: p(j | i) p(j | S) / p(j)
+    surer        token or two layers (or previous), whichever has the likelier K (Algorithm 2)
 
-Each is told by counts n of what is known and leans, as if seen `_PRIOR` times more, on what is
-known without: two tokens on token, two layers on previous, previous on what single experts of S
-say, these on the usual.
+Each estimate adds `_PRIOR` counts of the estimate with less knowledge: two tokens of token, two
+layers of previous, previous of single experts of S, these of the usual. No product module imports
+this yet: token shuffling (s-TS) will.
 
 Shapes: T tokens, E experts; P tokens of the sample of paths; W distinct conditions.
 """
@@ -34,13 +33,12 @@ PREVIOUS, TWO_LAYERS, BOTH, MORE_CONFIDENT = "previous", "two layers", "both", "
 _PRIOR: Final = 1.0
 
 Probabilities = NDArray[np.float64]
-"""[T, E], of each token K in all."""
+"""[T, E], summing to K for each token."""
 _Keys = NDArray[Any]
 
 
 class ConditionalCounts(NamedTuple):
-    """n_WE: how often tokens of each went to each expert, n_W: how many these were; of_T: which of
-    them each token is under."""
+    """Counts by condition: n_WE per expert, n_W tokens; of_T: condition of each token."""
 
     n_WE: NDArray[np.float64]
     n_W: NDArray[np.float64]
@@ -53,7 +51,7 @@ class ConditionalCounts(NamedTuple):
 
 
 class CountPredictor:
-    """Of one layer. nearest: whose counts speak for a token id that was not profiled."""
+    """Predictor of one layer. nearest: source of counts for token ids without any."""
 
     def __init__(
         self, counts: RoutingCounts, layer: int, nearest: NearestTokens | None = None
@@ -65,7 +63,7 @@ class CountPredictor:
         self._marginal_E = counts.layers[layer].load / max(1, counts.counted)
 
     def predict(self, tokens: RoutingPaths) -> dict[str, Probabilities]:
-        """By what is known; of layers before where there are some with experts."""
+        """Return probabilities by estimate; those of previous layers only if there are any."""
         marginal_TE = np.broadcast_to(self._marginal_E, (len(tokens.ids_P2), self._experts))
         token_TE = self._of_ids(tokens.ids_P2[:, 0]).probabilities(marginal_TE)
         two = self._of_sample(_two(self._paths.ids_P2), _two(tokens.ids_P2))
@@ -105,7 +103,7 @@ class CountPredictor:
         return ConditionalCounts(n_WE, n_WE.sum(1) / self._top_k, of_T)
 
     def _of_sample(self, keys_P: _Keys, keys_T: _Keys) -> ConditionalCounts:
-        """What tokens of the sample with each key did at this layer."""
+        """Count this layer's experts of the sample's tokens by key."""
         keys_W, of_T = np.unique(keys_T, return_inverse=True)
         at_P = np.searchsorted(keys_W, keys_P).clip(max=len(keys_W) - 1)
         same = np.flatnonzero(keys_W[at_P] == keys_P)
@@ -118,7 +116,7 @@ class CountPredictor:
     def _of_singles(
         self, before_PK: NDArray[np.int16], before_TK: NDArray[np.int16]
     ) -> Probabilities:
-        """The mean of what each expert of the layer before says by itself."""
+        """Return the mean of the estimates from each single expert of the previous layer."""
         E, now_PK = self._experts, self._paths.paths_PLK[:, self._position]
         cells = before_PK[:, :, None].astype(np.int64) * E + now_PK[:, None, :]
         n_EE = np.bincount(cells.ravel(), minlength=E * E).reshape(E, E)
@@ -129,7 +127,7 @@ class CountPredictor:
 
 
 def more_confident(one_TE: Probabilities, other_TE: Probabilities, top_k: int) -> Probabilities:
-    """Of each token the chances whose largest `top_k` are the larger ones; of equals the first."""
+    """Return for each token the probabilities with the larger top `top_k`; the first of equals."""
     one_T, other_T = (
         np.partition(each, -top_k, axis=1)[:, -top_k:].sum(1) for each in (one_TE, other_TE)
     )
@@ -144,17 +142,23 @@ def _two(ids_P2: NDArray[np.int32]) -> NDArray[np.int64]:
     return (ids_P2[:, 1].astype(np.int64) << 32) + ids_P2[:, 0]
 
 
-_AT_ONCE: Final = 256  # unseen ids; of so many, similarities to all others are in memory
+_AT_ONCE: Final = 256  # unseen ids; bounds the similarity matrix
 
 
 class NearestTokens:
-    """By the cosine of input embeddings (Speculative MoE, Section 3.3); of equals the lowest id."""
+    """Nearest token ids by the cosine of input embeddings (Speculative MoE, Section 3.3).
+
+    Of equals the lowest id.
+    """
 
     def __init__(self, embedding_VD: Tensor) -> None:
         self._embedding_VD = embedding_VD
 
     def profiled(self, ids_W: NDArray[Any], profiled_N: NDArray[Any]) -> NDArray[np.int64]:
-        """Each id itself where it is profiled, else the nearest that is. profiled_N: ascending."""
+        """Return each id if it is profiled, otherwise the nearest profiled one.
+
+        profiled_N: ascending.
+        """
         found_W = ids_W.astype(np.int64)
         unseen = np.flatnonzero(~np.isin(found_W, profiled_N))
         if len(unseen) == 0 or len(profiled_N) == 0:

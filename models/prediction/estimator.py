@@ -1,10 +1,11 @@
-"""The neural estimator of the next layer's routing: one small network for all layers, distilled
-from the routers (Speculating Experts, Section 6.1 and Appendix A).
+"""Neural estimator of the next layer's routing, distilled from the routers.
+
+One small network for all layers (Speculating Experts, Section 6.1 and Appendix A):
 
     q [D] ──> down ──> + embedding of the layer = h [R] ──> h + outer(silu(inner(h))) ──> LayerNorm
                                                               ──> head ──> logits of E experts
 
-q: the quasi-hidden state. R, H: the widths, which the paper does not give.
+q: the quasi-hidden state. R, H: widths, which the paper does not state.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from torch import Tensor
 from torch.nn import functional
 
 WIDTH: Final = 128  # R, at most the hidden size
-ROWS_SEEN: Final = 1_600_000  # in training, of all layers together
+ROWS_SEEN: Final = 1_600_000  # in training, over all layers
 _BATCH: Final = 1024
 _RATE, _WARM_STEPS, _DECAY = 3e-3, 50, 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Estimator:
-    """All float32."""
+    """Weights of the network, all float32."""
 
     down: Tensor  # [D, R]
-    layers: Tensor  # [L, R]: rows of layers that it never starts from mean nothing
+    layers: Tensor  # [L, R]; rows of layers without a following MoE layer are unused
     inner: Tensor  # [R, H]
     inner_bias: Tensor  # [H]
     outer: Tensor  # [H, R]
@@ -40,7 +41,7 @@ class Estimator:
     head_bias: Tensor  # [E]
 
     def logits(self, layer: int | Tensor, q_TD: Tensor) -> Tensor:
-        """[T, E]. layer: whose experts are still to be added; one, or each row's."""
+        """Return [T, E]. layer: whose experts are still to be added; one, or each row's."""
         h_TR = q_TD.float() @ self.down + self.layers[layer]
         inner_TH = functional.silu(torch.addmm(self.inner_bias, h_TR, self.inner))
         h_TR = h_TR + torch.addmm(self.outer_bias, inner_TH, self.outer)
@@ -52,7 +53,7 @@ class Estimator:
 
 
 def shapes(hidden: int, layers: int, experts: int) -> dict[str, tuple[int, ...]]:
-    """Of each tensor, by name."""
+    """Return the shape of each tensor by name."""
     R = min(WIDTH, hidden)
     H = 2 * R
     return {
@@ -70,7 +71,7 @@ def shapes(hidden: int, layers: int, experts: int) -> dict[str, tuple[int, ...]]
 
 
 class EstimatorSamples(NamedTuple):
-    """Of one layer: quasi-hidden states [N, D], and what the next router made of the true ones."""
+    """Samples of one layer: quasi-hidden states [N, D], and true logits of the next router."""
 
     q_ND: Tensor
     logits_NE: Tensor
@@ -83,8 +84,10 @@ def train_estimator(
     sigmoid: bool,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Estimator:
-    """Of samples by layer, of so many. sigmoid: how routers turn logits into scores, if not by a
-    softmax. progress: told the part that is done."""
+    """Train on samples by layer. progress: called with the completed fraction.
+
+    sigmoid: routers turn logits into scores by sigmoids, otherwise by a softmax.
+    """
     q_ND = torch.cat([each.q_ND for each in samples.values()])
     logits_NE = torch.cat([each.logits_NE for each in samples.values()])
     layer_N = torch.cat([torch.full((len(each.q_ND),), layer) for layer, each in samples.items()])
@@ -109,7 +112,7 @@ def train_estimator(
 
 
 def _divergence(found_BE: Tensor, logits_BE: Tensor, *, sigmoid: bool) -> Tensor:
-    """KL(router || estimator); where scores are sigmoids, of one choice for each expert."""
+    """Return KL(router || estimator); for sigmoid scores, of one choice for each expert."""
     if sigmoid:
         return functional.binary_cross_entropy_with_logits(found_BE, logits_BE.sigmoid())
     return functional.kl_div(
@@ -118,13 +121,13 @@ def _divergence(found_BE: Tensor, logits_BE: Tensor, *, sigmoid: bool) -> Tensor
 
 
 def _rate(step: int, steps: int) -> float:
-    """Rises, then falls with a cosine to nothing."""
+    """Return the learning rate: linear rise, then a cosine to zero."""
     warm = min(1.0, (step + 1) / _WARM_STEPS)
     return _RATE * warm * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
 def new_estimator(hidden: int, layers: int, experts: int) -> Estimator:
-    """Where there is nothing to learn from: what training begins with."""
+    """Return the untrained network, which also serves models without samples."""
     shape_of = shapes(hidden, layers, experts)
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(mode=False):

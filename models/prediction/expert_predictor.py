@@ -1,11 +1,11 @@
-"""Which experts a layer will want, foretold while others are computed, and how sure each guess is.
+"""Prediction of the next layer's experts while the current ones are computed.
 
     tokens ──> attention 0 ──> experts 0 ──> attention 1 ──> experts 1 ──> …
         └ first ───────────────^   └ before ───────────────────^
         (models/prediction/signals.py)
 
-Where a profile knows how precise each kind of guess is, each layer has the best of them
-(Speculating Experts, Section 6.3's hybrid).
+With a profile, each layer uses its most precise kind of prediction (Speculating Experts, Section
+6.3's hybrid).
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from models.prediction.signals import PREDICTOR_KINDS, TOKEN, PredictorKind, pre
 Ids = list[list[int]]
 """[T][K] experts of each token, the most likely one first."""
 
-MAX_ROWS: Final = 64  # of a batch are looked at: those of more want most experts anyway
-INITIAL_PRECISION: Final = 0.5  # until something is known
-MIN_GAIN: Final = 0.02  # so much more precise must a guess be that costs more
-_NEWEST: Final = 0.02  # of what was right, in a running mean
+MAX_ROWS: Final = 64  # of a batch; larger batches need most experts anyway
+INITIAL_PRECISION: Final = 0.5  # without measurements
+MIN_GAIN: Final = 0.02  # minimum advantage of a more expensive kind
+_NEWEST: Final = 0.02  # weight of a new measurement in a running mean
 
 
 class Precision:
-    """How often the guess of each rank was right, by layer: as measured for a profile at first,
-    then as it turns out."""
+    """Precision of predictions by layer and rank: initially from a profile, then measured."""
 
     def __init__(self, known: dict[int, list[float]]) -> None:
         self.by_layer = known
 
     def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
-        """What to read for that layer, the best guess first. An expert's confidence is that some
-        token wants it."""
+        """Return the experts to read for the layer, the most likely first.
+
+        An expert's confidence is the probability that some token needs it.
+        """
         doubts: dict[int, float] = {}
         for ids in predicted_routing:
             for expert, precision in zip(ids, self.by_layer[layer], strict=True):
@@ -50,8 +51,7 @@ class Precision:
         ]
 
     def update(self, layer: int, predicted_routing: Ids, ids_TK: Tensor) -> None:
-        """What the layer did want. Where it was computed for some of the rows only, nothing is
-        learned."""
+        """Update from the layer's actual experts if all predicted rows were computed."""
         actual: Ids = subsample(ids_TK).tolist()
         if len(actual) != len(predicted_routing):
             return
@@ -64,7 +64,7 @@ class Precision:
 
 
 class PredictedRouting(NamedTuple):
-    """What a layer may want. by: how sure that is. routed: of all rows, as it would be run."""
+    """Prediction for a layer. routed: full routing of all rows, if known."""
 
     layer: int
     ids: Ids
@@ -80,7 +80,7 @@ class PredictedRouting(NamedTuple):
 
 
 class DevicePrediction(NamedTuple):
-    """The routing that is foretold for a layer, where it was computed. is_whole: of all rows."""
+    """Predicted routing on its device. is_whole: of all rows."""
 
     layer: int
     routed: RoutedTokens
@@ -88,10 +88,10 @@ class DevicePrediction(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """Experts that are run because they were foretold (Speculating Experts, Algorithm 1).
+    """Execution of predicted experts (Speculating Experts, Algorithm 1).
 
-    layers: where; None: wherever something is foretold. weights: of those experts: what the layer's
-    own router gives them, or as they were foretold too (the paper's way).
+    layers: None: all predicted layers. weights: from the layer's own router, or predicted (the
+    paper's way).
     """
 
     layers: frozenset[int] | None = None
@@ -99,7 +99,7 @@ class Speculation(NamedTuple):
 
 
 class ExpertPredictor:
-    """Owned by the thread that computes."""
+    """Predictor of experts. Single-threaded."""
 
     def __init__(
         self,
@@ -109,8 +109,10 @@ class ExpertPredictor:
         *,
         speculation: Speculation | None = None,
     ) -> None:
-        """kind: None: the most precise one at each layer. speculation: None: layers run the experts
-        that their routers choose."""
+        """kind: None: the most precise one at each layer.
+
+        speculation: None: layers run their routers' choice.
+        """
         self._half, self._profile, self._speculation = half, profile, speculation
         spec = half.spec
         self._next_of = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
@@ -130,7 +132,7 @@ class ExpertPredictor:
         return known
 
     def predict_first(self, token_ids_T: Tensor) -> PredictedRouting | None:
-        """What the first layer with experts may want of a batch that begins."""
+        """Predict the first MoE layer of a new batch."""
         if self._profile is None:
             return None
         ids: Ids = self._profile.tokens_VK[subsample(token_ids_T)].tolist()
@@ -139,15 +141,17 @@ class ExpertPredictor:
     def predict(
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
     ) -> PredictedRouting | None:
-        """What the layer after `layer` may want, of many rows for some. hidden_TD: the residual
-        that the experts of `layer` are added to."""
+        """Predict the MoE layer after `layer`; large batches are subsampled.
+
+        hidden_TD: the residual that the experts of `layer` are added to.
+        """
         found = self.predict_on_device(layer, hidden_TD, routed)
         return None if found is None else self.resolve(found, found.routed.topk_ids_TK.tolist())
 
     def predict_on_device(
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
     ) -> DevicePrediction | None:
-        """As `predict`; on a device nothing waits for what is found."""
+        """Predict as `predict`, without waiting for a device."""
         following = self._next_of.get(layer)
         if following is None:
             return None
@@ -163,20 +167,20 @@ class ExpertPredictor:
         return DevicePrediction(following, found, is_whole)
 
     def resolve(self, found: DevicePrediction, ids: Ids) -> PredictedRouting:
-        """ids: those of `found`."""
+        """Return the prediction from `found` and its ids on the host."""
         return PredictedRouting(
             found.layer, ids, self.before, found.routed if found.is_whole else None
         )
 
     def is_speculated(self, layer: int) -> bool:
-        """Whether that layer runs what was foretold."""
+        """Return whether that layer runs predicted experts."""
         speculation = self._speculation
         return speculation is not None and (
             speculation.layers is None or layer in speculation.layers
         )
 
     def speculate(self, predicted_routing: PredictedRouting, routed: RoutedTokens) -> RoutedTokens:
-        """The experts that were foretold, in place of those that the layer's router chose."""
+        """Return the predicted experts instead of the router's choice."""
         assert self._speculation is not None
         assert predicted_routing.routed is not None
         predicted = predicted_routing.routed
@@ -188,7 +192,7 @@ class ExpertPredictor:
 
 
 def subsample(rows_T: Tensor) -> Tensor:
-    """At most MOST_ROWS of them, evenly."""
+    """Return at most MAX_ROWS evenly spaced rows."""
     return rows_T[:: -(-len(rows_T) // MAX_ROWS)] if len(rows_T) > MAX_ROWS else rows_T
 
 

@@ -1,8 +1,7 @@
-"""A sample of tokens, each as likely in it as any other: of a stream whose length nobody knows
-(Vitter's Algorithm R), and of two samples.
+"""Uniform samples of tokens: from a stream of unknown length (Vitter's Algorithm R), and merged.
 
-    ids [P, 2] int32                 token id, and the one before it (-1: none)
-    paths [P, moe layers, K] int16   its experts, in each router's order
+ids [P, 2] int32                 token id, and the previous one (-1: none)
+paths [P, moe layers, K] int16   its experts, in each router's order
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_EXACT: Final = 10**9  # what numpy's hypergeometric distribution takes; beyond, the binomial
+_MAX_EXACT: Final = 10**9  # numpy's bound of the hypergeometric distribution; above, binomial
 
 
 class RoutingPaths(NamedTuple):
@@ -24,8 +23,7 @@ class RoutingPaths(NamedTuple):
 
 
 class PathSample:
-    """At most `limit` tokens. The same tokens with the same seed are the same sample, whatever the
-    batches they came in."""
+    """A sample of at most `limit` tokens, which depends on tokens and seed, not on batches."""
 
     def __init__(self, limit: int, layers: int, top_k: int, seed: int) -> None:
         self._limit, self._seen = limit, 0
@@ -38,7 +36,7 @@ class PathSample:
         self._random = np.random.default_rng(seed)
 
     def add(self, ids_T2: NDArray[np.int32], paths_TLK: NDArray[np.int16]) -> None:
-        """Of tokens in their order. The arrays are copied."""
+        """Add tokens in order. The arrays are copied."""
         free = max(0, self._limit - self._seen)
         if free:
             self._ids.append(ids_T2[:free].copy())
@@ -51,11 +49,11 @@ class PathSample:
             self._full = self.sample()
         slots = (self._random.random(len(late)) * (late + 1)).astype(np.int64)
         taken = np.flatnonzero(slots < self._limit)
-        self._full.ids_P2[slots[taken]] = ids_T2[free + taken]  # the last of equal slots stays
+        self._full.ids_P2[slots[taken]] = ids_T2[free + taken]  # the last of equal slots counts
         self._full.paths_PLK[slots[taken]] = paths_TLK[free + taken]
 
     def sample(self) -> RoutingPaths:
-        """Arrays of their own."""
+        """Return the sample as new arrays."""
         if self._full is not None:
             return RoutingPaths(self._full.ids_P2.copy(), self._full.paths_PLK.copy())
         ids, paths = [self._empty.ids_P2, *self._ids], [self._empty.paths_PLK, *self._paths]
@@ -63,23 +61,25 @@ class PathSample:
 
 
 def subsample(paths: RoutingPaths, limit: int) -> RoutingPaths:
-    """At most so many of them, in their order."""
+    """Return at most `limit` paths, in order."""
     if len(paths.ids_P2) <= limit:
         return paths
     random = np.random.default_rng(len(paths.ids_P2))
     return paths.select(np.sort(random.choice(len(paths.ids_P2), limit, replace=False)))
 
 
-def together(
+def merge_samples(
     one: RoutingPaths, seen: int, other: RoutingPaths, other_seen: int, limit: int
 ) -> RoutingPaths:
-    """A sample of all tokens of which those two are samples. seen, other_seen: how many these were;
-    all of them where a sample has as many."""
+    """Merge two samples into one of all their tokens.
+
+    seen, other_seen: tokens that each sample represents; all of them if it has as many.
+    """
     if len(one.ids_P2) + len(other.ids_P2) <= limit and (
         len(one.ids_P2) == seen and len(other.ids_P2) == other_seen
     ):
         return _concatenate(one, other)
-    limit = min(limit, *(  # no more than there are of the one that is sampled most thinly
+    limit = min(limit, *(  # limited by the sparser sample
         len(paths.ids_P2) * (seen + other_seen) // count
         for paths, count in ((one, seen), (other, other_seen))
         if count

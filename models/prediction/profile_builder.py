@@ -1,8 +1,8 @@
-"""Makes a routing profile: a model is run over texts, three times.
+"""Measurement of a routing profile in three runs of a model over texts.
 
-1  mean outputs and frequencies of experts, and the first layer's by token; which went where
-2  least squares, and samples of which a network is trained
-3  on rows held out: how precise each kind of guess is, by layer and rank
+1 mean outputs and frequencies of experts, the first layer's experts by token, routing counts 2
+least squares, and samples for training a network 3 on held-out rows: precision of each kind of
+prediction, by layer and rank
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from models.prediction.signals import (
 )
 from models.prediction.text_runner import LayerActivations, Rows, TextRunner, Visit, batches
 
-HELD_OUT: Final = 5  # one row of so many
-SAMPLE_BYTES: Final = 512 << 20  # that a network is trained with
+HELD_OUT: Final = 5  # one row in HELD_OUT is held out
+SAMPLE_BYTES: Final = 512 << 20  # of training samples
 _RIDGE: Final = 1e-3  # of the mean diagonal
 
 
 class LeastSquares:
-    """W with x W nearest to y, over all rows."""
+    """Finds W that minimises |x W - y| over all rows."""
 
     def __init__(self, size: int, outputs: int) -> None:
         self._gram = torch.zeros(size, size, dtype=torch.float64)
@@ -49,7 +49,7 @@ class LeastSquares:
         self._moment += x_TF.T @ y_TE.double()
 
     def solve(self) -> Tensor:
-        """[features, outputs] float32."""
+        """Return [features, outputs] float32."""
         gram = self._gram
         ridge = _RIDGE * float(gram.diagonal().mean()) + 1e-9
         result: Tensor = torch.linalg.solve(gram + ridge * torch.eye(len(gram)), self._moment)
@@ -64,7 +64,7 @@ class _Fitted(NamedTuple):
 
 
 class ProfileBuilder:
-    """progress: told the part that is done."""
+    """progress: called with the completed fraction."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ProfileBuilder:
         self._done, self._whole = 0, max(1, whole)
 
     def profile(self) -> RoutingProfile:
-        """Raises as the store's `fetch`."""
+        """Run the measurement. Raises as the store's `fetch`."""
         with torch.inference_mode():
             means, frequencies, tokens_VK = self._measure_means()
             known = self._fit(means)
@@ -94,8 +94,10 @@ class ProfileBuilder:
             return dataclasses.replace(result, precision=self.precision(result, self._held_out))
 
     def _measure_means(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Tensor]:
-        """Of experts: outputs and frequencies, by layer; the first layer's likeliest, by token.
-        What shared experts give on average is spread over the outputs, by their weights."""
+        """Return mean outputs and frequencies by layer, and the first layer's experts by token.
+
+        The mean output of shared experts is spread over the outputs by their weights.
+        """
         spec = self._half.spec
         E, D = spec.num_experts, spec.hidden_size
         sums = {layer: torch.zeros(E, D, dtype=torch.float64) for layer in spec.moe_layers}
@@ -126,11 +128,11 @@ class ProfileBuilder:
         }
         tokens = {layer: max(1.0, float(each.sum()) / spec.top_k) for layer, each in uses.items()}
         frequencies = {layer: (each / tokens[layer]).float() for layer, each in uses.items()}
-        of_token_VE += 0.5 * frequencies[spec.moe_layers[0]]  # of tokens that were not seen
+        of_token_VE += 0.5 * frequencies[spec.moe_layers[0]]  # for unseen tokens
         return means, frequencies, of_token_VE.topk(spec.top_k).indices.int()
 
     def _fit(self, means: Mapping[int, Tensor]) -> _Fitted:
-        """Least squares to the next router's logits, and samples of what they were."""
+        """Fit least squares to the next router's logits, and sample them."""
         spec, half = self._half.spec, self._half
         E, D = spec.num_experts, spec.hidden_size
         fits = {layer: LeastSquares(D + E + 1, E) for layer in self._following}
@@ -166,7 +168,7 @@ class ProfileBuilder:
 
     def _train(self, samples: Mapping[int, EstimatorSamples]) -> Estimator:
         spec, runs = self._half.spec, len(self._kept)
-        if not samples:  # of one layer with experts nothing is foretold from another
+        if not samples:  # with one MoE layer nothing is predicted
             self._done += runs
             return new_estimator(spec.hidden_size, spec.num_layers, spec.num_experts)
 
@@ -179,12 +181,12 @@ class ProfileBuilder:
         return estimator
 
     def precision(self, known: RoutingProfile, rows: Rows) -> dict[str, Tensor]:
-        """[L, K] by kind of guess: how often that of a rank is right in these rows."""
+        """Return [L, K] by kind: the precision of each rank in these rows."""
         spec, half = self._half.spec, self._half
         kinds = (*PREDICTOR_KINDS, TOKEN)
         hits = {kind: torch.zeros(spec.num_layers, spec.top_k) for kind in kinds}
         tokens = 0
-        guessed: dict[str, Tensor] = {}  # of the layer that comes next
+        guessed: dict[str, Tensor] = {}  # predictions of the next layer
 
         def visit(activations: LayerActivations) -> None:
             nonlocal tokens
@@ -208,7 +210,7 @@ class ProfileBuilder:
         return {kind: each / max(1, tokens) for kind, each in hits.items()}
 
     def _with_counter(self, visit: Visit) -> Visit:
-        """Return `visit`, which also adds whole paths to the counter."""
+        """Return `visit` extended by the counter of whole paths."""
         counter = self._counter
         if counter is None:
             return visit

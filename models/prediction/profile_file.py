@@ -1,7 +1,7 @@
-"""The file of a routing profile (safetensors): what may stand in it, and how its parts are written.
+"""The safetensors file of a routing profile.
 
-Either part can be there alone: *foresight*, what guesses are made of (routing_profile.py), and
-*counts*, which experts the tokens went to (routing_counts.py). Both name the checkpoint.
+It contains *predictors* (routing_profile.py), *counts* of tokens by expert (routing_counts.py), or
+both, with the fingerprint of the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from models.spec.checkpoint_files import ROUTING
 from models.spec.safetensors_file import SafetensorsFile
 
 CHECKPOINT: Final = "checkpoint"
-"""[32] uint8: `checkpoint_digest` the folder."""
+"""[32] uint8: `checkpoint_digest` of the folder."""
 MAKE_ONE: Final = "make one with `tandem profile --routing`"
 _MAX_HEADER_BYTES: Final = 4 << 20
 _DTYPES = {"float32": "F32", "uint8": "U8", "int16": "I16", "int32": "I32", "int64": "I64"}
 
 
 def checkpoint_digest(folder: Path) -> bytes:
-    """Of the checkpoint's own words: its config, and the headers of its files with their sizes."""
+    """Hash the checkpoint's config, and the headers and sizes of its files."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(set(folder.glob("*.safetensors")) - {folder / ROUTING}):
         with path.open("rb") as file:
@@ -40,21 +40,21 @@ def checkpoint_digest(folder: Path) -> bytes:
 
 
 def open_profile(path: Path, folder: Path) -> SafetensorsFile:
-    """A profile of the checkpoint in `folder`. Raises CheckpointError."""
+    """Open a profile of the checkpoint in `folder`. Raises CheckpointError."""
     file = SafetensorsFile(path, max_header_bytes=_MAX_HEADER_BYTES)
     if CHECKPOINT not in file.entries:
-        raise CheckpointError(f"{path}: no routing profile; {MAKE_ONE}")
+        raise CheckpointError(f"{path}: not a routing profile; {MAKE_ONE}")
     check_fingerprint(file, CHECKPOINT, checkpoint_digest(folder), folder)
     return file
 
 
 def has_predictor(file: SafetensorsFile) -> bool:
-    """No foresight is without frequencies."""
+    """Return whether the profile has predictors, which always include frequencies."""
     return any(name.startswith("frequency.") for name in file.entries)
 
 
 def check_fingerprint(file: SafetensorsFile, name: str, digest: bytes, folder: Path) -> None:
-    """Raises CheckpointError where the file does not have it under that name."""
+    """Raise CheckpointError unless the file has this digest under `name`."""
     entry = file.entries.get(name)
     is_digest = entry is not None and entry.dtype == "U8" and entry.num_bytes == len(digest)
     if not is_digest or bytes(file.tensor(name).tolist()) != digest:
@@ -89,7 +89,7 @@ def checked_tensor(
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """In place of what was there, whole or not at all. Raises CheckpointError."""
+    """Write the file atomically. Raises CheckpointError."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         try:
@@ -102,7 +102,7 @@ def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _safetensors(arrays: Mapping[str, NDArray[Any]]) -> list[bytes]:
-    """A file's bytes: length of the header, header, tensors."""
+    """Return a file's bytes: length of the header, header, tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "tandem routing profile"}}
     parts: list[bytes] = []
     first = 0

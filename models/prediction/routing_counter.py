@@ -1,4 +1,4 @@
-"""Counts routing while it happens: in a profile's passes, or of what ranks sample as they serve."""
+"""Counting of routing during a profile's runs, or of samples of serving ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from models.prediction.routing_counts import (
     keys_of_sets,
 )
 
-_AT_ONCE = 4096  # tokens, so that no batch is copied whole for all layers
+_AT_ONCE = 4096  # tokens, to bound the copies of a batch
 
 
 class CountedModel(NamedTuple):
-    """What is counted: fingerprints of the folder (`checkpoint_digest`, `tokenizer_digest`), and
-    sizes."""
+    """The counted model: fingerprints of its folder, and sizes."""
 
     checkpoint: bytes
     tokenizer: bytes
@@ -56,7 +55,7 @@ class _Layer:
 
 
 class RoutingCounter:
-    """Memory has a bound, whatever it is fed (`CountLimits`). Owned by one thread."""
+    """Counts in bounded memory (`CountLimits`). Single-threaded."""
 
     def __init__(
         self, model: CountedModel, limits: CountLimits = COUNT_LIMITS, *, seed: int = 0
@@ -69,8 +68,11 @@ class RoutingCounter:
         self.tokens = 0
 
     def add(self, ids_T2: NDArray[Any], paths_TLK: NDArray[Any]) -> None:
-        """ids_T2: token ids, and those before them (-1: none). paths_TLK: experts of each, of all
-        layers that have some. Raises ValueError for what this model cannot have routed."""
+        """Count tokens. Raises ValueError for impossible routing.
+
+        ids_T2: token ids and previous ones (-1: none). paths_TLK: experts of each at all MoE
+        layers.
+        """
         for name, wrong in self._wrong(ids_T2, paths_TLK):
             if wrong:
                 raise ValueError(f"routing to count: {name}")
@@ -99,7 +101,7 @@ class RoutingCounter:
         yield "an expert twice", bool((ordered_TLK[:, :, 1:] == ordered_TLK[:, :, :-1]).any())
 
     def counts(self) -> RoutingCounts:
-        """So far. Arrays of their own."""
+        """Return the current counts as new arrays."""
         model = self._model
         layers = {layer: each.counted() for layer, each in self._layers.items()}
         return RoutingCounts(

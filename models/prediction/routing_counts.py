@@ -1,18 +1,18 @@
-"""Which experts the tokens of texts went to, layer by layer: what placement is solved from.
+"""Counts of tokens by expert and layer, from which placements are solved.
 
     counted       [1] int64         tokens that were counted
     load.L        [E] int64         tokens that went to each expert of layer L
     together.L    [E, E] int64      tokens that went to both experts; the diagonal is load.L
-    sets.L        [M, K] int16      the sets of experts that occurred most, each ascending
-    times.L       [M] int64         how often
-    pairs.L       [N, 2] int32      token id * E + expert, ascending, and how often
-    short.L       [2] int64         by how much a number of times.L, of pairs.L may be too small
+    sets.L        [M, K] int16      the most frequent sets of experts, each ascending
+    times.L       [M] int64         their counts
+    pairs.L       [N, 2] int32      token id * E + expert, ascending, and count
+    short.L       [2] int64         largest shortfall of times.L and of pairs.L
     paths         [P, layers, K] int16   a sample of tokens: experts in each router's order
-    path_ids      [P, 2] int32      their token ids, and those before them (-1: none)
-    checkpoint, tokenizer  [32] uint8    fingerprints of the folder that was run
+    path_ids      [P, 2] int32      their token ids and previous ones (-1: none)
+    checkpoint, tokenizer  [32] uint8    fingerprints of the model folder
 
-M, N and P have bounds (`CountLimits`): what was seen least is left out. Numbers add up: see
-`merge`. Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
+M, N and P are bounded (`CountLimits`), and the least frequent entries dropped. Counts can be
+merged. Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from contracts.errors import CheckpointError
 from models.prediction import count_checks as checks
 from models.prediction.bounded_counts import Keys, Times, add_counts, truncate_counts
-from models.prediction.path_sample import RoutingPaths, subsample, together
+from models.prediction.path_sample import RoutingPaths, merge_samples, subsample
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
@@ -41,13 +41,13 @@ from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
 
 MIN_TOKENS: Final = 1000
-"""A profile of fewer says too little."""
+"""Minimum of a useful profile."""
 _COUNTED, _TOKENIZER = "counted", "tokenizer"
-_MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file: a number stays at that
+_MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file; larger counts are clipped
 
 
 class CountLimits(NamedTuple):
-    """sets, pairs: of a layer. paths: of all."""
+    """Limits of sets and pairs per layer, and of paths."""
 
     sets: int = 4096
     pairs: int = 65_536
@@ -58,7 +58,7 @@ COUNT_LIMITS: Final = CountLimits()
 
 
 class TokenIdCounts(NamedTuple):
-    """As `planner.placement.routing.TokenCounts`."""
+    """Counts by token id, with the fields of `planner.placement.routing.TokenCounts`."""
 
     ids_N: NDArray[np.int64]
     experts_N: NDArray[np.int64]
@@ -66,7 +66,7 @@ class TokenIdCounts(NamedTuple):
 
 
 class LayerSample(NamedTuple):
-    """As `planner.placement.routing.LayerRouting`."""
+    """Routing of one layer, with the fields of `planner.placement.routing.LayerRouting`."""
 
     num_experts: int
     sets_PK: NDArray[np.int64]
@@ -75,7 +75,7 @@ class LayerSample(NamedTuple):
 
 
 class TopCounts(NamedTuple):
-    """keys, ascending, and how often each occurred, which may be short by `short`."""
+    """Ascending keys and their counts, which may be short by `short`."""
 
     keys: Keys
     times: Times
@@ -112,7 +112,7 @@ class LayerCounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutingCounts:
-    """layers: by layer with experts, ascending. counted: tokens."""
+    """Counts of `counted` tokens. layers: MoE layers, ascending."""
 
     checkpoint: bytes
     tokenizer: bytes
@@ -125,7 +125,7 @@ class RoutingCounts:
         return len(next(iter(self.layers.values())).load)
 
     def layer(self, layer: int) -> LayerSample:
-        """What is known of that layer, as the planner's `LayerRouting` has it."""
+        """Return one layer's counts and sample."""
         E, layer_counts = self.num_experts, self.layers[layer]
         position = list(self.layers).index(layer)
         return LayerSample(
@@ -138,17 +138,19 @@ class RoutingCounts:
         )
 
     def merge(self, other: RoutingCounts, limits: CountLimits = COUNT_LIMITS) -> RoutingCounts:
-        """Of the tokens of both. Below the limits it is what counting all of them would have given.
-        Raises CheckpointError for counts of another model."""
+        """Return the counts of both; below the limits exactly those of all tokens.
+
+        Raises CheckpointError for counts of another model.
+        """
         for name, is_same in (
             ("checkpoint", self.checkpoint == other.checkpoint),
             ("tokenizer", self.tokenizer == other.tokenizer),
         ):
             if not is_same:
                 raise CheckpointError(
-                    f"routing counts of two {name}s do not add up: give profiles of one {name}"
+                    f"routing counts of two {name}s cannot be merged: give profiles of one {name}"
                 )
-        sample = together(self.paths, self.counted, other.paths, other.counted, limits.paths)
+        sample = merge_samples(self.paths, self.counted, other.paths, other.counted, limits.paths)
         layers = {
             layer: layer_counts.merge(other.layers[layer], limits)
             for layer, layer_counts in self.layers.items()
@@ -158,7 +160,7 @@ class RoutingCounts:
         )
 
     def truncate(self, limits: CountLimits) -> RoutingCounts:
-        """With what was seen least left out."""
+        """Drop the least frequent entries."""
         layers = {
             layer: LayerCounts(
                 layer_counts.together_EE,
@@ -170,11 +172,11 @@ class RoutingCounts:
         return dataclasses.replace(self, layers=layers, paths=subsample(self.paths, limits.paths))
 
     def write(self, path: Path) -> None:
-        """A file of counts alone. Raises CheckpointError."""
+        """Write a file of counts alone. Raises CheckpointError."""
         write_arrays(path, self.arrays())
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """As they stand in a file."""
+        """Return the arrays of the file format."""
         K = self.paths.paths_PLK.shape[2]
         arrays: dict[str, NDArray[Any]] = {_COUNTED: np.array([self.counted], np.int64)}
         for layer, layer_counts in self.layers.items():
@@ -200,8 +202,10 @@ class RoutingCounts:
     def read(
         path: Path, folder: Path, spec: ModelSpec, *, min_tokens: int = MIN_TOKENS
     ) -> RoutingCounts:
-        """Raises CheckpointError for what is not counted with the checkpoint in `folder`, or of
-        fewer tokens than that."""
+        """Read counts of the checkpoint in `folder`.
+
+        Raises CheckpointError for another checkpoint or fewer tokens than `min_tokens`.
+        """
         file = open_profile(path, folder)
         if _COUNTED not in file.entries:
             raise CheckpointError(
@@ -212,8 +216,7 @@ class RoutingCounts:
         counted = arrays.counted(_COUNTED)
         if counted < min_tokens:
             raise CheckpointError(
-                f"{path}: a routing profile of {counted} tokens, which say too little: at least "
-                f"{min_tokens} are needed"
+                f"{path}: a routing profile of {counted} tokens; at least {min_tokens} are needed"
             )
         layers = {layer: _layer(arrays, layer, counted) for layer in spec.moe_layers}
         ids_P2, paths_PLK = arrays.paths(COUNT_LIMITS.paths * checks.MAX_OVERSIZE)
@@ -227,7 +230,7 @@ class RoutingCounts:
 
 
 def _layer(arrays: checks.CountArrays, layer: int, counted: int) -> LayerCounts:
-    together_EE = arrays.together(layer, counted)
+    together_EE = arrays.co_occurrence(layer, counted)
     sets_MK, set_times_M = arrays.sets(layer, counted, COUNT_LIMITS.sets * checks.MAX_OVERSIZE)
     keys_N, times_N = arrays.pairs(layer, COUNT_LIMITS.pairs * checks.MAX_OVERSIZE)
     short = arrays.short(layer)
@@ -239,7 +242,7 @@ def _layer(arrays: checks.CountArrays, layer: int, counted: int) -> LayerCounts:
 
 
 def keys_of_sets(sets_MK: NDArray[np.int16]) -> Keys:
-    """Of rows of experts in ascending order: a key sorts as its row does."""
+    """Return a key for each ascending row of experts; keys sort as rows do."""
     K = sets_MK.shape[1]
     return np.ascontiguousarray(sets_MK, ">u2").view(f"S{2 * K}").ravel()
 

@@ -1,14 +1,13 @@
-"""What foretells the routing of a checkpoint: measured once, kept in a file of safetensors, where
-counts may stand beside it (routing_counts.py).
+"""Predictors of a checkpoint's routing in a file that may also contain counts (routing_counts.py).
 
-    mean.L          [E, D] float32   mean output of each expert, not weighted ("default vectors"),
-                                     with its part of what shared experts give on average
-    frequency.L     [E] float32      part of the tokens that go to it
-    map.L           [D + E + 1, E]   to the logits of the next layer's router, from x, the weights
-                                     of the experts of layer L, and 1 (least squares)
+    mean.L          [E, D] float32   mean unweighted output of each expert ("default vectors"),
+                                     with its part of the shared experts' mean
+    frequency.L     [E] float32      fraction of the tokens that go to it
+    map.L           [D + E + 1, E]   least squares from x, the weights of layer L's experts, and 1
+                                     to the logits of the next layer's router
     estimator.NAME                   of a network (estimator.py)
-    tokens          [V, K] int32     experts of the first layer that has some, by token id
-    precision.KIND  [L, K]           of the guess of rank k for layer L, on texts held out
+    tokens          [V, K] int32     likeliest experts of the first MoE layer, by token id
+    precision.KIND  [L, K]           of rank k at layer L, on held-out texts
 
 Source: Speculating Experts, Sections 3.1 to 3.3 and 6.1; the maps and the table are ours
 (docs/deviations.md).
@@ -56,7 +55,7 @@ class RoutingProfile:
     precision: Mapping[str, Tensor]
 
     def to(self, device: torch.device) -> RoutingProfile:
-        """With what guesses are computed from in that device's memory."""
+        """Return the profile with the tensors for predictions on `device`."""
         if device.type == "cpu":
             return self
 
@@ -72,8 +71,10 @@ class RoutingProfile:
         )
 
     def write(self, path: Path, folder: Path, counts: RoutingCounts | None = None) -> None:
-        """For the checkpoint in `folder`; with counts of the same, beside it. Raises
-        CheckpointError."""
+        """Write the profile of the checkpoint in `folder`, with its counts if given.
+
+        Raises CheckpointError.
+        """
         tensors = {
             **{f"mean.{layer}": tensor for layer, tensor in self.means.items()},
             **{f"frequency.{layer}": tensor for layer, tensor in self.frequencies.items()},
@@ -88,11 +89,11 @@ class RoutingProfile:
 
     @staticmethod
     def read(path: Path, folder: Path, spec: ModelSpec) -> RoutingProfile:
-        """Raises CheckpointError for what is no profile of the checkpoint in `folder`."""
+        """Read the profile of the checkpoint in `folder`. Raises CheckpointError."""
         file = open_profile(path, folder)
         if not has_predictor(file):
             raise CheckpointError(
-                f"{path}: a routing profile of counts alone, without what foretells; {MAKE_ONE}"
+                f"{path}: a routing profile with counts but without predictors; {MAKE_ONE}"
             )
         experts, hidden = spec.num_experts, spec.hidden_size
 
@@ -118,12 +119,12 @@ class RoutingProfile:
 def _tensor(file: SafetensorsFile, name: str, shape: tuple[int, ...], dtype: str = "F32") -> Tensor:
     tensor = checked_tensor(file, name, dtype, shape)
     if not tensor.isfinite().all():
-        raise CheckpointError(f"{file.path}: {name}: not all of it is finite; {MAKE_ONE}")
+        raise CheckpointError(f"{file.path}: {name}: not all values are finite; {MAKE_ONE}")
     return tensor
 
 
 def _ids(file: SafetensorsFile, name: str, shape: tuple[int, ...], experts: int) -> Tensor:
     ids = _tensor(file, name, shape, "I32")
     if not ((ids >= 0) & (ids < experts)).all():
-        raise CheckpointError(f"{file.path}: {name}: not all of it is an expert; {MAKE_ONE}")
+        raise CheckpointError(f"{file.path}: {name}: not all values are experts; {MAKE_ONE}")
     return ids

@@ -1,7 +1,7 @@
-"""What the experts of a layer are foretold from, and how.
+"""Signals that the experts of the next layer are predicted from.
 
     r_l: residual after attention    x_l = norm_l(r_l)
-    d_l: what the chosen experts, and the shared ones, give on average
+    d_l: weighted mean outputs of the chosen and shared experts
     q_l = norm_{l+1}(r_l + d_l)      the quasi-hidden state (Speculating Experts, Eq. 2 and 3)
 
 Before the experts of layer l:
@@ -30,7 +30,7 @@ from models.prediction.routing_profile import RoutingProfile
 
 PredictorKind = Literal["router", "fitted", "quasi", "estimator"]
 PREDICTOR_KINDS: Final[tuple[PredictorKind, ...]] = get_args(PredictorKind)
-"""From the cheapest on."""
+"""The cheapest first."""
 TOKEN: Final = "token"
 
 
@@ -43,7 +43,7 @@ def predict_routing(
     hidden_TD: Tensor,
     routed: RoutedTokens,
 ) -> RoutedTokens:
-    """The routing at layer `following`, from what is known before the experts of `layer`."""
+    """Predict layer `following` before the experts of `layer` are computed."""
     router = half.router(following)
     assert router is not None
     if kind == "router" or profile is None:
@@ -57,7 +57,7 @@ def predict_routing(
 
 
 def features(routed: RoutedTokens, experts: int) -> Tensor:
-    """[T, D + E + 1] float32: x, the weight of each expert, 1."""
+    """Return [T, D + E + 1] float32: x, the weight of each expert, 1."""
     x_TD, weights_TK = routed.x_TD, routed.topk_weights_TK
     T, D = x_TD.shape
     found = torch.zeros(T, D + experts + 1, device=x_TD.device)
@@ -68,12 +68,12 @@ def features(routed: RoutedTokens, experts: int) -> Tensor:
 
 
 def quasi_hidden(means_ED: Tensor, hidden_TD: Tensor, routed: RoutedTokens) -> Tensor:
-    """r_l + d_l: with what the chosen experts give on average, in their weights (Eq. 2)."""
+    """Return r_l + d_l, the residual with mean outputs of the chosen experts (Eq. 2)."""
     means_TKD = means_ED[routed.topk_ids_TK]
     default_T1D = torch.bmm(routed.topk_weights_TK.unsqueeze(1), means_TKD)
     return (hidden_TD.float() + default_T1D.squeeze(1)).to(hidden_TD.dtype)
 
 
 def hits_by_rank(predicted_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """[T, K] 1.0 where the guess of that rank is one of the token's experts."""
+    """Return [T, K]: 1.0 if the prediction of that rank is one of the token's experts."""
     return (predicted_TK.unsqueeze(2) == ids_TK.unsqueeze(1)).any(2).float()

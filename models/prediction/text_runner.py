@@ -1,4 +1,4 @@
-"""Texts through a model whose experts come from a store, layer by layer, with a look at each."""
+"""Texts through a model with streamed experts, layer by layer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ Rows = Sequence[Sequence[int]]
 
 
 class LayerActivations(NamedTuple):
-    """Of a batch at a layer. ids_T2: token ids, and those before them (-1: none). hidden_TD,
-    after_TD: the residual before and after the experts, until the next layer adds to it; y_ND:
-    outputs of the pairs, by expert; shared_TD: of shared experts."""
+    """Activations of a batch at a layer.
+
+    ids_T2: token ids and previous ones (-1: none). hidden_TD, after_TD: the residual before and
+    after the experts. y_ND: outputs of the pairs, by expert. shared_TD: of shared experts.
+    """
 
     layer: int
     ids_T2: Tensor
@@ -41,7 +43,7 @@ Visit = Callable[[LayerActivations], None]
 
 
 class TextRunner:
-    """Raises as the store's `fetch`."""
+    """Runs batches. Raises as the store's `fetch`."""
 
     def __init__(self, half: AttentionHalf, store: ExpertStore) -> None:
         self._half, self._store = half, store
@@ -49,7 +51,7 @@ class TextRunner:
         self._identity_E = local_index(list(range(experts)), experts)
 
     def run(self, rows: Rows, visit: Visit) -> None:
-        """One batch. visit: called for each layer with experts."""
+        """Run one batch. visit: called at each MoE layer."""
         half, spec = self._half, self._half.spec
         slices, first = [], 0
         for row in rows:
@@ -95,7 +97,7 @@ class TextRunner:
 
 
 def batches(rows: Rows) -> Iterator[list[Sequence[int]]]:
-    """Of whole texts, about so many tokens each."""
+    """Yield batches of whole texts with about BATCH_TOKENS tokens each."""
     batch: list[Sequence[int]] = []
     tokens = 0
     for row in rows:

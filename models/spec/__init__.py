@@ -1,1 +1,1 @@
-"""What a checkpoint says of itself: one description of a model, names of tensors."""
+"""Description of a checkpoint: model spec and tensor names."""

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint folder says it holds, without opening it as a checkpoint."""
+"""Tensor names in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = "lm_head.weight"
 
 
 def stored_names(folder: Path) -> Collection[str]:
-    """Names of the tensors, none where the folder has no weights. Raises CheckpointError."""
+    """Return the names of the tensors; none without weights. Raises CheckpointError."""
     if (folder / SINGLE).is_file():
         return SafetensorsFile(folder / SINGLE).entries.keys()
     if (folder / INDEX).is_file():

@@ -11,7 +11,7 @@ from contracts.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises CheckpointError."""
+    """Return the JSON object in `path`. Raises CheckpointError."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -24,11 +24,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigFields:
-    """Fields of one JSON object. Several keys are spellings of one field: the first present wins,
-    and spellings of one size must agree.
+    """Fields of one JSON object. Several keys are spellings of one field.
 
-    A null counts as absent, but where `transformers` takes it for a value of its own: there the
-    readers ask `is_null`.
+    The first spelling that is present counts, and spellings of one size must agree. A null counts
+    as absent, except where `transformers` treats it as a value: readers then check `is_null`.
     """
 
     def __init__(self, path: Path, tree: dict[str, Any], prefix: str = "") -> None:
@@ -43,7 +42,7 @@ class ConfigFields:
         return self._tree.get(key) is not None
 
     def is_present(self, key: str) -> bool:
-        """Whether the key is there, with null perhaps."""
+        """Return whether the key is present, possibly with null."""
         return key in self._tree
 
     def is_null(self, key: str) -> bool:
@@ -59,7 +58,7 @@ class ConfigFields:
         return None
 
     def section(self, *keys: str) -> ConfigFields:
-        """The object under the first of `keys` that is present; an empty one where none is."""
+        """Return the object under the first of `keys` that is present, or an empty one."""
         for key in keys:
             if self.has(key):
                 if not isinstance(self._tree[key], dict):
@@ -83,7 +82,7 @@ class ConfigFields:
         return value
 
     def count(self, key: str, *, default: int) -> int:
-        """A non-negative integer."""
+        """Return a non-negative integer."""
         value = self.raw(key)
         if value is None:
             return default
@@ -118,6 +117,6 @@ class ConfigFields:
         return value
 
     def token_ids(self, key: str) -> list[int]:
-        """A token id or a list of them, as a list."""
+        """Return a token id or a list of them as a list."""
         value = self.raw(key)
         return [value] if type(value) is int else self.int_list(key)

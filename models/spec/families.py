@@ -1,7 +1,7 @@
-"""The table of model families: where each keeps its tensors and what its config leaves unsaid.
+"""Model families: tensor names, and values that config.json does not state.
 
-A new family is an entry here plus whatever is new in its maths. Names are templates over `{layer}`
-and `{expert}`; where a tensor has several names, the first that the checkpoint holds is taken.
+A new family is an entry here plus its new maths. Names are templates over `{layer}` and `{expert}`;
+of several names, the first that the checkpoint holds is used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ Names = tuple[str, ...]
 
 
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
-    """An expert's three matrices stored singly (gate and up [F, D], down [D, F]), and the fused
-    form of a layer (gate_up [E, 2F, D] with the gate rows first, down [E, D, F])."""
+    """Names of an expert's matrices, stored one by one or fused.
+
+    One by one: gate and up [F, D], down [D, F]. Fused: gate_up [E, 2F, D] (gate rows first), down
+    [E, D, F].
+    """
 
     gate: str
     up: str
@@ -25,15 +28,15 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """`rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
+    """A model family.
 
-    `reads_window`: whether `sliding_window` counts; `window_switch_key`: the field that must be
-    true for it; `default_window`: its size where it is not stated. `alternating_window`: the same
-    where layers differ in it. `has_prediction_layers`: tensors of layers past num_hidden_layers
-    are such, which nobody needs for the logits. `first_moe_key`: the field with the number of dense
-    layers that stand first. `shared`: where the shared experts' one MLP is. `float32_router`: its
-    product is in float32, whatever the model's dtype. `experts` None: only the clamped form exists
-    (layout.clamped_expert_tensors).
+    `rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
+    `reads_window`: `sliding_window` counts, if the field `window_switch_key` is true;
+    `default_window`: its default. `alternating_window`: default of layers with different windows.
+    `has_prediction_layers`: tensors of layers past num_hidden_layers are not needed for the logits.
+    `first_moe_key`: field with the number of leading dense layers. `shared`: place of the shared
+    experts' MLP. `float32_router`: the router computes in float32. `experts` None: only the clamped
+    format exists (layout.clamped_expert_tensors).
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Which layers have experts, and how far each layer sees, as config.json states it."""
+"""Layers with experts, windows, latent attention and routing, from config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
-    """Ascending. Raises CheckpointError."""
+    """Return the layers with experts, ascending. Raises CheckpointError."""
     if not family.may_have_dense_layers:
         return tuple(range(num_layers))
     if family.first_moe_key is not None:
@@ -27,7 +27,7 @@ def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tu
 
 
 def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Per layer, None where it sees everything. Raises CheckpointError."""
+    """Return each layer's window, None for full attention. Raises CheckpointError."""
     if family.alternating_window is not None:
         return _by_layer_types(config, family.alternating_window, num_layers)
     windows = _one_window(config, family, num_layers)
@@ -38,7 +38,7 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple
 
 
 def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The same for each layer."""
+    """Return one window for all layers."""
     none: tuple[int | None, ...] = (None,) * num_layers
     switched, default = family.window_switch_key, family.default_window
     if not family.reads_window:
@@ -60,7 +60,7 @@ def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[
 
 
 def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tuple[int | None, ...]:
-    """Where layer_types is silent, every second layer sees everything, the first does not."""
+    """Return windows by layer_types; by default every second layer is full, the first is not."""
     types = config.raw("layer_types")
     if types is None:
         types = [_FULL if layer % 2 else _SLIDING for layer in range(num_layers)]
@@ -79,9 +79,12 @@ _DEFAULT_Q_RANK = 1536  # where the key is missing; null says that there is none
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes in elements. A head's query and key are `nope_dim` plain and `rope_dim` turned
-    elements; a token's cache entry is kv_rank + rope_dim. `q_rank` None: queries are projected
-    directly. `interleaved`: the pairs that rope turns are stored side by side."""
+    """Sizes of latent attention in elements.
+
+    A head's query and key have `nope_dim` plain and `rope_dim` rotated elements; a token's cache
+    entry has kv_rank + rope_dim. `q_rank` None: queries are projected directly. `interleaved`: the
+    pairs that rope rotates are stored side by side.
+    """
 
     kv_rank: int
     q_rank: int | None
@@ -96,7 +99,7 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_latent(config: ConfigFields, *, num_heads: int, always_interleaved: bool) -> LatentSpec:
-    """Raises CheckpointError."""
+    """Read the sizes of latent attention. Raises CheckpointError."""
     if config.positive_int("num_key_value_heads", default=num_heads) != num_heads:
         raise config.error(
             "num_key_value_heads",
@@ -120,9 +123,11 @@ def read_latent(config: ConfigFields, *, num_heads: int, always_interleaved: boo
 
 
 class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """`score`: of all experts' logits. Experts stand in `groups` of equal size, of which the best
-    `kept_groups` stay; a group's score is the sum of its `best_of_group` best experts'. Weights
-    are normalised over the chosen, if at all, then multiplied by `scale`."""
+    """Routing rule of a layer. Experts form `groups`, of which the best `kept_groups` stay.
+
+    A group's score is the sum of its `best_of_group` best experts. Weights are normalised over the
+    chosen experts if `normalize`, then multiplied by `scale`.
+    """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool
@@ -133,7 +138,7 @@ class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_routing(config: ConfigFields, family: Family, num_experts: int) -> RoutingSpec:
-    """Raises CheckpointError for what would be routed wrongly."""
+    """Read the routing rule. Raises CheckpointError for unsupported ones."""
     normalize = family.always_norm_topk or config.boolean("norm_topk_prob", default=False)
     if family.routing == "plain":
         return RoutingSpec(normalize=normalize)
@@ -163,7 +168,7 @@ def read_routing(config: ConfigFields, family: Family, num_experts: int) -> Rout
 
 
 def _refuse_others(config: ConfigFields, family: Family) -> None:
-    """Settings of the original files that `transformers` has no code for."""
+    """Refuse settings of the original files that `transformers` does not implement."""
     second = family.routing == "deepseek_v2"
     methods = ("greedy", "group_limited_greedy") if second else ("noaux_tc",)
     allowed = {

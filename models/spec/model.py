@@ -1,8 +1,8 @@
-"""`ModelSpec`: what a checkpoint's config.json says, in one vocabulary for all families.
+"""`ModelSpec`: the contents of config.json in one vocabulary for all families.
 
 Old and new spellings of a field are accepted (`torch_dtype` / `dtype`, `rope_theta` +
 `rope_scaling` / `rope_parameters`, `num_experts` / `num_local_experts` / `n_routed_experts`).
-What we would compute wrongly is refused here, in one line.
+Unsupported values are refused with a one-line error.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class ClampSpec(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
-    A sliding window W lets position p see positions p-W+1 .. p. `dtype` is what config.json states
-    (where it is silent: float32, bfloat16 if quantised). `dense_ffn_size` is 0 where no layer is
-    dense. `latent`: sizes of latent attention; `head_dim` is then that of a query, and there are as
-    many KV heads as heads.
+    A sliding window W lets position p see positions p-W+1 .. p. `dtype`: of config.json (default
+    float32, bfloat16 if quantised). `dense_ffn_size`: 0 without dense layers. `latent`: sizes of
+    latent attention; `head_dim` is then that of a query, and each head has a KV head.
     """
 
     architecture: str
@@ -83,7 +82,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a head that rope turns."""
+        """Elements of a head that rope rotates."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
@@ -99,11 +98,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """The spec in `folder`/config.json (and its eos ids in generation_config.json).
+    """Read `folder`/config.json, and eos ids from generation_config.json.
 
-    A head that stands among the weights is read, whatever config.json says of tying: where it is
-    a copy of the embedding that changes nothing, and else `transformers` does so too.
-    Raises CheckpointError: one line that names the file and the field.
+    A head among the weights is used even if config.json ties it to the embedding, as `transformers`
+    does. Raises CheckpointError: one line that names the file and the field.
     """
     config = _read_config(folder)
     spec = spec_from(config, _eos_token_ids(folder, config))
@@ -113,7 +111,7 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
-    """The spec that the fields of a config.json state. Raises CheckpointError, as `read_spec`."""
+    """Return the spec of a config.json's fields. Raises CheckpointError."""
     family = _family(config)
     _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
@@ -183,7 +181,7 @@ def _family(config: ConfigFields) -> Family:
 def _heads(
     config: ConfigFields, family: Family, num_heads: int, hidden_size: int
 ) -> tuple[LatentSpec | None, int, int]:
-    """(latent sizes, KV heads, head dim)."""
+    """Return (latent sizes, KV heads, head dim)."""
     if family.attention == "grouped":
         kv_heads = config.positive_int("num_key_value_heads", default=family.default_kv_heads)
         head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
@@ -212,8 +210,10 @@ def _clamp(config: ConfigFields) -> ClampSpec:
 
 
 def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
-    """YaRN is stated as a factor over the original context, and a published recipe that adds it
-    leaves max_position_embeddings as it was: the longer of the two."""
+    """Return the larger of max_position_embeddings and YaRN's extended context.
+
+    Published recipes that add YaRN leave max_position_embeddings unchanged.
+    """
     return max(config.positive_int("max_position_embeddings"), rope.context_tokens)
 
 
@@ -231,7 +231,7 @@ def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
 
 
 def _refuse_quantization(quantization: ConfigFields, family: Family) -> None:
-    """Everything but fp8 in 128x128 blocks and gpt-oss's MXFP4."""
+    """Refuse everything except fp8 in 128x128 blocks and gpt-oss's MXFP4."""
     method = quantization.raw("quant_method")
     supported = "fp8 (128x128 blocks)" + (", mxfp4" if family.experts is None else "")
     if method == "mxfp4" and family.experts is None:

@@ -1,4 +1,4 @@
-"""Rotary position parameters as config.json states them, old keys or new."""
+"""Rotary position parameters from old and new keys of config.json."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Inverse frequencies are made of these by `kernels.rope.inverse_frequencies`.
+    """Parameters of `kernels.rope.inverse_frequencies`.
 
-    `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the scale of the
-    softmax, in latent attention only (DeepSeek's mscale_all_dim, squared). Dynamic
-    NTK scaling only changes anything beyond max_position_embeddings, which is our longest context:
-    it is read as `default`.
+    `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the softmax scale
+    of latent attention (DeepSeek's mscale_all_dim, squared). Dynamic NTK scaling only affects
+    positions beyond max_position_embeddings, our longest context, and is read as `default`.
     """
 
     theta: float
@@ -36,14 +35,14 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context_tokens(self) -> int:
-        """The longest context that the scaling is made for, 0 where it does not say."""
+        """Longest context of a yarn scaling, otherwise 0."""
         if self.kind != "yarn":
             return 0
         return math.floor(self.factor * self.original_context_tokens)
 
 
 def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
-    """Raises CheckpointError for a scaling that is not supported or lacks a field."""
+    """Read the rope parameters. Raises CheckpointError for unsupported or incomplete scalings."""
     scaling = _rope_fields(config, default_theta)
     theta = _read_theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
@@ -79,8 +78,10 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
 
 
 def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:
-    """rope_scaling, where it says anything, replaces the whole of rope_parameters: `transformers`
-    then takes theta from elsewhere, so the two must not contradict each other in it."""
+    """Return the fields of rope_scaling if it has any, otherwise of rope_parameters.
+
+    `transformers` then takes theta from elsewhere, so both must agree on it.
+    """
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     meant = old if any(True for _ in old.items()) else new
     for key, value in meant.items():
@@ -103,8 +104,11 @@ def _read_theta(config: ConfigFields, scaling: ConfigFields, default: float) -> 
 
 
 def _yarn(scaling: ConfigFields, theta: float, original: int, longest: int) -> RopeSpec:
-    """YaRN's temperature 0.1 ln(s) + 1 is on cos and sin. DeepSeek scales it twice: there by a
-    ratio where both scales are given, and by mscale_all_dim on the softmax."""
+    """Read YaRN. Its temperature 0.1 ln(s) + 1 multiplies cos and sin.
+
+    DeepSeek has two scales: cos and sin get their ratio if both are given, and the softmax gets
+    mscale_all_dim.
+    """
     ratio = longest / original if scaling.is_null("factor") else None
     factor = scaling.number("factor", default=ratio)
 

@@ -1,4 +1,4 @@
-"""One .safetensors file: its header, checked against the file's size, and memory-mapped tensors.
+"""One .safetensors file: header, checked against the file's size, and memory-mapped tensors.
 
 Format: an 8-byte little-endian header length N, N bytes of JSON {name: {dtype, shape,
 data_offsets}}, then the data; offsets count from the end of the header.
@@ -46,7 +46,7 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """Header read at once; mapped on first use. A mapping is private: the file is never written."""
+    """The header is read at once, the file mapped privately on first use, and never written."""
 
     def __init__(self, path: Path, *, max_header_bytes: int = _MAX_HEADER_BYTES) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class SafetensorsFile:
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, over the mapped pages (a copy where the file does not align it)."""
+        """Return the tensor over the mapped pages, or a copy if it is not aligned."""
         entry = self.entries[name]
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
@@ -69,7 +69,7 @@ class SafetensorsFile:
         return torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(entry.shape)
 
     def release(self) -> None:
-        """Gives the pages read so far back to the kernel; tensors over them stay valid."""
+        """Release the pages read so far; tensors over them stay valid."""
         if self._map is not None:
             self._map.madvise(mmap.MADV_DONTNEED)
 

@@ -1,1 +1,1 @@
-"""From text to tokens and back."""
+"""Tokenizers, detokenizers and chat templates."""

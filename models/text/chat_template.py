@@ -1,7 +1,7 @@
-"""A checkpoint's chat template: messages in, prompt text out, as `transformers` renders it.
+"""A checkpoint's chat template: messages to prompt text, as `transformers` renders it.
 
-Templates come with the checkpoint, messages from strangers: both stay inside jinja2's immutable
-sandbox, and whatever a template raises is an error about `messages`, never a crash.
+Templates and messages are untrusted: both stay in jinja2's immutable sandbox, and every template
+error is an error about `messages`, never a crash.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TEMPLATE_FAULTS = (
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks training text; here it is its own body."""
+    """`{% generation %} ... {% endgeneration %}` marks training text, and renders its body."""
 
     tags = {"generation"}
 
@@ -54,7 +54,7 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name (`bos_token`, `eos_token`, ...)."""
+    """A compiled template with its special tokens (`bos_token`, `eos_token`, ...)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
@@ -67,11 +67,11 @@ class ChatTemplate:
     def _context(
         self, messages: Sequence[Message], variables: Mapping[str, object]
     ) -> dict[str, object]:
-        """What the template may name.
+        """Return the template's variables.
 
-        As in `transformers`, keys whose value is None are left out, and `variables` override the
-        special tokens. A `developer` message becomes `system` for a template that has no such role
-        (most would drop it without a word).
+        As in `transformers`, keys with the value None are omitted, and `variables` override special
+        tokens. A `developer` message becomes `system` if the template has no such role (most would
+        drop it).
         """
         return {
             "tools": None,
@@ -88,8 +88,10 @@ class ChatTemplate:
         variables: Mapping[str, object],
         max_characters: int | None = None,
     ) -> EncodingSteps[str]:
-        """The prompt up to where the assistant speaks, in steps of STEP_PIECES pieces of text.
-        Raises RequestError about `messages`, TooLongError as soon as there are more characters."""
+        """Render the prompt up to the assistant's turn, in steps of STEP_PIECES pieces of text.
+
+        Raises RequestError about `messages`, TooLongError for more than max_characters.
+        """
         pieces: list[str] = []
         characters = 0
         try:
@@ -117,7 +119,7 @@ class ChatTemplate:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """What is multiplied may be a client's: `chat_template_kwargs`, a message."""
+    """Bounds products: factors may come from a client (`chat_template_kwargs`, a message)."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -147,7 +149,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja2's own HTML escapes."""
+    """Return JSON without jinja2's HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,14 +1,14 @@
-"""Token ids to text, piece by piece: no broken character is ever given out, at linear cost.
+"""Token ids to text incrementally, without broken characters, at linear cost.
 
-Two kinds of tokenizer. *Byte level* (GPT-2, Qwen, DeepSeek, gpt-oss): every token is a run of
-bytes, so an incremental UTF-8 decoder does it exactly. *All others* (SentencePiece with byte
-fallback, WordPiece): text depends on neighbours, so a short window is decoded twice, with and
-without the new tokens, and the difference is given out:
+*Byte level* (GPT-2, Qwen, DeepSeek, gpt-oss): a token is a run of bytes, which an incremental UTF-8
+decoder decodes exactly. *All others* (SentencePiece with byte fallback, WordPiece): text depends on
+neighbours, so a short window is decoded with and without the new tokens, and the difference is
+returned:
 
-    ids      ... c c c | p p p          c: context, already given out    p: pending
+    ids      ... c c c | p p p          c: context, already returned    p: pending
     text     decode(c+p)[len(decode(c)):]
 
-The text of all pieces is that of all ids decoded at once, whatever the ids are.
+The joined pieces equal the text of all ids decoded at once.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """The pieces of all pushes and the final flush, joined, are the text of all ids."""
+    """The results of all pushes and the final flush, joined, are the text of all ids."""
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that became certain with these ids. Ids outside the vocabulary are skipped."""
+        """Return the text that these ids complete. Ids outside the vocabulary are skipped."""
 
     def flush(self) -> str:
-        """The rest; an unfinished character becomes U+FFFD. Call once, at the end."""
+        """Return the rest; an unfinished character becomes U+FFFD. Call once, at the end."""
 
 
 class ByteDetokenizer:
-    """token_bytes: the bytes of a token; b"" for tokens that shall not show."""
+    """token_bytes: the bytes of a token; b"" for hidden tokens."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
@@ -43,8 +43,11 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """decode: ids to text. fallback_byte: the byte of a `<0xE2>`-like token, or None.
-    visible: False for ids that shall not show (special tokens, ids outside the vocabulary)."""
+    """Detokenizer with a window. decode: ids to text.
+
+    fallback_byte: the byte of a `<0xE2>`-like token, or None. visible: False for special tokens and
+    ids outside the vocabulary.
+    """
 
     def __init__(
         self,

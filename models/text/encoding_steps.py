@@ -1,4 +1,4 @@
-"""Long work in steps: whoever runs it decides when the next one is taken, and on which thread."""
+"""Long encodings in steps, which the caller schedules on threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Charge = Callable[[int], None]
 
 
 def finish(steps: EncodingSteps[Result], charge: Charge | None = None) -> Result:
-    """Takes all of them, here and now. charge: told the tokens of each."""
+    """Run all steps. charge: called with the tokens of each step."""
     while True:
         try:
             tokens = next(steps)
@@ -27,8 +27,7 @@ def finish(steps: EncodingSteps[Result], charge: Charge | None = None) -> Result
 
 
 def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Neighbours together, up to PIECE_TEXTS and PIECE_CHARACTERS; a longer one by itself. Made as
-    they are asked for."""
+    """Yield groups of up to PIECE_TEXTS texts and PIECE_CHARACTERS; a longer text by itself."""
     piece: list[str] = []
     characters = 0
     for text in texts:

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: the ids that `transformers` gives, without importing it."""
+"""A checkpoint's tokenizer, with the ids of `transformers` but without importing it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """Immutable after loading, and safe to use from several threads at once."""
+    """Immutable after loading, and thread-safe."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer in a Hugging Face folder. Raises CheckpointError, in one line.
+        """Load the tokenizer of a Hugging Face folder. Raises CheckpointError, in one line.
 
-        As in `transformers` 5, tokenizer.json alone says which special tokens `encode` adds;
-        `add_bos_token` beside it counts for nothing.
+        As in `transformers` 5, only tokenizer.json determines the special tokens of `encode`;
+        `add_bos_token` is ignored.
         """
         files = read_tokenizer_files(folder)
         return cls(
@@ -61,7 +61,7 @@ class Tokenizer:
     # ---- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`. Raises RequestError if it holds half of a surrogate pair."""
+        """Return the ids of `text`. Raises RequestError for half of a surrogate pair."""
         return self.encode_many([text], add_special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -82,8 +82,12 @@ class Tokenizer:
         max_tokens: int | None = None,
         add_special_tokens: bool = True,
     ) -> EncodingSteps[list[list[int]]]:
-        """`encode_many` in pieces. Of a text that is longer than a piece, no more is tokenised than
-        shows that it has more than max_tokens: then it raises TooLongError about `param`."""
+        """Run `encode_many` in pieces.
+
+        Raises TooLongError about `param` for texts above max_tokens.
+
+        A text longer than a piece is tokenised only until it exceeds max_tokens.
+        """
         ids: list[list[int]] = []
         for piece in pieces_of(texts):
             yield from self._length_steps(piece[0], max_tokens, param)
@@ -92,8 +96,10 @@ class Tokenizer:
         return ids
 
     def _length_steps(self, text: str, max_tokens: int | None, param: str) -> EncodingSteps[None]:
-        """Raises TooLongError for a text of far more tokens. Those of its pieces are about as many
-        as its own: words are cut at the ends of a piece at most."""
+        """Raise TooLongError for a text with far more tokens.
+
+        Its pieces have about as many tokens: only words at the ends of pieces are cut.
+        """
         if max_tokens is None or len(text) <= PIECE_CHARACTERS:
             return
         tokens = 0
@@ -114,7 +120,7 @@ class Tokenizer:
         return self._chat is not None
 
     def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
-        """The prompt text of a conversation. Raises RequestError about `messages`."""
+        """Return the prompt text of a conversation. Raises RequestError about `messages`."""
         return finish(self._template.render_steps(messages, variables))
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> list[int]:
@@ -129,7 +135,7 @@ class Tokenizer:
         max_tokens: int | None = None,
         add_special_tokens: bool = False,
     ) -> EncodingSteps[list[int]]:
-        """`encode_chat` in steps. Raises TooLongError about `messages`."""
+        """Run `encode_chat` in steps. Raises TooLongError about `messages`."""
         text = yield from self._template.render_steps(messages, variables, max_characters)
         (ids,) = yield from self.encode_steps(
             [text], param="messages", max_tokens=max_tokens, add_special_tokens=add_special_tokens
@@ -189,8 +195,7 @@ class Tokenizer:
     def _encode_after(
         self, stem: str, skip: int, texts: Sequence[str]
     ) -> EncodingSteps[list[list[int]]]:
-        """What follows `stem` where all of it has a say. Each text is encoded with a copy of it, a
-        piece of them at a time."""
+        """Encode texts behind `stem` as a whole, a piece of texts at a time."""
         follow: list[list[int]] = []
         for piece in pieces_of(stem + text for text in texts):
             follow += [ids[skip:] for ids in self.encode_many(piece)]
@@ -198,7 +203,7 @@ class Tokenizer:
         return follow
 
     def _encode_distinct(self, texts: Sequence[str]) -> dict[str, list[int]]:
-        """Ids without special tokens. Those of short texts are remembered."""
+        """Return ids without special tokens. Those of short texts are cached."""
         ids: dict[str, list[int]] = {}
         new = []
         for text in dict.fromkeys(texts):
@@ -215,7 +220,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token_characters(self) -> int:
-        """No text of C tokens has more than C times as many characters."""
+        """Upper bound of the characters of a token."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         longest = max(map(len, vocabulary), default=1)
         return longest * (1 if self._backend.normalizer is None else NORMALISED_CHARACTERS)
@@ -226,7 +231,7 @@ class Tokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental decoder for one stream of tokens."""
+        """Return a new incremental decoder for one stream of tokens."""
         if self._byte_level:
             return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self.token_bytes)
         return WindowDetokenizer(
@@ -240,11 +245,11 @@ class Tokenizer:
         return {character: byte for byte, character in _byte_level_alphabet().items()}
 
     def token_text(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty outside the vocabulary."""
+        """Return the token as in the vocabulary; empty outside the vocabulary."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; b"" outside the vocabulary."""
+        """Return the bytes of a token; b"" outside the vocabulary."""
         known = self._bytes_cache.get(token_id)
         if known is None:
             known = self._bytes_cache[token_id] = self._read_bytes(token_id)
@@ -292,8 +297,10 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_level_alphabet() -> dict[int, str]:
-    """Which printable character stands for each byte (GPT-2): printable bytes for themselves, the
-    others for U+0100 onwards, in order."""
+    """Return the printable character of each byte (GPT-2).
+
+    Printable bytes map to themselves, the others to U+0100 onwards, in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {byte: chr(byte) for byte in printable}
@@ -305,9 +312,11 @@ SUFFIX_CHARACTERS = 64
 
 
 def tokenization_suffix(stem: str) -> str:
-    """The last line of `stem` if it is short, or else its last END_CHARACTERS and up to a space
-    between a word and a letter: no tokenizer of words looks across either. Empty where there is no
-    such place."""
+    """Return the end of `stem` that is tokenised independently of what precedes it, or "".
+
+    That is a short last line, or the last SUFFIX_CHARACTERS up to a space between a word and a
+    letter: no word tokenizer looks across either.
+    """
     line = stem.rfind("\n") + 1
     if line > 0 and len(stem) - line <= SUFFIX_CHARACTERS // 2 and stem[line : line + 1].isalpha():
         return stem[line:]

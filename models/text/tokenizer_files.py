@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its tokenizer: tokenizer.json and the files beside it."""
+"""Tokenizer files of a Hugging Face folder: tokenizer.json and the files beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class TokenizerFiles(NamedTuple):
-    """special_tokens: {"bos_token": "<s>", ...}. chat_template: None where there is none."""
+    """special_tokens: {"bos_token": "<s>", ...}. chat_template: None without one."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
@@ -24,7 +24,7 @@ class TokenizerFiles(NamedTuple):
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Raises CheckpointError, in one line."""
+    """Read the files. Raises CheckpointError, in one line."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
@@ -39,7 +39,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def tokenizer_digest(folder: Path) -> bytes:
-    """32 bytes: folders whose token ids mean the same have the same. Raises CheckpointError."""
+    """Return 32 bytes, equal for folders with equal token ids. Raises CheckpointError."""
     path = folder / "tokenizer.json"
     try:
         return hashlib.sha256(path.read_bytes()).digest()
@@ -48,7 +48,7 @@ def tokenizer_digest(folder: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty where there is no such file."""
+    """Return the object in `path`; empty without such a file."""
     if not path.is_file():
         return {}
     try:
@@ -61,7 +61,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """{"bos_token": "<s>", ...} from the first source that states each."""
+    """Return {"bos_token": "<s>", ...} from the first source that states each."""
     found: dict[str, str] = {}
     for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
         for source in sources:
@@ -75,8 +75,10 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Tokens that tokenizer_config.json lists and tokenizer.json lacks, in the order of their ids;
-    and a named special token counts as special, whatever tokenizer.json says."""
+    """Add tokens of tokenizer_config.json that tokenizer.json lacks, in the order of their ids.
+
+    A named special token counts as special even if tokenizer.json does not mark it.
+    """
     listed = config.get("added_tokens_decoder", {})
     try:
         for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
@@ -92,7 +94,7 @@ def _add_missing_tokens(
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template: the .jinja file before tokenizer_config.json."""
+    """Return the default chat template: the .jinja file before tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:

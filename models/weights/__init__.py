@@ -1,1 +1,1 @@
-"""From a checkpoint's files to the tensors of a rank."""
+"""Loading of a rank's tensors from a checkpoint's files."""

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint folder: the index of its tensors, checked, and memory-mapped reads.
+"""A Hugging Face checkpoint folder: checked tensor index, and memory-mapped reads.
 
 Only safetensors are read: never a pickle.
 """
@@ -54,17 +54,20 @@ class Checkpoint:
         return name in self._file_of
 
     def entry(self, name: str) -> TensorEntry:
-        """The header entry of a tensor that exists."""
+        """Return the header entry of a tensor that exists."""
         return self._file_of[name].entries[name]
 
     def get(self, name: str) -> Tensor:
-        """The tensor over memory-mapped pages: copy what you keep, do not write into it."""
+        """Return the tensor over memory-mapped pages.
+
+        Do not write to it; copy what outlives `release`.
+        """
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         return self._file_of[name].tensor(name)
 
     def find(self, weight_spec: WeightSpec) -> str:
-        """The name under which `weight_spec` is stored. Raises CheckpointError."""
+        """Return the name under which `weight_spec` is stored. Raises CheckpointError."""
         for name in weight_spec.names:
             if name in self._file_of:
                 self._check(name, weight_spec)
@@ -76,18 +79,18 @@ class Checkpoint:
         )
 
     def load(self, weight_spec: WeightSpec) -> Tensor:
-        """As `get`; of fp8 blocks a float32 copy."""
+        """Return the tensor as `get`, or a dequantised float32 copy of fp8 blocks."""
         stored, scale = self.stored(weight_spec)
         return stored if scale is None else dequantize_fp8_blocks(stored, scale)
 
     def stored(self, weight_spec: WeightSpec) -> tuple[Tensor, Tensor | None]:
-        """As `get`, with what blocks of fp8 are multiplied by; None: it is not of fp8."""
+        """Return the tensor as `get`, and the scales of fp8 blocks or None."""
         name = self.find(weight_spec)
         is_fp8 = self.entry(name).dtype == _FP8
         return self.get(name), self.get(f"{name}_scale_inv") if is_fp8 else None
 
     def release(self) -> None:
-        """Gives the pages read so far back to the kernel, so that resident memory stays bounded."""
+        """Release the pages read so far, so that resident memory stays bounded."""
         for file in set(self._file_of.values()):
             file.release()
 
@@ -108,7 +111,7 @@ class Checkpoint:
             )
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        """An fp8 matrix has a scale for each of its blocks."""
+        """Check that an fp8 matrix has a scale for each of its blocks."""
         scales = WeightSpec((f"{name}_scale_inv",), tuple(-(-size // FP8_BLOCK) for size in shape))
         entry = self.entry(self.find(scales))
         if entry.dtype not in _LOADABLE:
@@ -139,11 +142,10 @@ class Checkpoint:
 
 
 def check_checkpoint(folder: Path) -> ModelSpec:
-    """The spec of a folder whose every needed tensor is there with the right shape and dtype, and
-    which has no others (models/weights/checkpoint.py).
+    """Return the spec of a folder after checking that it holds exactly the needed tensors.
 
-    Reads config.json, the index and the shard headers only. Raises CheckpointError: one line that
-    names file, tensor or field, and what to change.
+    Names, shapes and dtypes are checked; only config.json, the index and shard headers are read.
+    Raises CheckpointError: one line that names file, tensor or field, and the remedy.
     """
     spec = read_spec(folder)
     checkpoint = Checkpoint(folder)
@@ -185,7 +187,7 @@ def fused_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> W
 
 
 def resolve_dtype(spec: ModelSpec, dtype: Literal["auto", "bfloat16", "float32"]) -> torch.dtype:
-    """The dtype to compute in. auto: as stored, and float32 for float16 (bfloat16 would round)."""
+    """Return the compute dtype. auto: as stored, but float32 for float16 (bfloat16 would round)."""
     if dtype == "auto":
         return torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
     return torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -210,23 +212,22 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 _FP8_SCALE = "_scale_inv"
-_INVERSE_FREQUENCIES = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # we make them of config.json
+_INVERSE_FREQUENCIES = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from config.json
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def refuse_unread(
     folder: Path, spec: ModelSpec, stored: Collection[str], read: Collection[str]
 ) -> None:
-    """Raises CheckpointError: one line with the number of tensors that are stored and not read,
-    and the first of them."""
+    """Raise CheckpointError for stored tensors that are not read."""
     unread = sorted(
         name for name in stored if name not in read and not _is_ignorable(spec, name, read)
     )
     if unread:
         others = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise CheckpointError(
-            f"{folder}: tensor {unread[0]}{others} in the checkpoint would be left out of a"
-            f" {spec.architecture} as config.json describes it, and the answers would be wrong;"
+            f"{folder}: tensor {unread[0]}{others} in the checkpoint is not part of the"
+            f" {spec.architecture} that config.json describes, and answers would be wrong;"
             " use the config.json that belongs to these weights"
         )
 

@@ -1,8 +1,9 @@
-"""Which tensors a decoder needs, by role, with the shapes its spec implies.
+"""Tensors of a decoder by role, with the shapes that its spec implies.
 
-Loading and the header check both read this table, so that what is checked is what is loaded.
-Shapes: D model dim, F expert FFN dim, E experts, V vocabulary, H query heads, G KV heads,
-d head dim.
+Loading and the header check use the same table, so that all loaded tensors are checked.
+
+Shapes: D model dim, F expert FFN dim, E experts, V vocabulary, H query heads, G KV heads, d head
+dim.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from models.spec.model import ModelSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A tensor by its possible names (the first that exists is meant) and its shape.
+    """A tensor's possible names (the first that exists counts) and its shape.
 
-    float32: it is held so, whatever the model's dtype. packed: it is stored as bytes.
+    float32: loaded as float32 for any model dtype. packed: stored as bytes.
     """
 
     names: tuple[str, ...]
@@ -34,7 +35,7 @@ WeightSpecs = dict[str, WeightSpec]
 
 
 def outer_tensors(spec: ModelSpec) -> WeightSpecs:
-    """embed [V, D], final_norm [D] and, untied, head [V, D]."""
+    """Return embed [V, D], final_norm [D] and, untied, head [V, D]."""
     D, V = spec.hidden_size, spec.vocab_size
     weight_specs = {
         "embed": _one("model.embed_tokens.weight", V, D),
@@ -46,7 +47,7 @@ def outer_tensors(spec: ModelSpec) -> WeightSpecs:
 
 
 def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """attention_norm and mlp_norm [D] of a layer."""
+    """Return attention_norm and mlp_norm [D] of a layer."""
     at = f"model.layers.{layer}"
     return {
         "attention_norm": _one(f"{at}.input_layernorm.weight", spec.hidden_size),
@@ -55,7 +56,7 @@ def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """The projections q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
+    """Return q [H*d, D], k and v [G*d, D], o [D, H*d] of a layer, and their norms."""
     if spec.latent is not None:
         return _latent_tensors(spec, spec.latent, layer)
     at = f"model.layers.{layer}"
@@ -75,7 +76,7 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def attention_parameters(spec: ModelSpec) -> int:
-    """Elements of one layer's projections: multiply-adds of attention per token, context aside."""
+    """Return the elements of one layer's projections: multiply-adds per token without context."""
     weight_specs = attention_tensors(spec, 0).values()
     return sum(
         math.prod(weight_spec.shape) for weight_spec in weight_specs if len(weight_spec.shape) == 2
@@ -83,8 +84,11 @@ def attention_parameters(spec: ModelSpec) -> int:
 
 
 def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSpecs:
-    """kv_a [C, D] makes the cache entry (C = kv_rank + rope_dim), kv_b [H*(n+v), kv_rank] keys and
-    values of it; queries come of q [H*d, D], or of q_b [H*d, q_rank] after q_a [q_rank, D]."""
+    """Return the tensors of latent attention.
+
+    kv_a [C, D] makes the cache entry (C = kv_rank + rope_dim), kv_b [H*(n+v), kv_rank] its keys and
+    values; queries come from q [H*d, D], or from q_b [H*d, q_rank] after q_a [q_rank, D].
+    """
     at = f"model.layers.{layer}.self_attn"
     D, H, C = spec.hidden_size, spec.num_heads, latent.entry_dim
     values = H * latent.value_dim
@@ -109,12 +113,12 @@ def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSp
 
 
 def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """gate and up [F, D], down [D, F] of a dense layer's MLP."""
+    """Return gate and up [F, D], down [D, F] of a dense layer's MLP."""
     return _mlp_tensors(f"model.layers.{layer}.mlp", spec.hidden_size, spec.dense_ffn_size)
 
 
 def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """The same of a layer's shared experts, which are one MLP; nothing where there are none."""
+    """Return the tensors of a layer's shared experts, which are one MLP; empty without any."""
     at = spec.family.shared
     if at is None or not spec.is_moe(layer):
         return {}
@@ -130,7 +134,7 @@ def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
 
 
 def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """router [E, D] of a MoE layer, its bias and its correction bias [E] where it has them."""
+    """Return router [E, D] of a MoE layer, and its bias and correction bias [E] if it has them."""
     family, E = spec.family, spec.num_experts
     names = tuple(name.format(layer=layer) for name in family.router)
     weight_specs = {"router": WeightSpec(names, (E, spec.hidden_size), family.float32_router)}
@@ -143,7 +147,7 @@ def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> WeightSpecs:
-    """gate and up [F, D], down [D, F] of one expert that is stored singly."""
+    """Return gate and up [F, D], down [D, F] of one expert that is stored by itself."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
@@ -155,7 +159,7 @@ def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> WeightSpecs:
 
 
 def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """gate_up [E, 2F, D] and down [E, D, F] of a layer whose experts are stored fused."""
+    """Return gate_up [E, 2F, D] and down [E, D, F] of a layer whose experts are stored fused."""
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
@@ -166,7 +170,7 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def clamped_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """gate_up [E, D, 2F] (columns gate, up, gate, up ...), down [E, F, D], and their biases."""
+    """Return gate_up [E, D, 2F] (columns gate, up, gate, up ...), down [E, F, D], and biases."""
     at = f"model.layers.{layer}.mlp.experts"
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     return {
@@ -178,8 +182,11 @@ def clamped_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def packed_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """The same with MXFP4 matrices: rows of 32-element groups, one byte of exponent each, in blocks
-    of 16 bytes; gate_up [E, 2F, D] (rows in turns) and down [E, D, F], not transposed."""
+    """Return clamped experts with MXFP4 matrices, which are not transposed.
+
+    Rows are 32-element groups with one byte of exponent each, in blocks of 16 bytes; gate_up [E,
+    2F, D] (interleaved rows) and down [E, D, F].
+    """
     weight_specs = clamped_expert_tensors(spec, layer)
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     for role, rows, columns in (("gate_up", 2 * F, D), ("down", D, F)):
@@ -191,20 +198,20 @@ def packed_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def expert_elements(spec: ModelSpec) -> int:
-    """Elements of one expert of one layer."""
+    """Return the elements of one expert of one layer."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     return 3 * D * F + (0 if spec.clamp is None else 2 * F + D)
 
 
 def attention_half_tensors(spec: ModelSpec) -> Iterator[WeightSpec]:
-    """Everything an attention rank holds."""
+    """Return all tensors of an attention rank."""
     yield from outer_tensors(spec).values()
     for layer in range(spec.num_layers):
         yield from attention_half_layer(spec, layer)
 
 
 def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
-    """What it holds of one layer: all but the routed experts."""
+    """Return an attention rank's tensors of one layer: all except the routed experts."""
     mlp = router_tensors if spec.is_moe(layer) else dense_tensors
     for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
         yield from tensors(spec, layer).values()

@@ -1,7 +1,7 @@
-"""Copying checkpoint tensors into a rank's own memory, with progress.
+"""Copying of checkpoint tensors into a rank's memory, with progress.
 
-A rank's peak memory is its own weights plus the mapped pages of one layer: those are given back
-after each layer.
+A rank's peak memory is its own weights plus the mapped pages of one layer, which are released after
+each layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Progress = Callable[[int, int], None]
 
 
 class TensorSource(Protocol):
-    """Checkpoint, or whatever else has a model's tensors."""
+    """Source of a model's tensors, such as a checkpoint."""
 
     def load(self, weight_spec: WeightSpec) -> Tensor: ...
 
     def release(self) -> None:
-        """What was loaded so far has been copied."""
+        """Release memory after all loaded tensors have been copied."""
 
 
 class Loader:
@@ -49,7 +49,7 @@ class Loader:
         self._loaded_bytes = 0
 
     def load(self, *parts: WeightSpec) -> Tensor:
-        """The parts, one below the other in dim 0, as one new tensor."""
+        """Return the parts concatenated in dim 0 as one new tensor."""
         rows = sum(part.shape[0] for part in parts)
         whole = self.empty(rows, *parts[0].shape[1:], float32=parts[0].float32)
         first = 0
@@ -59,7 +59,7 @@ class Loader:
         return whole
 
     def linear(self, *parts: WeightSpec, bias: Sequence[WeightSpec] = ()) -> PackedLinear:
-        """The product with the parts, one below the other, and their biases."""
+        """Return the product with the concatenated parts and biases."""
         return PackedLinear(self.load(*parts), self.load(*bias) if bias else None)
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
@@ -77,7 +77,7 @@ class Loader:
 
 
 def total_bytes(weight_specs: Iterable[WeightSpec], dtype: torch.dtype) -> int:
-    """Bytes of `weight_specs` once loaded as `dtype`."""
+    """Return the bytes of `weight_specs` once loaded as `dtype`."""
     return sum(
         math.prod(weight_spec.shape) * (torch.float32 if weight_spec.float32 else dtype).itemsize
         for weight_spec in weight_specs
@@ -87,7 +87,7 @@ def total_bytes(weight_specs: Iterable[WeightSpec], dtype: torch.dtype) -> int:
 def progress_line(
     label: str, stream: TextIO, *, clock: Clock = monotonic_s, every_s: float = 0.5
 ) -> Progress:
-    """A Progress that rewrites one line of `stream`, at most every `every_s` seconds."""
+    """Return a Progress that rewrites one line of `stream`, at most every `every_s` seconds."""
     last_s = clock() - every_s
 
     def show(loaded_bytes: int, whole_bytes: int) -> None:

@@ -34,7 +34,7 @@ from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_half import expert_sums
 from models.experts.expert_layout import ExpertLayout
-from models.experts.router import RoutedTokens, Router
+from models.experts.router import ExpertRouter, RoutedTokens
 from models.prediction.expert_predictor import (
     ExpertPredictor,
     Ids,
@@ -381,7 +381,7 @@ def test_router_reweighs_its_own_choice_identically(
         assert torch.equal(again.topk_weights_TK, routed.topk_weights_TK)
 
 
-def _router(half: AttentionHalf, layer: int) -> Router:
+def _router(half: AttentionHalf, layer: int) -> ExpertRouter:
     router = half.router(layer)
     assert router is not None
     return router

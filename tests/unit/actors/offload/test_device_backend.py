@@ -301,7 +301,7 @@ def test_requested_experts_are_copied_before_predicted_ones(opened: Callable[...
             "a hint that is wanted is a demand"
         )
         for each in (request, request_hinted):
-            backend._cache.drop(each)
+            backend._cache.cancel(each)
         backend._cache.forget_hints("somebody")
 
 

@@ -55,7 +55,7 @@ def test_slot_holds_checkpoint_weights(layout: ExpertLayout, tmp_path: Path) -> 
             host.expert(layer, expert), held.slots.memory(slot).pieces, strict=True
         ):
             assert torch.equal(stored, there)
-    held.cache.drop(request)
+    held.cache.cancel(request)
     held.cache.check()
     for closed in (held, held, host, host):
         closed.close()

@@ -59,7 +59,7 @@ class Rig:
             taken = self.cache.acquire(request, dict.fromkeys(experts, 1), 1)
             for expert, slot in taken:
                 found[expert] = list(map(bytes, self.cache._memory[slot]))
-            self.cache.done(request, taken)
+            self.cache.complete(request, taken)
             if not taken:
                 self.cache.wait(0.05)
         return found
@@ -157,7 +157,7 @@ def test_hung_reader_is_an_error_after_its_deadline(
     with pytest.raises(ChannelError, match=r"experts \[1, 2\] of layer 0 .*/records-.*0\.3 s"):
         rig.compute(0, [1, 2])
     assert monotonic_s() - start_s < 10.0
-    rig.cache.drop(rig.cache._requests[0])
+    rig.cache.cancel(rig.cache._requests[0])
     rig.cache.check()
     rig.tier._process.send_signal(signal.SIGCONT)
     end_s = monotonic_s() + DEADLINE_S

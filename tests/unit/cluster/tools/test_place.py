@@ -117,7 +117,7 @@ def _no_expert(tensors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_few, "300 tokens, which say too little"),
+        (_few, "300 tokens; at least"),
         (_other_tokenizer, "tokenizer"),
         (_no_counts, "without counts"),
         (_no_expert, "paths"),

@@ -51,7 +51,7 @@ class FakeTier:
     def room(self) -> int:
         return ROOM - len(self._requests) - len(self._ended)
 
-    def read(self, layer: int, expert: int, part: int, urgency: int) -> int:
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
         assert self.room > 0
         self._tickets += 1
         self._requests[self._tickets] = urgency, layer, expert, part
@@ -145,7 +145,7 @@ def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[i
             assert all(set(tensor) == {number_of(request.layer, expert)} for tensor in memory)
             order.append(expert)
         if acquired:
-            cache.done(request, acquired)
+            cache.complete(request, acquired)
         else:
             cache.wait(0.05)
     return order
@@ -186,7 +186,7 @@ def test_what_has_come_is_computed_with_while_the_rest_is_read(layout: ExpertLay
     assert request.is_ready
     acquired = cache.acquire(request, PAIRS, 9)
     assert [expert for expert, _ in acquired] == [1]
-    cache.done(request, acquired)
+    cache.complete(request, acquired)
     assert not request.is_ready
     tier.allowed = 2 * PARTS
     assert sorted(compute(cache, request)) == [0, 2]
@@ -202,13 +202,13 @@ def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
     request = cache.request(0, range(EXPERTS), LS)
     first = cache.acquire(request, PAIRS, 9)
     assert [expert for expert, _ in first] == [1]
-    cache.done(request, first)
+    cache.complete(request, first)
     tier.allowed = 1000
     cache.wait(0.0)
     runs = []
     while request.left:
         runs.append(cache.acquire(request, PAIRS, 9))
-        cache.done(request, runs[-1])
+        cache.complete(request, runs[-1])
     assert [[expert for expert, _ in run] for run in runs] == [[0], [2, 3]]
 
 
@@ -357,7 +357,7 @@ def test_unreadable_expert_fails_only_its_requests(
     bad, good = cache.request(0, [0, 1], LS), cache.request(2, [1], LS)
     with pytest.raises(ChannelError, match="expert 1 of layer 0: it is broken"):
         compute(cache, bad)
-    cache.drop(bad)
+    cache.cancel(bad)
     assert compute(cache, good) == [1]
     tier.broken.clear()
     assert compute(cache, cache.request(0, [1], LS)) == [1], "it is tried again for the next one"
@@ -371,7 +371,7 @@ def test_stalled_tier_is_named_after_timeout(layout: ExpertLayout) -> None:
     with pytest.raises(ChannelError, match=r"experts \[2, 3\] of layer 1 .* from the disk"):
         compute(cache, request)
     assert monotonic_s() - start_s < 10.0
-    cache.drop(request)
+    cache.cancel(request)
     tier.allowed = 1000
     cache.wait(0.0)
     cache.check()
@@ -411,10 +411,10 @@ def test_any_hints_wants_and_drops_end_with_what_was_wanted(
             tier.allowed += len(experts)
             cache.wait(0.0)
         elif requests and what == "drop":
-            cache.drop(requests.pop(layer % len(requests)))
+            cache.cancel(requests.pop(layer % len(requests)))
         elif requests:
             request = requests[layer % len(requests)]
-            cache.done(request, cache.acquire(request, PAIRS, 1))
+            cache.complete(request, cache.acquire(request, PAIRS, 1))
         cache.check()
     tier.allowed = 1_000_000
     for _ in range(1000):  # whoever can go on does, as in the executor
@@ -422,6 +422,6 @@ def test_any_hints_wants_and_drops_end_with_what_was_wanted(
             break
         cache.wait(0.0)
         for request in requests:
-            cache.done(request, cache.acquire(request, PAIRS, 2))
+            cache.complete(request, cache.acquire(request, PAIRS, 2))
         cache.check()
     assert not any(request.left for request in requests)

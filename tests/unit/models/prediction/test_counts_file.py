@@ -57,7 +57,7 @@ def test_counts_are_read_as_they_were_written(path: Path) -> None:
 def test_reader_reports_missing_part_of_profile(path: Path) -> None:
     counts = counts_of()
     counts.write(path)
-    with pytest.raises(CheckpointError, match="a routing profile of counts alone"):
+    with pytest.raises(CheckpointError, match="a routing profile with counts but without predictors"):
         RoutingProfile.read(path, FOLDER, SPEC)
     predictor_profile = RoutingProfile.read(FOLDER / "routing.safetensors", FOLDER, SPEC)
     predictor_profile.write(path, FOLDER)
@@ -177,7 +177,7 @@ def another_checkpoint(arrays: CountArrays) -> None:
     ("damage", "named"),
     [
         (negative, "load.0: a count is negative"),
-        (not_the_load, "together.0: is not of load.0"),
+        (not_the_load, "together.0: differs from load.0"),
         (too_many, "load.0: 1200 tokens have 2400 experts"),
         (floats, r"load.0: F32 \[16\], expected I64"),
         (not_symmetric, "together.0: is not symmetric"),
@@ -186,13 +186,13 @@ def another_checkpoint(arrays: CountArrays) -> None:
         (never_seen, "pairs.4: a pair was seen less than once"),
         (twice_the_same, "pairs.4: pairs are not in ascending order"),
         (no_expert, "paths: not all are of 16 experts"),
-        (expert_twice, "paths: an expert is there twice"),
+        (expert_twice, "paths: an expert appears twice"),
         (path_beyond_vocabulary, "path_ids: a token id is not one"),
         (path_before_none, "path_ids: a token id is not one"),
         (set_not_ascending, "sets.0: a set is not in ascending order"),
-        (set_too_often, "times.0: is not of 1200 tokens"),
+        (set_too_often, "times.0: does not fit 1200 tokens"),
         (short_by_less, "short.0: a count is negative"),
-        (of_no_tokens, "counted: -5 is no number of tokens"),
+        (of_no_tokens, "counted: -5 is not a token count"),
         (paths_without_ids, "path_ids: I32"),
         (a_layer_less, "pairs.4: missing"),
         (more_experts, "load.0: I64"),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
 from models.prediction.bounded_counts import BoundedCounts
-from models.prediction.path_sample import PathSample, RoutingPaths, together
+from models.prediction.path_sample import PathSample, RoutingPaths, merge_samples
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import (
     COUNT_LIMITS,
@@ -98,7 +98,7 @@ def test_counts_of_another_model_do_not_add_up() -> None:
         ("checkpoint", dataclasses.replace(actual, checkpoint=b"x" * 32)),
         ("tokenizer", dataclasses.replace(actual, tokenizer=b"x" * 32)),
     ):
-        with pytest.raises(CheckpointError, match=f"of two {name}s do not add up"):
+        with pytest.raises(CheckpointError, match=f"of two {name}s cannot be merged"):
             actual.merge(other)
 
 
@@ -189,12 +189,12 @@ def test_every_token_is_as_likely_in_a_sample_as_any_other() -> None:
 
 def test_a_sum_of_samples_has_each_part_by_its_tokens() -> None:
     one, other = numbered(0, 100), numbered(1000, 100)
-    both = together(one, 9000, other, 1000, 100)
+    both = merge_samples(one, 9000, other, 1000, 100)
     assert len(both.ids_P2) == 100
     assert 80 <= (both.ids_P2[:, 0] < 1000).sum() <= 98
-    whole = together(numbered(0, 30), 30, numbered(1000, 20), 20, 100)
+    whole = merge_samples(numbered(0, 30), 30, numbered(1000, 20), 20, 100)
     assert len(whole.ids_P2) == 50
-    large = together(one, 3 * 10**9, other, 10**9, 100)
+    large = merge_samples(one, 3 * 10**9, other, 10**9, 100)
     assert 60 <= (large.ids_P2[:, 0] < 1000).sum() <= 90
 
 
