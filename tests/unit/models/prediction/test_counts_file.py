@@ -57,7 +57,9 @@ def test_counts_are_read_as_they_were_written(path: Path) -> None:
 def test_reader_reports_missing_part_of_profile(path: Path) -> None:
     counts = counts_of()
     counts.write(path)
-    with pytest.raises(CheckpointError, match="a routing profile with counts but without predictors"):
+    with pytest.raises(
+        CheckpointError, match="a routing profile with counts but without predictors"
+    ):
         RoutingProfile.read(path, FOLDER, SPEC)
     predictor_profile = RoutingProfile.read(FOLDER / "routing.safetensors", FOLDER, SPEC)
     predictor_profile.write(path, FOLDER)
