@@ -1,13 +1,13 @@
-"""A launcher takes up the ranks of one that has ended, or ends what it has left.
+"""Adoption of a previous launcher's ranks, or their removal.
 
-    ledger.py ─> rooms, actors ─> each says who it is ─> a Fleet under the same token
-            what is in no ledger ends, a change that was under way is gone on with (resizing.py)
-    no ledger, another launch or configuration, a room gone, a rank that is
-        somebody else ─> all that bears the application's name ends: launch.py starts anew
-        a launcher that lives and says that it ends: Serve has deployed the application anew
-                      ─> its ranks are let alone, for they still answer what they have
+    FleetStore ─> placements, actors ─> each rank confirms its identity ─> Fleet with the same token
+            ranks not in the record are killed; a scale in progress resumes (resizing.py)
+    no record, another launch or configuration, a missing placement group,
+        a foreign rank ─> everything with the application's name is killed; launch.py starts anew
+    the previous launcher lives and is draining (redeployed by Serve)
+        ─> its ranks stay, because they still answer requests
 
-A rank that is gone or says nothing is the supervisor's business, as always.
+Lost and silent ranks are left to the supervisor.
 """
 
 from __future__ import annotations
@@ -46,35 +46,39 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.fleet")
 
-REPLY_TIMEOUT_S = 5.0  # for all ranks together to say who they are
-ENDING_S = 60.0  # for a launcher that lives to say that it ends, or to be gone
+REPLY_TIMEOUT_S = 5.0  # for the identities of all ranks
+ENDING_S = 60.0  # for a live launcher to report that it is draining, or to end
 _POLL_PERIOD_S = 0.2
 
 
-def adopt(config: TandemConfig, model_folder: str, ledger: FleetStore) -> Fleet | None:
-    """The fleet that another launcher of this application has left; None: there is none, and
-    nothing of it any more but what ends by itself."""
-    ending = _ending(ledger)
-    record = ledger.read()
+def adopt(config: TandemConfig, model_folder: str, store: FleetStore) -> Fleet | None:
+    """Return the fleet of a previous launcher of this application, or None if there is none.
+
+    On None nothing of the application is left, except what is draining by itself.
+    """
+    ending = _ending(store)
+    record = store.read()
     if record is not None:
         try:
-            kill_orphans(ledger.application, record.names)
-            groups = _groups(config, model_folder, record, ledger.application)
+            kill_orphans(store.application, record.names)
+            groups = _groups(config, model_folder, record, store.application)
             event(log, "fleet_adopted", logging.WARNING, ranks=sum(len(g.members) for g in groups))
             scrape_targets = create_scrape_targets(config)
-            return Fleet(record.token, groups, scrape_targets, config, ledger, record.scale)
+            return Fleet(record.token, groups, scrape_targets, config, store, record.scale)
         except (TandemError, RayError) as error:
             event(log, "fleet_adoption_failed", logging.ERROR, error=error)
-    kill_orphans(ledger.application, set() if ending is None else ending.names)
-    ledger.forget()
+    kill_orphans(store.application, set() if ending is None else ending.names)
+    store.forget()
     return None
 
 
-def _ending(ledger: FleetStore) -> FleetRecord | None:
-    """What a launcher that lives says it ends. One that says nothing is killed, or hangs: it is
-    waited for, and then taken for gone."""
+def _ending(store: FleetStore) -> FleetRecord | None:
+    """Return the record of a live launcher that is draining.
+
+    Waits for a launcher that does not state it; after ENDING_S it counts as dead.
+    """
     end_s = time.monotonic() + ENDING_S
-    while (record := ledger.other()) is not None and time.monotonic() < end_s:
+    while (record := store.other()) is not None and time.monotonic() < end_s:
         if record.is_ending:
             event(
                 log,
@@ -87,8 +91,7 @@ def _ending(ledger: FleetStore) -> FleetRecord | None:
 
 
 def kill_orphans(application: str, kept: Collection[str] = ()) -> None:
-    """Ends every rank of an application, and gives back all room that it has taken. kept: names of
-    those that stay."""
+    """Kill all ranks of an application and release its placement groups, except names in `kept`."""
     prefix = f"{application}/"
 
     def is_orphan(name: str) -> bool:
@@ -97,7 +100,7 @@ def kill_orphans(application: str, kept: Collection[str] = ()) -> None:
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == NAMESPACE and is_orphan(actor["name"]):
             event(log, "orphan_killed", logging.WARNING, name=actor["name"])
-            with contextlib.suppress(ValueError):  # it has ended by itself meanwhile
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
                 ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
     for id, room in ray.util.placement_group_table().items():
         if is_orphan(room["name"]) and room["state"] != "REMOVED":
@@ -109,7 +112,10 @@ def kill_orphans(application: str, kept: Collection[str] = ()) -> None:
 def _groups(
     config: TandemConfig, model_folder: str, record: FleetRecord, application: str
 ) -> list[RankGroup]:
-    """Raises LaunchError for a rank that is somebody else, ResourceError for room that is gone."""
+    """Restore the groups.
+
+    Raises LaunchError for a foreign rank, ResourceError for a lost placement.
+    """
     used = {entry.room for group in record.groups for entry in group.ranks}
     rooms: dict[str, RankPlacement] = {}
     for room in record.rooms:
@@ -141,8 +147,10 @@ def _group(
 
 
 def _member(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member:
-    """In the place of one whose actor is gone: a process that knows nothing. It says so when it is
-    asked for its status, and is replaced."""
+    """Restore a rank.
+
+    If its actor is dead, start an empty process there; supervision replaces it.
+    """
     found = _found(entry, rooms)
     if found is not None:
         return found
@@ -151,7 +159,7 @@ def _member(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member:
 
 
 def _found(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member | None:
-    """None: its actor is gone."""
+    """Return the member, or None if its actor is dead."""
     try:
         actor = ray.get_actor(entry.actor, namespace=NAMESPACE)
     except ValueError:
@@ -161,8 +169,7 @@ def _found(entry: RankRecord, rooms: dict[str, RankPlacement]) -> Member | None:
 
 
 def _check_identities(members: list[Member], token: bytes) -> None:
-    """Raises LaunchError for one who is somebody else. Who does not answer is asked again by the
-    supervisor."""
+    """Raise LaunchError for a foreign rank. Silent ranks are left to the supervisor."""
     pending = [(member, member.handle.call("identity")) for member in members]
     digest = hashlib.sha256(token).digest()
     end_s = time.monotonic() + REPLY_TIMEOUT_S

@@ -1,11 +1,7 @@
-"""More prefill workers while they are full, and fewer again: what
-`planner/scheduling/prefill_scaling.py` decides, done.
+"""Number of prefill workers by load: executes decisions of `planner/scheduling/prefill_scaling.py`.
 
-start ── room for one more ─ prepare ─ start ─> in the directory: routers find it
-end   ── out of the directory ─> routers send it nothing more ─ it answers what it has ─> stopped
-
-A router that has not looked yet sends to a worker that ends: it sees its connection close, and the
-request goes to another, as after a loss. One step at a time, on a thread of its own.
+A router that has not yet seen the removal of a worker loses its connection and retries elsewhere.
+One step at a time, on a separate thread. Steps: `membership.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ POLL_PERIOD_S = 0.5
 
 
 class Autoscaler:
-    """Of one group of prefill workers, from `start` to `close`."""
+    """Autoscaler of one group of prefill workers, from `start` to `close`."""
 
     def __init__(self, group: RankGroup, config: TandemConfig) -> None:
         self._group, self._config = group, config
@@ -45,7 +41,7 @@ class Autoscaler:
         self._thread.start()
 
     def keep(self, least: int) -> None:
-        """So many workers at any rate, from now on."""
+        """Set the minimum number of workers."""
         self._policy.least = least
 
     def close(self, timeout_s: float) -> None:
@@ -54,7 +50,7 @@ class Autoscaler:
             self._thread.join(timeout_s)
 
     def poll(self, now_s: float) -> None:
-        """Once: takes at most one step, which may take minutes."""
+        """Take at most one step, which may take minutes."""
         members = list(self._group.members)
         utilizations = [utilization_of(member.status) for member in members]
         known = [utilization for utilization in utilizations if utilization is not None]
@@ -76,17 +72,20 @@ class Autoscaler:
                 self._closing.wait(self._config.scaling.look_back_period_s)
 
     def _add(self, workers: int) -> None:
-        """Raises what keeps it from starting; it has no room then."""
+        """Add a worker.
+
+        Raises the error that prevents its start; its placement is released then.
+        """
         event(
             log, "prefill_scale_up", workers=workers, utilization=round(self._policy.utilization, 2)
         )
-        # Of the memory that is left, an equal part for each that may still come.
+        # Equal parts of the remaining memory for all workers that may still be added.
         share = self._config.prefill_slots - workers
         config, closing = self._config, self._closing
         add_member(self._group, Group.PREFILL, workers, config, share=share, closing=closing)
 
     def _end(self, member: Member) -> None:
-        """It may go on answering for http.request_timeout_s; nobody waits for an answer longer."""
+        """Remove a worker; it may complete its requests for http.request_timeout_s."""
         event(
             log,
             "prefill_scale_down",
@@ -97,6 +96,6 @@ class Autoscaler:
 
 
 def utilization_of(status: RankStatus | None) -> float | None:
-    """Work of a worker's open requests over its saturation threshold. None: it has not said."""
+    """Return a worker's open work over its saturation threshold, or None if it has not reported."""
     work = status.sections.get("work") if status is not None else None
     return work["load"] / work["saturation"] if work and work.get("saturation") else None

@@ -1,5 +1,7 @@
-"""Configuration, directory and traces as bytes. Kept out of modules with Serve deployments:
-module-level msgspec codecs there cannot be pickled."""
+"""Configuration, directory and traces as bytes.
+
+Separate from modules with Serve deployments: module-level msgspec codecs there cannot be pickled.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from contracts.traces import TraceResponse
 
 
 class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
-    """Where attention ranks and prefill workers take requests, and the token they want."""
+    """Client addresses of attention ranks and prefill workers, and the token they require."""
 
     client_addresses: dict[str, str]
     prefill_addresses: dict[str, str]
@@ -25,7 +27,7 @@ class Directory(msgspec.Struct, frozen=True, kw_only=True, tag="directory"):
 
 
 class ScrapeTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A process. address: "host:port/path". group, rank, node: labels of all that it exports."""
+    """A process with metrics. address: "host:port/path". group, rank, node: its labels."""
 
     address: str
     group: str
@@ -34,13 +36,13 @@ class ScrapeTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
-    """Why there is no directory. A value, since Serve logs a traceback for what is raised."""
+    """Reason of a failed launch. A value, because Serve logs a traceback for exceptions."""
 
     error: str
     message: str
 
 
-# Made here: where two threads make the first one of a type at once, msgspec crashes.
+# At import: msgspec crashes if two threads create the first decoder of a type at once.
 _decode_config = msgspec.json.Decoder(TandemConfig).decode
 _decode_directory = msgspec.msgpack.Decoder(Directory | LaunchFailure).decode
 _decode_failure = msgspec.msgpack.Decoder(LaunchFailure).decode
@@ -79,7 +81,7 @@ def encode_failure(error: Exception) -> bytes:
 
 
 def decode_failure(body: bytes) -> TandemError:
-    """The error, to be raised again."""
+    """Return the error, to be raised."""
     return _error_of(_decode_failure(body))
 
 
@@ -100,14 +102,14 @@ def decode_wanted(body: bytes) -> ScaleTarget:
 
 
 def decode_scale(body: bytes, failure: bytes) -> ScaleState:
-    """Raises the TandemError that `failure` is, if it is one."""
+    """Decode a scale state. Raises the TandemError of a failure."""
     if failure:
         raise decode_failure(failure)
     return _decode_scale(body)
 
 
 def decode_directory(body: bytes) -> Directory:
-    """Raises the TandemError that kept the ranks from coming up."""
+    """Decode a directory. Raises the TandemError of a failed launch."""
     answer = _decode_directory(body)
     if isinstance(answer, Directory):
         return answer

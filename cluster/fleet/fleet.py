@@ -1,4 +1,4 @@
-"""All ranks that run, of both pipelines: where they are, what they say, how they end."""
+"""All running ranks of both pipelines: addresses, status, scaling and shutdown."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ log = logging.getLogger("tandem.fleet")
 
 
 class Fleet:
-    """Supervised from the start. Any thread may ask; `close` ends it. scraped: is told of every
-    process that has metrics."""
+    """Supervised ranks, from construction to `close`. Thread-safe."""
 
     def __init__(
         self,
@@ -44,14 +43,17 @@ class Fleet:
         groups: Sequence[RankGroup],
         scrape_targets: ScrapeTargets | None = None,
         config: TandemConfig | None = None,
-        ledger: FleetStore | None = None,
+        store: FleetStore | None = None,
         kept: ScaleCheckpoint | None = None,
     ) -> None:
-        """config: what they were launched with, where their number may change. ledger: where the
-        ranks are written down, now and whenever one comes, goes or is replaced. kept: of whoever
-        had them before, which is gone on with."""
-        self._token, self._ledger, self._all_groups = token, ledger, groups
-        self._store_lock = threading.Lock()  # guards the ledger
+        """Supervise `groups` and record them for adoption.
+
+        config: configuration of the launch, if the number of ranks can change.
+        store: record for a launcher that adopts the ranks.
+        kept: scaling state of the previous launcher, which is resumed.
+        """
+        self._token, self._store, self._all_groups = token, store, groups
+        self._store_lock = threading.Lock()  # guards the store
         self._resizer: Resizer | None = None
         self._scalers: list[Autoscaler] = []
         if config is not None:
@@ -59,7 +61,7 @@ class Fleet:
                 workers = [group for group in groups if group.kind is Group.PREFILL]
                 self._scalers = [Autoscaler(group, config) for group in workers]
             self._resizer = Resizer(groups, config, self._scalers, self._save_record)
-        if kept is None:  # else they are written down as they are
+        if kept is None:  # else the record is current
             self._save_record()
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
         self._telemetry = Telemetry()
@@ -77,7 +79,7 @@ class Fleet:
 
     @property
     def directory(self) -> Directory:
-        """Where the ranks are now."""
+        """Current addresses of the ranks."""
         generating = [group for group in self._groups if group.kind is not Group.PREFILL]
         return Directory(
             client_addresses=_addresses(generating),
@@ -90,38 +92,40 @@ class Fleet:
 
     @property
     def beyond_repair(self) -> str:
-        """Why a pipeline can serve no more; empty: all can."""
+        """Reason that a pipeline cannot serve any more; empty if all can."""
         return next((group.beyond_repair for group in self._groups if group.beyond_repair), "")
 
     def replace(self, suspects: Mapping[str, str]) -> None:
-        """Replaces the prefill workers at these client addresses, for these reasons."""
+        """Replace the prefill workers at these client addresses, for the given reasons."""
         for group in self._prefill:
             group.suspect(suspects)
 
     def scale(self, requested: ScaleTarget) -> ScaleState:
-        """Begins to make the ranks as many as wanted. Raises as `Resizer.begin`."""
+        """Start to change the number of ranks. Raises the errors of `Resizer.begin`."""
         if self._resizer is None:
             raise RequestError("the ranks of this server are as many as they are", None)
         return self._resizer.begin(requested)
 
     @property
     def scale_state(self) -> ScaleState:
-        """How far that has come."""
+        """Progress of the last scale."""
         return ScaleState() if self._resizer is None else self._resizer.state
 
     def status(self, timeout_s: float) -> list[RankStatus]:
-        """What each rank says of itself (the planner is none); one that does not answer is
-        unhealthy."""
+        """Return the status of each rank except the planner.
+
+        A rank that does not answer is unhealthy.
+        """
         answers = []
         for member, future in self._call_all("status", self._groups):
             try:
                 answers.append(future.result(timeout_s))
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is that rank's state
+            except Exception as error:  # noqa: BLE001 - any error is the status of that rank
                 answers.append(RankStatus(name=member.name, healthy=False, reason=str(error)))
         return answers
 
     def metrics(self, timeout_s: float) -> list[str]:
-        """Prometheus text of each process that answers, and of their launcher."""
+        """Return the Prometheus text of each process that answers, and of the launcher."""
         texts: list[str] = []
         for member, future in self._call_all("metrics", self._all_groups):
             try:
@@ -132,32 +136,33 @@ class Fleet:
         return [*texts, self._telemetry.exposition()]
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
-        """Recorded by all ranks, in order of their start. Raises what a rank raises."""
+        """Return the recorded spans of all ranks in order of their start. Raises a rank's error."""
         pending = self._call_all("spans", self._groups)
         spans = [span for _, future in pending for span in future.result(timeout_s)]
         return sorted(spans, key=lambda span: span.start_s)
 
     def trace(self, seconds: float, since_s: float, first_pid: int) -> TraceResponse:
-        """Of all ranks and the planner, since then. seconds: how long ago that is; 0: their clocks
-        alone."""
+        """Return the spans of all ranks and the planner since `since_s`.
+
+        seconds: age of `since_s`; 0: clocks only.
+        """
         members = [member for group in self._all_groups for member in group.members]
         found = gather_traces(members, since_s, monotonic_s, spans=seconds > 0)
         return trace_answer(found, seconds, first_pid)
 
     def pin_plan(self, plan: Plan | None, timeout_s: float) -> None:
-        """The plan of all batches from now on; None: one is chosen for each."""
+        """Use this plan for all batches from now on; None: choose per batch."""
         for _, future in self._call_all("pin_plan", self._groups, plan):
             future.result(timeout_s)
 
     def block_adoption(self) -> None:
-        """From now on no other launcher may take these ranks over."""
-        if self._ledger is not None:
+        """Prevent other launchers from adopting these ranks."""
+        if self._store is not None:
             with self._store_lock:
-                self._ledger.end()
+                self._store.end()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends scaling and supervision, then the loops in order, then the actors; gives the
-        resources back."""
+        """Stop scaling and supervision, then ranks in order; kill actors and release placements."""
         if self._resizer is not None:
             self._resizer.close(timeout_s)
         for scaler in self._scalers:
@@ -168,18 +173,18 @@ class Fleet:
         for member, future in self._call_all("stop", self._all_groups):
             try:
                 future.result(timeout_s)
-            except Exception as error:  # noqa: BLE001 - it is killed next, whatever it answers
+            except Exception as error:  # noqa: BLE001 - it is killed next in any case
                 name = member.name
                 event(log, "rank_stop_failed", logging.WARNING, name=name, error=error)
             kill_all([member.handle])
         places = [member.place.placed for group in self._all_groups for member in group.members]
         for placed in {id(placed): placed for placed in places}.values():
             placed.release()
-        if self._ledger is not None:
-            self._ledger.leave()
+        if self._store is not None:
+            self._store.leave()
 
     def _register_metrics(self) -> None:
-        """What the launcher alone knows, read at each scrape."""
+        """Register the launcher's own values, read at each scrape."""
         read = self._telemetry.read
         self._telemetry.read_each(metrics.RANK_UP, self._up)
         for group in self._all_groups:
@@ -189,7 +194,7 @@ class Fleet:
             read(metrics.RANK_RESTARTS, name, of=restarts)
 
     def _up(self) -> dict[tuple[str, ...], float]:
-        """By group and rank, of those that there are now."""
+        """Return whether each current rank is up, by group and name."""
         members = [member for group in self._all_groups for member in group.members]
         return {(member.spec.group, member.name): float(member.is_up) for member in members}
 
@@ -200,12 +205,12 @@ class Fleet:
             self.scrape_targets.update(self._all_groups)
 
     def _save_record(self) -> None:
-        """For a launcher that takes over. From any thread."""
-        if self._ledger is None:
+        """Record the state for a launcher that adopts the ranks. Thread-safe."""
+        if self._store is None:
             return
         with self._store_lock:
             kept = None if self._resizer is None else self._resizer.kept
-            self._ledger.write(self._token, self._all_groups, kept)
+            self._store.write(self._token, self._all_groups, kept)
 
     @property
     def _prefill(self) -> list[RankGroup]:
@@ -215,7 +220,7 @@ class Fleet:
     def _call_all(
         method: str, groups: Sequence[RankGroup], *arguments: Any
     ) -> list[tuple[Member, Future[Any]]]:
-        """The same of all their ranks at once."""
+        """Call a method of all ranks at once."""
         members = [member for group in groups for member in group.members]
         return [(member, member.handle.call(method, *arguments)) for member in members]
 

@@ -1,4 +1,4 @@
-"""What a launcher writes down of its ranks, in Ray's GCS, for another one to take them over."""
+"""Record of a launcher's ranks in Ray's GCS, for adoption by its successor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMESPACE = b"tandem"
 
 
 class RoomRecord(msgspec.Struct, frozen=True):
-    """A placement group, by its name."""
+    """A placement group."""
 
     name: str
     device: str
@@ -36,7 +36,7 @@ class RoomRecord(msgspec.Struct, frozen=True):
 
 
 class RankRecord(msgspec.Struct, frozen=True):
-    """A rank. actor: its name in Ray. room, bundle: where it runs."""
+    """A rank. actor: its name in Ray. room, bundle: its place."""
 
     spec: RankSpec
     ready: RankReady
@@ -46,7 +46,7 @@ class RankRecord(msgspec.Struct, frozen=True):
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
-    """leaving: those that are none any more, and have not ended."""
+    """A group. draining: removed members that have not ended."""
 
     epoch: int
     backend: str
@@ -55,9 +55,11 @@ class GroupRecord(msgspec.Struct, frozen=True):
 
 
 class FleetRecord(msgspec.Struct, frozen=True):
-    """config: a digest of what the ranks were launched with. scale: the last change of their
-    number, which may be under way. writer: their launcher, as it says where it is. is_ending: it
-    ends, and they with it, once they have answered what they have."""
+    """Record of all ranks.
+
+    config: digest of the launch configuration. scale: the last change of the number of ranks.
+    writer: process identity of the launcher. is_ending: the launcher drains its ranks and ends.
+    """
 
     launch_id: str
     config: bytes
@@ -70,13 +72,13 @@ class FleetRecord(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> set[str]:
-        """In Ray, of all rooms and actors."""
+        """Names of all placement groups and actors in Ray."""
         actors = {one.actor for group in self.groups for one in (*group.ranks, *group.draining)}
         return actors | {room.name for room in self.rooms}
 
 
 class FleetStore:
-    """Of one application, for one thread at a time. launch_id: of whoever deployed it."""
+    """Store of one application, for one thread at a time. launch_id: id of the deployment."""
 
     def __init__(self, application: str, launch_id: str, config: TandemConfig) -> None:
         self.application, self.launch_id = application, launch_id
@@ -89,8 +91,10 @@ class FleetStore:
     def write(
         self, token: bytes, groups: Sequence[RankGroup], scale: ScaleCheckpoint | None = None
     ) -> None:
-        """What is there now; without effect where nothing has changed since the last time, and
-        after `end`. scale: None: nothing was ever changed."""
+        """Write the current state, if it has changed and `end` was not called.
+
+        scale None: never scaled.
+        """
         body = msgspec.msgpack.encode(self._record(token, groups, scale or ScaleCheckpoint()))
         if body != self._written and not self._is_ending:
             _internal_kv_put(self._key, body, namespace=_NAMESPACE)
@@ -113,8 +117,7 @@ class FleetStore:
         )
 
     def end(self) -> None:
-        """Nobody takes over what was written: its launcher ends, and what it has with it. It writes
-        nothing more."""
+        """Mark the record as ending, so that no launcher adopts it. Later writes have no effect."""
         self._is_ending = True
         record = self.latest()
         if record is not None and not self._is_others(record):
@@ -122,13 +125,12 @@ class FleetStore:
             _internal_kv_put(self._key, msgspec.msgpack.encode(ending), namespace=_NAMESPACE)
 
     def other(self) -> FleetRecord | None:
-        """Of a launcher that lives, and is not this process."""
+        """Return the record of another live launcher."""
         record = self.latest()
         return record if record is not None and self._is_others(record) else None
 
     def read(self) -> FleetRecord | None:
-        """What was written last, if another launcher of this launch and configuration can go on
-        with it."""
+        """Return the record if it belongs to this launch and configuration and can be adopted."""
         record = self.latest()
         if record is None or record.is_ending:
             return None
@@ -136,18 +138,18 @@ class FleetStore:
         return record if fits else None
 
     def latest(self) -> FleetRecord | None:
-        """What was written last, by whom ever."""
+        """Return the last record of any launcher."""
         body = _internal_kv_get(self._key, namespace=_NAMESPACE)
         if body is None:
             return None
         try:
             return msgspec.msgpack.decode(body, type=FleetRecord)
         except msgspec.DecodeError as error:
-            event(log, "ledger_read_failed", logging.WARNING, error=error)
+            event(log, "fleet_record_read_failed", logging.WARNING, error=error)
             return None
 
     def leave(self) -> None:
-        """What is written is forgotten, unless another launcher has written it."""
+        """Delete the record, unless another launcher wrote it."""
         record = self.latest()
         if record is None or record.writer == self._writer:
             self.forget()
@@ -160,7 +162,7 @@ class FleetStore:
 
 
 def _group_entry(group: RankGroup) -> GroupRecord:
-    ranks = group.members  # before those that leave: nobody is missing then
+    ranks = group.members  # read before `draining`: no rank is missed then
     draining = [one for one in group.draining if one not in ranks]
     return GroupRecord(
         group.epoch,
@@ -176,7 +178,7 @@ def _entry(member: Member) -> RankRecord:
 
 
 def restore_placement(room: RoomRecord, application: str) -> RankPlacement:
-    """Raises ResourceError if it is gone."""
+    """Return the placement of a record. Raises ResourceError if the placement group is gone."""
     try:
         found = ray.util.get_placement_group(room.name)
     except ValueError:

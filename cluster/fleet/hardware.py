@@ -1,4 +1,4 @@
-"""Hardware by file, by the name of one that comes with the package, or by its fields."""
+"""Hardware profiles by file, by the name of a bundled one, or by their fields."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FOLDER = Path(__file__).resolve().parent / "hardware_files"
 
 
 def known_hardware() -> list[str]:
-    """Names of the hardware files in the package."""
+    """Return the names of the bundled hardware files."""
     return sorted(path.stem for path in _FOLDER.glob("*.json"))
 
 
 def load_hardware(given: str | dict[str, Any]) -> Hardware:
-    """Raises ConfigError."""
+    """Load a hardware profile. Raises ConfigError."""
     if isinstance(given, dict):
         return struct_from(given, Hardware, "hardware")
     if given in known_hardware():
@@ -39,7 +39,7 @@ def load_hardware(given: str | dict[str, Any]) -> Hardware:
 
 
 def write_hardware(hardware: Hardware, path: Path) -> None:
-    """Raises ConfigError if `path` cannot be written."""
+    """Write a hardware profile. Raises ConfigError if `path` cannot be written."""
     body = msgspec.json.format(msgspec.json.encode(hardware), indent=1)
     try:
         path.write_bytes(body + b"\n")

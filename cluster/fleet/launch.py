@@ -1,7 +1,7 @@
-"""Starts all ranks of a configuration: the attention/expert group, the prefill workers, or both.
+"""Launch of all ranks of a configuration.
 
-A pipeline has a placement group, and its ranks are joined at once. The planner is joined with the
-attention and expert ranks, but is a group of its own: it is lost alone.
+Each pipeline has one placement group and is formed at once. The planner is formed with the
+attention and expert ranks but is a group of its own, because it is replaced alone.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ FIRST_EPOCH = 1
 PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
-def launch(config: TandemConfig, model_folder: str, ledger: FleetStore | None = None) -> Fleet:
-    """Starts all ranks on the Ray cluster that this process is connected to. ledger: where they are
-    written down, for they are to outlive this process; None: they end with it.
+def launch(config: TandemConfig, model_folder: str, store: FleetStore | None = None) -> Fleet:
+    """Start all ranks on the connected Ray cluster.
 
-    Raises ConfigError for a placement file that cannot be used, ResourceError, CheckpointError, or
-    as `launch_pipeline`; nothing is left running then."""
+    store: record of the ranks, which then outlive this process; None: they end with it.
+    Raises ConfigError for an invalid placement file, ResourceError, CheckpointError and the errors
+    of
+    `launch_pipeline`; nothing is left running then.
+    """
     token = new_token()
     folder = Path(model_folder)
     placements = configured_placements(config, folder, read_spec(folder))
     backend = config.channel.backend
     group_spec = GroupSpec(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
-    places = _place(config, "" if ledger is None else ledger.application)
+    places = _place(config, "" if store is None else store.application)
     with_kv = kv_ranks(places) + later_ranks(places, config)
-    with ThreadPoolExecutor(len(places)) as threads:  # each loads for most of the time
+    with ThreadPoolExecutor(len(places)) as threads:  # most of the time is loading
         launched = [threads.submit(launch_pipeline, group_spec, one, with_kv) for one in places]
     errors = [future.exception() for future in launched]
     groups = [
@@ -69,15 +71,17 @@ def launch(config: TandemConfig, model_folder: str, ledger: FleetStore | None = 
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups, create_scrape_targets(config), config, ledger)
+        return Fleet(token, groups, create_scrape_targets(config), config, store)
     if groups:
         Fleet(token, groups).close()
     raise error
 
 
 def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
-    """Room for each pipeline that is wanted; each must know of the other's ranks, which share its
-    nodes' memory. Raises ResourceError; no room is taken then."""
+    """Place each configured pipeline. Raises ResourceError; nothing is placed then.
+
+    Each pipeline needs the other's ranks, which share the memory of its nodes.
+    """
     available = ray.cluster_resources()
     device = resolve_device(config, available)
     check_resources(rank_requests(config, device), available)
@@ -96,11 +100,12 @@ def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
 def launch_pipeline(
     common: GroupSpec, placed: RankPlacement, with_kv: Counter[str]
 ) -> list[RankGroup]:
-    """Starts and joins ranks where they are `placed`. common: to all pipelines, with the backend
-    that is configured. with_kv: as `seat_ranks` takes it.
+    """Start and form the ranks of one placement.
 
-    Raises ConfigError for a hardware file that cannot be used, the first error of a rank, or
-    LaunchError at groups.ready_timeout_s; nothing is left running then, and no place is taken.
+    common: settings of all pipelines. with_kv: ranks with a KV pool per node, as for `seat_ranks`.
+
+    Raises ConfigError for an invalid hardware file, the first error of a rank, or LaunchError after
+    groups.ready_timeout_s; nothing is left running or placed then.
     """
     handles: list[RayRank] = []
     try:
@@ -129,7 +134,7 @@ def launch_pipeline(
 
 
 def _formation(common: GroupSpec, placed: RankPlacement) -> GroupSpec:
-    """With what depends on where the ranks are, and what the planner starts from."""
+    """Add the settings that depend on the nodes, and the planner's hardware profile."""
     config, hosts = common.config, [node.host for node in placed.nodes]
     name = config.planner.hardware
     plans = any(request.group is Group.PLANNER for request in placed.requests)

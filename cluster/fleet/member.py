@@ -1,4 +1,4 @@
-"""A rank's place in its group: who is in it now, whether he is of use, and how he is ended."""
+"""A rank's place in its group: the process in it, its health and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from contracts.ranks import RankReady, RankSpec, RankStatus
 log = logging.getLogger("tandem.fleet")
 
 CHECK_PERIOD_S = 0.25
-HUNG_AFTER_S = 3.0  # without an answer to `status`, which nothing that the rank does holds up
+HUNG_AFTER_S = 3.0  # without a reply to `status`, which is independent of the rank's loop
 
 
 class RankBundle(NamedTuple):
@@ -27,7 +27,7 @@ class RankBundle(NamedTuple):
     bundle: int
 
     def start(self) -> RayRank:
-        """As `RankPlacement.start`."""
+        """Start the process. See `RankPlacement.start`."""
         return self.placed.start(self.bundle)
 
     @property
@@ -36,18 +36,17 @@ class RankBundle(NamedTuple):
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether nobody else is placed with it: Ray takes no bundle out of a placement group."""
+        """True if the placement group has no other bundle. Ray cannot release a single bundle."""
         return len(self.placed.requests) == 1
 
     @property
     def needs(self) -> dict[str, float]:
-        """Ray resources."""
+        """Ray resources of the rank."""
         return self.placed.requests[self.bundle].resources
 
 
 class Member:
-    """replaced_for: why whoever is in it is being replaced; empty: he is not. status: what he has
-    said of himself last, if he has said anything."""
+    """A rank. replacement_reason: set while it is being replaced. status: the last one received."""
 
     def __init__(
         self, spec: RankSpec, place: RankBundle, handle: RayRank, ready: RankReady
@@ -56,7 +55,7 @@ class Member:
         self.assign(spec, handle, ready)
 
     def assign(self, spec: RankSpec, handle: RayRank, ready: RankReady) -> None:
-        """Puts another process in this place."""
+        """Assign a new process to this place."""
         self.spec, self.handle, self.ready = spec, handle, ready
         self.replacement_reason = ""
         self.status: RankStatus | None = None
@@ -70,17 +69,20 @@ class Member:
 
     @property
     def is_up(self) -> bool:
-        """Whether it was of use when it was last checked."""
+        """True if the last check found no problem."""
         return not self.replacement_reason and not self._problem
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
-        """Of whoever is in it now."""
+        """Call a method of the current process."""
         return self.handle.call(method, *arguments)
 
     def check(self, now_s: float, stalled_s: float) -> str:
-        """Why the rank is of no use, as far as is known; empty: it is of use. To be called every
-        CHECK_PERIOD_S or so, from one thread. stalled_s: how long the caller itself stood still
-        since the last time."""
+        """Return the rank's problem, or an empty string.
+
+        Called about every CHECK_PERIOD_S from one thread. stalled_s: time the caller itself was
+        stalled
+        since the last call.
+        """
         if self._status_call is None:
             self._status_call, self._status_called_s = self.handle.call("status"), now_s
         elif not self._status_call.done():
@@ -96,8 +98,10 @@ class Member:
         return self._problem
 
     def kill(self) -> None:
-        """Ray lets a process that hangs have five seconds to end by itself; one of this machine
-        need not."""
+        """Kill the process.
+
+        Ray gives a hung process five seconds; a local one is killed at once.
+        """
         try:
             if not kill_process(self.ready.process_identity):
                 event(log, "worker_process_not_found", name=self.name)

@@ -1,11 +1,11 @@
-"""One rank more, one rank fewer, while the others serve.
+"""Addition and removal of a single rank of a running group.
 
-start ── room ─ prepare ─ join the others ─ start ─> a member: in the directory, supervised
-end   ── out of the directory ─> routers send it nothing more ─ it ends what it has, or hands it
-         over ─> stopped; its room is given back
+add    ── place ─ prepare ─ connect to the others ─ start ─> member: in the directory, supervised
+remove ── out of the directory ─> no new requests ─ open ones are completed or resumed elsewhere
+          ─> stopped; its placement is released
 
-A rank of the launch shares its placement group with the others, and Ray takes no bundle out of one:
-its place is kept, and the next rank of its number starts there.
+A rank of the launch shares its placement group, and Ray cannot release a single bundle. Its place
+is kept for the next rank with its number.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ from contracts.ranks import DRAINED, Group, RankStatus, rank_name
 log = logging.getLogger("tandem.fleet")
 
 POLL_PERIOD_S = 0.5
-PROPAGATION_S = 3.0  # until every router has looked into the directory (rank_set.POLL_PERIOD_S)
+PROPAGATION_S = 3.0  # until every router has read the directory (rank_set.POLL_PERIOD_S)
 REPLY_TIMEOUT_S = 5.0
-LATE_S = 5.0  # beyond its time, for a rank that is in a long step
+LATE_S = 5.0  # grace period for a rank in a long step
 ON_ONE_NODE = ("shm", "ipc")
 
 
 def start_member(
     group: RankGroup, kind: Group, rank: int, config: TandemConfig, *, share: int
 ) -> Member:
-    """A rank of a kind that there is, which serves, and is in no group yet. share: of the memory
-    that is left it takes an equal part, of so many. Raises what keeps it from starting; it has no
-    room then."""
+    """Start a serving rank of an existing kind that is not yet in the group.
+
+    share: number of ranks that divide the remaining memory. Raises the error that prevents its
+    start;
+    its placement is released then.
+    """
     first = next(member for member in group.members if member.spec.group is kind)
     place = find_kept_place(group, kind, rank) or _new_place(first, rank, config)
     try:
@@ -61,8 +64,10 @@ def add_member(
     share: int,
     closing: threading.Event,
 ) -> float | None:
-    """`start_member`, and it is in the directory. Returns how many seconds that took; None: the
-    server ended meanwhile, and this rank with it."""
+    """Start a rank and add it to the directory.
+
+    Returns the seconds it took, or None if the server is closing; the rank is killed then.
+    """
     started_s = time.monotonic()
     member = start_member(group, kind, rank, config, share=share)
     if closing.is_set():
@@ -76,7 +81,7 @@ def add_member(
 
 
 def find_kept_place(group: RankGroup, kind: Group, rank: int) -> RankBundle | None:
-    """That of a rank of the launch that has gone."""
+    """Return the kept place of a removed rank of the launch."""
     present = (*group.members, *group.draining)
     taken = {(id(one.place.placed), one.place.bundle) for one in present}
     for placed in {id(one.place.placed): one.place.placed for one in group.members}.values():
@@ -88,7 +93,7 @@ def find_kept_place(group: RankGroup, kind: Group, rank: int) -> RankBundle | No
 
 
 def release_place(place: RankBundle) -> None:
-    """What is its own: a place among others stays theirs."""
+    """Release a placement group of its own; a shared one is kept."""
     if place.is_exclusive:
         place.placed.release()
 
@@ -116,7 +121,7 @@ def _start_rank(
             host=place.node.listen_host,
             ranks_on_node=share,
         )
-        alone = spec.group is Group.PREFILL  # it has all experts by itself
+        alone = spec.group is Group.PREFILL  # it needs no peers
         (ready,) = form_group(
             [spec],
             [handle],
@@ -134,7 +139,7 @@ def _start_rank(
 def remove_member(
     group: RankGroup, member: Member, within_s: float, closing: threading.Event
 ) -> None:
-    """It ends what it has within that time, or hands it over. closing: it ends at once."""
+    """Drain the rank within `timeout_s` and stop it. closing: stop it at once."""
     group.leave(member)
     finish_draining(group, member, within_s, closing)
 
@@ -142,7 +147,7 @@ def remove_member(
 def finish_draining(
     group: RankGroup, member: Member, within_s: float, closing: threading.Event
 ) -> None:
-    """Of one that is out of the directory, as `remove_member`."""
+    """Drain and stop a rank that is out of the directory already."""
     started_s = time.monotonic()
     if not member.replacement_reason:
         closing.wait(PROPAGATION_S)
@@ -158,7 +163,10 @@ def finish_draining(
 
 
 def _wait_drained(member: Member, until_s: float, closing: threading.Event) -> None:
-    """It may be lost meanwhile, or hang: then its requests go elsewhere as after any loss."""
+    """Wait until it is drained.
+
+    If it is lost or hangs, its requests are resumed as after any loss.
+    """
     within_s = max(0.0, until_s - time.monotonic())
     last_s = time.monotonic() + within_s + LATE_S
     leave_reply = member.handle.call("leave", within_s)

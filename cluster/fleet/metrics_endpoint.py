@@ -1,4 +1,4 @@
-"""A process that is no rank has its metrics scraped: an ingress, a bulk job."""
+"""Metrics exporter of processes that are not ranks: ingress and bulk job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RegisterTarget = Callable[[bytes], Awaitable[None]]  # Groups' `export`
 
 
 class MetricsEndpoint:
-    """Of one event loop. What keeps it from being scraped is logged; it works all the same."""
+    """Exporter on one event loop. Failures are logged and do not affect the process."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class MetricsEndpoint:
         name: str,
         register: RegisterTarget,
     ) -> None:
-        """tell: the launcher of the ranks."""
+        """Create the endpoint. notify: registers the target with the launcher."""
         self._config, self._group, self._name = config, group, name
         self._register = register
         self._telemetry = telemetry
@@ -42,7 +42,7 @@ class MetricsEndpoint:
         self._renewal: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Listens, and has the launcher of the ranks told so, now and again until it is closed."""
+        """Listen, and register with the launcher periodically until closed."""
         if not self._config.metrics.exporters:
             return
         try:
@@ -72,6 +72,6 @@ class MetricsEndpoint:
         while True:
             try:
                 await self._register(target)
-            except RayError as error:  # another launcher will come, or we shall go with this one
+            except RayError as error:  # a new launcher will follow, or this process ends too
                 event(log, "launcher_notify_failed", logging.WARNING, name=self._name, reason=error)
             await asyncio.sleep(RENEW_S)

@@ -1,4 +1,4 @@
-"""From `model.path` to a folder: the bundled checkpoint, a local folder, or a hub id."""
+"""Resolution of `model.path` to a folder: bundled checkpoint, local folder or hub id."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from models.text.tokenizer import Tokenizer
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TRIVIAL = "Hello"
-_FILES = ["*.json", "*.safetensors", "*.jinja"]  # nothing that is pickled, and no code
+_FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
 
 
 def resolve_model_folder(path: str) -> Path:
-    """The checkpoint folder that `model.path` names: "bundled" is the one in the package, a hub id
-    ("Qwen/Qwen3-30B-A3B") is downloaded into Hugging Face's cache, or found there.
+    """Return the checkpoint folder of `model.path`.
 
-    Raises CheckpointError: one line.
+    "bundled" is the one of the package. A hub id ("Qwen/Qwen3-30B-A3B") is found in Hugging Face's
+    cache or downloaded. Raises CheckpointError: one line.
     """
     if path == BUNDLED:
         return Path(models.__path__[0]).resolve() / BUNDLED
@@ -40,15 +40,17 @@ def resolve_model_folder(path: str) -> Path:
 
 
 class TokenizerInfo(NamedTuple):
-    """What can be said of a checkpoint's tokenizer once it works."""
+    """Properties of a working tokenizer."""
 
     vocab_size: int
     has_chat_template: bool
 
 
 def check_tokenizer(folder: Path) -> TokenizerInfo:
-    """Loads the tokenizer and renders a chat, in milliseconds. Raises CheckpointError for what
-    would keep the ingress from starting, or every chat from an answer."""
+    """Load the tokenizer and render a chat, in milliseconds.
+
+    Raises CheckpointError for errors that would prevent the ingress's start or every chat answer.
+    """
     tokenizer = Tokenizer.load(folder)
     tokenizer.encode(TRIVIAL)
     if tokenizer.has_chat_template:
@@ -63,13 +65,15 @@ def check_tokenizer(folder: Path) -> TokenizerInfo:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether the name has the form organisation/name."""
+    """Return whether the name has the form organisation/name."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def download_config(hub_id: str) -> Path:
-    """A folder with the config.json of a hub id, from the cache or the hub. Raises
-    CheckpointError: one line."""
+    """Return a folder with the config.json of a hub id, from cache or hub.
+
+    Raises CheckpointError: one line.
+    """
     return _download(hub_id, ["config.json", "generation_config.json"])
 
 

@@ -1,4 +1,4 @@
-"""Where ranks run: what they ask of a Ray cluster, placement groups, nodes."""
+"""Placement of ranks on a Ray cluster: resources, placement groups, nodes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from contracts.config import GroupsConfig, TandemConfig
 from contracts.errors import ResourceError
 from contracts.ranks import Group, rank_name
 
-_NODE_SHARE = 0.001  # of the resource "node:<ip>", which every Ray node has one of
+_NODE_SHARE = 0.001  # of the resource "node:<ip>"; every Ray node has one
 
 
 class RankRequest(NamedTuple):
-    """A rank and the Ray resources it asks for."""
+    """A rank and the Ray resources that it requests."""
 
     group: Group
     rank: int
@@ -33,7 +33,7 @@ class RankRequest(NamedTuple):
 
 
 def resolve_device(config: TandemConfig, available: dict[str, float]) -> str:
-    """ "cuda" or "cpu": "auto" takes GPUs if there are enough for the ranks."""
+    """Return "cuda" or "cpu". "auto" selects GPUs if there are enough for all ranks."""
     groups = config.groups
     if groups.device != "auto":
         return groups.device
@@ -41,12 +41,12 @@ def resolve_device(config: TandemConfig, available: dict[str, float]) -> str:
 
 
 def gpus_per_rank(config: TandemConfig) -> float:
-    """1, or with CUDA IPC channels, whose ranks all share one GPU, an equal part of it."""
+    """Return 1, or an equal part of one GPU if CUDA IPC channels share it."""
     return 1.0 / config.groups.ranks if config.channel.backend == "ipc" else 1.0
 
 
 def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> str:
-    """The channel backend that fits where the ranks have been placed."""
+    """Return the channel backend for the nodes of the ranks."""
     if config.channel.backend != "auto":
         return config.channel.backend
     if device == "cuda":
@@ -57,8 +57,7 @@ def resolve_backend(config: TandemConfig, device: str, hosts: Sequence[str]) -> 
 def rank_requests(
     config: TandemConfig, device: str, wanted: Sequence[Group] = tuple(Group)
 ) -> list[RankRequest]:
-    """The ranks of the groups that are wanted, attention ranks first, then expert ranks, then
-    prefill workers, each with its resources."""
+    """Return the ranks of the given groups with their resources: attention, expert, prefill."""
     groups = config.groups
     base = {"CPU": groups.cpus_per_rank} if groups.cpus_per_rank else {}
     if device == "cuda":
@@ -76,7 +75,7 @@ def rank_requests(
 
 
 def check_resources(requests: Sequence[RankRequest], available: dict[str, float]) -> None:
-    """Raises ResourceError if the cluster as a whole could never hold all ranks."""
+    """Raise ResourceError if the cluster can never hold all ranks."""
     wanted: Counter[str] = Counter()
     for request in requests:
         wanted.update(request.resources)
@@ -93,8 +92,10 @@ def check_resources(requests: Sequence[RankRequest], available: dict[str, float]
 def _place(
     requests: Sequence[RankRequest], groups: GroupsConfig, name: str, on: str
 ) -> PlacementGroup:
-    """A placement group with one bundle per rank, ready. on: as `place_ranks` has it. Raises
-    ResourceError."""
+    """Return a ready placement group with one bundle per rank.
+
+    on: host of all bundles, or empty. Raises ResourceError.
+    """
     bundles = [dict(request.resources) or {"CPU": _NODE_SHARE} for request in requests]
     hosts = [on] * len(bundles) if on else []
     if not on and groups.placement == "spread" and requests[0].group is not Group.PREFILL:
@@ -115,7 +116,7 @@ def _place(
 
 
 def _spread_hosts(requests: Sequence[RankRequest], groups: GroupsConfig) -> list[str]:
-    """A node per rank, so that no node holds ranks of both groups."""
+    """Return one node per rank such that no node holds ranks of both groups."""
     hosts = sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
     if len(hosts) < 2:
         raise ResourceError(
@@ -135,7 +136,7 @@ def _spread_hosts(requests: Sequence[RankRequest], groups: GroupsConfig) -> list
 
 
 class Node(NamedTuple):
-    """A node of the Ray cluster: its address, and where a rank on it listens."""
+    """A node of the Ray cluster: its address, and the address its ranks listen on."""
 
     id: str
     host: str
@@ -143,9 +144,12 @@ class Node(NamedTuple):
 
 
 class RankPlacement(NamedTuple):
-    """Ranks with room for each. Bundle i of the placement group is request i's. nodes: where they
-    were at first. application: of which they are, and with which they outlive this process; "":
-    they end with it. name: of the placement group."""
+    """Ranks with a bundle each; bundle i belongs to request i.
+
+    nodes: the initial nodes. application: owner, with which they outlive this process; empty: they
+    end
+    with it. name: of the placement group.
+    """
 
     requests: list[RankRequest]
     placement: PlacementGroup
@@ -155,7 +159,7 @@ class RankPlacement(NamedTuple):
     name: str = ""
 
     def start(self, bundle: int) -> RayRank:
-        """The process of this rank, in its bundle, as soon as that has a node."""
+        """Start the process of a rank in its bundle, as soon as the bundle has a node."""
         request = self.requests[bundle]
         resources = {k: v for k, v in request.resources.items() if k not in ("CPU", "GPU")}
         name = rank_name(request.group, request.rank)
@@ -181,13 +185,12 @@ class RankPlacement(NamedTuple):
         return RayRank(name, actor, key)
 
     def node(self, bundle: int) -> Node:
-        """Where the bundle is now, which has been placed."""
+        """Return the current node of a placed bundle."""
         return _node_of(self.placement, bundle)
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is a node for every bundle: not, after the loss of one, while none has
-        room."""
+        """True if every bundle has a node. After a node loss it is False until one has room."""
         table: dict[str, Any] = ray.util.placement_group_table(self.placement)
         return bool(table["state"] == "CREATED")
 
@@ -203,11 +206,13 @@ def place_ranks(
     *,
     beside: str | None = None,
 ) -> RankPlacement:
-    """Takes room for these ranks, and for the planner beside attention ranks. application: as
-    `RankPlacement` has it. beside: they are one more of a group that runs, on this host ("": on
-    any). Raises ResourceError."""
+    """Place ranks, and the planner beside attention ranks.
+
+    application: as in `RankPlacement`. beside: host of the group that they join; empty: any. Raises
+    ResourceError.
+    """
     if beside is None and requests[0].group is Group.ATTENTION and config.planner.enabled:
-        planner = RankRequest(Group.PLANNER, 0, {})  # it computes now and then only
+        planner = RankRequest(Group.PLANNER, 0, {})  # it rarely computes
         requests = [*requests, planner]
     name = f"{application}/{secrets.token_hex(4)}" if application else ""
     placement = _place(requests, config.groups, name, beside or "")
@@ -221,24 +226,24 @@ def _node_of(placement: PlacementGroup, bundle: int) -> Node:
 
 
 def this_node() -> Node:
-    """That of the calling process."""
+    """Return the node of the calling process."""
     return _node(ray.get_runtime_context().get_node_id())
 
 
 def _node(id: str) -> Node:
     alive = ray.nodes()
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
-    alone = len(alive) == 1  # then nobody outside needs to reach a rank
+    alone = len(alive) == 1  # no other node has to reach a rank
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
 
 
 def session_folder() -> Path:
-    """The Ray cluster's, on this node; Ray keeps its own list of targets there."""
+    """Return the folder of Ray's session on this node, where Ray keeps its own list of targets."""
     return Path(global_worker.node.get_session_dir_path())
 
 
 def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
-    """How many ranks keep KV on each node, by its id: attention ranks and prefill workers."""
+    """Count the ranks with a KV pool (attention, prefill) per node id."""
     return Counter(
         node.id
         for one in placed
@@ -248,8 +253,7 @@ def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:
 
 
 def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counter[str]:
-    """As `kv_ranks`, the prefill workers that may be started later, wherever one is now: each finds
-    room on whichever node it comes to."""
+    """Count prefill workers that may be added later, on each node that has one now."""
     later = config.prefill_slots - config.groups.prefill_ranks
     nodes = {
         node.id
@@ -261,8 +265,10 @@ def later_ranks(placed: Sequence[RankPlacement], config: TandemConfig) -> Counte
 
 
 def seat_ranks(placed: RankPlacement, with_kv: Counter[str]) -> list[Seat]:
-    """Where each rank runs. with_kv: the ranks of all pipelines that share a node's memory, unless
-    each has a GPU of its own."""
+    """Return the seat of each rank.
+
+    with_kv: ranks that share a node's memory, unless on own GPUs.
+    """
     # Ray shows each actor its own GPU only: it is number 0 there.
     name = "cuda:0" if placed.device == "cuda" else "cpu"
     return [

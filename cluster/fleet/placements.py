@@ -1,4 +1,4 @@
-"""Where a configuration has the experts of each group, and what that takes."""
+"""Expert placements of a configuration, and the memory they need."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ MIB = 1 << 20
 def configured_placements(
     config: TandemConfig, folder: Path, spec: ModelSpec
 ) -> dict[Group, Placement]:
-    """Contiguous, with replicas in spare slots where experts follow the traffic, but for the group
-    that `placement.file` is for. Raises ConfigError: one line."""
+    """Return the placement of each group: that of `placement.file`, else contiguous.
+
+    With rebalancing, spare slots hold replicas. Raises ConfigError: one line.
+    """
     groups = config.groups
     placements = contiguous_placements(
         str(folder), expert_ranks=groups.expert_ranks, prefill_ranks=groups.prefill_ranks
@@ -47,8 +49,7 @@ def configured_placements(
 
 
 def _with_spare(placement: Placement, spare: int) -> Placement:
-    """In spare slots, in turns, experts that a rank lacks: until it is known which are wanted most,
-    any is as good. Raises ConfigError."""
+    """Fill spare slots in turn with experts that a rank lacks. Raises ConfigError."""
     experts, most = placement.num_experts, max(placement.slots_per_rank)
     if most + spare > experts:
         raise ConfigError(
@@ -62,9 +63,12 @@ def _with_spare(placement: Placement, spare: int) -> Placement:
 
 
 def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) -> Placement | None:
-    """The placement in `placement.file`, None without one. Raises ConfigError where it is not this
-    model's or this group's, or where its slots do not fit into the memory of this machine, which
-    has all ranks unless there is a cluster already."""
+    """Return the placement of `placement.file`, or None without one.
+
+    Raises ConfigError if it belongs to another model or group, or if its slots exceed this
+    machine's
+    memory, which holds all ranks unless a cluster exists.
+    """
     if config.placement.file is None:
         return None
     group, _ = _of_file(config)
@@ -82,13 +86,13 @@ def check_placement_file(config: TandemConfig, folder: Path, spec: ModelSpec) ->
 
 
 def placed_bytes(config: TandemConfig, spec: ModelSpec, placement: Placement) -> int:
-    """Of the experts of all ranks together, replicas too."""
+    """Return the bytes of the experts of all ranks, replicas included."""
     dtype = resolve_dtype(spec, config.model.dtype)
     return sum(map(len, placement.expert_of_slot)) * layout.expert_elements(spec) * dtype.itemsize
 
 
 def _of_file(config: TandemConfig) -> tuple[Group, int]:
-    """Whose experts `placement.file` places, and how many ranks these are."""
+    """Return the group of `placement.file` and its number of ranks."""
     groups, kind = config.groups, config.prefill.experts
     if groups.expert_ranks:
         return Group.EXPERT, groups.expert_ranks
@@ -102,8 +106,7 @@ def _of_file(config: TandemConfig) -> tuple[Group, int]:
 
 
 def read_placement(path: Path, folder: Path, spec: ModelSpec, *, ranks: int) -> Placement:
-    """The placement in `path`, for that many ranks over the checkpoint in `folder`. Raises
-    ConfigError: one line."""
+    """Read a placement for that number of ranks of the checkpoint. Raises ConfigError: one line."""
     file = struct_from(read_json_file(path), PlacementFile, str(path))
     mismatched = [
         name
@@ -126,14 +129,14 @@ def read_placement(path: Path, folder: Path, spec: ModelSpec, *, ranks: int) -> 
 
 
 def check_writable(path: Path) -> None:
-    """Raises ConfigError where a placement could not be written to `path`."""
+    """Raise ConfigError if a placement cannot be written to `path`."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         reason = "a folder" if path.is_dir() else f"no folder {path.absolute().parent}"
         raise ConfigError(f"--output {path}: cannot be written: {reason}")
 
 
 def write_placement(file: PlacementFile, path: Path) -> None:
-    """Raises ConfigError if `path` cannot be written."""
+    """Write a placement. Raises ConfigError if `path` cannot be written."""
     try:
         path.write_bytes(msgspec.json.encode(file) + b"\n")
     except OSError as error:

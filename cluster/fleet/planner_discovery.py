@@ -1,4 +1,4 @@
-"""Where ranks are told that their planner is, and the planner how many they are."""
+"""Notification of ranks about their planner, and of the planner about their number."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from contracts.ranks import Group
 
 
 class PlannerDiscovery:
-    """By the supervisor, round by round: whoever takes a lost planner's place is elsewhere, and
-    ranks come and go. Ranks run under default plans until they have found it. To be made of ranks
-    that have been told."""
+    """Called each round by the supervisor, because a replacement planner has another address.
+
+    Without a planner ranks use default plans. Assumes that the initial ranks have been notified.
+    """
 
     def __init__(self, groups: Sequence[RankGroup]) -> None:
         self._planners = [group for group in groups if group.kind is Group.PLANNER]
         self._clients = [group for group in groups if group.kind in (Group.ATTENTION, Group.EXPERT)]
         address = self._address
         self._notified = {member.name: (member.ready.pid, address) for member in self._members}
-        self._sizes: dict[int, tuple[int, int]] = {}  # of the group, by the planner's process
+        self._sizes: dict[int, tuple[int, int]] = {}  # size of the group by planner process
 
     def update(self) -> None:
-        """Tells those that have not been told so, and waits for nobody."""
+        """Notify the ranks that lack the current address, without waiting."""
         address = self._address
         for member in self._members if address else ():
             now = member.ready.pid, address
@@ -35,7 +36,7 @@ class PlannerDiscovery:
             self._update_size(group)
 
     def _update_size(self, group: RankGroup) -> None:
-        """Specs say how many ranks there are, for whoever takes a place."""
+        """Write the number of ranks into the specs, for replacements."""
         size = len(group.of_kind(Group.ATTENTION)), len(group.of_kind(Group.EXPERT))
         planners = [member for one in self._planners for member in one.members]
         for planner in planners:
@@ -52,7 +53,7 @@ class PlannerDiscovery:
 
     @property
     def _address(self) -> str:
-        """Empty while there is none."""
+        """Return the planner's address, empty if there is none."""
         members = [member for group in self._planners for member in group.members]
         return next(
             (one.ready.channel_address for one in members if not one.replacement_reason), ""

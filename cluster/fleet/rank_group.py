@@ -1,8 +1,8 @@
-"""Ranks that one policy looks after, and how others take the places of those that are lost.
+"""Ranks under one repair policy, and the restart of lost ones.
 
-start_again ── place, prepare, connect, start ──> others, under epoch + 1
-    those that work are told their addresses, routers find them in the directory
-    its node is gone ─> the same on another node, as soon as one has room for it
+restart ── place, prepare, connect, start ──> replacements with epoch + 1
+    working ranks receive the new addresses, routers find them in the directory
+    node lost ─> the same on another node as soon as one has room
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ from contracts.ranks import Group, RankReady, RankSpec
 
 log = logging.getLogger("tandem.fleet")
 
-PLACE_PERIOD_S = 1.0  # how often a rank that has no node yet is looked for
-INTRODUCE_PERIOD_S = 1.0  # how often ranks that miss one that is there are told of it
+PLACE_PERIOD_S = 1.0  # between checks for a node
+INTRODUCE_PERIOD_S = 1.0  # between introductions of missed ranks
 
 
 class RankGroup:
-    """kind: of its first rank. leaving: those that were members, and have not ended. beyond_repair:
-    why it can serve no more; empty: it can, or may yet. Any thread may ask; the supervisor's
-    changes it."""
+    """A group of ranks; any thread reads it, the supervisor's threads change it.
+
+    kind: of its first rank. draining: removed members that have not ended. beyond_repair: reason
+    that
+    it cannot serve any more, or empty.
+    """
 
     def __init__(self, members: Sequence[Member], group_spec: GroupSpec) -> None:
         self.members = list(members)
@@ -47,11 +50,11 @@ class RankGroup:
         self.restarts = 0
         self.beyond_repair = ""
         self._config = group_spec.config
-        self._unavailable_since_s: dict[str, float] = {}  # of ranks whose place has nobody of use
+        self._unavailable_since_s: dict[str, float] = {}  # by name, of unavailable ranks
         self._introduced_s = -math.inf
-        self._missed_since_s: dict[str, float] = {}  # expert ranks that half of those who ask miss
-        self._suspects: dict[str, str] = {}  # what routers say: client address -> reason
-        self._lock = threading.Lock()  # guards the epoch, the counts, and who is told of whom
+        self._missed_since_s: dict[str, float] = {}  # missed by half of the attention ranks
+        self._suspects: dict[str, str] = {}  # reported by routers: client address -> reason
+        self._lock = threading.Lock()  # guards the epoch, counts and introductions
 
     @property
     def ready(self) -> list[RankReady]:
@@ -59,22 +62,21 @@ class RankGroup:
 
     @property
     def working(self) -> list[Member]:
-        """Those that are not being replaced."""
+        """Members that are not being replaced."""
         return [member for member in self.members if not member.replacement_reason]
 
     @property
     def client_addresses(self) -> dict[str, str]:
-        """Name -> where each rank that takes requests takes them now."""
+        """Current client address of each rank that accepts requests, by name."""
         return {ready.name: ready.client_address for ready in self.ready if ready.client_address}
 
     def suspect(self, suspects: Mapping[str, str]) -> None:
-        """The ranks at these client addresses are of no use, for these reasons. One that has been
-        replaced meanwhile is elsewhere."""
+        """Record problems that routers report, by client address; unknown addresses are ignored."""
         known = self.client_addresses.values()
         self._suspects.update({a: reason for a, reason in suspects.items() if a in known})
 
     def health(self, now_s: float, stalled_s: float) -> GroupHealth:
-        """Checks all that are not being replaced. stalled_s: as `Member.check` takes it."""
+        """Check all members that are not being replaced. stalled_s: see `Member.check`."""
         problems = {
             member.name: reason
             for member in self.working
@@ -94,9 +96,10 @@ class RankGroup:
         return GroupHealth(names, problems, unavailable_s, replaced)
 
     def _reported_lost(self, now_s: float) -> dict[str, str]:
-        """Expert ranks that are well by their own account, and that most attention ranks have lost
-        for MOST_S, or half of them for TIE_S: why. Whom fewer miss, or for less, or an earlier one
-        of the name, is introduced again."""
+        """Return expert ranks that attention ranks have lost but that report no problem.
+
+        See `most_missed`. Ranks missed by fewer, or under an earlier epoch, are introduced again.
+        """
         reported: Counter[str] = Counter()
         reporters = [one for one in self.members if one.spec.group is Group.ATTENTION and one.is_up]
         lost = [one.status.sections.get("lost", {}) for one in reporters if one.status]
@@ -114,7 +117,7 @@ class RankGroup:
         most, self._missed_since_s = most_missed(
             reported, len(reporters), self._missed_since_s, now_s
         )
-        return dict.fromkeys(most, "attention ranks have lost it, and it does not say why")
+        return dict.fromkeys(most, "attention ranks have lost it, and it reports no problem")
 
     def next_epoch(self) -> int:
         with self._lock:
@@ -122,37 +125,40 @@ class RankGroup:
             return self.epoch
 
     def join(self, member: Member) -> None:
-        """Another one that has started: checked and in the directory from now on. Expert ranks are
-        joined by whoever moves experts there; all others are told of it, and it of them."""
+        """Add a started rank: it is supervised and in the directory from now on.
+
+        All ranks are introduced to each other, except expert ranks, which join when experts move.
+        """
         self.members = [*self.members, member]
         if member.spec.group is not Group.EXPERT:
             self._introduce()
 
     def leave(self, member: Member) -> None:
-        """Out of the directory, and nobody takes its place: not even where it is being replaced.
-        What becomes of it is the caller's business."""
+        """Remove a rank from the directory without replacement; the caller drains it."""
         self.draining = [*self.draining, member]
         self.members = [one for one in self.members if one is not member]
 
     def gone(self, member: Member) -> None:
-        """It has left."""
+        """Forget a drained rank."""
         self.draining = [one for one in self.draining if one is not member]
 
     def of_kind(self, kind: Group) -> list[Member]:
-        """In the order of their ranks."""
+        """Return the members of a kind in rank order."""
         found = [member for member in self.members if member.spec.group is kind]
         return sorted(found, key=lambda member: member.spec.rank)
 
     def has(self, members: Sequence[Member]) -> bool:
-        """Whether they all are of the group still."""
+        """Return whether all are still members."""
         return all(member in self.members for member in members)
 
     def _is_all(self, members: Sequence[Member]) -> bool:
         return len(members) == len(self.members)
 
     def restart(self, lost: Sequence[Member], closing: threading.Event) -> None:
-        """All under one new epoch, unless the fleet is closed meanwhile. Raises what keeps them
-        from starting; their actors are gone then."""
+        """Restart the lost ranks under one new epoch, unless the fleet closes.
+
+        Raises the error that prevents their start; their actors are killed then.
+        """
         epoch, timeout_s = self.next_epoch(), self._config.groups.ready_timeout_s
         handles = [member.place.start() for member in lost]
         try:
@@ -180,20 +186,22 @@ class RankGroup:
         for member, spec, handle, reported in zip(lost, specs, handles, ready, strict=True):
             member.assign(spec, handle, reported)
             self._count(member)
-        if not self._is_all(lost):  # else they have been joined as a whole
+        if not self._is_all(lost):  # else they have been formed as a whole
             self._introduce()
 
     def _check(self, member: Member, now_s: float, stalled_s: float) -> str:
         try:
             suspected = self._suspects.pop(member.ready.client_address, "")
             return suspected or member.check(now_s, stalled_s)
-        except Exception as error:  # noqa: BLE001 - supervision must not end; it is asked again
+        except Exception as error:  # noqa: BLE001 - supervision continues with the next round
             event(log, "worker_status_failed", logging.WARNING, name=member.name, error=error)
             return ""
 
     def _specs(self, lost: Sequence[Member], found: list[Node], epoch: int) -> list[RankSpec]:
-        """With the backend that fits where they are now, if that is for them alone to say. (Workers
-        that gather from each other serve those of other nodes too.)"""
+        """Return the specs of the replacements; if all restart, the backend follows their nodes.
+
+        (Workers that gather from each other also serve those of other nodes.)
+        """
         if self._is_all(lost):
             hosts = [node.host for node in found]
             self.backend = resolve_backend(self._config, lost[0].place.placed.device, hosts)
@@ -205,16 +213,20 @@ class RankGroup:
         ]
 
     def _introduce(self) -> None:
-        """Tells all that work of each other. Lost ones are left out: whoever dials them waits for
-        nothing, and they are told of, and tell, when they are back."""
+        """Send the addresses of all working ranks to each other.
+
+        Lost ranks are omitted until replaced.
+        """
         with self._lock:
             working = self.working
             handles = {member.name: member.handle for member in working}
             introduce([member.ready for member in working], handles)
 
     def _settled(self, member: Member, handle: RayRank, closing: threading.Event) -> Node:
-        """Where its process has started. While no node has room for it, it waits; else raises
-        TimeoutError after groups.ready_timeout_s."""
+        """Return the node of the started process.
+
+        Waits while no node has room; otherwise raises TimeoutError after groups.ready_timeout_s.
+        """
         started, timeout_s = handle.started(), self._config.groups.ready_timeout_s
         end_s, reported = time.monotonic() + timeout_s, False
         while not closing.is_set() and time.monotonic() < end_s and self.has([member]):

@@ -1,9 +1,9 @@
-"""What is done about ranks that are of no use: a policy for each group. Pure: no Ray, no clock.
+"""Repair policies for groups with lost ranks. Pure: no Ray, no clock.
 
-prefill workers             replace_each   another in the place of each that is lost
-prefill workers, all_to_all rebuild        they work in lockstep or not at all: all start again
-attention and expert ranks  repair         replace_each; one that nobody replaces ends the server
-planner                     replace_each   ranks go on with default plans, until they are told of it
+prefill workers             replace_each   replace each lost worker
+prefill workers, all_to_all rebuild        workers run in lockstep: restart all
+attention and expert ranks  repair         replace_each; end the server after the recovery timeout
+planner                     replace_each   ranks use default plans meanwhile
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from contracts.ranks import Group
 
 
 class GroupHealth(NamedTuple):
-    """names: of all its ranks. problems: why those that are not being replaced already are of no
-    use, by name; replaced: why the others are. out_s: for how long the place of the one that has
-    been out longest has had nobody of use, without a break."""
+    """Health of a group.
+
+    names: all ranks. problems: reason by name, of ranks that are not being replaced; replaced:
+    reasons
+    of the others. unavailable_s: how long the longest unavailable rank has been without a
+    replacement.
+    """
 
     names: Sequence[str]
     problems: Mapping[str, str]
@@ -28,7 +32,7 @@ class GroupHealth(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Other processes in the places of `names`, under one new epoch. lost: who is the reason."""
+    """Replace the processes of `names` under one new epoch. lost: the rank that caused it."""
 
     names: Sequence[str]
     lost: str
@@ -36,22 +40,20 @@ class Replace(NamedTuple):
 
 
 class GiveUp(NamedTuple):
-    """The group can serve no more: which ranks keep it from serving, and why."""
+    """The group cannot serve any more. reason: the ranks and their problems."""
 
     reason: str
 
 
 Action = Replace | GiveUp
 
-MAJORITY_TIMEOUT_S = 1.0  # for so long most of them must miss it: it is introduced again meanwhile
-TIE_TIMEOUT_S = (
-    10.0  # for so long half of them may miss one that the others have: it may be a link's fault
-)
+MAJORITY_TIMEOUT_S = 1.0  # it is introduced again meanwhile
+TIE_TIMEOUT_S = 10.0  # a link may be the cause if half of them reach it
 Policy = Callable[[GroupHealth], Sequence[Action]]
 
 
 def repair_policy(group: Group, config: TandemConfig) -> Policy:
-    """Of the group that this kind of rank belongs to."""
+    """Return the policy of the group that contains this kind of rank."""
     if group in (Group.ATTENTION, Group.EXPERT):
         return partial(repair, within_s=config.groups.recovery_timeout_s)
     in_lockstep = group is Group.PREFILL and config.prefill.experts == "all_to_all"
@@ -61,9 +63,12 @@ def repair_policy(group: Group, config: TandemConfig) -> Policy:
 def most_missed(
     reports: Mapping[str, int], num_reporters: int, since_s: Mapping[str, float], now_s: float
 ) -> tuple[list[str], dict[str, float]]:
-    """Expert ranks that most attention ranks miss for MOST_S, or half of them for TIE_S; and since
-    when half of them or more have missed each, to be given back the next time. told: by how many of
-    those that were asked."""
+    """Return expert ranks that are missed for long enough, and since when half or more miss each.
+
+    Long enough: MAJORITY_TIMEOUT_S by a majority of the attention ranks, TIE_TIMEOUT_S by half of
+    them.
+    reports: number of attention ranks that miss each. since_s: the second result of the last call.
+    """
     half = {
         name: since_s.get(name, now_s)
         for name, count in reports.items()
@@ -82,13 +87,13 @@ def replace_each(health: GroupHealth) -> Sequence[Action]:
 
 
 def rebuild(health: GroupHealth) -> Sequence[Action]:
-    """One loss is that of all: none of them keeps its process."""
+    """Restart all ranks after any loss."""
     first = next(iter(health.problems.items()), None)
     return [] if first is None else [Replace(health.names, *first)]
 
 
 def repair(health: GroupHealth, *, within_s: float) -> Sequence[Action]:
-    """Others stand in for a lost one, or wait for another in its place, which may take so long."""
+    """Replace each lost rank; give up if one is unavailable for `within_s`."""
     replacing = replace_each(health)
     if health.unavailable_s < within_s:
         return replacing

@@ -1,11 +1,11 @@
-"""The number of ranks of a server that runs, changed one request at a time.
+"""Changes of the number of ranks of a running server, one at a time.
 
-begin ── can it be? ─> a thread: more ranks, one after the other, then fewer ─> done, or failed
-    what has been done stays where a later step fails: `state` says how many there are
+begin ── feasible? ─> thread: additions one by one, then removals ─> done or failed
+    completed steps stay if a later one fails; `state` has the numbers
 
-A launcher that ends in between is followed by one that goes on with it (`resume`; ledger.py).
-`tandem scale` asks for it (cluster/http/admin.py). Prefill workers that follow the load
-(cluster/fleet/autoscaler.py) are told how many there are to be at least, and come by themselves.
+A launcher that adopts the ranks resumes the change (`resume`, fleet_store.py). `tandem scale`
+requests it (cluster/http/admin.py). With an autoscaler, the number of prefill workers is its
+minimum.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ log = logging.getLogger("tandem.fleet")
 
 RETRY_AFTER_S = 5.0
 POLL_S = 0.2
-MAX_RESUMES = 2  # launchers that go on with one change
+MAX_RESUMES = 2  # of one change
 
 
 class Resizer:
-    """Of one fleet, from any thread. scalers: of its prefill workers."""
+    """Resizer of one fleet. Thread-safe. scalers: autoscalers of its prefill workers."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Resizer:
         scalers: Sequence[Autoscaler] = (),
         keep: Callable[[], None] = lambda: None,
     ) -> None:
-        """keep: writes `kept` down, for another launcher; called before anything is done."""
+        """Create a resizer. keep: stores `kept` for a successor; called before each step."""
         self._groups, self._config, self._scalers = groups, config, scalers
         self._keep, self._resumed, self._min_prefill = keep, 0, 0
-        self._lock = threading.Lock()  # guards what `state` tells
+        self._lock = threading.Lock()  # guards the fields of `state`
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._progress: ScaleStatus = "idle"
@@ -81,8 +81,11 @@ class Resizer:
             )
 
     def begin(self, requested: ScaleTarget) -> ScaleState:
-        """Raises RequestError for what can never be, NotReadyError where there is no room,
-        OverloadError while another one is under way."""
+        """Start a change.
+
+        Raises RequestError for an impossible one, NotReadyError without room, OverloadError during
+        another.
+        """
         with self._lock:
             if self._progress == "running":
                 raise OverloadError(self._under_way(), RETRY_AFTER_S)
@@ -97,10 +100,13 @@ class Resizer:
         return self.state
 
     def resume(self, kept: ScaleCheckpoint) -> None:
-        """Of a launcher that takes over: ranks that were leaving go on leaving, and what was under
-        way is begun again from what is there now: each of its steps is none where it has been done.
-        One that has outlived its launcher MOST_RESUMED times is not: expert ranks that nobody asks
-        go then. Waits for nobody."""
+        """Resume the state of the previous launcher, without waiting.
+
+        Draining ranks continue to drain. A running change starts again from the current ranks, so
+        that
+        completed steps are skipped. After MAX_RESUMES it is abandoned, and unused expert ranks are
+        removed.
+        """
         state, self._min_prefill = kept.state, kept.min_prefill
         for scaler in self._scalers if self._min_prefill else ():
             scaler.keep(self._min_prefill)
@@ -120,7 +126,7 @@ class Resizer:
 
     @property
     def kept(self) -> ScaleCheckpoint:
-        """What another launcher goes on with; the same as long as nothing is done."""
+        """State for a successor; unchanged while nothing happens."""
         with self._lock:
             state = ScaleState(
                 state=self._progress,
@@ -137,7 +143,7 @@ class Resizer:
             self._thread.join(timeout_s)
 
     def _counts(self) -> dict[str, int]:
-        """How many there are, of the kinds that the server has."""
+        """Return the current number of ranks per kind."""
         counts = {name: len(self._members(kind)) for name, kind in KIND_OF.items()}
         return {name: count for name, count in counts.items() if count}
 
@@ -172,7 +178,7 @@ class Resizer:
             reason = str(error).partition("\n")[0]
         except (FutureTimeoutError, CancelledError) as error:
             reason = f"no answer in time ({type(error).__name__})"
-        except Exception as error:  # noqa: BLE001 - logged; whoever waits is told
+        except Exception as error:  # noqa: BLE001 - logged and reported in `state`
             event(log, "scale_failed", logging.ERROR, error)
             reason = f"{type(error).__name__}: see the log of the launcher"
         with self._lock:
@@ -200,11 +206,13 @@ class Resizer:
         while len(self._members(kind)) > count and not self._closing.is_set():
             self._end(self._members(kind)[-1])
         if self._closing.is_set():
-            raise LaunchError("the server ends")
+            raise LaunchError("the server is shutting down")
 
     def _redistribute_experts(self, count: int) -> None:
-        """Ranks that come have nothing until experts have moved there, those that go have nothing
-        left. Where they cannot move, all is as it was."""
+        """Add empty ranks, move experts, then remove the emptied ranks.
+
+        A failed move restores the ranks.
+        """
         current = self._experts_in_use() if self._resumed else len(self._members(Group.EXPERT))
         try:
             for rank in range(len(self._members(Group.EXPERT)), count):
@@ -219,16 +227,16 @@ class Resizer:
             self._end(member)
 
     def _experts_in_use(self) -> int:
-        """Expert ranks that attention ranks ask; others have come for a change, or are to go."""
+        """Return the number of expert ranks that attention ranks use."""
         return expert_ranks_in_use(self._working) if self._members(Group.EXPERT) else 0
 
     def _working(self) -> list[RunningRank]:
-        """Of the group that experts are moved in."""
+        """Return the working ranks of the group with experts."""
         members = self._group(Group.EXPERT).members
         return [RunningRank(one.ready, one.handle) for one in members if not one.replacement_reason]
 
     def _resume_change(self) -> None:
-        """With what another launcher has begun. Raises LaunchError where that is not to be."""
+        """Prepare the resumption of a change. Raises LaunchError after MAX_RESUMES."""
         self._add_step("another launcher of the ranks has taken over")
         self._finish_draining()
         if self._resumed > MAX_RESUMES:
@@ -240,7 +248,7 @@ class Resizer:
             )
 
     def _finish_draining(self) -> None:
-        """Those that another launcher has told to leave, or was about to."""
+        """Drain the ranks that the previous launcher was removing."""
         for group in self._groups:
             for member in group.draining:
                 finish_draining(group, member, self._config.groups.drain_timeout_s, self._closing)
@@ -262,7 +270,7 @@ class Resizer:
         self._add_step(f"{member.name} is gone, after {seconds:.1f} s{kept}")
 
     def _follow_load(self, count: int) -> None:
-        """They come one by one; those that are more go as the load lets them."""
+        """Set the autoscaler's minimum and wait for it; surplus workers end by load."""
         self._add_step(f"prefill workers follow the load: {count} at least from now on")
         self._min_prefill = count
         for scaler in self._scalers:
@@ -281,7 +289,7 @@ class Resizer:
         self._save_record()
 
     def _save_record(self) -> None:
-        if not self._closing.is_set():  # else nobody goes on with it
+        if not self._closing.is_set():  # else no successor resumes it
             self._keep()
 
     def _group(self, kind: Group) -> RankGroup:
@@ -305,8 +313,10 @@ def check_changes(
     *,
     follows_load: bool,
 ) -> None:
-    """changes: of kinds that there are. follows_load: prefill workers come and go with it. Raises
-    RequestError for what can never be, NotReadyError where the Ray cluster has no room now."""
+    """Check a change. follows_load: an autoscaler controls prefill workers.
+
+    Raises RequestError for an impossible change, NotReadyError if the Ray cluster has no room now.
+    """
     if (count := changes.get("prefill_workers")) is not None:
         _check_prefill(count, config, follows_load)
     if (count := changes.get("expert_ranks")) is not None:
@@ -347,7 +357,7 @@ def _check_prefill(count: int, config: TandemConfig, follows_load: bool) -> None
 
 
 def _check_room(name: str, count: int, group: RankGroup) -> None:
-    """What the Ray cluster has free now, of what they ask for."""
+    """Raise NotReadyError if the free resources of the Ray cluster are insufficient."""
     kind = KIND_OF[name]
     current = group.of_kind(kind)
     new = [n for n in range(len(current), count) if find_kept_place(group, kind, n) is None]

@@ -1,9 +1,9 @@
-"""Tells a Prometheus whom to scrape: all processes of an application, in a file of its launcher's.
+"""List of an application's processes for Prometheus, in a file of the launcher.
 
-    tandem_service_discovery.json   as `file_sd_configs` reads it, replaced whole
-    tandem.lock                     locked as long as the launcher lives: whose file it is
+    tandem_service_discovery.json   for `file_sd_configs`, replaced atomically
+    tandem.lock                     locked while the launcher lives
 
-A launcher that finds its name in use, by another cluster of this machine, takes the next: tandem-2.
+If another cluster of this machine uses the name, the launcher takes the next: tandem-2.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.metrics")
 
-LEASE_S = 15.0  # without a word of a process that is no rank
-RETRY_S = 10.0  # after a file that could not be written
-MAX_NAMES = 100  # of one name on a machine
+LEASE_S = 15.0  # after the last registration
+RETRY_S = 10.0  # after a failed write
+MAX_NAMES = 100  # launchers with one name on a machine
 _WILDCARDS = ("0.0.0.0", "[::]")
 
 
 def discovery_entry(target: ScrapeTarget, cluster: str) -> dict[str, object]:
-    """As Prometheus reads it; a host that is none is the node's."""
+    """Return an entry for Prometheus. A wildcard host is replaced by the node's address."""
     where, _, path = target.address.partition("/")
     host, _, port = where.rpartition(":")
     labels = {
@@ -56,7 +56,7 @@ def discovery_entry(target: ScrapeTarget, cluster: str) -> dict[str, object]:
 
 
 class TargetsFile:
-    """Of one launcher. Never raises: who cannot be scraped serves all the same."""
+    """File of one launcher. Never raises: failures do not affect serving."""
 
     def __init__(self, folder: Path, name: str, clock: Clock = monotonic_s) -> None:
         self._folder, self._name, self._clock = folder, name, clock
@@ -71,7 +71,7 @@ class TargetsFile:
         return self._folder / f"{self.cluster}{SUFFIX}"
 
     def write(self, targets: Sequence[ScrapeTarget]) -> None:
-        """Replaces the file, if they are others than before."""
+        """Replace the file if the targets have changed."""
         if self._clock() < self._retry_s:
             return
         try:
@@ -84,7 +84,7 @@ class TargetsFile:
         except OSError as error:
             self._retry_s = self._clock() + RETRY_S
             reason = error.strerror or str(error)
-            if reason != self._reason:  # once, however long it lasts
+            if reason != self._reason:  # log once per reason
                 path = self.path
                 event(log, "scrape_targets_write_failed", logging.WARNING, path=path, reason=reason)
             self._reason = reason
@@ -92,7 +92,7 @@ class TargetsFile:
             self._reason = ""
 
     def close(self) -> None:
-        """Nobody is to be scraped any more. May be called twice."""
+        """Remove the file. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(OSError), lock:
@@ -100,7 +100,7 @@ class TargetsFile:
                 Path(lock.name).unlink(missing_ok=True)
 
     def _claim(self) -> BinaryIO:
-        """The first name that no launcher has who lives. Raises OSError."""
+        """Lock the first name that no live launcher has. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         _remove_stale(self._folder)
         for number in range(1, MAX_NAMES):
@@ -112,7 +112,7 @@ class TargetsFile:
         raise OSError(0, f"{MAX_NAMES} launchers called {self._name} run here")
 
     def _replace(self, body: bytes) -> None:
-        """At once, for Prometheus reads it at any time."""
+        """Replace the file atomically; Prometheus may read it at any time."""
         beside = self.path.with_suffix(".new")
         beside.unlink(missing_ok=True)
         with _open_own(beside, "wb", os.O_EXCL) as file:
@@ -121,7 +121,7 @@ class TargetsFile:
 
 
 def _open_own(path: Path, mode: str, flags: int = 0) -> BinaryIO:
-    """Made where it is not there; never what a link in a folder of everybody's leads to."""
+    """Open or create a file without following links."""
     own = flags | os.O_CREAT | os.O_NOFOLLOW
 
     def opener(name: str, as_of_mode: int) -> int:
@@ -131,7 +131,7 @@ def _open_own(path: Path, mode: str, flags: int = 0) -> BinaryIO:
 
 
 def _is_locked(lock: BinaryIO) -> bool:
-    """Whether it is ours now, and still the file of that name: whoever had it may have gone."""
+    """Lock the file; return whether it still has its name, which a previous owner may remove."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -142,7 +142,7 @@ def _is_locked(lock: BinaryIO) -> bool:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Files of launchers that were killed."""
+    """Remove files of launchers that were killed."""
     for path in folder.glob("*.lock"):
         with contextlib.suppress(OSError), path.open("rb+") as lock:
             if _is_locked(lock):
@@ -151,8 +151,10 @@ def _remove_stale(folder: Path) -> None:
 
 
 class ScrapeTargets:
-    """Ranks as the fleet knows them, its launcher, and those that come by and say so. Any thread
-    may call `lease`; the supervisor's calls `update`."""
+    """Scrape targets: ranks, the launcher, and registered processes.
+
+    `lease` is thread-safe; the supervisor's thread calls `update`.
+    """
 
     def __init__(self, config: TandemConfig, file: TargetsFile, clock: Clock = monotonic_s) -> None:
         self._config, self._file, self._clock = config, file, clock
@@ -163,7 +165,7 @@ class ScrapeTargets:
         self._guard = threading.Lock()  # of what is leased
 
     def open(self, telemetry: Telemetry) -> None:
-        """Exports the launcher's own."""
+        """Export the launcher's metrics."""
         key, node = ScrapeKey(self._config.http), this_node()
         self._exporter = Exporter(telemetry, key=key, name="launcher")
         address = self._exporter.open(self._config.metrics.host or node.listen_host)
@@ -172,12 +174,12 @@ class ScrapeTargets:
             self._own = [ScrapeTarget(address=address, group=name, rank=name, node=node.host)]
 
     def lease(self, target: ScrapeTarget) -> None:
-        """It is to be scraped for the next LEASE_S."""
+        """Include the target for the next LEASE_S."""
         with self._guard:
             self._leased[target.address] = (target, self._clock() + LEASE_S)
 
     def update(self, groups: Sequence[RankGroup]) -> None:
-        """Lists who is there now. Those who are being replaced are not."""
+        """List the current ranks, except those being replaced."""
         ranks = {
             member.ready.metrics_address: member
             for group in groups
@@ -189,7 +191,7 @@ class ScrapeTargets:
                 address: self._ranks.get(address) or _target(member)
                 for address, member in ranks.items()
             }
-        except RayError as error:  # asked again in the next round
+        except RayError as error:  # retried in the next round
             event(log, "rank_node_unknown", logging.WARNING, error=error)
             return
         self._file.write([*self._own, *self._ranks.values(), *self._still_leased()])
@@ -207,7 +209,7 @@ class ScrapeTargets:
 
 
 def create_scrape_targets(config: TandemConfig) -> ScrapeTargets | None:
-    """For a launcher, on its node; None: nobody exports anything."""
+    """Return the launcher's scrape targets on its node, or None if exporters are off."""
     if not config.metrics.exporters:
         return None
     folder = config.metrics.targets
@@ -216,7 +218,7 @@ def create_scrape_targets(config: TandemConfig) -> ScrapeTargets | None:
 
 
 def _target(member: Member) -> ScrapeTarget:
-    """Raises RayError."""
+    """Return the target of a rank. Raises RayError."""
     return ScrapeTarget(
         address=member.ready.metrics_address,
         group=member.spec.group,

@@ -1,9 +1,9 @@
-"""Looks after every rank: asks it for its status, and does what its group's policy says.
+"""Supervision of all ranks.
 
-supervisor thread: every CHECK_PERIOD_S asks each for its status
-    gone, silent, not healthy (member.py), or given up by a router ─> its group's policy (repair.py)
-        Replace ─> killed; another in its place, under a higher epoch (rank_group.py)
-        GiveUp  ─> the group is beyond repair: whoever runs the server ends it
+supervisor thread: every CHECK_PERIOD_S request the status of each rank
+    dead, silent, unhealthy (member.py) or reported by a router ─> the group's policy (repair.py)
+        Replace ─> killed; replacement with a higher epoch (rank_group.py)
+        GiveUp  ─> the group is beyond repair; the server's owner ends it
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from contracts.logs import event
 
 log = logging.getLogger("tandem.fleet")
 
-RETRY_S = 1.0  # before another try to replace a rank; doubled up to MAX_RETRY_S
+RETRY_S = 1.0  # between attempts; doubled up to MAX_RETRY_S
 MAX_RETRY_S = 30.0
-SPARE_THREADS = 16  # for ranks that come later
+SPARE_THREADS = 16  # for ranks that are added later
 
 
 class Supervisor:
-    """From `start` to `close`. Replacing takes threads of its own: nobody else's waits for it."""
+    """Supervisor, from `start` to `close`. Replacements run on separate threads."""
 
     def __init__(
         self, groups: Sequence[RankGroup], on_round: Callable[[], None] = lambda: None
     ) -> None:
-        """each_round: called after each."""
+        """Create a supervisor. on_round: called after each round."""
         self._groups = groups
         self._on_round = on_round
         self._closing = threading.Event()
@@ -50,7 +50,7 @@ class Supervisor:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, now_s: float, stalled_s: float) -> None:
-        """One round. stalled_s: how long this process itself stood still since the last one."""
+        """Run one round. stalled_s: time this process was stalled since the last one."""
         for group in self._groups:
             for action in group.policy(group.health(now_s, stalled_s)):
                 self._act(group, action)
@@ -67,7 +67,7 @@ class Supervisor:
     def _notify_round(self) -> None:
         try:
             self._on_round()
-        except Exception as error:  # noqa: BLE001 - supervision must not end; it is told again
+        except Exception as error:  # noqa: BLE001 - supervision continues with the next round
             event(log, "supervision_publish_failed", logging.WARNING, error=error)
 
     def _act(self, group: RankGroup, action: Action) -> None:
@@ -83,7 +83,7 @@ class Supervisor:
         self._threads.submit(self._replace, group, lost)
 
     def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
-        """Others in their places, tried until they are there, or no more wanted."""
+        """Kill and restart the lost ranks; retry until they run or are no longer members."""
         names = ", ".join(member.name for member in lost)
         retry_s = RETRY_S
         for member in lost:
@@ -92,7 +92,7 @@ class Supervisor:
             try:
                 group.restart(lost, self._closing)
                 return
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is told and tried again
+            except Exception as error:  # noqa: BLE001 - logged and retried
                 if not self._closing.is_set():
                     event(log, "worker_replacement_failed", logging.ERROR, name=names, error=error)
             self._closing.wait(retry_s)

@@ -1,8 +1,9 @@
-"""What all ranks have done in a while, on one clock: each is asked how late it is there, again and
-again, and the quickest round trip says it best.
+"""Traces of all ranks on one clock.
 
-ask ─────────> rank's clock ─────────> answer      offset = its clock - middle of the round trip,
- t0               clock                  t1        to within half of it
+Each rank is asked for its clock several times; the quickest round trip is the most precise.
+
+send ────────> rank's clock ────────> reply        offset = its clock - middle of the round trip,
+ t0               clock                  t1        with a precision of half of it
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRACE_TIMEOUT_S = 10.0
 
 
 class TracedRank(Protocol):
-    """A rank that is asked."""
+    """A rank whose spans are collected."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +40,7 @@ class TracedRank(Protocol):
 
 
 class TraceReply(NamedTuple):
-    """trace None: the rank has not answered, for that reason."""
+    """Reply of a rank. trace None: no reply, for that reason."""
 
     name: str
     trace: RankTrace | None
@@ -53,8 +54,10 @@ _UNKNOWN = ClockOffset(offset_ms=0.0, uncertainty_ms=0.0, is_shared=False)
 def estimate_offset(
     rounds: Sequence[tuple[float, float, float]], *, same_boot: bool
 ) -> ClockOffset:
-    """rounds: when each was asked, what the other clock showed, when that was known. same_boot: by
-    what the other process says of its kernel, believed if the round trips do not contradict it."""
+    """Estimate the offset of a clock. rounds: send time, remote clock, receive time.
+
+    same_boot: the other process reports the same kernel; used unless the round trips contradict it.
+    """
     sent_s, shown_s, known_s = min(rounds, key=lambda one: one[2] - one[0])
     uncertainty_s = (known_s - sent_s) / 2
     offset_s = shown_s - (sent_s + known_s) / 2
@@ -68,13 +71,15 @@ def estimate_offset(
 def gather_traces(
     ranks: Sequence[TracedRank], since_s: float, clock: Clock, *, spans: bool
 ) -> list[TraceReply]:
-    """From all at once, so that one that does not answer holds up no other. since_s: on our clock.
-    spans: False: their clocks alone."""
+    """Collect traces of all ranks concurrently.
+
+    since_s: on this clock. spans False: clocks only.
+    """
 
     def collect(rank: TracedRank) -> TraceReply:
         try:
             return _request_trace(rank, since_s, clock, spans=spans)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others' is worth having
+        except Exception as error:  # noqa: BLE001 - the other ranks' traces are kept
             reason = str(error).partition("\n")[0] or f"no answer ({type(error).__name__})"
             return TraceReply(rank.name, None, _UNKNOWN, reason)
 
@@ -97,7 +102,7 @@ def _request_trace(rank: TracedRank, since_s: float, clock: Clock, *, spans: boo
 
 
 def trace_answer(found: Sequence[TraceReply], seconds: float, first_pid: int) -> TraceResponse:
-    """Events and a note of what has been found. Ranks are processes from first_pid on."""
+    """Return the events and notes of all replies. Ranks are processes from first_pid on."""
     names = requests_by_batch(one.trace for one in found if one.trace is not None)
     events: list[TraceEvent] = []
     notes, missing = dict[str, RankTraceInfo](), dict[str, str]()
@@ -115,14 +120,14 @@ def trace_answer(found: Sequence[TraceReply], seconds: float, first_pid: int) ->
 
 
 class TraceLock:
-    """Whether another trace is under way. On one event loop."""
+    """Lock against concurrent traces, for one event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._until_s: float | None = None
 
     def begin(self, seconds: float) -> float | None:
-        """None: begin; else for how long another one will still take."""
+        """Return None if the trace may start, else how long the running one will take."""
         if self._until_s is not None:
             return max(1.0, self._until_s - self._clock())
         self._until_s = self._clock() + seconds

@@ -89,10 +89,10 @@ class Groups:
         folder = str(resolve_model_folder(self._config.model.path))
         if not self._application:
             return launch(self._config, folder)
-        ledger = FleetStore(self._application, self._launch_id, self._config)
-        adopted = adopt(self._config, folder, ledger)
+        store = FleetStore(self._application, self._launch_id, self._config)
+        adopted = adopt(self._config, folder, store)
         if adopted is None:
-            return launch(self._config, folder, ledger)
+            return launch(self._config, folder, store)
         self._launcher_waits, self._ingress_listens = False, True
         return adopted
 
