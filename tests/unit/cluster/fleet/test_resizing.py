@@ -145,7 +145,9 @@ def test_a_second_one_is_refused_while_one_is_under_way(rig: Rig) -> None:
     held: Future[Any] = Future()
     rig.next = lambda rank: setattr(rank, "hold", held)
     rig.resizing.begin(ScaleTarget(attention_ranks=3))
-    with pytest.raises(OverloadError, match=r"another scale is in progress \(attention_ranks=3, for"):
+    with pytest.raises(
+        OverloadError, match=r"another scale is in progress \(attention_ranks=3, for"
+    ):
         rig.resizing.begin(ScaleTarget(attention_ranks=1))
     held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
     assert rig.ended().state == "done"
