@@ -1,1 +1,1 @@
-"""The HTTP front, the application around it, and the Ray session that they run in."""
+"""HTTP front, Serve application and Ray session."""

@@ -1,7 +1,7 @@
-"""A Tandem application on a Ray cluster, by its name: a Serve application of two deployments.
+"""A named Tandem application on a Ray cluster: a Serve application of two deployments.
 
-Other applications, ours and other people's, may run beside it: nothing here touches them. They
-share no route, for clients come to the ingress's own port and not through Serve's proxy.
+Other applications may run beside it and are not touched. They share no route: clients use the
+ingress's own port, not Serve's proxy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
 
 
 class DeployedApp(NamedTuple):
-    """What this process has deployed. launch_id: tells it from another one of the same name."""
+    """An application deployed by this process.
+
+    launch_id: distinguishes it from others of its name.
+    """
 
     name: str
     launch_id: str
@@ -40,17 +43,17 @@ class DeployedApp(NamedTuple):
 
 
 def groups_handle(name: str) -> DeploymentHandle:
-    """The handle of the application's Groups deployment, whether it is there or not."""
+    """Return the handle of the Groups deployment, whether or not it exists."""
     return serve.get_deployment_handle("Groups", name)
 
 
 def ingress_handle(name: str) -> DeploymentHandle:
-    """As `groups_handle`, of its Ingress."""
+    """Return the handle of the Ingress deployment, whether or not it exists."""
     return serve.get_deployment_handle("Ingress", name)
 
 
 def check_absent(name: str) -> None:
-    """Raises ResourceError if an application of this name is on the cluster, whoever's it is."""
+    """Raise ResourceError if the cluster has an application of this name."""
     found = serve.status().applications.get(name)
     if found is not None:
         raise ResourceError(
@@ -61,7 +64,7 @@ def check_absent(name: str) -> None:
 
 
 def check_present(name: str) -> None:
-    """Raises ResourceError, with the names that there are, unless the cluster has this one."""
+    """Raise ResourceError, with the existing names, unless the cluster has this application."""
     known = serve.status().applications
     if name not in known:
         known_names = f"there are: {', '.join(known)}" if known else "there is none at all"
@@ -69,8 +72,7 @@ def check_present(name: str) -> None:
 
 
 def deploy(config: TandemConfig) -> DeployedApp:
-    """Starts the application, and waits for nothing. `remove` ends it, also where this raises what
-    Serve raises in the middle of it."""
+    """Start the application without waiting. `remove` ends it, also after an error of Serve."""
     serve.start(proxy_location="Disabled", logging_config=QUIET)
     name, launch_id = config.serve.name, secrets.token_hex(8)
     application = build_serve_app(config, launch_id)
@@ -84,8 +86,10 @@ def deploy(config: TandemConfig) -> DeployedApp:
 
 
 def wait_for_reply(deployed: DeployedApp, method: str, timeout_s: float, what: str) -> Any:
-    """What Groups answers. Raises LaunchError as soon as Serve says that a deployment has failed,
-    or at the limit, which says that `what` was not in time."""
+    """Return a reply of Groups.
+
+    Raises LaunchError as soon as Serve reports a failed deployment, or at the limit, naming `what`.
+    """
     response = getattr(deployed.groups, method).remote()
     end_s = time.monotonic() + timeout_s
     while True:
@@ -101,8 +105,10 @@ def wait_for_reply(deployed: DeployedApp, method: str, timeout_s: float, what: s
 
 
 def check_deployed(deployed: DeployedApp) -> None:
-    """Raises why the application will not come up: the error that its ingress has told, else the
-    last line of what Serve says of a failed deployment."""
+    """Raise the reason that the application cannot start.
+
+    It is the error reported by its ingress, else the last line of Serve's status.
+    """
     found = serve.status().applications.get(deployed.name)
     if found is None:
         raise LaunchError(
@@ -115,27 +121,28 @@ def check_deployed(deployed: DeployedApp) -> None:
 
 
 def check_ingress(deployed: DeployedApp) -> None:
-    """Raises the error that kept the ingress from starting, if it has told one."""
+    """Raise the error that prevented the ingress's start, if it has reported one."""
     reply = deployed.groups.ingress_failure.remote()
     try:
         failure: bytes = reply.result(timeout_s=STOP_TIMEOUT_S)
     except TimeoutError:
-        return  # it is asked again
+        return  # retried
     if failure:
         raise decode_failure(failure)
 
 
 def extract_reason(text: str) -> str:
-    """The one line of a traceback, or of several, that says why."""
+    """Return the line with the reason from one or several tracebacks."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     error_lines = [line for line in lines if "Error: " in line or "Exception: " in line]
     return (error_lines or lines or ["Serve does not say why"])[-1][:500]
 
 
 def remove(deployed: DeployedApp, *, is_clusters_end: bool) -> None:
-    """Ends the ranks in order and takes the application away, if it is still the one that was
-    deployed. A cluster that ends next takes it along; on another one Serve stays, with what others
-    run there. Raises nothing: the error that brought us here must get through."""
+    """End the ranks in order and remove the application, if it is still the deployed one.
+
+    Serve itself and other applications remain. Raises nothing, so that the original error is kept.
+    """
     try:
         if (
             deployed.groups.launch_id.remote().result(timeout_s=STOP_TIMEOUT_S)
@@ -143,13 +150,13 @@ def remove(deployed: DeployedApp, *, is_clusters_end: bool) -> None:
         ):
             event(log, "application_replaced", logging.WARNING, name=deployed.name)
             return
-    except Exception as error:  # noqa: BLE001 - nobody else may deploy under a name that is there
+    except Exception as error:  # noqa: BLE001 - a name in use must not be deployed again
         event(log, "application_unreachable", logging.WARNING, name=deployed.name, error=error)
     end(deployed.name, is_clusters_end=is_clusters_end)
 
 
 def end(name: str, *, is_clusters_end: bool) -> None:
-    """As `remove`, whoever has deployed it."""
+    """End the ranks and remove the application, also if another process deployed it."""
     _warn(
         "graceful_stop_failed",
         lambda: groups_handle(name).close.remote().result(timeout_s=STOP_TIMEOUT_S),
@@ -162,5 +169,5 @@ def end(name: str, *, is_clusters_end: bool) -> None:
 def _warn(name: str, action: Callable[[], Any]) -> None:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - what is left is told; the next step may still help
+    except Exception as error:  # noqa: BLE001 - reported; the next step may still succeed
         event(log, name, logging.WARNING, error=error)

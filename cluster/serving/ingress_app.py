@@ -1,4 +1,4 @@
-"""The ingress's parts, joined: tokenizer, rank clients, pipelines, HTTP application."""
+"""Assembly of the ingress: tokenizer, rank clients, pipelines, HTTP application."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from planner.routing.request_work import work_of
 from planner.routing.saturation import saturation_of
 
 CONNECT_DEADLINE_S = 30.0
-RANK_WAIT_S = 1.0  # for the last of the ranks: it may be being replaced, which takes longer
+RANK_WAIT_S = 1.0  # for missing ranks; a replacement takes longer
 MIN_SILENCE_S = 4 * STATE_PERIOD_S
 
 
 def served_model(config: TandemConfig) -> tuple[ModelInfo, Tokenizer]:
-    """What clients call the model and may ask of it. Raises CheckpointError."""
+    """Return the served model's name and limits. Raises CheckpointError."""
     folder = resolve_model_folder(config.model.path)
     spec = check_checkpoint(folder)
     model = ModelInfo(
@@ -59,7 +59,7 @@ def rank_clients(
     token: bytes,
     channel: ChannelConfig = ChannelConfig(),  # noqa: B008
 ) -> list[RankClient]:
-    """One client per rank, each proving the cluster's token. channel: whose silence_s counts."""
+    """Return one client per rank, which authenticates with the cluster's token."""
     heartbeat_timeout_s = max(channel.heartbeat_timeout_s, MIN_SILENCE_S)
     identity = Identity(name="ingress", token=token, epoch=None)
     settings = RankClientConfig(heartbeat_timeout_s=heartbeat_timeout_s)
@@ -69,9 +69,9 @@ def rank_clients(
 def pipelines(
     config: TandemConfig, directory: Directory, find: FindRanks | None = None
 ) -> Pipelines:
-    """What is deployed, not yet connected (`start`, `wait_ready`). Raises CheckpointError.
+    """Return the deployed pipelines, not yet connected. Raises CheckpointError.
 
-    find: where the ranks are, asked while one of them is missing.
+    find: returns current addresses, called while a rank is missing.
     """
     settings = RoutingConfig(
         block_tokens=config.kv.block_tokens,
@@ -117,8 +117,7 @@ async def build_ingress_app(
     find: FindRanks,
     telemetry: Telemetry | None = None,
 ) -> App:
-    """The application, connected to every rank, or to those that are there: workers may be lost
-    for a while when an ingress starts. It closes its connections when it shuts down."""
+    """Return the application, connected to the available ranks. It disconnects on shutdown."""
     model, tokenizer = await asyncio.to_thread(served_model, config)
     backend = pipelines(config, directory, find)
     backend.start()
@@ -155,8 +154,10 @@ async def build_ingress_app(
 
 
 async def _follow_keys(app: App, http: HttpConfig) -> asyncio.Future[None]:
-    """Takes the keys of http.keys_file, now and when it changes, until it is cancelled. Raises
-    ConfigError if they cannot be used now."""
+    """Apply http.keys_file now and after changes, until cancelled.
+
+    Raises ConfigError if the current file is invalid.
+    """
     if http.keys_file is None:
         return asyncio.get_running_loop().create_future()
     reloader = ApiKeyReloader(http, app.app_state.authenticator, app.app_state.telemetry)

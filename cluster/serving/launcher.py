@@ -1,4 +1,4 @@
-"""What an ingress asks of the launcher of the ranks, which is another replica."""
+"""Requests of an ingress to the launcher, which is another replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("tandem.ingress")
 
 
 class GroupsClient(NamedTuple):
-    """What the launcher of the ranks tells of them. Raises RayError."""
+    """Client of the launcher's deployment. Raises RayError."""
 
     metrics: Callable[[], Awaitable[list[str]]]
     status: Callable[[], Awaitable[list[RankStatus]]]
@@ -33,14 +33,13 @@ class GroupsClient(NamedTuple):
 
 
 class Launcher:
-    """As the application asks it. Raises NotReadyError where it does not answer."""
+    """Client of the launcher for the HTTP application. Raises NotReadyError without a reply."""
 
     def __init__(self, groups: GroupsClient) -> None:
         self._groups = groups
 
     async def metrics(self) -> str:
-        """In Prometheus text format; nothing where it does not answer: the ingress's own are still
-        worth a scrape."""
+        """Return the ranks' metrics as Prometheus text, empty without a reply."""
         try:
             return merge_expositions(await self._groups.metrics())
         except RayError as error:
@@ -61,13 +60,15 @@ class Launcher:
             return decode_scale(*await self._groups.scale(body))
 
     async def offset(self) -> ClockOffset:
-        """By how much our clock is ahead of its own."""
+        """Return by how much this process's clock is ahead of the launcher's."""
         rounds, boot = [], ""
         with _answers("trace_failed"):
             for _ in range(ROUNDS):
                 sent_s = monotonic_s()
                 shown_s, boot = await self._groups.clock()
-                rounds.append((-monotonic_s(), -shown_s, -sent_s))  # ours, as seen from there
+                rounds.append(
+                    (-monotonic_s(), -shown_s, -sent_s)
+                )  # this clock, as seen by the launcher
         return estimate_offset(rounds, same_boot=bool(boot) and boot == boot_identity())
 
 

@@ -1,4 +1,4 @@
-"""Where a run's logs are kept: a folder of its own, which outlives it; old ones go.
+"""Log folders: one per run, kept after it; old ones are removed.
 
 $XDG_STATE_HOME/tandem/NAME/20260131-120000-5f09c2/ serve.log ingress.log groups.log
                                                     attention-0.log … ray/ (Ray's own)
@@ -20,13 +20,17 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 
 LOCK = "running"
-MAX_RAY_FILE_BYTES = 1 << 20  # of each of Ray's own, the end is kept
+MAX_RAY_FILE_BYTES = 1 << 20  # kept from the end of each Ray log
 
 
 @contextlib.contextmanager
 def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[TandemConfig]:
-    """`config` with log.folder, which is made, and known to be in use inside. Older runs of the
-    same name go, all but the latest log.runs. Raises ConfigError if it cannot be made."""
+    """Yield `config` with a new log.folder, locked while in use.
+
+    Older runs of the name are removed except the latest log.runs. Raises ConfigError if it cannot
+    be
+    created.
+    """
     name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
     parent = Path(config.log.folder or _default(environment) / config.serve.name)
     folder = parent / name
@@ -47,8 +51,7 @@ def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator
 
 
 def keep_ray_logs(session: Path, folder: Path) -> None:
-    """Copies the ends of the files that Ray's processes have written, which go with the cluster:
-    what a process that crashed has said last is only there."""
+    """Copy the ends of Ray's log files, which vanish with the cluster."""
     for path in sorted((session / "logs").glob("*.*")):
         with contextlib.suppress(OSError):
             if path.is_file() and path.stat().st_size:
@@ -68,8 +71,7 @@ def _default(environment: Mapping[str, str]) -> Path:
 
 
 def _prune(parent: Path, keep: int) -> None:
-    """Removes runs but the latest ones. What has no lock is none of ours, and one that is locked
-    still runs."""
+    """Remove all but the latest runs. Folders without a lock, or locked ones, stay."""
     runs = sorted((one for one in parent.iterdir() if (one / LOCK).is_file()), reverse=True)
     for run in runs[keep:]:
         with contextlib.suppress(OSError), (run / LOCK).open("r+") as lock:

@@ -1,4 +1,4 @@
-"""The connection to Ray: an existing cluster, or a local one of our own."""
+"""Connection to Ray: an existing cluster, or a local one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from contracts.import_path import workers_path, working_directory
 from contracts.logs import event
 from contracts.machine import usable_cores
 
-OBJECT_STORE_BYTES = 256 << 20  # nothing large goes through it
+OBJECT_STORE_BYTES = 256 << 20  # only small objects
 PROBE_TIMEOUT_S = 3.0
 START_ATTEMPTS = 3
 KILL_DEADLINE_S = 10.0
 EXEC_DEADLINE_S = 1.0
-_HTTP2_SETTINGS = b"\x04"  # the type of the frame that either side sends first
+_HTTP2_SETTINGS = b"\x04"  # type of the first frame of both sides
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0" * 5
 LOCAL_ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # Ray's default is 15: on a busy machine ranks would starve
@@ -44,11 +44,13 @@ log = logging.getLogger(f"tandem.{__name__}")
 def ray_session(
     config: TandemConfig, environment: Mapping[str, str], *, show_rank_logs: bool
 ) -> Iterator[None]:
-    """Inside, this process is connected to Ray. A local cluster ends with it, an existing one not.
+    """Connect to Ray. A local cluster ends with the context.
 
-    show_rank_logs: what ranks write to standard error (loading progress, warnings) appears here.
-    Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
-    LaunchError if a local one does not start.
+    show_rank_logs: show the ranks' standard error (loading progress, warnings). Raises
+    ResourceError
+    if the cluster at groups.address (or RAY_ADDRESS) does not answer, and LaunchError if a local
+    one
+    does not start.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = cluster_address(config, environment)
@@ -73,8 +75,10 @@ def ray_session(
 
 
 def _probe(address: str, environment: Mapping[str, str]) -> None:
-    """Raises OSError unless host:port speaks HTTP/2, as Ray's gRPC does. Ray itself tries for
-    minutes, whoever else listens there."""
+    """Raise OSError unless host:port speaks HTTP/2, as Ray's gRPC does.
+
+    Ray itself would try for minutes.
+    """
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdigit():
         return  # a name such as "auto"
@@ -105,7 +109,7 @@ def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool)
 
 
 def check_cores(config: TandemConfig) -> None:
-    """Raises ResourceError if a local cluster could not hold the ranks."""
+    """Raise ResourceError if a local cluster cannot hold the ranks."""
     groups = config.groups
     needed = groups.cpus_per_rank * groups.ranks
     cores = usable_cores()
@@ -119,10 +123,10 @@ def check_cores(config: TandemConfig) -> None:
 
 
 def _start_local(show_rank_logs: bool) -> str:
-    """The folder of a cluster that this process now is connected to. Raises LaunchError.
+    """Start a local cluster and return its folder. Raises LaunchError.
 
-    Tried again where Ray gives up: its raylet ends if its agents take more than a fixed 15 s to
-    start, and `ray.init` says after 30 s that it "timed out".
+    Retried if Ray gives up: its raylet ends if agents take more than a fixed 15 s to start, and
+    `ray.init` times out after 30 s.
     """
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -161,7 +165,7 @@ def _init_local(folder: str, show_rank_logs: bool) -> None:
 
 
 def _kill_started(folder: str) -> None:
-    """Ends what a failed start has left: Ray itself would do so when this process ends."""
+    """Kill the processes of a failed start; Ray would do so only when this process ends."""
     left = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -172,7 +176,7 @@ def _kill_started(folder: str) -> None:
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Its words; Linux shows none for a moment after `Popen` has returned, within execve."""
+    """Return the words of a command line, empty within execve."""
     deadline = time.monotonic() + EXEC_DEADLINE_S
     while not (words := process.cmdline()) and time.monotonic() < deadline:
         time.sleep(0.001)

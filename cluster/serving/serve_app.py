@@ -1,12 +1,11 @@
-"""The Serve application: `Groups` owns the ranks, `Ingress` speaks HTTP.
+"""Serve application: `Groups` owns the ranks, `Ingress` serves HTTP.
 
     proxy ── HTTP ──> Ingress replica ── sockets ──> attention ranks, prefill workers
                           │ at start, and while a rank is missing: directory()
                           └────────────────────────> Groups replica ── owns ──> rank actors
 
-Ray carries nothing of a request beyond the ingress. A Groups replica that is ended ends its actors;
-when it is killed the next one takes them over (cluster/fleet/adoption.py), and if none comes they
-end by themselves.
+Behind the ingress Ray carries no request data. A stopped Groups replica ends its actors. After a
+kill its successor adopts them (cluster/fleet/adoption.py); without one they end by themselves.
 """
 
 from __future__ import annotations
@@ -56,19 +55,22 @@ from contracts.traces import TaskSpan, TraceResponse, boot_identity
 
 log = logging.getLogger("tandem.serve")
 
-ON_HEAD = {"node:__internal_head__": 0.001}  # a little of what Ray gives its head node alone
+ON_HEAD = {"node:__internal_head__": 0.001}  # a resource of Ray's head node only
 STATUS_TIMEOUT_S = 2.0
 SPANS_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
-HEALTH_PERIOD_S = 1.0  # Serve's own is ten: for so long nobody replaces what has been killed
+HEALTH_PERIOD_S = 1.0  # Serve's default of ten delays replacements
 
 
 class Groups:
-    """Launches the ranks in the background, so that a failure can be told instead of retried."""
+    """Launcher of the ranks. It reports failures, so that Serve does not retry them."""
 
     def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
-        """application: None: that of the replica that this is. Empty: this is no replica but an
-        actor of a job, with which its ranks end: nobody takes them over."""
+        """Start the launch.
+
+        application: None: that of this replica; empty: an actor of a bulk job, whose
+        ranks end with it and are not adopted.
+        """
         self._config = decode_config(config)
         self._launch_id = launch_id
         self._launcher_waits = self._config.http.front == "direct"
@@ -84,8 +86,7 @@ class Groups:
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
-        """The ranks of a replica that was there before, if there are any: Ray has started us in its
-        place. Else new ones."""
+        """Adopt the ranks of a previous replica, or launch new ones."""
         folder = str(resolve_model_folder(self._config.model.path))
         if not self._application:
             return launch(self._config, folder)
@@ -100,48 +101,55 @@ class Groups:
         return await asyncio.wrap_future(self._launch)
 
     async def launch_id(self) -> str:
-        """Which launcher's it is; empty: that of `serve run`."""
+        """Id of the launcher; empty for `serve run`."""
         return self._launch_id
 
     async def ingress_failed(self, failure: bytes) -> bool:
-        """Keeps why an ingress did not start. Whether a launcher waits: it will tell the user, and
-        end everything."""
+        """Record why an ingress did not start.
+
+        Returns whether a launcher waits and will report it.
+        """
         self._ingress_failure = failure
         return self._launcher_waits
 
     async def ingress_failure(self) -> bytes:
-        """What an ingress has told last; empty: nothing."""
+        """Return the last error of an ingress, or an empty string."""
         return self._ingress_failure
 
     async def ingress_listens(self) -> None:
-        """From the ingress: the port is its own."""
+        """Record that the ingress has bound the port."""
         self._ingress_listens = True
 
     async def listens(self) -> bool:
-        """Whether it is our ingress that answers on the port, and not another server."""
+        """Return whether the port belongs to this application's ingress."""
         return self._ingress_listens
 
     async def served(self) -> None:
-        """From the launcher: everything serves, and nobody waits any more."""
+        """Record that the launcher has reported the server as ready."""
         self._launcher_waits = False
 
     async def config(self) -> bytes:
-        """What the application was started with."""
+        """Return the configuration of the application."""
         return encode_config(self._config)
 
     async def directory(self, suspects: dict[str, str] | None = None) -> bytes:
-        """Where the ranks are, once they are up, or what kept them from coming up. suspects: client
-        addresses of prefill workers that a router has given up, and why: they are replaced."""
+        """Return the addresses of the ranks once they run, or the launch error.
+
+        suspects: client addresses of prefill workers that a router has lost, with reasons;
+        replaced.
+        """
         try:
             fleet = await self._fleet()
-        except Exception as error:  # noqa: BLE001 - told to whoever asks, all of whom raise it
+        except Exception as error:  # noqa: BLE001 - raised by every caller of directory()
             return encode_failure(error)
         fleet.replace(suspects or {})
         return encode_directory(fleet.directory)
 
     async def scale(self, requested: bytes) -> tuple[bytes, bytes]:
-        """Begins to make the ranks as many as wanted: how far that has come, or why it cannot be.
-        wanted: empty: it is only asked."""
+        """Start a scale and return its progress, or the error.
+
+        requested: empty: only return the progress.
+        """
         fleet = await self._fleet()
         try:
             state = (
@@ -154,16 +162,15 @@ class Groups:
         return encode_scale(state), b""
 
     async def export(self, target: bytes) -> None:
-        """From a process that is no rank: a Prometheus scrapes it there, for as long as it goes on
-        saying so."""
+        """Register a process that is not a rank as a scrape target; repeated while it lives."""
         fleet = await self._fleet()
         if fleet.scrape_targets is not None:
             fleet.scrape_targets.lease(decode_target(target))
 
     async def problem(self, token: bytes) -> str:
-        """Why the ranks launched with this token can serve no more; empty: they can."""
+        """Return why the ranks launched with this token cannot serve, or an empty string."""
         if not self._launch.done():
-            return ""  # taken over, perhaps: it is asked again
+            return ""  # possibly adopted: checked again
         if (error := self._launch.exception()) is not None:
             return f"the launcher of the ranks (Groups) has ended, and cannot start anew: {error}"
         fleet = self._launch.result()
@@ -172,8 +179,10 @@ class Groups:
         return fleet.beyond_repair
 
     def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that raises: with it, all ranks. Under `tandem
-        serve` the launcher ends everything instead."""
+        """Health check for Serve, which replaces a failing replica and with it all ranks.
+
+        Under `tandem serve` the launcher ends the server instead.
+        """
         if self._config.http.front == "direct" or not self._launch.done():
             return
         if self._launch.exception() is None and (reason := self._launch.result().beyond_repair):
@@ -184,17 +193,17 @@ class Groups:
         return await asyncio.to_thread(fleet.status, STATUS_TIMEOUT_S)
 
     async def metrics(self) -> list[str]:
-        """Each rank's own metrics in Prometheus text format."""
+        """Return the Prometheus text of each rank."""
         fleet = await self._fleet()
         return await asyncio.to_thread(fleet.metrics, STATUS_TIMEOUT_S)
 
     async def spans(self) -> list[TaskSpan]:
-        """The recorded task spans of all ranks."""
+        """Return the recorded task spans of all ranks."""
         fleet = await self._fleet()
         return await asyncio.to_thread(fleet.spans, SPANS_TIMEOUT_S)
 
     async def trace(self, seconds: float, first_pid: int) -> bytes:
-        """Of all ranks in the next seconds, on the clock of this process; one at a time."""
+        """Record a trace of the next seconds on this process's clock; one at a time."""
         fleet, since_s = await self._fleet(), monotonic_s()
         if (refused_s := self._tracing.begin(seconds)) is not None:
             return encode_trace(TraceResponse(refused_s=refused_s))
@@ -205,13 +214,15 @@ class Groups:
             self._tracing.end()
 
     async def clock(self) -> tuple[float, str]:
-        """What the clock of this process shows, and whose it is."""
+        """Return this process's clock and identity."""
         return monotonic_s(), boot_identity()
 
     async def __del__(self) -> None:
-        """From Serve behind whose proxy we are, when the application is removed or deployed anew:
-        the ranks end once they have answered what they have. Under `tandem serve` they have ended
-        by now, unless somebody else removes it: nothing may be left."""
+        """Drain, then end the ranks; Serve calls this when it removes or redeploys the application.
+
+        Under `tandem serve` they have ended already, unless another process removes the
+        application.
+        """
         if not self._launch.done():
             await asyncio.to_thread(kill_orphans, self._application)
             return
@@ -225,16 +236,16 @@ class Groups:
         await self.close()
 
     async def close(self) -> None:
-        """Ends the ranks in order: under `tandem serve` its launcher asks for that."""
+        """End the ranks in order; called by the launcher of `tandem serve`."""
         if self._is_closed or (self._launch.done() and self._launch.exception() is not None):
-            return  # a launch that failed has cleaned up after itself
+            return  # a failed launch has cleaned up
         fleet = await self._fleet()
         self._is_closed = True
         await asyncio.to_thread(fleet.close, CLOSE_TIMEOUT_S)
 
 
 class Ingress:
-    """One HTTP front. Several replicas may run: each has its own connections to the ranks."""
+    """HTTP front. Each replica has its own connections to the ranks."""
 
     def __init__(self, config: bytes, groups: DeploymentHandle) -> None:
         self._config = decode_config(config)
@@ -244,12 +255,14 @@ class Ingress:
         set_up_logging("ingress", self._config.log)
         self._metrics_endpoint: MetricsEndpoint | None = None
         watch_interpreter(2 * self._config.log.stall_threshold_s)
-        self._token = b""  # that its ranks were launched with, once it is connected
-        self._found: dict[str, str] = {}  # where they are
+        self._token = b""  # of its ranks, once connected
+        self._found: dict[str, str] = {}  # their addresses
 
     async def check_health(self) -> None:
-        """Asked by Serve, which replaces a replica that raises. Behind Serve's proxy that is also
-        one whose ranks are no more: it starts again with those that Groups has launched since."""
+        """Health check for Serve, which replaces a failing replica.
+
+        Behind Serve's proxy it also fails if its ranks have been replaced by a new launch.
+        """
         if self._front is not None:
             self._front.check()
         elif self._token and (reason := await self._ranks_problem(self._token)):
@@ -259,14 +272,18 @@ class Ingress:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
                 reason: str = await self._groups.problem.remote(token)
-        except Exception as error:  # noqa: BLE001 - Serve replaces Groups; it is asked again
+        except Exception as error:  # noqa: BLE001 - Serve replaces Groups; retried
             event(log, "groups_unreachable", logging.WARNING, error=error)
             return ""
         return reason
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application, connected. What keeps it from that is told by way of Groups: a launcher
-        that waits says it in one line and ends us; else it is raised, and Serve tries again."""
+        """Build the connected application.
+
+        Errors are reported through Groups: a waiting launcher prints one line and ends; otherwise
+        they are
+        raised and Serve retries.
+        """
         try:
             return await self._build()
         except Exception as error:
@@ -308,14 +325,15 @@ class Ingress:
         await self._groups.export.remote(target)
 
     async def drain(self) -> tuple[str, int]:
-        """Lets nobody else in from now on. Which replica this is, and how many requests are under
-        way there still."""
+        """Stop admission. Returns this replica's id and its number of open requests."""
         left = 0 if self._app is None else await self._app.drain(0.0)
         return serve.get_replica_context().replica_id.unique_id, left
 
     async def _addresses(self, suspects: dict[str, str]) -> dict[str, str]:
-        """Where all that take requests are now; `suspects` will be replaced. Where the application
-        has been deployed anew, and we answer what we have, other ranks are none of ours."""
+        """Return the current client addresses; `suspects` are replaced.
+
+        After a redeployment, addresses of the new ranks are ignored.
+        """
         found = decode_directory(await self._groups.directory.remote(suspects))
         if self._token in (b"", found.token):
             self._found = found.client_addresses | found.prefill_addresses
@@ -347,14 +365,14 @@ def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> byt
 
 
 def _trace_of(error: Exception) -> str:
-    """Empty for what says all in one line."""
+    """Return the traceback, empty for one-line errors."""
     if isinstance(error, TandemError):
         return ""
     return "".join(traceback.format_exception(error))
 
 
 def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Application:
-    """The application to hand to `serve.run`. launch_id: of whoever does."""
+    """Return the application for `serve.run`. launch_id: of the caller."""
     drain_timeout_s = 0.0 if config.http.front == "direct" else config.http.drain_timeout_s
     on_head = {"num_cpus": 0, "resources": ON_HEAD}
     anywhere = {"num_cpus": 0}
@@ -362,7 +380,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         name="Groups",
         num_replicas=1,
         max_ongoing_requests=64,
-        ray_actor_options=on_head,  # all ranks end with it: it must not end with another node
+        ray_actor_options=on_head,  # all ranks depend on it
         graceful_shutdown_timeout_s=15 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
     )(Groups)
@@ -370,7 +388,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         name="Ingress",
         num_replicas=config.groups.ingress_replicas,
         max_ongoing_requests=10_000,  # admission is cluster.routing's: 429, not Serve's 503
-        # listening itself on host:port is a promise about the head node
+        # host:port refers to the head node
         ray_actor_options=on_head if config.http.front == "direct" else anywhere,
         graceful_shutdown_timeout_s=5 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,

@@ -1,4 +1,4 @@
-"""`tandem serve`: checks, starts, waits until every pipeline serves, stops in order."""
+"""`tandem serve`: checks, start, wait until every pipeline serves, ordered stop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from planner.scheduling.user_policy import load_policy
 
 
 class RunningServer(NamedTuple):
-    """A server that answers. `groups` is the handle of the Groups deployment."""
+    """A running server. groups: handle of the Groups deployment."""
 
     url: str
     directory: Directory
@@ -46,8 +46,10 @@ def _ignore(_: str) -> None:
 def serving(
     config: TandemConfig, *, show_rank_logs: bool = False, report: Callable[[str], None] = _ignore
 ) -> Iterator[RunningServer]:
-    """The whole server, ready inside and gone afterwards. say: is told where its logs will be.
-    Raises TandemError, one line each."""
+    """Run the whole server inside the context. Raises TandemError, one line each.
+
+    report: receives the path of the logs.
+    """
     started_s = time.monotonic()
     _check_http(config)
     preflight(config)
@@ -77,7 +79,7 @@ def serving(
 
 
 def _check_http(config: TandemConfig) -> None:
-    """Raises ConfigError for what only a server that listens itself cannot do."""
+    """Raise ConfigError for settings that only apply to a server with its own listener."""
     if config.http.front != "direct":
         raise ConfigError(
             f"http.front={config.http.front} is for `serve run`; tandem serve listens itself: "
@@ -89,7 +91,7 @@ def _check_http(config: TandemConfig) -> None:
 
 
 def preflight(config: TandemConfig) -> None:
-    """What can be found wrong in milliseconds, before anything starts. Raises TandemError."""
+    """Check everything that takes only milliseconds. Raises TandemError."""
     folder = resolve_model_folder(config.model.path)
     model = check_checkpoint(folder)
     check_tokenizer(folder)
@@ -108,13 +110,15 @@ def preflight(config: TandemConfig) -> None:
 
 
 def _wait_healthy(url: str, deployed: application.DeployedApp, timeout_s: float) -> None:
-    """Returns once clients are answered. Raises what keeps the ingress from starting, within
-    seconds, or LaunchError at the limit."""
+    """Wait until clients are answered.
+
+    Raises the error that prevents the ingress's start within seconds, or LaunchError at the limit.
+    """
     deadline_s = time.monotonic() + timeout_s
     reason = "no answer yet"
     while time.monotonic() < deadline_s:
         try:
-            # Whatever the certificate says: it is for the name that clients use.
+            # The certificate is for the name that clients use.
             answer = httpx.get(f"{url}/health", timeout=5.0, verify=False)
             listens = deployed.groups.listens.remote().result(timeout_s=application.STOP_TIMEOUT_S)
             if not listens:

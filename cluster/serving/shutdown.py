@@ -1,6 +1,7 @@
-"""When a server that runs is over: its user ends it, or it can serve no more. And how it drains:
-`tandem serve` asks its ingress; behind Serve's proxy, which sends nothing more to an application
-that is removed, ingress and launcher each wait for what they have.
+"""End and drain of a running server.
+
+`tandem serve` drains its ingress. Behind Serve's proxy, which sends nothing to a removed
+application, ingress and launcher each wait for their open work.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ DRAIN_PERIOD_S = 0.05
 def wait_for_shutdown(
     groups: Any, token: bytes, stop: threading.Event, launcher_timeout_s: float
 ) -> str:
-    """Waits until `stop` is set: empty; or until the ranks launched with this token can serve no
-    more: why. groups: handle of the Groups deployment, which may be silent for give_up_s."""
+    """Wait until `stop` is set or the ranks cannot serve any more; return the reason, or "".
+
+    groups: handle of the Groups deployment, which may be silent for `launcher_timeout_s`.
+    """
     last_reply_s = time.monotonic()
     while not stop.wait(POLL_PERIOD_S):
         try:
             reason: str = groups.problem.remote(token).result(timeout_s=REPLY_TIMEOUT_S)
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody is heard
+        except Exception as error:  # noqa: BLE001 - any error counts as silence
             event(log, "groups_unreachable", logging.WARNING, error=str(error).partition("\n")[0])
             if time.monotonic() - last_reply_s < launcher_timeout_s + REPLY_TIMEOUT_S:
                 continue
@@ -43,9 +46,11 @@ def wait_for_shutdown(
 
 
 def drain(ingress: Any, limit_s: float, skip_drain: threading.Event, replicas: int = 1) -> None:
-    """Returns once each ingress replica has answered all that it has, or after limit_s, or when
-    `skip_drain` is set. They let nobody in from the start. ingress: handle of the Ingress
-    deployment, which asks one of them, not always the same."""
+    """Wait until each ingress replica has answered its requests, the limit, or `skip_drain`.
+
+    Admission stops at once. ingress: handle of the Ingress deployment; each call reaches any
+    replica.
+    """
     end_s = time.monotonic() + limit_s
     left: dict[str, int] = {}
     while not skip_drain.wait(0.0 if len(left) < replicas else DRAIN_PERIOD_S):
@@ -53,8 +58,8 @@ def drain(ingress: Any, limit_s: float, skip_drain: threading.Event, replicas: i
             name, count = ingress.drain.remote().result(timeout_s=REPLY_TIMEOUT_S)
             left[name] = count
         except TimeoutError:
-            pass  # of one that is busy
-        except Exception as error:  # noqa: BLE001 - an ingress that is gone has nothing to drain
+            pass  # a busy replica
+        except Exception as error:  # noqa: BLE001 - a lost ingress has nothing to drain
             event(log, "ingress_unreachable", logging.WARNING, error=str(error).partition("\n")[0])
             if replicas == 1:
                 return
@@ -71,8 +76,10 @@ async def wait_idle(
     limit_s: float,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> int:
-    """Returns once no rank has a sequence at two looks in a row, between which an ingress may send
-    another one of a request that it has; or after limit_s: how many sequences are left."""
+    """Wait until no rank has a sequence in two consecutive polls.
+
+    Returns the number left at the limit. An ingress may submit between two polls.
+    """
     end_s, was_idle = time.monotonic() + limit_s, False
     while True:
         left = sum(rank.running + rank.waiting for rank in await status())
