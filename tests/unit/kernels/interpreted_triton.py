@@ -1,10 +1,7 @@
-"""The triton kernels on the CPU, by triton's interpreter: held against
-tests/support/kernel_reference.py and
-torch's own operations, in sizes that fill no block. Run by test_triton.py, in a process of its own:
-triton decides at its first import who runs its kernels.
+"""Triton kernels in the interpreter against references, in sizes that fill no block.
 
-The interpreter cuts float32 off at bfloat16's width where a GPU rounds: there a value may be two
-steps apart. float32 and float16 are computed as on a GPU.
+Run by test_triton.py in a process of its own. The interpreter truncates to bfloat16 instead of
+rounding, so values may differ by two steps; float32 and float16 are computed as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +17,7 @@ from kernels import triton_kernels as fused
 from tests.support import kernel_reference as reference
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What a value of order 1 may be off: rounding where both round once, and a step more where an
-# intermediate result had fallen on the other side.
+# Tolerance of values of order 1: one rounding, and one step for rounded intermediate results.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6
 
@@ -33,7 +29,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
-    """expected: of any dtype. factor: how much larger than 1 values are."""
+    """Compare with `expected` of any dtype. factor: magnitude of the values."""
     allowed = TOLERANCE[dtype] * factor
     torch.testing.assert_close(found.double(), expected.double(), atol=allowed, rtol=allowed)
 
@@ -55,8 +51,8 @@ def test_norm(dtype: torch.dtype, shape: tuple[int, ...], round_once: bool) -> N
 @kinds
 @pytest.mark.parametrize(("T", "H", "d"), [(1, 1, 2), (3, 17, 6), (5, 16, 16), (2, 33, 22)])
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_norm_and_turn(dtype: torch.dtype, T: int, H: int, d: int, with_norm: bool) -> None:
-    """Of heads that are a part of wider rows, as queries in the product of all three."""
+def test_norm_and_rope(dtype: torch.dtype, T: int, H: int, d: int, with_norm: bool) -> None:
+    """Heads are parts of wider rows, as queries in the joint projection."""
     x_THd = normal(T, H + 2, d, dtype=dtype)[:, 1:-1]
     weight_Hd = normal(H, d, dtype=dtype, seed=1) if with_norm else None
     positions_T = torch.arange(T) * 7 + 3
@@ -82,8 +78,8 @@ def test_gate(dtype: torch.dtype, N: int, F: int) -> None:
 
 
 @kinds
-def test_the_gate_of_large_values_is_finite(dtype: torch.dtype) -> None:
-    """exp(-gate) overflows to infinity, and the result is 0."""
+def test_gate_of_large_values_is_finite(dtype: torch.dtype) -> None:
+    """exp(-gate) overflows to infinity: the result is 0."""
     h_NF2 = torch.tensor([[-200.0, 200.0, 2.0, 3.0]], dtype=dtype)
     assert fused.gated(h_NF2).tolist() == [[0.0, 600.0]]
 
@@ -98,7 +94,7 @@ def test_rows(dtype: torch.dtype, N: int, D: int) -> None:
 
 @kinds
 @pytest.mark.parametrize(("T", "K", "D"), [(1, 1, 1), (3, 2, 5), (4, 8, 129)])
-def test_sums_are_taken_in_order_of_choice(dtype: torch.dtype, T: int, K: int, D: int) -> None:
+def test_sums_are_in_order_of_choice(dtype: torch.dtype, T: int, K: int, D: int) -> None:
     y_ND = normal(T * K, D, dtype=dtype)
     places_TK = torch.randperm(T * K, generator=torch.Generator().manual_seed(1)).view(T, K)
     weights_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(2))
@@ -121,7 +117,7 @@ def test_sums_are_taken_in_order_of_choice(dtype: torch.dtype, T: int, K: int, D
 def test_slot_experts_equal_reference(
     dtype: torch.dtype, T: int, K: int, sizes: tuple[int, int], seed: int
 ) -> None:
-    """Rows without a slot stay as they are; where an expert stands changes no bit."""
+    """Rows without a slot are unchanged; an expert's slot changes no bit."""
     (D, F), slots = sizes, 4
     generator = torch.Generator().manual_seed(seed)
     x_TD = torch.randn(T, D, generator=generator).to(dtype)

@@ -1,4 +1,4 @@
-"""What GPUs run instead of the CPU's kernels, as far as a CPU can (the rest: tests/gpu/)."""
+"""Kernels for GPUs, as far as a CPU runs them (others: tests/gpu/)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from kernels import fused_ops, gpu_experts
 from kernels.experts import ClampedGate
-from kernels.gpu_experts import Pairs, grouped_products, runs_on_gpu, single_products
+from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import linears, plain_linears
 from kernels.norm import rms_norm
 from kernels.packed_attention import packed_part
 from kernels.rope import apply_rope
-from kernels.routing import local_index, softmax_top_k
+from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
 from tests.support import kernel_reference as reference
 
@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 
 @settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 7), st.sampled_from([1, 4, 100]), st.booleans())
-def test_experts_without_atomics_equal_the_reference(
-    T: int, E: int, piece: int, clamped: bool
-) -> None:
+def test_gpu_experts_equal_reference(T: int, E: int, piece: int, clamped: bool) -> None:
     generator = torch.Generator().manual_seed(T * 10 + E)
     D, F, top_k = 6, 5, min(3, E)
     x_TD = torch.randn(T, D, generator=generator)
@@ -55,7 +53,7 @@ def test_experts_without_atomics_equal_the_reference(
     torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 
-def test_one_grouped_product_is_each_experts_own() -> None:
+def test_grouped_product_equals_single_products() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = plain_linears(torch.randn(5, 24, 16, generator=generator).bfloat16())
     ids_TK = torch.tensor([[3, 1], [1, 0], [3, 0], [4, 1]])  # expert 2 has no token
@@ -70,13 +68,7 @@ def test_one_grouped_product_is_each_experts_own() -> None:
     torch.testing.assert_close(grouped, single)
 
 
-def test_the_way_of_a_gpu_is_not_taken_on_a_cpu() -> None:
-    weight = plain_linears(torch.zeros(3, 8, 8, dtype=torch.bfloat16))
-    x_TD = torch.zeros(2, 8, dtype=torch.bfloat16)
-    assert not runs_on_gpu(x_TD, weight, local_index([0, 1, 2], 3))
-
-
-def test_weights_of_all_experts_are_at_hand_unless_reordered_or_biased() -> None:
+def test_joint_weight_exists_unless_reordered_or_biased() -> None:
     weight, bias = torch.randn(3, 8, 8), torch.randn(3, 8)
     assert plain_linears(weight).weight_eNK is weight
     assert plain_linears(weight, bias).weight_eNK is None
@@ -86,10 +78,10 @@ def test_weights_of_all_experts_are_at_hand_unless_reordered_or_biased() -> None
     torch.testing.assert_close(linears(weight)[1](weight[0]), weight[0] @ weight[1].t())
 
 
-def test_a_packed_batch_names_every_sequences_rows_and_keys() -> None:
+def test_packed_part_has_bounds_and_keys_of_sequences() -> None:
     sequences = [
         SequenceRows(0, 3, 0, slice(32, 35)),
-        SequenceRows(3, 0, 5, slice(0, 5)),  # none of its rows is wanted
+        SequenceRows(3, 0, 5, slice(0, 5)),  # no rows
         SequenceRows(3, 2, 4, torch.tensor([7, 8, 9, 20, 21, 22])),
     ]
     part = packed_part(sequences, 16, CPU)
@@ -101,7 +93,7 @@ def test_a_packed_batch_names_every_sequences_rows_and_keys() -> None:
     assert packed_part(sequences[:1], None, CPU).keys is None  # the fresh rows
 
 
-def test_passes_are_torchs_own_operations_where_triton_has_no_gpu() -> None:
+def test_fused_ops_use_torch_without_gpu() -> None:
     generator = torch.Generator().manual_seed(4)
     x_THd = torch.randn(5, 7, 8, generator=generator)
     weight_Hd, angles = x_THd[0, 1:], torch.randn(5, 1, 4, generator=generator)

@@ -1,4 +1,4 @@
-"""Attention over latents against its slow reference."""
+"""Attention over latents against its reference."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.support.kernel_reference import latent_attention_reference, ragged_la
     ("count", "context", "absorbs"),
     [(300, 300, False), (1, 300, True), (30, 4000, True), (600, 4000, False), (2, 2, False)],
 )
-def test_prompts_expand_and_short_chunks_behind_a_prefix_absorb(
-    count: int, context: int, absorbs: bool
-) -> None:
+def test_short_chunks_behind_prefix_absorb(count: int, context: int, absorbs: bool) -> None:
     up = LatentUp(torch.empty(1, 256, 512), 128)
     assert latent_attention._absorbs(count, context, up) == absorbs
 
@@ -30,10 +28,9 @@ SHAPE = st.tuples(st.integers(1, 7), st.integers(0, 9))  # new tokens, cached on
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(SHAPE, min_size=1, max_size=5), st.integers(1, 3), st.booleans())
-def test_any_ragged_batch_equals_the_reference(
+def test_any_ragged_batch_equals_reference(
     shapes: list[tuple[int, int]], H: int, absorb: bool
 ) -> None:
-    """Chunks expand and absorb, whatever would be cheaper."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latent_attention, "_absorbs", lambda *_: absorb)
         _compare(shapes, H)

@@ -1,4 +1,4 @@
-"""Products with weights: right, and the same for a row whatever stands beside it."""
+"""Products with weights equal references and do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 40), st.integers(1, 70), st.integers(1, 70), st.booleans())
-def test_a_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
+def test_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
     generator = torch.Generator().manual_seed(T + 71 * N + 5041 * K)
     x, weight = (torch.randn(rows, K, generator=generator) for rows in (T, N))
     bias = torch.randn(N, generator=generator) if biased else None
@@ -25,7 +25,7 @@ def test_a_product_equals_float64(T: int, N: int, K: int, biased: bool) -> None:
 
 
 @DTYPES
-def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype) -> None:
+def test_row_has_equal_bits_in_any_batch(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(300, 96, generator=generator).to(dtype)
     layer = PackedLinear(torch.randn(130, 96, generator=generator).to(dtype))
@@ -36,9 +36,7 @@ def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype) -> N
 
 @DTYPES
 @pytest.mark.parametrize(("N", "K"), [(130, 96), (40, 48), (512, 512), (1, 7), (96, 192)])
-def test_a_weight_that_stays_as_it_is_gives_the_bits_of_a_reordered_one(
-    dtype: torch.dtype, N: int, K: int
-) -> None:
+def test_plain_linear_has_bits_of_packed_linear(dtype: torch.dtype, N: int, K: int) -> None:
     generator = torch.Generator().manual_seed(N + K)
     x = torch.randn(80, K, generator=generator).to(dtype)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((N, K), (N,)))
@@ -49,9 +47,9 @@ def test_a_weight_that_stays_as_it_is_gives_the_bits_of_a_reordered_one(
 
 @DTYPES
 @pytest.mark.parametrize(("N", "K"), [(130, 96), (512, 256), (1, 7), (22, 13)])
-def test_a_packed_weight_takes_the_bytes_of_another(dtype: torch.dtype, N: int, K: int) -> None:
+def test_packed_weight_accepts_bytes_of_another(dtype: torch.dtype, N: int, K: int) -> None:
     if not is_packed(dtype, torch.device("cpu")):
-        pytest.skip(f"this processor has no layout of its own for {dtype}")
+        pytest.skip(f"this processor has no packed layout for {dtype}")
     generator = torch.Generator().manual_seed(N + K)
     x, weight, other = (torch.randn(rows, K, generator=generator).to(dtype) for rows in (80, N, N))
     expected, layer = PackedLinear(weight), PackedLinear(other)
@@ -61,11 +59,11 @@ def test_a_packed_weight_takes_the_bytes_of_another(dtype: torch.dtype, N: int, 
         assert torch.equal(layer(x[:rows]), expected(x[:rows])), rows
     memory = layer.memory
     del layer
-    assert torch.equal(memory, expected.memory), "it lasts as long as the memory is held"
+    assert torch.equal(memory, expected.memory), "the weight lives as long as its memory"
 
 
 @DTYPES
-def test_a_weight_used_once_gives_the_bits_of_one_that_stays(dtype: torch.dtype) -> None:
+def test_linear_has_bits_of_packed_linear(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 96, generator=generator).to(dtype)
     weight = torch.randn(130, 96, generator=generator).to(dtype)

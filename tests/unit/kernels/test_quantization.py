@@ -1,4 +1,4 @@
-"""Dequantised weights against slow references, and against `transformers`."""
+"""Dequantisation against references and `transformers`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from tests.support.kernel_reference import dequantize_fp8_reference, dequantize_
 
 @pytest.mark.parametrize(("R", "C"), [(3, 5), (128, 256), (130, 129), (257, 60)])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-def test_fp8_blocks_of_any_size_equal_the_reference(
-    R: int, C: int, scale_dtype: torch.dtype
-) -> None:
+def test_fp8_blocks_equal_reference(R: int, C: int, scale_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(R + C)
     weight = (torch.randn(R, C, generator=generator) * 50).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-R // FP8_BLOCK), -(-C // FP8_BLOCK), generator=generator)
@@ -24,7 +22,7 @@ def test_fp8_blocks_of_any_size_equal_the_reference(
     torch.testing.assert_close(found.double(), expected, atol=0, rtol=1e-7)
 
 
-def test_mxfp4_equals_the_reference_for_every_byte() -> None:
+def test_mxfp4_equals_reference() -> None:
     blocks = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
     exponents = torch.tensor([[0, 100, 126, 127, 128, 130, 150, 250]] * 2, dtype=torch.uint8)
     found = dequantize_mxfp4(blocks, exponents)

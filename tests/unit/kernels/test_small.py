@@ -1,4 +1,4 @@
-"""Norm, rope, routing and grouped experts against their slow references."""
+"""Norm, rope, routing and experts against their references."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.support import kernel_reference as reference
 from tests.support.kernel_reference import grouped_experts
 
 
-def test_rms_norm_equals_the_reference() -> None:
+def test_rms_norm_equals_reference() -> None:
     x = torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(0)) * 3
     weight = torch.rand(24, generator=torch.Generator().manual_seed(1))
     expected = reference.rms_norm_reference(x, weight, 1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5).double(), expected, atol=2e-6, rtol=1e-6)
 
 
-def test_rms_norm_leaves_its_input_alone_and_keeps_bfloat16() -> None:
+def test_rms_norm_keeps_input_and_dtype() -> None:
     x = torch.randn(4, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     before = x.clone()
     weight = torch.rand(24).to(torch.bfloat16)
@@ -42,7 +42,7 @@ def test_rms_norm_leaves_its_input_alone_and_keeps_bfloat16() -> None:
     torch.testing.assert_close(normed.double(), expected, atol=0, rtol=2**-7)
 
 
-def test_rms_norm_that_rounds_once_is_the_rounded_reference() -> None:
+def test_rms_norm_with_one_rounding_equals_rounded_reference() -> None:
     x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     weight = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     expected = reference.rms_norm_reference(x, weight, 1e-6).float().to(torch.bfloat16)
@@ -51,7 +51,7 @@ def test_rms_norm_that_rounds_once_is_the_rounded_reference() -> None:
     assert (rms_norm(x, weight, 1e-6) != expected).float().mean() > 0.1
 
 
-def test_rope_turns_each_pair_by_position_times_frequency() -> None:
+def test_rope_equals_reference() -> None:
     generator = torch.Generator().manual_seed(0)
     x_THd = torch.randn(7, 5, 12, generator=generator)
     positions_T = torch.tensor([0, 1, 2, 40, 41, 7, 300])
@@ -63,7 +63,7 @@ def test_rope_turns_each_pair_by_position_times_frequency() -> None:
     assert difference[:3].abs().max() < 1e-6
 
 
-def test_an_unknown_rope_kind_is_an_error() -> None:
+def test_unknown_rope_kind_raises_error() -> None:
     class Strange(RopeSpec, frozen=True):
         pass
 
@@ -73,7 +73,7 @@ def test_an_unknown_rope_kind_is_an_error() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 12), st.booleans(), st.data())
-def test_routing_equals_the_reference(T: int, E: int, normalize: bool, data: st.DataObject) -> None:
+def test_routing_equals_reference(T: int, E: int, normalize: bool, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, E))
     logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(T * E + top_k)) * 3
     ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=normalize)
@@ -87,7 +87,7 @@ def test_routing_equals_the_reference(T: int, E: int, normalize: bool, data: st.
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(2, 4), st.booleans(), st.data())
-def test_group_limited_routing_equals_the_reference(
+def test_group_limited_routing_equals_reference(
     T: int, groups: int, size: int, normalize: bool, data: st.DataObject
 ) -> None:
     kept, best = data.draw(st.integers(1, groups)), data.draw(st.integers(1, 2))
@@ -114,9 +114,7 @@ def test_group_limited_routing_equals_the_reference(
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 9), st.integers(1, 7), st.data())
-def test_grouping_and_running_local_experts_equals_the_reference(
-    T: int, E: int, data: st.DataObject
-) -> None:
+def test_local_experts_equal_reference(T: int, E: int, data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, E))
     held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E))]
     generator = torch.Generator().manual_seed(T * 100 + E * 10 + top_k)
@@ -145,7 +143,7 @@ def test_grouping_and_running_local_experts_equals_the_reference(
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 5), st.floats(0.1, 8.0))
-def test_clamped_experts_with_biases_equal_the_reference(T: int, E: int, limit: float) -> None:
+def test_clamped_experts_equal_reference(T: int, E: int, limit: float) -> None:
     generator = torch.Generator().manual_seed(T * 10 + E)
     D, F = 6, 5
     x_TD = torch.randn(T, D, generator=generator)
@@ -211,7 +209,7 @@ def test_bfloat16_experts_sum_in_float32() -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-2, rtol=2e-2)
 
 
-def test_a_dense_mlp_is_one_expert_with_weight_one() -> None:
+def test_dense_mlp_equals_one_expert() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, generator=generator)
     gate_up, down = (torch.randn(*s, generator=generator) for s in ((10, 6), (6, 5)))

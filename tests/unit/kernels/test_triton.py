@@ -1,4 +1,4 @@
-"""The triton kernels on the CPU, by triton's interpreter."""
+"""Triton kernels in triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ INTERPRETED = Path(__file__).with_name("interpreted_triton.py")
     importlib.util.find_spec("triton") is None,
     reason="triton is not installed (200 MB): pip install 'tandem-moe[triton]'",
 )
-def test_every_triton_kernel_computes_what_the_reference_does() -> None:
-    """In a process of its own: triton decides at its first import who runs its kernels."""
-    own = ["-o", "addopts=", "--import-mode=importlib"]  # plugins may be missing where GPUs are
+def test_triton_kernels_equal_reference() -> None:
+    """Run in a process of its own: triton selects the interpreter at its first import."""
+    own = ["-o", "addopts=", "--import-mode=importlib"]  # machines with GPUs may lack plugins
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *own]
     done = subprocess.run(
         [*command, str(INTERPRETED)],

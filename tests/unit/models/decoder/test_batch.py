@@ -1,4 +1,4 @@
-"""AttentionBatch: where each new token stands and where its K and V go."""
+"""Positions and slots of an AttentionBatch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from models.decoder.batch import AttentionBatch, SequenceSlice
 
 
-def test_slots_and_positions_follow_the_block_table() -> None:
+def test_slots_and_positions_follow_block_table() -> None:
     batch = AttentionBatch.build(
         [SequenceSlice([11, 12], 5, [7, 2, 9]), SequenceSlice([13, 14, 15], 0, [4, 5])],
         block_tokens=4,
@@ -30,20 +30,19 @@ def test_consecutive_blocks_become_one_run() -> None:
     assert batch.sequences[0].slots_S == slice(12, 22)
 
 
-def test_block_tables_may_be_longer_than_the_context() -> None:
+def test_block_table_may_exceed_context() -> None:
     batch = AttentionBatch.build([SequenceSlice([1], 0, range(3, 90))], block_tokens=16)
     assert batch.slots_T.tolist() == [48]
 
 
-def test_a_short_block_table_is_an_error_with_both_numbers() -> None:
-    with pytest.raises(ValueError, match="2 blocks of 4 tokens, the context of 9 tokens needs 3"):
-        AttentionBatch.build([SequenceSlice([1], 8, [0, 1])], block_tokens=4)
+@pytest.mark.parametrize(
+    ("token_ids", "message"),
+    [([1], "2 blocks of 4 tokens, the context of 9 tokens needs 3"), ([], "needs tokens")],
+)
+def test_invalid_slice_raises_error(token_ids: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionBatch.build([SequenceSlice(token_ids, 8, [0, 1])], block_tokens=4)
 
 
-def test_an_empty_slice_is_an_error() -> None:
-    with pytest.raises(ValueError, match="needs tokens"):
-        AttentionBatch.build([SequenceSlice([], 8, [0, 1])], block_tokens=4)
-
-
-def test_a_batch_without_sequences_is_empty() -> None:
+def test_batch_without_sequences_is_empty() -> None:
     assert AttentionBatch.build([], block_tokens=4).num_tokens == 0

@@ -1,4 +1,4 @@
-"""The cache of experts: what is wanted comes, in whatever order, and slots are whole afterwards."""
+"""The expert cache serves requests in any order and keeps its slots consistent."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ LS, BE = Priority
 
 
 class FakeTier:
-    """Fills a part of an expert with its number, the most urgent first, when it is let: `allowed`
-    parts. log: (layer, expert, part) in the order in which they were read."""
+    """Fills `allowed` parts of experts with their numbers, the most urgent first.
+
+    log: (layer, expert, part) in the order of the reads.
+    """
 
     parts, expert_bytes = PARTS, 100
 
@@ -58,7 +60,7 @@ class FakeTier:
         return self._tickets
 
     def submit(self) -> None:
-        """At once."""
+        """Do nothing: reads start at once."""
 
     def expedite(self, ticket: int, urgency: int) -> None:
         if ticket in self._requests:
@@ -108,7 +110,7 @@ class FakeTier:
 
     @property
     def experts(self) -> list[tuple[int, int]]:
-        """In the order in which their last part was read."""
+        """Return the experts in the order of their last parts."""
         return [(layer, expert) for layer, expert, part in self.log if part == PARTS - 1]
 
 
@@ -135,8 +137,7 @@ def opened(
 
 
 def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:
-    """The experts of a want, in the order in which they were computed with; each is what it
-    should be."""
+    """Complete a request; return its experts in the order of compute. Checks their contents."""
     order: list[int] = []
     while request.left:
         acquired = cache.acquire(request, PAIRS, most)
@@ -155,9 +156,7 @@ PAIRS = dict.fromkeys(range(EXPERTS), 1)
 
 
 @pytest.mark.parametrize("kind", ["lru", "walk"])
-def test_a_layer_that_wants_more_than_there_are_slots_comes_in_waves(
-    layout: ExpertLayout, kind: Kind
-) -> None:
+def test_layer_with_more_experts_than_slots_runs_in_waves(layout: ExpertLayout, kind: Kind) -> None:
     cache = opened(layout, 2, FakeTier(), kind=kind)
     for layer in (0, 1, 2, 0):
         request = cache.request(layer, range(EXPERTS), LS)
@@ -165,7 +164,7 @@ def test_a_layer_that_wants_more_than_there_are_slots_comes_in_waves(
         cache.check()
 
 
-def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayout) -> None:
+def test_cached_expert_is_a_hit_and_not_read_again(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 4, tier)
     for _ in range(3):
@@ -177,22 +176,7 @@ def test_what_is_there_is_not_read_again_and_counts_as_a_hit(layout: ExpertLayou
     assert traffic.hit_fraction(1) == pytest.approx(4 / 6)
 
 
-def test_what_has_come_is_computed_with_while_the_rest_is_read(layout: ExpertLayout) -> None:
-    tier = FakeTier()
-    cache = opened(layout, 4, tier)
-    compute(cache, cache.request(0, [1], LS))
-    tier.allowed = 0
-    request = cache.request(0, [0, 1, 2], LS)
-    assert request.is_ready
-    acquired = cache.acquire(request, PAIRS, 9)
-    assert [expert for expert, _ in acquired] == [1]
-    cache.complete(request, acquired)
-    assert not request.is_ready
-    tier.allowed = 2 * PARTS
-    assert sorted(compute(cache, request)) == [0, 2]
-
-
-def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
+def test_acquired_experts_are_neighbours_in_request(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier()
@@ -212,7 +196,7 @@ def test_what_is_taken_at_once_stands_side_by_side_in_what_was_wanted(
     assert [[expert for expert, _ in run] for run in runs] == [[0], [2, 3]]
 
 
-def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
+def test_ls_request_is_read_before_be(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 2, tier)
     be = cache.request(0, [0, 1], BE)
@@ -220,12 +204,12 @@ def test_ls_is_read_before_be_and_takes_its_slots(layout: ExpertLayout) -> None:
     tier.allowed = 1000
     assert sorted(compute(cache, ls)) == [2, 3]
     assert sorted(compute(cache, be)) == [0, 1]
-    assert tier.experts[:2] == [(1, 2), (1, 3)], "what had been asked for was skipped"
+    assert tier.experts[:2] == [(1, 2), (1, 3)], "queued reads of BE were skipped"
 
 
 @pytest.mark.parametrize("kind", ["lru", "walk"])
 @pytest.mark.parametrize("quiet_s", [0.0, 2 * LS_LIVE_S])
-def test_a_prompt_of_be_leaves_what_ls_uses_while_ls_is_live(
+def test_be_keeps_ls_experts_while_ls_is_live(
     layout: ExpertLayout, kind: Kind, quiet_s: float
 ) -> None:
     tier, now = FakeTier(), [5.0]
@@ -243,11 +227,11 @@ def test_a_prompt_of_be_leaves_what_ls_uses_while_ls_is_live(
                 "be", (layer + 1) % LAYERS, [PredictedExpert(2, 0.99), PredictedExpert(3, 0.99)], BE
             )
     there = [cache.holds(layer, expert) for layer in range(2) for expert in (0, 1)]
-    assert all(there) == (not quiet_s), "and what it has left is BE's"
+    assert all(there) == (not quiet_s), "without live LS, BE takes the slots"
     cache.check()
 
 
-def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(
+def test_hints_are_read_by_confidence_after_requests(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier(allowed=0)
@@ -260,18 +244,7 @@ def test_hints_are_read_best_guess_first_and_only_after_what_is_wanted(
     assert tier.experts == [(0, 0), (1, 2), (1, 3), (1, 1)]
 
 
-def test_no_prefetch_while_requested_experts_are_missing(
-    layout: ExpertLayout,
-) -> None:
-    tier = FakeTier(allowed=0)
-    cache = opened(layout, 6, tier)
-    cache.request(0, [0], LS)
-    room = tier.room
-    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
-    assert tier.room == room
-
-
-def test_one_hint_is_read_at_a_time_and_few_parts_of_it(layout: ExpertLayout) -> None:
+def test_one_hint_is_read_at_a_time(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
     cache.hint("me", 1, [PredictedExpert(expert, 0.9) for expert in range(EXPERTS)])
@@ -279,7 +252,7 @@ def test_one_hint_is_read_at_a_time_and_few_parts_of_it(layout: ExpertLayout) ->
     tier.allowed = PARTS
     cache.wait(0.0)
     assert tier.experts == [(1, 0)]
-    assert tier.room == ROOM - min(PARTS, HINT_PARTS), "then the next one"
+    assert tier.room == ROOM - min(PARTS, HINT_PARTS), "the next hint follows"
 
 
 def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(
@@ -302,7 +275,7 @@ def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(
     cache.check()
 
 
-def test_a_hint_that_is_wanted_while_it_is_read_is_hurried(layout: ExpertLayout) -> None:
+def test_requested_hint_is_expedited(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
     cache.hint("me", 1, [PredictedExpert(2, 0.9)])
@@ -322,10 +295,10 @@ def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> 
     assert tier.experts == [(0, 0), (0, 1)]
     assert sorted(compute(cache, request)) == [0, 1]
     assert not cache.wait(0.0)
-    assert tier.experts[2:] == [(1, 2)], "now there is a slot"
+    assert tier.experts[2:] == [(1, 2)], "a slot is free now"
 
 
-def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
+def test_unprofitable_hint_is_not_read(layout: ExpertLayout) -> None:
     tier = FakeTier()
     order = eviction("lru")
     cache = ExpertCache(
@@ -336,7 +309,7 @@ def test_a_guess_that_would_not_pay_is_not_read(layout: ExpertLayout) -> None:
         lambda p, hidden_s, wait_s: p > 0.5,
         deadline_s=DEADLINE_S,
     )
-    for owner in ("one", "two"):  # after the first its times are known
+    for owner in ("one", "two"):  # the first one measures times
         cache.hint(owner, 1, [PredictedExpert(0, 0.9)])
         cache.wait(0.0)
         compute(cache, cache.request(1, [0], LS, owner))
@@ -360,7 +333,7 @@ def test_unreadable_expert_fails_only_its_requests(
     cache.cancel(bad)
     assert compute(cache, good) == [1]
     tier.broken.clear()
-    assert compute(cache, cache.request(0, [1], LS)) == [1], "it is tried again for the next one"
+    assert compute(cache, cache.request(0, [1], LS)) == [1], "the read is tried again"
     cache.check()
 
 
@@ -390,7 +363,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(slots=st.integers(2, 12), kind=st.sampled_from(["lru", "walk"]), events=EVENTS)
-def test_any_hints_wants_and_drops_end_with_what_was_wanted(
+def test_any_events_leave_requests_computable(
     layout: ExpertLayout,
     slots: int,
     kind: Kind,

@@ -26,11 +26,11 @@ from models.weights.checkpoint import Checkpoint, check_checkpoint
 Checkpoints = Callable[..., Path]
 DEADLINE_S = 20.0
 CPU = torch.device("cpu")
-PACKED = int(is_packed(torch.float32, CPU))  # whether this build lays weights out anew
+PACKED = int(is_packed(torch.float32, CPU))  # 1 if this build has a packed layout
 
 
 class GatedSource:
-    """Fills a buffer with the number of the layer, once the gate is open. `copies`: begun."""
+    """Fills a buffer with the layer's number once the gate is open. `copies`: started ones."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -70,7 +70,7 @@ def model(tiny_checkpoint: Checkpoints) -> ModelSpec:
 def opened(
     model: ModelSpec, source: GatedSource, *, deadline_s: float = DEADLINE_S
 ) -> Iterator[CopyingStore]:
-    """Layer 0 is resident."""
+    """Open a store with layer 0 resident."""
     buffer = ExpertBuffer(ExpertLayout(model, torch.float32, CPU))
     for tensor in buffer.pieces:
         tensor.zero_()
@@ -87,13 +87,13 @@ def opened(
 
 
 def weight_of(layer: ExpertLayer) -> float:
-    """What the weights of `layer` were filled with."""
+    """Return the value that fills the weights of `layer`."""
     row = layer.gate_up[0](torch.ones(1, 48)) / 48
     assert torch.equal(row, row[:, :1].expand_as(row))
     return float(row[0, 0])
 
 
-def test_passes_find_their_layers_and_the_next_ones_are_copied_meanwhile(model: ModelSpec) -> None:
+def test_next_layers_are_copied_ahead(model: ModelSpec) -> None:
     source = GatedSource()
     with opened(model, source) as store:
         source.wait_for_copies(1, 2)
@@ -124,7 +124,7 @@ def test_released_buffer_is_filled_before_next_fetch(model: ModelSpec) -> None:
         assert [weight_of(store.fetch(layer)) for layer in (2, 3)] == [2, 3]
 
 
-def test_a_slow_source_is_waited_for_and_the_wait_is_counted(model: ModelSpec) -> None:
+def test_wait_for_slow_source_is_counted(model: ModelSpec) -> None:
     source = GatedSource()
     source.gate.clear()
     with opened(model, source) as store:
@@ -137,7 +137,7 @@ def test_a_slow_source_is_waited_for_and_the_wait_is_counted(model: ModelSpec) -
         opener.join()
 
 
-def test_a_source_that_hangs_is_an_error_at_the_deadline(model: ModelSpec) -> None:
+def test_hanging_source_raises_error_at_deadline(model: ModelSpec) -> None:
     source = GatedSource()
     source.gate.clear()
     with opened(model, source, deadline_s=0.05) as store:
@@ -148,7 +148,7 @@ def test_a_source_that_hangs_is_an_error_at_the_deadline(model: ModelSpec) -> No
         store.fetch(1)
 
 
-def test_a_sources_error_is_raised_where_its_layer_is_wanted_and_it_is_tried_again(
+def test_source_error_is_raised_by_fetch_and_layer_is_retried(
     model: ModelSpec,
 ) -> None:
     source = GatedSource()
@@ -165,7 +165,7 @@ def test_a_sources_error_is_raised_where_its_layer_is_wanted_and_it_is_tried_aga
             store.fetch(3)
 
 
-def test_closing_while_a_copy_runs_ends_the_thread(model: ModelSpec) -> None:
+def test_close_during_copy_ends_thread(model: ModelSpec) -> None:
     source = GatedSource()
     source.gate.clear()
     with opened(model, source) as store:
@@ -186,7 +186,7 @@ def test_closing_while_a_copy_runs_ends_the_thread(model: ModelSpec) -> None:
         ("gpt_oss", {}, True, 1),
     ],
 )
-def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_needed(
+def test_host_source_equals_checkpoint_and_writes_file_once_if_needed(
     tiny_checkpoint: Checkpoints,
     tmp_path: Path,
     family: str,
@@ -209,7 +209,7 @@ def test_the_hosts_experts_are_the_checkpoints_and_a_file_is_made_once_where_nee
 
 
 def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer) -> None:
-    """To the bit, with those of experts that stay in memory."""
+    """Check bit-equality with resident experts."""
     spec = check_checkpoint(folder)
     everyone = range(spec.num_experts)
     held = ExpertHalf.load(Checkpoint(folder), spec, everyone, dtype=torch.float32)
@@ -227,7 +227,7 @@ def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer)
                 assert torch.equal(loaded[expert](rows), reference[expert](rows))
 
 
-def test_experts_are_packed_as_they_are_read_where_a_file_of_them_has_no_room(
+def test_experts_are_packed_on_read_if_file_does_not_fit(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
@@ -237,9 +237,7 @@ def test_experts_are_packed_as_they_are_read_where_a_file_of_them_has_no_room(
     assert_same_products(folder, source, ExpertBuffer(layout))
 
 
-def test_a_store_folder_that_cannot_be_used_is_named(
-    tiny_checkpoint: Checkpoints, tmp_path: Path
-) -> None:
+def test_unusable_store_folder_is_named(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
     (tmp_path / "file").touch()
     layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU)

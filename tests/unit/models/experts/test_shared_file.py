@@ -1,5 +1,4 @@
-"""The folder of files that a node's workers share is ours alone, and keeps nothing for ever
-(FINDINGS B16)."""
+"""The folder of shared files is private, and unused files are deleted (FINDINGS B16)."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def open_named(parent: Path, name: str, *, text: bytes = b"experts") -> IO[bytes
 
 
 def mapped(parent: Path, name: str) -> mmap.mmap:
-    """As a worker holds it: the file is closed, the mapping stays."""
+    """Return a mapping of the closed file, as in a worker."""
     with open_named(parent, name) as file:
         return mmap.mmap(file.fileno(), 0)
 
@@ -54,10 +53,9 @@ def names(parent: Path) -> set[str]:
     return {path.name for path in (parent / OURS).iterdir() if path.suffix != ".lock"}
 
 
-def test_the_default_store_is_a_folder_that_only_we_can_enter(
+def test_default_store_folder_is_private(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B16."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
     layout = ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"))
@@ -81,14 +79,13 @@ def planted_open_folder(at: Path) -> None:
     ("plant", "message"),
     [(planted_link, "is a link"), (planted_open_folder, "mode 0777"), (Path.touch, "or a file")],
 )
-def test_folder_owned_by_another_user_is_rejected(
+def test_unsafe_store_folder_is_rejected(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[Path], None],
     message: str,
 ) -> None:
-    """FINDINGS B16: a link in the system's temporary folder was followed, a mode unchecked."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plant(tmp_path / OURS)
     folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
@@ -101,7 +98,7 @@ def test_folder_owned_by_another_user_is_rejected(
     assert not list((tmp_path / "elsewhere").glob("*"))
 
 
-def test_a_folder_of_another_user_is_refused(
+def test_folder_of_another_user_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / f"tandem-{os.getuid() + 1}").mkdir(mode=0o700)
@@ -111,8 +108,7 @@ def test_a_folder_of_another_user_is_refused(
         open_named(tmp_path, "a")
 
 
-def test_files_of_servers_that_have_ended_go_when_another_is_made(tmp_path: Path) -> None:
-    """FINDINGS B16: they stayed for ever."""
+def test_unused_files_are_deleted_when_another_is_written(tmp_path: Path) -> None:
     mapped(tmp_path, "old").close()
     (tmp_path / OURS / "killed.partial").write_bytes(b"half")
     used = mapped(tmp_path, "used")
@@ -121,15 +117,14 @@ def test_files_of_servers_that_have_ended_go_when_another_is_made(tmp_path: Path
     assert names(tmp_path) == {"used.bin", "new.bin"}
     assert used[:] == b"experts"
     used.close()
-    mapped(tmp_path, "new").close()  # it is there: nothing is made, nothing goes
+    mapped(tmp_path, "new").close()  # exists: nothing is written or deleted
     assert names(tmp_path) == {"used.bin", "new.bin"}
     new.close()
 
 
-def test_a_file_that_another_process_has_mapped_stays_until_it_is_killed(
+def test_file_mapped_by_another_process_stays_until_it_ends(
     tmp_path: Path,
 ) -> None:
-    """Two servers on the same store (FINDINGS B16)."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as other:
         assert other.stdout is not None
@@ -161,7 +156,7 @@ def test_first_process_creates_file_and_others_wait(tmp_path: Path) -> None:
     assert made == [1]
 
 
-def test_a_maker_that_takes_too_long_is_named(tmp_path: Path) -> None:
+def test_slow_writer_raises_error_in_waiting_process(tmp_path: Path) -> None:
     def slow(path: Path) -> None:
         with pytest.raises(ResourceError, match=r"a\.lock.*groups\.ready_timeout_s"):
             open_shared_file(tmp_path, "a", 7, path.touch, deadline_s=0.0)  # type: ignore[arg-type]

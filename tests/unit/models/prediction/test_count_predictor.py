@@ -1,4 +1,4 @@
-"""What counts of routing foretell, on routing whose chances are known."""
+"""Estimates from routing counts, on routing with known probabilities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF = CountedModel(b"c" * 32, b"t" * 32, (0, 1, 2), E, K, V)
 
 
 def routed(ids_T2: np.ndarray, wanted_TL: np.ndarray) -> tuple[RoutingCounts, RoutingPaths]:
-    """Each token's experts at a layer: the wanted one and the next."""
+    """Return routing of each token to the wanted expert and the next one."""
     paths_TLK = np.stack([wanted_TL % E, (wanted_TL + 1) % E], 2)
     counter = RoutingCounter(OF)
     counter.add(ids_T2, paths_TLK)
@@ -52,7 +52,7 @@ def hits(counts: RoutingCounts, tokens: RoutingPaths, layer: int) -> dict[str, f
     return {name: hit_fraction(each, tokens.paths_PLK[:, layer]) for name, each in found.items()}
 
 
-def test_experts_that_follow_from_the_token_are_found_by_it() -> None:
+def test_token_determines_experts() -> None:
     ids_T2 = ids()
     found = hits(*routed(ids_T2, np.repeat(ids_T2[:, :1], 3, 1)), 0)
     assert found.keys() == {MARGINAL, TOKEN, TWO_TOKENS}
@@ -60,15 +60,14 @@ def test_experts_that_follow_from_the_token_are_found_by_it() -> None:
     assert found[MARGINAL] < 0.6
 
 
-def test_experts_that_follow_from_two_tokens_are_found_by_two() -> None:
+def test_two_tokens_determine_experts() -> None:
     ids_T2 = ids() % 6
     found = hits(*routed(ids_T2, np.repeat(ids_T2.sum(1, keepdims=True), 3, 1)), 0)
     assert found[TWO_TOKENS] == 1.0
     assert found[TOKEN] < 0.8
 
 
-def test_experts_that_follow_from_layers_before_are_found_by_them() -> None:
-    """At layer 2 from both layers before, neither of which says it alone."""
+def test_previous_layers_determine_experts() -> None:
     random = np.random.default_rng(1)
     before_T2 = random.integers(0, E, (2000, 2))
     wanted_TL = np.concatenate([before_T2, before_T2.sum(1, keepdims=True)], 1)
@@ -97,8 +96,8 @@ def test_unknown_token_gets_marginal_probabilities() -> None:
         assert probabilities[0, :2] == pytest.approx([1.0, 1.0], abs=1e-6), name
 
 
-def test_of_what_was_left_out_the_nearest_token_speaks() -> None:
-    """A small profile: ids from 10 on are not in it, and are embedded beside id % 10."""
+def test_unprofiled_token_uses_counts_of_nearest_token() -> None:
+    """Ids from 10 on are not profiled, and their embeddings are near id % 10."""
     ids_T2 = ids(400) % 10
     counts, _ = routed(ids_T2, np.repeat(ids_T2[:, :1], 3, 1))
     embedding_VD = torch.eye(10).repeat(3, 1) + 0.1 * torch.rand(V, 10)
@@ -111,7 +110,7 @@ def test_of_what_was_left_out_the_nearest_token_speaks() -> None:
     assert hit_fraction(without, wanted_TK) < 0.7
 
 
-def test_the_nearest_is_by_angle_and_never_of_a_profiled_id() -> None:
+def test_nearest_token_is_by_angle_and_keeps_profiled_ids() -> None:
     nearest = NearestTokens(
         torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 1.0], [0.0, 0.0], [-1.0, 0.1]])
     )
@@ -122,7 +121,7 @@ def test_the_nearest_is_by_angle_and_never_of_a_profiled_id() -> None:
     assert (found % 7 == 0).all()
 
 
-def test_the_surer_of_two_is_chosen_token_by_token() -> None:
+def test_more_confident_estimate_is_chosen_per_token() -> None:
     one = np.array([[0.9, 0.8, 0.3], [0.5, 0.5, 1.0]])
     other = np.array([[1.0, 0.6, 0.4], [0.1, 0.95, 0.95]])
     assert more_confident(one, other, 2).tolist() == [one[0].tolist(), other[1].tolist()]

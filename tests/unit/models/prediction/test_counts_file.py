@@ -1,4 +1,4 @@
-"""Counts of routing in files: written whole, believed as far as they agree with the model."""
+"""Files of routing counts are written atomically and validated against the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from models.text.tokenizer_files import tokenizer_digest
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
 SPEC = read_spec(FOLDER)
 E, K, V, LAYERS = SPEC.num_experts, SPEC.top_k, SPEC.vocab_size, SPEC.moe_layers
-CountArrays = dict[str, Any]
 
 
 def counts_of(tokens: int = 1200, seed: int = 0) -> RoutingCounts:
@@ -42,7 +41,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "routing.safetensors"
 
 
-def test_counts_are_read_as_they_were_written(path: Path) -> None:
+def test_written_counts_are_read_unchanged(path: Path) -> None:
     counts = counts_of()
     counts.write(path)
     read = RoutingCounts.read(path, FOLDER, SPEC)
@@ -74,7 +73,7 @@ def test_reader_reports_missing_part_of_profile(path: Path) -> None:
     )
 
 
-def test_the_bundled_model_has_both_parts() -> None:
+def test_bundled_profile_has_predictors_and_counts() -> None:
     assert RoutingProfile.read(FOLDER / "routing.safetensors", FOLDER, SPEC).precision
     counts = RoutingCounts.read(FOLDER / "routing.safetensors", FOLDER, SPEC)
     assert counts.counted > 100_000
@@ -82,134 +81,57 @@ def test_the_bundled_model_has_both_parts() -> None:
     assert (FOLDER / "routing.safetensors").stat().st_size < 1_100_000
 
 
-def negative(arrays: CountArrays) -> None:
-    arrays["load.0"][3] = -1
+def put(index: Any, value: Any) -> Callable[[Any], Any]:
+    """Return a change that sets an entry."""
 
+    def change(array: Any) -> Any:
+        array[index] = value
+        return array
 
-def not_the_load(arrays: CountArrays) -> None:
-    arrays["load.0"][[0, 1]] += [1, -1]
-
-
-def too_many(arrays: CountArrays) -> None:
-    arrays["load.0"][0] += 5
-    arrays["together.0"][0, 0] += 5
-
-
-def floats(arrays: CountArrays) -> None:
-    arrays["load.0"] = np.full(E, np.nan, np.float32)
-
-
-def not_symmetric(arrays: CountArrays) -> None:
-    arrays["together.0"][0, 1] += 1
-
-
-def together_too_often(arrays: CountArrays) -> None:
-    arrays["together.0"][[0, 1], [1, 0]] = 1 << 40
-
-
-def beyond_vocabulary(arrays: CountArrays) -> None:
-    arrays["pairs.0"][-1, 0] = V * E
-
-
-def never_seen(arrays: CountArrays) -> None:
-    arrays["pairs.4"][0, 1] = 0
-
-
-def twice_the_same(arrays: CountArrays) -> None:
-    arrays["pairs.4"][1] = arrays["pairs.4"][0]
-
-
-def no_expert(arrays: CountArrays) -> None:
-    arrays["paths"][0, 0, 0] = E
-
-
-def expert_twice(arrays: CountArrays) -> None:
-    arrays["paths"][0, 0] = 3
-
-
-def path_beyond_vocabulary(arrays: CountArrays) -> None:
-    arrays["path_ids"][0, 1] = V
-
-
-def path_before_none(arrays: CountArrays) -> None:
-    arrays["path_ids"][0, 0] = -1
-
-
-def set_not_ascending(arrays: CountArrays) -> None:
-    arrays["sets.0"][0] = arrays["sets.0"][0, ::-1]
-
-
-def set_too_often(arrays: CountArrays) -> None:
-    arrays["times.0"][0] = 5000
-
-
-def short_by_less(arrays: CountArrays) -> None:
-    arrays["short.0"][0] = -1
-
-
-def of_no_tokens(arrays: CountArrays) -> None:
-    arrays["counted"][0] = -5
-
-
-def paths_without_ids(arrays: CountArrays) -> None:
-    arrays["path_ids"] = arrays["path_ids"][1:]
-
-
-def a_layer_less(arrays: CountArrays) -> None:
-    del arrays["pairs.4"]
-
-
-def more_experts(arrays: CountArrays) -> None:
-    arrays["load.0"] = np.zeros(2 * E, np.int64)
-
-
-def another_tokenizer(arrays: CountArrays) -> None:
-    arrays["tokenizer"] = np.zeros(32, np.uint8)
-
-
-def no_tokenizer(arrays: CountArrays) -> None:
-    del arrays["tokenizer"]
-
-
-def another_checkpoint(arrays: CountArrays) -> None:
-    arrays["checkpoint"] = np.zeros(32, np.uint8)
+    return change
 
 
 @pytest.mark.parametrize(
-    ("damage", "named"),
+    ("name", "change", "message"),
     [
-        (negative, "load.0: a count is negative"),
-        (not_the_load, "together.0: differs from load.0"),
-        (too_many, "load.0: 1200 tokens have 2400 experts"),
-        (floats, r"load.0: F32 \[16\], expected I64"),
-        (not_symmetric, "together.0: is not symmetric"),
-        (together_too_often, "together.0: two experts were together more often"),
-        (beyond_vocabulary, "pairs.0: a token id is not one of the vocabulary's 4096"),
-        (never_seen, "pairs.4: a pair was seen less than once"),
-        (twice_the_same, "pairs.4: pairs are not in ascending order"),
-        (no_expert, "paths: not all are of 16 experts"),
-        (expert_twice, "paths: an expert appears twice"),
-        (path_beyond_vocabulary, "path_ids: a token id is not one"),
-        (path_before_none, "path_ids: a token id is not one"),
-        (set_not_ascending, "sets.0: a set is not in ascending order"),
-        (set_too_often, "times.0: does not fit 1200 tokens"),
-        (short_by_less, "short.0: a count is negative"),
-        (of_no_tokens, "counted: -5 is not a token count"),
-        (paths_without_ids, "path_ids: I32"),
-        (a_layer_less, "pairs.4: missing"),
-        (more_experts, "load.0: I64"),
-        (another_tokenizer, "a routing profile of another tokenizer than that of"),
-        (no_tokenizer, "a routing profile of another tokenizer than that of"),
-        (another_checkpoint, "a routing profile of another checkpoint than that of"),
+        ("load.0", put(3, -1), "load.0: a count is negative"),
+        ("load.0", lambda array: np.roll(array, 1), "together.0: differs from load.0"),
+        ("load.0", lambda array: array + 5, "load.0: 1200 tokens have 2400 experts"),
+        ("load.0", lambda _: np.full(E, np.nan, np.float32), r"load.0: F32 \[16\], expected I64"),
+        ("load.0", lambda _: np.zeros(2 * E, np.int64), "load.0: I64"),
+        ("together.0", put((0, 1), 1199), "together.0: is not symmetric"),
+        (
+            "together.0",
+            put(([0, 1], [1, 0]), 1 << 40),
+            "together.0: two experts were together more often",
+        ),
+        ("pairs.0", put((-1, 0), V * E), "pairs.0: a token id is not one of the vocabulary's 4096"),
+        ("pairs.4", put((0, 1), 0), "pairs.4: a pair was seen less than once"),
+        ("pairs.4", put((1, 0), 0), "pairs.4: pairs are not in ascending order"),
+        ("pairs.4", None, "pairs.4: missing"),
+        ("paths", put((0, 0, 0), E), "paths: not all are of 16 experts"),
+        ("paths", put((0, 0), 3), "paths: an expert appears twice"),
+        ("path_ids", put((0, 1), V), "path_ids: a token id is not one"),
+        ("path_ids", put((0, 0), -1), "path_ids: a token id is not one"),
+        ("path_ids", lambda array: array[1:], "path_ids: I32"),
+        ("sets.0", put(0, [5, 2]), "sets.0: a set is not in ascending order"),
+        ("times.0", put(0, 5000), "times.0: does not fit 1200 tokens"),
+        ("short.0", put(0, -1), "short.0: a count is negative"),
+        ("counted", put(0, -5), "counted: -5 is not a token count"),
+        ("tokenizer", put(0, 0), "a routing profile of another tokenizer than that of"),
+        ("tokenizer", None, "a routing profile of another tokenizer than that of"),
+        ("checkpoint", put(0, 0), "a routing profile of another checkpoint than that of"),
     ],
 )
-def test_counts_that_contradict_the_model_or_themselves_are_refused(
-    path: Path, damage: Callable[[CountArrays], None], named: str
+def test_inconsistent_counts_are_rejected(
+    path: Path, name: str, change: Callable[[Any], Any] | None, message: str
 ) -> None:
-    arrays = {name: array.copy() for name, array in counts_of().arrays().items()}
-    damage(arrays)
+    arrays = {each: array.copy() for each, array in counts_of().arrays().items()}
+    array = arrays.pop(name)
+    if change is not None:
+        arrays[name] = change(array)
     write_arrays(path, arrays)
-    with pytest.raises(CheckpointError, match=named) as refused:
+    with pytest.raises(CheckpointError, match=message) as refused:
         RoutingCounts.read(path, FOLDER, SPEC)
     assert "\n" not in str(refused.value)
     assert str(refused.value).startswith(str(path))
@@ -222,7 +144,7 @@ def test_profile_with_too_few_tokens_is_rejected(path: Path) -> None:
     assert RoutingCounts.read(path, FOLDER, SPEC, min_tokens=1).counted == 300
 
 
-def test_a_tokenizer_of_equal_size_is_another_one(path: Path, tmp_path: Path) -> None:
+def test_changed_tokenizer_of_equal_size_is_rejected(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in FOLDER.iterdir():
@@ -236,7 +158,7 @@ def test_a_tokenizer_of_equal_size_is_another_one(path: Path, tmp_path: Path) ->
 
 
 def zeros(path: Path) -> None:
-    """2 GB of them, as a header says; the file is that large, without the blocks."""
+    """Write a header of 2 GB of zeros and a sparse file of that size."""
     arrays = counts_of().arrays()
     arrays["pairs.0"] = arrays["pairs.0"][:0]
     write_arrays(path, arrays)
@@ -282,7 +204,7 @@ def empty(path: Path) -> None:
         (empty, "truncated or not a safetensors file"),
     ],
 )
-def test_a_file_that_claims_much_costs_little_memory(
+def test_damaged_file_is_rejected_with_little_memory(
     path: Path, write: Callable[[Path], None], named: str
 ) -> None:
     write(path)

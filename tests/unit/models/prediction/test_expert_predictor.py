@@ -1,4 +1,4 @@
-"""A routing profile, and what is foretold by it."""
+"""Routing profiles and predictions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def collected(folder: Path, rows: int = 24) -> tuple[LocalModel, RoutingProfile]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_a_profile_is_read_as_it_was_written(
+def test_written_profile_is_read_unchanged(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str
 ) -> None:
     folder = tiny_checkpoint(family)
@@ -62,7 +62,6 @@ def test_a_profile_is_read_as_it_was_written(
 def test_least_squares_predict_better_than_next_router(
     tiny_checkpoint: Checkpoints,
 ) -> None:
-    """On texts held out. The tiny model is random, so that nothing else is known of it."""
     folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=LAYERS)
     _, profile = collected(folder, rows=60)
     means = {kind: float(profile.precision[kind][1:].mean()) for kind in PREDICTOR_KINDS}
@@ -71,7 +70,7 @@ def test_least_squares_predict_better_than_next_router(
     assert predictor.before.by_layer[2] == profile.precision["fitted"][2].tolist()
 
 
-def test_a_profile_of_another_checkpoint_or_none_is_refused(
+def test_foreign_or_damaged_profile_is_rejected(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe", seed=1)
@@ -87,31 +86,13 @@ def test_a_profile_of_another_checkpoint_or_none_is_refused(
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
         RoutingProfile.read(path, folder, spec)
+    maps = {layer: torch.full_like(each, float("nan")) for layer, each in profile.maps.items()}
+    dataclasses.replace(profile, maps=maps).write(path, folder)
+    with pytest.raises(CheckpointError, match=r"map\.0: not all values are finite"):
+        RoutingProfile.read(path, folder, spec)
     with pytest.raises(CheckpointError, match="cannot be written"):
         profile.write(tmp_path / "no" / "folder", folder)
-
-
-def test_a_profile_that_is_not_finite_is_refused(
-    tiny_checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe")
-    _, profile = collected(folder, rows=2)
-    damaged = {layer: found.clone() for layer, found in profile.maps.items()}
-    damaged[0][0, 0] = float("nan")
-    profile = dataclasses.replace(profile, maps=damaged)
-    profile.write(tmp_path / "routing.safetensors", folder)
-    with pytest.raises(CheckpointError, match=r"map\.0: not all values are finite"):
-        RoutingProfile.read(tmp_path / "routing.safetensors", folder, check_checkpoint(folder))
-
-
-def test_a_changed_config_is_another_checkpoint(
-    tiny_checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    folder = tiny_checkpoint("qwen3_moe", seed=2)
-    _, profile = collected(folder, rows=2)
-    path = tmp_path / "routing.safetensors"
     profile.write(path, folder)
-    spec = check_checkpoint(folder)
     set_config(folder, rms_norm_eps=1e-5)
     with pytest.raises(CheckpointError, match="another checkpoint"):
         RoutingProfile.read(path, folder, spec)
@@ -123,7 +104,7 @@ def half(tiny_checkpoint: Checkpoints) -> AttentionHalf:
     return LocalModel.load(folder, dtype="float32").attention
 
 
-def test_an_expert_that_several_tokens_may_want_is_surer(half: AttentionHalf) -> None:
+def test_confidence_combines_predictions_of_tokens(half: AttentionHalf) -> None:
     predictor = ExpertPredictor(half, None)
     predictor.before.by_layer[1] = [0.8, 0.5, 0.1]
     predicted_experts = predictor.before.predicted_experts(1, [[4, 2, 0], [2, 4, 1]])
@@ -135,7 +116,7 @@ def test_an_expert_that_several_tokens_may_want_is_surer(half: AttentionHalf) ->
     ]
 
 
-def test_precision_follows_what_comes(half: AttentionHalf) -> None:
+def test_precision_follows_actual_experts(half: AttentionHalf) -> None:
     predictor = ExpertPredictor(half, None)
     before = list(predictor.before.by_layer[1])
     for _ in range(400):
@@ -143,9 +124,7 @@ def test_precision_follows_what_comes(half: AttentionHalf) -> None:
     assert predictor.before.by_layer[1] == pytest.approx([1.0, 0.0, 0.0], abs=0.01)
     assert predictor.before.by_layer[2] == before
     predictor.before.update(2, [[0, 1, 2]] * 3, torch.tensor([[0, 3, 4]]))
-    assert predictor.before.by_layer[2] == before, (
-        "of rows that were not computed nothing is learned"
-    )
+    assert predictor.before.by_layer[2] == before, "rows that were not computed do not count"
 
 
 def test_long_prompt_is_subsampled(half: AttentionHalf) -> None:
@@ -162,7 +141,7 @@ def test_long_prompt_is_subsampled(half: AttentionHalf) -> None:
     assert predictor.before.by_layer[1] != before
 
 
-def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHalf) -> None:
+def test_router_prediction_applies_next_router_to_current_state(half: AttentionHalf) -> None:
     router, following = half.router(0), half.router(1)
     assert router is not None
     assert following is not None
@@ -173,8 +152,7 @@ def test_the_baseline_is_the_next_router_on_this_layers_state(half: AttentionHal
     assert predictor.predict(LAYERS - 1, routed.x_TD, routed) is None
 
 
-def test_the_estimator_learns_what_least_squares_cannot() -> None:
-    """Logits that are no linear function of the state; another one for each layer."""
+def test_estimator_learns_nonlinear_logits() -> None:
     generator = torch.Generator().manual_seed(0)
     samples = {}
     for layer in (0, 1):
@@ -204,10 +182,9 @@ def test_profiled_tokens_predict_first_layer(tiny_checkpoint: Checkpoints) -> No
     assert ExpertPredictor(local.attention, None).predict_first(torch.tensor([5])) is None
 
 
-def test_shared_experts_count_with_what_they_give_on_average(
+def test_mean_of_shared_experts_is_added_once(
     tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their mean is in the outputs' means: in the sum of a token it counts once."""
     folder = tiny_checkpoint("qwen3_moe")
     local, without = collected(folder, rows=4)
     monkeypatch.setattr(AttentionHalf, "shared", lambda *_: torch.full_like(_[2], 0.25))

@@ -1,4 +1,4 @@
-"""Counts of routing: what is counted, what stays where there is a bound, what adds up."""
+"""Counting, bounds and merging of routing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def tokens(count: int, seed: int, of: CountedModel = OF) -> Tokens:
-    """Ids, and paths that lean on them."""
+    """Return ids, and paths that depend on them."""
     random = np.random.default_rng(seed)
     ids_T2 = random.integers(0, of.vocab_size, (count, 2))
     ids_T2[::7, 1] = -1
@@ -54,7 +54,7 @@ def arrays_equal(one: RoutingCounts, other: RoutingCounts) -> bool:
     )
 
 
-def test_every_token_is_counted_at_every_layer() -> None:
+def test_all_tokens_are_counted_at_all_layers() -> None:
     ids_T2, paths_TLK = tokens(500, 0)
     found = counted((ids_T2, paths_TLK), step=37)
     assert found.counted == 500
@@ -83,7 +83,7 @@ def test_every_token_is_counted_at_every_layer() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(1, 90), st.integers(0, 9))
-def test_counts_of_two_parts_add_up_to_the_counts_of_the_whole(
+def test_merged_counts_equal_counts_of_all_tokens(
     first: int, second: int, step: int, seed: int
 ) -> None:
     one, other = tokens(first, seed), tokens(second, seed + 100)
@@ -92,7 +92,7 @@ def test_counts_of_two_parts_add_up_to_the_counts_of_the_whole(
     assert arrays_equal(added, counted((whole[0], whole[1]), step=step))
 
 
-def test_counts_of_another_model_do_not_add_up() -> None:
+def test_counts_of_another_model_are_not_merged() -> None:
     actual = counted(tokens(10, 0))
     for name, other in (
         ("checkpoint", dataclasses.replace(actual, checkpoint=b"x" * 32)),
@@ -102,8 +102,8 @@ def test_counts_of_another_model_do_not_add_up() -> None:
             actual.merge(other)
 
 
-def test_memory_has_a_bound_whatever_comes_and_what_comes_often_stays() -> None:
-    """Every key but three comes once, and those three are spread thin among them."""
+def test_memory_is_bounded_and_frequent_keys_stay() -> None:
+    """Three keys are frequent, all others occur once."""
     most, stream, heavy = 50, 200_000, {7: 40, 8: 25, 9: 17}
     keys = np.arange(1000, 1000 + stream)
     for key, every in heavy.items():
@@ -136,7 +136,7 @@ def test_counts_stay_within_reported_error(stream: list[int], most: int, step: i
         assert truth - short <= found.get(key, 0) <= truth
 
 
-def test_a_sum_of_bounded_counts_has_their_bound_too() -> None:
+def test_merged_bounded_counts_stay_within_bounds() -> None:
     limits = CountLimits(sets=5, pairs=30, paths=20)
     one, other = tokens(4000, 1), tokens(3000, 2)
     added = counted(one, limits).merge(counted(other, limits), limits)
@@ -177,7 +177,7 @@ def numbered(first: int, count: int) -> RoutingPaths:
     return RoutingPaths(np.stack([ids, ids], 1), np.zeros((count, 1, K), np.int16))
 
 
-def test_every_token_is_as_likely_in_a_sample_as_any_other() -> None:
+def test_sample_is_uniform() -> None:
     of_tenth = np.zeros(10)
     for seed in range(200):
         sample = PathSample(50, 1, K, seed)
@@ -187,7 +187,7 @@ def test_every_token_is_as_likely_in_a_sample_as_any_other() -> None:
     assert np.abs(of_tenth / 1000 - 1.0).max() < 0.15  # 1,000 expected, a deviation is 30
 
 
-def test_a_sum_of_samples_has_each_part_by_its_tokens() -> None:
+def test_merged_sample_weights_parts_by_tokens() -> None:
     one, other = numbered(0, 100), numbered(1000, 100)
     both = merge_samples(one, 9000, other, 1000, 100)
     assert len(both.ids_P2) == 100
@@ -198,7 +198,7 @@ def test_a_sum_of_samples_has_each_part_by_its_tokens() -> None:
     assert 60 <= (large.ids_P2[:, 0] < 1000).sum() <= 90
 
 
-def test_a_set_has_a_key_that_sorts_as_it_does() -> None:
+def test_keys_of_sets_sort_as_sets() -> None:
     sets = np.array([[0, 1, 300], [0, 2, 3], [0, 256, 257], [1, 2, 3]], np.int16)
     keys = keys_of_sets(sets)
     assert np.array_equal(np.sort(keys), keys[np.lexsort(sets.T[::-1])])
@@ -218,17 +218,10 @@ def test_a_set_has_a_key_that_sorts_as_it_does() -> None:
         ([[0, -1, 3]], [[[0, 1]] * 3], "ids of shape"),
     ],
 )
-def test_what_the_model_cannot_have_routed_is_not_counted(
+def test_impossible_routing_is_not_counted(
     ids: list[list[int]], paths: list[list[list[int]]], named: str
 ) -> None:
     counter = RoutingCounter(OF)
     with pytest.raises(ValueError, match=f"routing to count: {named}"):
         counter.add(np.array(ids), np.array(paths))
     assert counter.tokens == 0
-
-
-def test_merging_empty_counts_changes_no_counts() -> None:
-    empty = RoutingCounter(OF).counts()
-    some = counted(tokens(30, 0))
-    assert arrays_equal(empty.merge(some), some)
-    assert arrays_equal(some.merge(empty), some)

@@ -1,4 +1,4 @@
-"""Fields as published checkpoints have them, in old spellings too, are read as they are meant."""
+"""Specs of published configurations, including old spellings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gpt_oss_20b(tmp_path: Path) -> None:
     assert (spec.rope.kind, spec.rope.theta, spec.rope.truncate) == ("yarn", 150_000.0, False)
     assert spec.attention_bias
     assert spec_of(tmp_path, {**GPT_OSS, "attention_bias": None}).attention_bias
-    assert spec.dtype == "bfloat16"  # its config.json names none, and its weights are quantised
+    assert spec.dtype == "bfloat16"  # not in config.json; the weights are quantised
     assert not spec.num_shared_experts
 
 

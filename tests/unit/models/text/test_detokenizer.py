@@ -1,4 +1,4 @@
-"""However a stream of tokens is cut, its pieces make up the same text."""
+"""The joined pieces of a token stream equal the whole text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_sentencepiece_like(tmp_path_factory.mktemp("sentencepiece")))
 
 
-def pieces(tokenizer: Tokenizer, ids: list[int], cut: list[int]) -> list[str]:
-    """What comes out when `ids` are pushed in groups of the sizes in `cut`, then one by one."""
-    detokenizer = tokenizer.detokenizer()
+def pieces(tokenizer: Tokenizer, ids: list[int], cut: list[int], *, hide: bool = True) -> list[str]:
+    """Return the pieces of `ids` pushed in groups of the sizes in `cut`, then one by one."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=hide)
     out, start = [], 0
     for size in [*cut, *([1] * len(ids))]:
         out.append(detokenizer.push(ids[start : start + size]))
@@ -37,22 +37,14 @@ def pieces(tokenizer: Tokenizer, ids: list[int], cut: list[int]) -> list[str]:
 
 
 @given(text=st.text(max_size=60), cut=Cut)
-def test_any_text_in_any_split_is_the_same_text_byte_level(
+def test_split_text_is_unchanged_byte_level(
     byte_level: Tokenizer, text: str, cut: list[int]
 ) -> None:
     assert "".join(pieces(byte_level, byte_level.encode(text), cut)) == text
 
 
-@given(text=st.text(max_size=60), cut=Cut)
-def test_any_text_in_any_split_is_the_decoded_text_with_byte_fallback(
-    sentencepiece: Tokenizer, text: str, cut: list[int]
-) -> None:
-    ids = sentencepiece.encode(text)
-    assert "".join(pieces(sentencepiece, ids, cut)) == sentencepiece.decode(ids)
-
-
 @given(text=st.text(alphabet="aé你😀\u200d", min_size=1, max_size=30))
-def test_no_piece_holds_a_broken_character(
+def test_pieces_have_no_broken_characters(
     byte_level: Tokenizer, sentencepiece: Tokenizer, text: str
 ) -> None:
     for tokenizer in (byte_level, sentencepiece):
@@ -60,27 +52,18 @@ def test_no_piece_holds_a_broken_character(
 
 
 @given(data=st.data(), cut=Cut)
-def test_any_ids_whatever_decode_as_a_whole_does_byte_level(
+def test_split_ids_equal_whole_decode_byte_level(
     byte_level: Tokenizer, data: st.DataObject, cut: list[int]
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=30))
     assert "".join(pieces(byte_level, ids, cut)) == byte_level.decode(ids)
 
 
-@given(data=st.data())
-def test_any_ids_whatever_give_the_same_text_in_any_split_with_byte_fallback(
-    sentencepiece: Tokenizer, data: st.DataObject
-) -> None:
-    ids = data.draw(st.lists(st.integers(0, sentencepiece.vocab_size + 3), max_size=30))
-    at_once = "".join(pieces(sentencepiece, ids, [30]))
-    assert "".join(pieces(sentencepiece, ids, [])) == at_once
-
-
 @given(data=st.data(), cut=Cut, hide=st.booleans())
-def test_any_ids_whatever_decode_as_a_whole_does_with_byte_fallback(
+def test_split_ids_equal_whole_decode_with_byte_fallback(
     sentencepiece: Tokenizer, data: st.DataObject, cut: list[int], hide: bool
 ) -> None:
-    """FINDINGS B14: byte tokens that are no UTF-8, special tokens and unknown ids among them."""
+    """Ids include invalid UTF-8 bytes, special tokens and unknown ids (FINDINGS B14)."""
     vocabulary = sentencepiece.vocab_size
     byte_ids = [i for i in range(vocabulary) if sentencepiece._fallback_byte(i) is not None]
     assert len(byte_ids) == 256
@@ -90,22 +73,16 @@ def test_any_ids_whatever_decode_as_a_whole_does_with_byte_fallback(
     )
     parts = data.draw(st.lists(st.one_of(one.map(lambda i: [i]), runs), max_size=20))
     ids = [i for part in parts for i in part]
-    detokenizer = sentencepiece.detokenizer(skip_special_tokens=hide)
-    out, start = [], 0
-    for size in [*cut, *([1] * len(ids))]:
-        out.append(detokenizer.push(ids[start : start + size]))
-        start += size
-    streamed = "".join([*out, detokenizer.flush()])
+    streamed = "".join(pieces(sentencepiece, ids, cut, hide=hide))
     assert streamed == sentencepiece.decode(ids, skip_special_tokens=hide)
 
 
-def test_an_unfinished_character_is_flushed_as_a_replacement(byte_level: Tokenizer) -> None:
+def test_unfinished_character_is_flushed_as_replacement(byte_level: Tokenizer) -> None:
     ids = byte_level.encode("😀")[:-1]
     assert "".join(pieces(byte_level, ids, [])) == "\ufffd"
 
 
 def test_each_token_is_decoded_bounded_number_of_times() -> None:
-    """The window that is decoded again does not grow with the stream."""
     longest = 0
 
     def decode(ids: Sequence[int]) -> str:
@@ -118,7 +95,7 @@ def test_each_token_is_decoded_bounded_number_of_times() -> None:
     assert longest <= 4
 
 
-def test_a_token_without_text_does_not_cost_the_next_one_its_space() -> None:
+def test_token_without_text_keeps_space_of_next_token() -> None:
     vocabulary = [" one", "", " two"]
 
     def decode(ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The same ids and prompts as `transformers`, without importing it outside of this test."""
+"""Ids and prompts equal those of `transformers`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def oracle(folder: Path) -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("special", [True, False])
-def test_ids_are_those_of_transformers(
+def test_ids_equal_transformers(
     tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str, special: bool
 ) -> None:
     assert tokenizer.encode(text, special) == oracle.encode(text, add_special_tokens=special)
@@ -58,7 +58,7 @@ def test_ids_are_those_of_transformers(
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_decoding_is_that_of_transformers(
+def test_decoding_equals_transformers(
     tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str, skip: bool
 ) -> None:
     ids = oracle.encode(text)
@@ -67,20 +67,20 @@ def test_decoding_is_that_of_transformers(
 
 
 @given(text=st.text(max_size=40))
-def test_any_text_has_the_ids_of_transformers(
+def test_ids_of_any_text_equal_transformers(
     tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str
 ) -> None:
     assert tokenizer.encode(text) == oracle.encode(text)
 
 
-def test_the_chat_prompt_is_that_of_transformers(tmp_path: Path) -> None:
+def test_chat_prompt_equals_transformers(tmp_path: Path) -> None:
     folder = write_byte_level(tmp_path)
     oracle = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = oracle.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert Tokenizer.load(folder).encode_chat(MESSAGES) == expected
 
 
-def test_a_jinja_file_comes_before_the_config_and_named_templates_have_a_default(
+def test_template_comes_from_jinja_file_or_default_name(
     tmp_path: Path,
 ) -> None:
     named = [
@@ -103,16 +103,14 @@ def test_a_jinja_file_comes_before_the_config_and_named_templates_have_a_default
         "{{ ''.__class__.__mro__ }}",
     ],
 )
-def test_a_template_that_raises_or_reaches_out_is_the_requests_fault(
-    tmp_path: Path, template: str
-) -> None:
+def test_failing_template_raises_request_error(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path, chat_template=template))
     with pytest.raises(RequestError) as caught:
         tokenizer.render_chat(MESSAGES)
     assert caught.value.param == "messages"
 
 
-def test_a_developer_message_is_not_lost_on_a_template_without_that_role(tmp_path: Path) -> None:
+def test_developer_message_becomes_system_message(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path))
     assert "<|im_start|>system\nDo." in tokenizer.render_chat(
         [{"role": "developer", "content": "Do."}]
@@ -159,7 +157,7 @@ def test_damaged_folder_gives_one_line_error(
     assert "\n" not in str(caught.value)
 
 
-def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
+def test_truncation_in_file_is_ignored(tmp_path: Path) -> None:
     folder = write_byte_level(tmp_path)
     path = folder / "tokenizer.json"
     tree = json.loads(path.read_text())
@@ -173,12 +171,12 @@ def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> 
     assert len(Tokenizer.load(folder).encode("The quick brown fox jumps")) > 2
 
 
-def test_half_a_surrogate_pair_is_a_request_error(tokenizer: Tokenizer) -> None:
+def test_half_surrogate_pair_raises_request_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError):
         tokenizer.encode("a\ud800b")
 
 
-def test_long_texts_have_the_same_ids_when_encoded_in_a_thread(tokenizer: Tokenizer) -> None:
+def test_long_texts_have_same_ids_in_thread(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * (THREAD_ABOVE_CHARACTERS // 10)
     threads = TokenizerPool(tokenizer, 1)
     made: list[int] = []
@@ -190,7 +188,7 @@ def test_long_texts_have_the_same_ids_when_encoded_in_a_thread(tokenizer: Tokeni
 
 
 @given(prompt=st.text(max_size=20), continuation=st.text(min_size=1, max_size=10))
-def test_prompt_and_continuation_together_are_the_whole_text(
+def test_continuation_is_rest_of_whole_text(
     tokenizer: Tokenizer, prompt: str, continuation: str
 ) -> None:
     prompt_ids, (continuation_ids,) = continuations(tokenizer, prompt, [continuation])
@@ -213,7 +211,7 @@ words = st.sampled_from(["word", "Größe", "x1", "10", "'s", "…", "\n\n", "  
     ),
     texts=st.lists(st.text(min_size=1, max_size=10), min_size=1, max_size=3),
 )
-def test_long_prompts_are_continued_as_whole_texts_are(
+def test_continuations_of_long_prompts_equal_whole_texts(
     tokenizer: Tokenizer, prompts: list[str], texts: list[str]
 ) -> None:
     pairs = [(prompt, texts) for prompt in prompts]
@@ -224,7 +222,7 @@ def test_long_prompts_are_continued_as_whole_texts_are(
         assert found == [ids[len(prompt_ids) :] for ids in whole]
 
 
-def test_white_space_at_the_end_of_a_prompt_goes_to_the_continuation(tmp_path: Path) -> None:
+def test_white_space_at_end_of_prompt_belongs_to_continuation(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path))
     assert continuations(tokenizer, "answer: ", ["yes"]) == continuations(
         tokenizer, "answer:", [" yes"]

@@ -1,4 +1,4 @@
-"""Each way a checkpoint folder can be wrong is one line that names what is wrong and what to do."""
+"""Invalid checkpoint folders give one-line errors with the remedy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def single(tiny_checkpoint: Make, tmp_path: Path) -> Path:
 @pytest.fixture
 def sharded(tiny_checkpoint: Make, tmp_path: Path) -> Path:
     folder = tiny_checkpoint("mixtral", max_shard_size="40KB")
-    return shutil.copytree(folder, tmp_path / "model")
+    return shutil.copytree(folder, tmp_path / "sharded")
 
 
 def error_of(folder: Path, *parts: str) -> None:
-    """The check fails with one line that contains each of `parts`."""
+    """Check that the error is one line with each of `parts`."""
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(folder)
     message = str(caught.value)
@@ -47,11 +47,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Non
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_a_good_folder_passes(single: Path) -> None:
+def test_valid_folder_passes(single: Path, sharded: Path) -> None:
     assert check_checkpoint(single).architecture == "qwen3_moe"
-
-
-def test_a_good_sharded_folder_passes(sharded: Path) -> None:
     assert check_checkpoint(sharded).architecture == "mixtral"
 
 
@@ -70,55 +67,52 @@ def test_damaged_config(single: Path, text: str) -> None:
     error_of(single, "config.json", "JSON")
 
 
-def test_unknown_architecture_lists_the_supported(single: Path) -> None:
+def test_unknown_architecture_lists_supported_ones(single: Path) -> None:
     set_config(single, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     error_of(single, "config.json", "model_type", "gpt2", "qwen3_moe", "mixtral")
 
 
-def test_architecture_alone_is_enough(single: Path) -> None:
+def test_architecture_is_sufficient_without_model_type(single: Path) -> None:
     set_config(single, model_type=None)
     assert check_checkpoint(single).architecture == "qwen3_moe"
 
 
-def test_quantised_weights(single: Path) -> None:
+def test_unsupported_quantisation_is_rejected(single: Path) -> None:
     set_config(single, quantization_config={"quant_method": "awq"})
     error_of(single, "quantization_config", "awq", "unquantised")
 
 
 @pytest.mark.parametrize(
-    ("fields", "parts"),
+    ("family", "fields", "parts"),
     [
-        ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
-        ({"hidden_size": None}, ["hidden_size", "missing"]),
-        ({"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
-        ({"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
-        ({"num_experts_per_tok": 8}, ["num_experts_per_tok", "8", "7"]),
-        ({"head_dim": 11}, ["head_dim", "11", "odd"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"dtype": "int4"}, ["dtype", "int4", "bfloat16"]),
-        ({"norm_topk_prob": "yes"}, ["norm_topk_prob", "true or false"]),
-        ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
-        ({"mlp_only_layers": [0.5]}, ["mlp_only_layers", "0.5"]),
-        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_type", "longrope", "yarn"]),
-        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters.factor", "missing"]),
-        ({"rope_parameters": []}, ["rope_parameters", "object"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "1.0"]),
+        ("qwen3_moe", {"hidden_size": "big"}, ["hidden_size", "'big'"]),
+        ("qwen3_moe", {"hidden_size": None}, ["hidden_size", "missing"]),
+        ("qwen3_moe", {"num_hidden_layers": 0}, ["num_hidden_layers", "positive"]),
+        ("qwen3_moe", {"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
+        ("qwen3_moe", {"num_experts_per_tok": 8}, ["num_experts_per_tok", "8", "7"]),
+        ("qwen3_moe", {"head_dim": 11}, ["head_dim", "11", "odd"]),
+        ("qwen3_moe", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ("qwen3_moe", {"dtype": "int4"}, ["dtype", "int4", "bfloat16"]),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, ["norm_topk_prob", "true or false"]),
+        ("qwen3_moe", {"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
+        ("qwen3_moe", {"mlp_only_layers": [0.5]}, ["mlp_only_layers", "0.5"]),
         (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "longrope"}},
+            ["rope_type", "longrope", "yarn"],
+        ),
+        (
+            "qwen3_moe",
+            {"rope_parameters": {"rope_type": "linear"}},
+            ["rope_parameters.factor", "missing"],
+        ),
+        ("qwen3_moe", {"rope_parameters": []}, ["rope_parameters", "object"]),
+        ("qwen3_moe", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "1.0"]),
+        (
+            "qwen3_moe",
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
             ["max_window_layers", "2", "use_sliding_window"],
         ),
-    ],
-)
-def test_a_wrong_config_field_is_named(
-    single: Path, fields: dict[str, Any], parts: list[str]
-) -> None:
-    set_config(single, **fields)
-    error_of(single, "config.json", *parts)
-
-
-@pytest.mark.parametrize(
-    ("family", "fields", "parts"),
-    [
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "noaux_tc", "greedy"]),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, ["scoring_func", "sigmoid", "softmax"]),
         ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob", "true"]),
@@ -146,7 +140,7 @@ def test_a_wrong_config_field_is_named(
         ),
     ],
 )
-def test_a_wrong_field_of_another_family_is_named(
+def test_wrong_config_field_is_named(
     tiny_checkpoint: Make, tmp_path: Path, family: str, fields: dict[str, Any], parts: list[str]
 ) -> None:
     folder = shutil.copytree(tiny_checkpoint(family), tmp_path / "model")
@@ -181,7 +175,7 @@ def test_git_lfs_pointer(single: Path) -> None:
     error_of(single, "model.safetensors", "git lfs pull")
 
 
-def test_index_that_names_a_tensor_its_shard_lacks(sharded: Path) -> None:
+def test_index_with_tensor_missing_in_shard(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     shards = sorted(set(index["weight_map"].values()))
     index["weight_map"]["model.norm.weight"] = shards[0]
@@ -189,7 +183,7 @@ def test_index_that_names_a_tensor_its_shard_lacks(sharded: Path) -> None:
     error_of(sharded, "model.norm.weight", shards[0], INDEX)
 
 
-def test_index_may_not_point_outside_the_folder(sharded: Path) -> None:
+def test_index_outside_folder_is_rejected(sharded: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     (sharded / INDEX).write_text(json.dumps(index))
@@ -215,7 +209,7 @@ def test_missing_tensor(single: Path, name: str) -> None:
     error_of(single, name, "missing", "shape")
 
 
-def test_wrong_shape_names_the_tensor_and_both_shapes(single: Path) -> None:
+def test_wrong_shape_error_names_tensor_and_shapes(single: Path) -> None:
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     change_tensors(single, lambda tensors: tensors.update({name: torch.zeros(21, 48)}))
     error_of(single, name, "[21, 48]", "[20, 48]", "config.json")
@@ -227,7 +221,7 @@ def test_wrong_shape_of_fused_experts(tiny_checkpoint: Make, tmp_path: Path) -> 
     error_of(folder, "[7, 48]", "[8, 48]")
 
 
-def test_integer_weights_are_refused(single: Path) -> None:
+def test_integer_weights_are_rejected(single: Path) -> None:
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     zeros = torch.zeros(20, 48, dtype=torch.int8)
     change_tensors(single, lambda tensors: tensors.update({name: zeros}))
@@ -239,11 +233,11 @@ def test_pickled_weights_are_not_read(single: Path) -> None:
     error_of(single, "pytorch_model.bin", "pickled", "safetensors")
 
 
-def test_shards_without_their_index(sharded: Path) -> None:
+def test_shards_without_index(sharded: Path) -> None:
     (sharded / INDEX).unlink()
     error_of(sharded, INDEX, "download")
 
 
-def test_no_weights_at_all(single: Path) -> None:
+def test_folder_without_weights(single: Path) -> None:
     (single / "model.safetensors").unlink()
     error_of(single, "no weights", "model.safetensors")
