@@ -69,8 +69,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses and process of a rank that has loaded its weights and listens.
 
     client_address: of attention ranks and prefill workers. channel_address: of expert ranks, of
-    prefill workers that serve their experts (else ""), and of the planner. experts_address: for
-    copies of an expert rank's experts, if they may move. process_identity: see
+    prefill workers that serve their experts (else ""), and of the planner. process_identity: see
     actors/channels/local_process.py. metrics_address: "host:port/path" of its exporter; "" without
     one.
     """
@@ -79,7 +78,6 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     channel_address: str
     client_address: str = ""
-    experts_address: str = ""
     load_s: float = 0.0
     kv_blocks: int = 0
     process_identity: bytes = b""

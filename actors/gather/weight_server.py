@@ -1,14 +1,13 @@
-"""Servers of expert weights, beside the compute.
+"""Server of expert weights, beside the compute.
 
-Each peer has a connection and a thread that mostly waits in the kernel. `WeightServer` copies
-nothing: over TCP the kernel sends from the segment's pages (sendfile), over shared memory the peer
-reads them. Where peers may be on other nodes it serves both ways, because a replaced worker may no
-longer share memory.
+Each peer has a connection and a thread that mostly waits in the kernel. Nothing is copied: over TCP
+the kernel sends from the segment's pages (sendfile), over shared memory the peer reads them. Where
+peers may be on other nodes it serves both ways, because a replaced worker may no longer share
+memory.
 """
 
 from __future__ import annotations
 
-import abc
 import logging
 import os
 import socket
@@ -45,14 +44,17 @@ log = logging.getLogger(f"tandem.{__name__}")
 _SEND_BYTES = 1 << 20  # progress is recorded at least this often
 
 
-class PeerServer(abc.ABC):
-    """Serves peers with matching terms, each on its own thread. sent_bytes: so far."""
+class WeightServer:
+    """Serves a shard to peers with matching terms, each on its own thread.
 
-    purpose: str
-    log_level = logging.INFO
+    sent_bytes: so far, including reads from shared memory.
+    """
 
-    def __init__(self, me: Identity, terms: Terms, config: ChannelConfig) -> None:
+    def __init__(
+        self, me: Identity, terms: Terms, shard: Shard, part_bytes: int, config: ChannelConfig
+    ) -> None:
         self._me, self._terms, self._config = me, terms, config
+        self._shard, self._part_bytes = shard, part_bytes
         self._lock = threading.Lock()  # guards all below
         self._serving: dict[str, tuple[socket.socket, threading.Thread]] = {}
         self._epochs: dict[str, int] = {}  # the newest of each name
@@ -80,13 +82,9 @@ class PeerServer(abc.ABC):
             shut_down(sock)
             thread.join(self._config.connect_timeout_s)
 
-    @abc.abstractmethod
-    def _serve(self, sock: socket.socket, peer: str) -> None:
-        """Answer requests until the connection ends. Raises OSError, PeerError."""
-
     def _check_peer(self, remote: Remote) -> bytes:
-        if remote.purpose != self.purpose:
-            raise HandshakeError(f"{self._me.name} serves {self.purpose}, not {remote.purpose}")
+        if remote.purpose != PURPOSE:
+            raise HandshakeError(f"{self._me.name} serves {PURPOSE}, not {remote.purpose}")
         terms = read_terms(remote.extra, remote.name)
         with self._lock:
             check_terms(terms, self._terms, remote.name, self._epochs.get(remote.name, 0))
@@ -95,7 +93,7 @@ class PeerServer(abc.ABC):
 
     def _accept(self, sock: socket.socket, remote: Remote) -> None:
         """Serve a connection; it replaces an earlier one of the same peer."""
-        name = f"{self._me.name}-{self.purpose}-{remote.name}"
+        name = f"{self._me.name}-{PURPOSE}-{remote.name}"
         thread = threading.Thread(
             target=self._run, args=(sock, remote.name), name=name, daemon=True
         )
@@ -118,25 +116,10 @@ class PeerServer(abc.ABC):
         except PeerHungError as error:
             event(log, "weights_peer_lost", logging.WARNING, peer=peer, reason=error)
         except (OSError, PeerError) as error:
-            event(log, "weights_peer_disconnected", self.log_level, peer=peer, reason=error)
-
-    def _count(self, num_bytes: int) -> None:
-        with self._lock:
-            self.sent_bytes += num_bytes
-
-
-class WeightServer(PeerServer):
-    """Serves the layers of a shard. sent_bytes includes reads from shared memory."""
-
-    purpose = PURPOSE
-
-    def __init__(
-        self, me: Identity, terms: Terms, shard: Shard, part_bytes: int, config: ChannelConfig
-    ) -> None:
-        super().__init__(me, terms, config)
-        self._shard, self._part_bytes = shard, part_bytes
+            event(log, "weights_peer_disconnected", peer=peer, reason=error)
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
+        """Answer requests until the connection ends. Raises OSError, PeerError."""
         if sock.family == socket.AF_UNIX:
             socket.send_fds(sock, [b"\0"], [self._shard.slots.fd])
         process = peer_process(sock)
@@ -192,7 +175,8 @@ class WeightServer(PeerServer):
         self, sock: socket.socket, peer: str, layer: int, slot: int, process: LocalProcess | None
     ) -> None:
         offset = self._shard.slots.offset_bytes(slot)
-        self._count(self._part_bytes)
+        with self._lock:
+            self.sent_bytes += self._part_bytes
         if sock.family == socket.AF_UNIX:
             sock.sendall(REPLY.pack(DATA, layer, offset))
             return

@@ -14,7 +14,7 @@ from kernels.steps import Steps
 from models.experts.cache_requests import ExpertRequest, PredictedExpert
 from models.experts.cached_sum import CachedSum
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_half import ExpertHalf, extract_expert, missing_experts, packed_memory
+from models.experts.expert_half import ExpertHalf, missing_experts
 
 MAX_PREFETCHED: Final = 16  # micro-batches with hints; older hints are dropped
 
@@ -115,14 +115,6 @@ class ResidentExperts(RankExperts):
         """Number of distinct experts. Thread-safe."""
         halves = list(self._halves.values())
         return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
-
-    def memory_of(self, layer: int, expert: int) -> list[Tensor] | None:
-        """Return the memory of a packed expert, or None if it is not here. Thread-safe."""
-        for half in list(self._halves.values()):
-            found = extract_expert(half, layer, expert)
-            if found is not None:
-                return packed_memory([*found.gate_up, *found.down])
-        return None
 
     def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _ResidentComputation:
         header = packets[0].header

@@ -13,7 +13,6 @@ import torch
 
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
-from actors.gather.expert_exchange import ExpertExchange
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import expert_cache
@@ -73,30 +72,22 @@ def expert_rank(spec: RankSpec) -> Rank:
         name=spec.name,
         pid=os.getpid(),
         channel_address=endpoint.listen(spec.host),
-        experts_address="" if held.exchange is None else held.exchange.listen(spec.host),
         load_s=monotonic_s() - started_s,
     )
     loop = ExpertLoop(endpoint, server, held, reports)
-    return Rank(spec, ready, loop, telemetry, recorded, RankHooks(held.introduce, reports.join))
+    hooks = RankHooks(join_planner=reports.join)
+    return Rank(spec, ready, loop, telemetry, recorded, hooks)
 
 
 class HeldExperts(NamedTuple):
-    """The rank's experts, their rebalancer, and the exchange with other ranks, if any."""
+    """The rank's experts and their rebalancer."""
 
     experts: RankExperts
     rebalancer: ExpertRebalancer[Any]
-    exchange: ExpertExchange | None = None
-
-    def introduce(self, addresses: dict[str, str]) -> None:
-        """Connect to the expert exchange of other expert ranks."""
-        if self.exchange is not None:
-            self.exchange.introduce(addresses)
 
     def close(self) -> None:
         """Close all parts. May be called twice."""
         self.rebalancer.close()
-        if self.exchange is not None:
-            self.exchange.close()
         self.experts.close()
 
 
@@ -147,10 +138,9 @@ def _load_experts(
     )
     resident = ResidentExperts(half, generation)
     layout = ExpertLayout(model, dtype, device)
-    urgent_loader = ResidentExpertLoader(spec, layout, resident, None, loaded, urgent=True)
-    exchange = ExpertExchange(spec, layout, resident.memory_of) if layout.packed else None
-    loader = ResidentExpertLoader(spec, layout, resident, exchange, loaded)
-    return HeldExperts(resident, rebalance(resident, loader, urgent_loader), exchange)
+    urgent_loader = ResidentExpertLoader(spec, layout, resident, loaded, urgent=True)
+    loader = ResidentExpertLoader(spec, layout, resident, loaded)
+    return HeldExperts(resident, rebalance(resident, loader, urgent_loader))
 
 
 def _register_metrics(rebalancer: ExpertRebalancer[Any], name: str, telemetry: RankMetrics) -> None:

@@ -188,11 +188,8 @@ def _connect(
     for group, peers in (
         (Group.ATTENTION, "the expert ranks"),
         (Group.PREFILL, "the other prefill workers"),
-        (Group.EXPERT, "the other expert ranks"),
     ):
         addresses = peer_addresses(known, group)
-        if group is Group.EXPERT and not addresses:
-            continue
         members = [(spec.name, h) for spec, h in pairs if spec.group is group]
         connecting = [(name, handle.call("connect", addresses)) for name, handle in members]
         gather(connecting, f"connect to {peers}", deadline_s)
@@ -200,14 +197,12 @@ def _connect(
 
 def peer_addresses(ready: Sequence[RankReady], group: Group) -> dict[str, str]:
     """Return the addresses for `connect` of a rank of `group`, by name."""
-    if group is Group.EXPERT:
-        return {each.name: each.experts_address for each in ready if each.experts_address}
     return channel_addresses(ready, Group.EXPERT if group is Group.ATTENTION else group)
 
 
 def introduce(ready: Sequence[RankReady], handles: Mapping[str, WorkerHandle]) -> None:
     """Send all ranks each other's addresses without waiting; existing links are kept."""
-    for group in (Group.ATTENTION, Group.PREFILL, Group.EXPERT):
+    for group in (Group.ATTENTION, Group.PREFILL):
         addresses = peer_addresses(ready, group)
         for name, handle in handles.items() if addresses else ():
             if name.startswith(f"{group.value}-"):

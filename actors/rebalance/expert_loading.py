@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,19 +14,16 @@ import torch
 from torch import Tensor
 
 from actors.channels.local_process import boot_id
-from actors.gather.expert_exchange import lower_thread_priority
 from actors.moe.rank_experts import ResidentExperts
 from contracts.clock import Clock, monotonic_s
 from contracts.config import PlacementConfig
-from contracts.errors import ChannelError, CheckpointError, ConfigError, ResourceError, TandemError
+from contracts.errors import CheckpointError, ConfigError, ResourceError, TandemError
 from contracts.expert_eviction import ExpertKey
-from contracts.logs import event
 from contracts.machine import available_bytes
 from contracts.placement import Placement
 from contracts.ranks import RankSpec
 from models.experts.expert_half import (
     ExpertHalf,
-    PackedExpert,
     assemble_half,
     missing_experts,
 )
@@ -93,9 +91,8 @@ class ExpertLoader(Generic[P]):
     def close(self) -> None: ...
 
 
-log = logging.getLogger("tandem.experts")
-
-_PIECE_BYTES: Final = 1 << 20  # copied or received at once
+_NICE: Final = 10
+_PIECE_BYTES: Final = 1 << 20  # copied at once
 _BURST_S: Final = 0.01  # of unused rate that may be caught up
 _FREE_PAUSE_S: Final = 0.001  # between layers: unmapping memory delays other threads
 _STOP_S: Final = 10.0
@@ -138,15 +135,6 @@ class PacedLoader(Loader):
             self._limiter.acquire(piece.nbytes)
 
 
-class ExpertPeers(Protocol):
-    """Expert ranks that send their experts (actors/gather/expert_exchange.py)."""
-
-    def fetch(
-        self, rank: int, key: ExpertKey, into: Sequence[Tensor], limiter: RateLimiter
-    ) -> None:
-        """Receive one expert into `into`. Raises ChannelError if the rank does not send it."""
-
-
 class CachedExpertLoader(ExpertLoader[dict[int, tuple[int, ...]]]):
     """An `ExpertLoader` of `CachedExperts`, which load on demand."""
 
@@ -177,7 +165,6 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         spec: RankSpec,
         layout: ExpertLayout,
         store: ResidentExperts,
-        peers: ExpertPeers | None,
         loaded: str,
         clock: Clock = monotonic_s,
         *,
@@ -185,10 +172,9 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
     ) -> None:
         """Set up a loader. loaded: fingerprint of the files when this rank began to read them."""
         self._urgent = urgent
-        self._spec, self._layout, self._store, self._peers = spec, layout, store, peers
-        self._loaded = loaded
+        self._spec, self._layout, self._store, self._loaded = spec, layout, store, loaded
         self._config: PlacementConfig = spec.config.placement
-        self._placement = spec.placement
+        self._ranks = spec.placement.ranks
         self._clock = clock
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -205,13 +191,13 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         return f"{boot_id()} {self._spec.name}", torch.cuda.mem_get_info(device)[0]
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        urgent, ranks = self._urgent or resizes, self._placement.ranks
-        reason = misfit(self._spec, self._layout.spec, placement, ranks, urgent=urgent)
+        urgent = self._urgent or resizes
+        reason = misfit(self._spec, self._layout.spec, placement, self._ranks, urgent=urgent)
         return reason or ("" if urgent else self._too_much(self._lacking(placement)))
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[ExpertHalf]], None]) -> None:
         before, self._stopped = self._thread, threading.Event()
-        task = _LoadTask(self, placement, self._placement, self._stopped)
+        task = _LoadTask(self, placement, self._stopped)
         name = f"{self._spec.name}-load-experts"
         run = threading.Thread(target=task.run, args=(before, done), name=name, daemon=True)
         self._thread = run
@@ -221,7 +207,7 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         self._stopped.set()
 
     def on_commit(self, placement: Placement) -> None:
-        self._placement = placement
+        self._ranks = placement.ranks
 
     def close(self) -> None:
         self.stop()
@@ -251,19 +237,12 @@ class _LoadTask:
     """One load, on its own thread."""
 
     def __init__(
-        self,
-        parts: ResidentExpertLoader,
-        placement: Placement,
-        present: Placement,
-        stopped: threading.Event,
+        self, parts: ResidentExpertLoader, placement: Placement, stopped: threading.Event
     ) -> None:
-        self._spec, self._layout = parts._spec, parts._layout
-        self._peers, self._clock = parts._peers, parts._clock
+        self._spec, self._layout, self._clock = parts._spec, parts._layout, parts._clock
         self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
         self._urgent = parts._urgent
-        self._placement, self._present = placement, present
-        self._stopped, self._loaded = stopped, parts._loaded
-        self._lost: set[int] = set()  # peers that failed
+        self._placement, self._stopped, self._loaded = placement, stopped, parts._loaded
         self._checkpoint: Checkpoint | None = None
 
     def run(
@@ -302,9 +281,6 @@ class _LoadTask:
         return assemble_half(self._half, ids_of, received)
 
     def _load_expert(self, key: ExpertKey, limiter: RateLimiter) -> ExpertLayer:
-        given = self._from_peer(key, limiter)
-        if given is not None:
-            return given
         if self._checkpoint is None:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
             self._check_same()
@@ -323,30 +299,11 @@ class _LoadTask:
                 "files back (with their times), or restart the group"
             )
 
-    def _from_peer(self, key: ExpertKey, limiter: RateLimiter) -> ExpertLayer | None:
-        """Receive an expert from the first rank that sends it, without those that have failed."""
-        if self._peers is None or not self._layout.packed:
-            return None
-        layer, expert = key
-        for rank in range(self._present.ranks):
-            low, high = self._present.slot_bounds[rank]
-            there = expert in self._present.expert_of_slot[layer][low:high]
-            if not there or rank in self._lost or rank == self._spec.rank:
-                continue
-            into = PackedExpert(self._layout)
-            try:
-                self._peers.fetch(rank, key, into.memory, limiter)
-                return into.layer
-            except ChannelError as error:
-                self._lost.add(rank)
-                event(
-                    log,
-                    "expert_fetch_failed",
-                    logging.WARNING,
-                    rank=self._spec.name,
-                    reason=error.message,
-                )
-        return None
+
+def lower_thread_priority() -> None:
+    """Lower the priority of the calling thread below the loop's."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _free(layers: dict[int, ExpertLayer]) -> None:

@@ -13,13 +13,11 @@ from torch import Tensor
 from contracts.expert_eviction import ExpertKey
 from kernels.experts import expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
-from kernels.linear import ExpertLinears, PackedLinear, Product
+from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
 from kernels.steps import Steps, run_to_end
-from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import (
     ExpertLayer,
-    clamped_gate,
     join_layers,
     load_experts,
     load_separately,
@@ -175,31 +173,6 @@ def extract_expert(half: ExpertHalf, layer: int, expert: int) -> ExpertLayer | N
         return None
     local, held = ids.index(expert), half.layer_experts(layer)
     return ExpertLayer(_single(held.gate_up, local), _single(held.down, local), held.clamped)
-
-
-class PackedExpert:
-    """One expert whose bytes are written in their packed layout.
-
-    memory: of its matrices, then of its biases, to be filled before use.
-    """
-
-    def __init__(self, layout: ExpertLayout) -> None:
-        biases = [bias[0] for bias in layout.empty_biases(1)]
-        products = [
-            layout.new_linear(matrix, biases[matrix] if biases else None) for matrix in (0, 1)
-        ]
-        self.memory = packed_memory(products)
-        gate_up, down = (ExpertLinears([product], None) for product in products)
-        self.layer = ExpertLayer(gate_up, down, clamped_gate(layout.spec))
-
-
-def packed_memory(products: Iterable[Product]) -> list[Tensor]:
-    """Return the memory of packed products: matrices, then biases."""
-    linears = [product for product in products if isinstance(product, PackedLinear)]
-    return [
-        *(linear.memory for linear in linears),
-        *(linear.bias for linear in linears if linear.bias is not None),
-    ]
 
 
 def _find_all(

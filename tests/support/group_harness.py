@@ -92,8 +92,6 @@ class ThreadGroup:
         self._epoch = group_spec.epoch
         self.experts = [expert_rank(s) for s in specs if s.group is Group.EXPERT]
         self.attention = [attention_rank(s) for s in specs if s.group is Group.ATTENTION]
-        for worker in self.experts:
-            worker.connect({w.ready.name: w.ready.experts_address for w in self.experts})
         self._introduce()
         for worker in self.ranks:
             worker.start()
