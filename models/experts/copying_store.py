@@ -6,25 +6,41 @@
     buffer B    [2               ] [1               …     copied as soon as a buffer is free
 
 The order wraps around: at the end of a pass, the next pass's first layers are present or in flight.
-Copies run in models/experts/copy_lanes.py.
+On a GPU the host queues compute, the store's thread copies; they wait for each other by marks:
+
+    compute     |####1####|####2####| |####3###     before 3: until its copy is complete (exposed)
+    copies      |==2==|    |=====3====| |==4==      before 4: until the compute of 2 is complete
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, TandemError
-from models.experts.copy_lanes import BufferLease, Observe, copy_lane
+from models.experts.device_lanes import Mark, device_lane
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.expert_store import ExpertBuffer, ExpertSource
 from models.spec.model import ModelSpec
 
 _CLOSE_S = 5.0
+Observe = Callable[[int, float, float], None]
+"""(layer, start_s, end_s) of a copy, on the clock."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Lease:
+    """A buffer, with the marks after which it is filled and no longer read."""
+
+    buffer: ExpertBuffer
+    copied: Mark | None = None
+    used: Mark | None = None
 
 
 class CopyingStore:
@@ -54,11 +70,11 @@ class CopyingStore:
         self._next = 0  # position in the order to copy next
         self._expected = 0  # position in the order to fetch next
         buffers = min(2, len(self._order))
-        self._free = [BufferLease(ExpertBuffer(layout)) for _ in range(buffers)]
-        self._lane = copy_lane(layout.device, observe, clock)
+        self._free = [_Lease(ExpertBuffer(layout)) for _ in range(buffers)]
+        self._lane, self._observe = device_lane(layout.device, clock), observe
         self._queues = layout.device.type == "cuda"  # the host does not wait
-        self._filled: dict[int, BufferLease] = {}  # filled, or their copies are queued
-        self._held: tuple[int, BufferLease] | None = None  # what the last `fetch` returned
+        self._filled: dict[int, _Lease] = {}  # filled, or their copies are queued
+        self._held: tuple[int, _Lease] | None = None  # what the last `fetch` returned
         self._awaited: tuple[int, float] | None = None  # layer, deadline
         self._woken = False
         self._copying: int | None = None
@@ -113,10 +129,12 @@ class CopyingStore:
             if self._held is not None and self._held[0] == layer:
                 return self._held[1].buffer.layer
             self._wait_until_ready(layer, self._deadline_s, lambda: False)
-            self._held = (layer, self._filled.pop(layer))
-            self._lane.acquire(self._held[1])
+            lease = self._filled.pop(layer)
+            assert lease.copied is not None
+            self._lane.wait(lease.copied)
+            self._held = (layer, lease)
             self._expected = self._after(self._expected)
-            return self._held[1].buffer.layer
+            return lease.buffer.layer
 
     def release(self) -> None:
         with self._changed:
@@ -140,8 +158,7 @@ class CopyingStore:
     def _release_held(self) -> None:
         if self._held is not None:
             _, lease = self._held
-            self._lane.release(lease)
-            self._held = None
+            lease.used, self._held = self._lane.mark(), None
             self._free.append(lease)
             self._changed.notify_all()
 
@@ -233,10 +250,12 @@ class CopyingStore:
                         self._next = self._order.index(layer)
                     self._changed.notify_all()
 
-    def _copy(self, layer: int, lease: BufferLease) -> BaseException | None:
+    def _copy(self, layer: int, lease: _Lease) -> BaseException | None:
         """Copy a layer; return the error, which `fetch` raises."""
         try:
-            self._lane.copy(self._source, layer, lease)
+            copies = partial(self._source.copy, layer, lease.buffer)
+            observe = None if self._observe is None else partial(self._observe, layer)
+            lease.copied = self._lane.run(copies, lease.used, observe)
         except BaseException as error:  # noqa: BLE001  (handed over to the thread that fetches)
             return error
         return None

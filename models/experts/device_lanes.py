@@ -11,14 +11,19 @@ lane is used by one thread.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
+
+Observe = Callable[[float, float], None]
+"""(start_s, end_s) of copies, on the clock."""
 
 
 class Mark(NamedTuple):
@@ -68,8 +73,14 @@ class DeviceLane(Protocol):
         """Wait for all copies, before memory is freed."""
 
 
-def device_lane(device: torch.device) -> DeviceLane:
-    return CudaLane(device) if device.type == "cuda" else InlineLane()
+def device_lane(device: torch.device, clock: Clock = monotonic_s) -> CudaLane | InlineLane:
+    """Create the lane after the memory that it copies to."""
+    return CudaLane(device, clock) if device.type == "cuda" else InlineLane(clock)
+
+
+def _copy_all(stored: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for source, target in zip(stored, into, strict=True):
+        target.copy_(source, non_blocking=True)
 
 
 class _ReadyTensor(NamedTuple):
@@ -87,11 +98,18 @@ class InlineLane:
         self.copied_s, self.copies = 0.0, 0
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
+        return self.run(partial(_copy_all, stored, into), after)
+
+    def run(
+        self, copies: Callable[[], None], after: Mark | None, observe: Observe | None = None
+    ) -> Mark:
         start_s = self._clock()
-        for source, target in zip(stored, into, strict=True):
-            target.copy_(source)
-        self.copied_s += self._clock() - start_s
+        copies()
+        end_s = self._clock()
+        self.copied_s += end_s - start_s
         self.copies += 1
+        if observe is not None:
+            observe(start_s, end_s)
         return self.mark()
 
     def mark(self) -> Mark:
@@ -116,6 +134,16 @@ class InlineLane:
 _Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
+class _Copies(NamedTuple):
+    """Queued copies. anchor: an event recorded at anchor_s on the clock, to observe them."""
+
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    anchor: torch.cuda.Event
+    anchor_s: float
+    observe: Observe | None
+
+
 class _Fetched:
     def __init__(self, tensor: Tensor, event: torch.cuda.Event) -> None:
         self.tensor, self._event = tensor, event
@@ -126,16 +154,20 @@ class _Fetched:
 
 
 class CudaLane:
-    """Create after the slots. Times are measured on the GPU and collected when work is complete."""
+    """Times are measured on the GPU and collected when work is complete.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._numbers = device, itertools.count(1)
-        self._copying, self._fetching = new_stream(device), new_stream(device)
-        # Queued work may still use the slots' memory.
+    A second thread may use `run`.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock = monotonic_s) -> None:
+        self._device, self._clock, self._numbers = device, clock, itertools.count(1)
+        self._copying, self._fetching, self._idle = (new_stream(device) for _ in range(3))
+        # Queued work may still use the memory.
         self._copying.wait_stream(torch.cuda.current_stream(device))
         self._copied_s, self._copies, self._exposed_s = 0.0, 0, 0.0
-        self._under_way: deque[_Span] = deque()
+        self._in_flight: deque[_Copies] = deque()
         self._waits: deque[_Span] = deque()
+        self._settling = threading.Lock()
 
     @property
     def copied_s(self) -> float:
@@ -152,15 +184,25 @@ class CudaLane:
         return self._exposed_s
 
     def copy(self, stored: Sequence[Tensor], into: Sequence[Tensor], after: Mark | None) -> Mark:
-        start, end = new_event(timed=True), new_event(timed=True)
+        return self.run(partial(_copy_all, stored, into), after)
+
+    def run(
+        self, copies: Callable[[], None], after: Mark | None, observe: Observe | None = None
+    ) -> Mark:
+        """Queue `copies` after the mark `after` of the compute. observe: called once complete."""
+        start, end, anchor = (new_event(timed=True) for _ in range(3))
+        if observe is not None:
+            anchor.record(self._idle)  # passes at once: nothing else is on that stream
+        anchor_s = self._clock()
         if after is not None and not has_passed(after.event):
             self._copying.wait_event(after.event)
         start.record(self._copying)
         with torch.cuda.stream(self._copying):
-            for source, target in zip(stored, into, strict=True):
-                target.copy_(source, non_blocking=True)
+            copies()
         end.record(self._copying)
-        self._under_way.append((start, end))
+        self._in_flight.append(_Copies(start, end, anchor, anchor_s, observe))
+        if observe is not None:
+            self._settle()
         return Mark(next(self._numbers), end)
 
     def mark(self) -> Mark:
@@ -202,13 +244,19 @@ class CudaLane:
 
     def _settle(self) -> None:
         """Add the times of completed copies and waits."""
-        while self._under_way and has_passed(self._under_way[0][1]):
-            start, end = self._under_way.popleft()
-            self._copied_s += 1e-3 * start.elapsed_time(end)
-            self._copies += 1
-        while self._waits and has_passed(self._waits[0][1]):
-            requested, started = self._waits.popleft()
-            self._exposed_s += 1e-3 * requested.elapsed_time(started)
+        with self._settling:
+            while self._in_flight and has_passed(self._in_flight[0].end):
+                start, end, anchor, anchor_s, observe = self._in_flight.popleft()
+                self._copied_s += 1e-3 * start.elapsed_time(end)
+                self._copies += 1
+                if observe is not None:
+                    observe(
+                        anchor_s + 1e-3 * anchor.elapsed_time(start),
+                        anchor_s + 1e-3 * anchor.elapsed_time(end),
+                    )
+            while self._waits and has_passed(self._waits[0][1]):
+                requested, started = self._waits.popleft()
+                self._exposed_s += 1e-3 * requested.elapsed_time(started)
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
