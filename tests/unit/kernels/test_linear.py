@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears
+from kernels.linear import PackedLinear, PlainLinear, is_packed, linear
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -68,14 +68,3 @@ def test_linear_has_bits_of_packed_linear(dtype: torch.dtype) -> None:
     x = torch.randn(50, 96, generator=generator).to(dtype)
     weight = torch.randn(130, 96, generator=generator).to(dtype)
     assert torch.equal(linear(x, weight), PackedLinear(weight)(x))
-
-
-def test_each_expert_has_its_own_weight_and_bias() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight_eNK, bias_eN = (
-        torch.randn(*shape, generator=generator) for shape in ((3, 5, 4), (3, 5))
-    )
-    x = torch.randn(2, 4, generator=generator)
-    for expert, layer in enumerate(linears(weight_eNK, bias_eN)):
-        expected = x @ weight_eNK[expert].t() + bias_eN[expert]
-        torch.testing.assert_close(layer(x), expected)

@@ -33,13 +33,3 @@ def test_mxfp4_equals_reference() -> None:
                 blocks[row, group].tolist(), int(exponents[row, group])
             )
             assert found[row, group * 32 : (group + 1) * 32].tolist() == expected
-
-
-def test_mxfp4_equals_transformers() -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(0)
-    blocks = torch.randint(0, 256, (3, 10, 2, 16), generator=generator, dtype=torch.uint8)
-    exponents = torch.randint(115, 135, (3, 10, 2), generator=generator, dtype=torch.uint8)
-    expected = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
-    assert torch.equal(dequantize_mxfp4(blocks, exponents), expected.transpose(1, 2))

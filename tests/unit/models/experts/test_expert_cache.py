@@ -155,15 +155,6 @@ def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[i
 PAIRS = dict.fromkeys(range(EXPERTS), 1)
 
 
-@pytest.mark.parametrize("kind", ["lru", "walk"])
-def test_layer_with_more_experts_than_slots_runs_in_waves(layout: ExpertLayout, kind: Kind) -> None:
-    cache = opened(layout, 2, FakeTier(), kind=kind)
-    for layer in (0, 1, 2, 0):
-        request = cache.request(layer, range(EXPERTS), LS)
-        assert sorted(compute(cache, request)) == list(range(EXPERTS))
-        cache.check()
-
-
 def test_cached_expert_is_a_hit_and_not_read_again(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 4, tier)

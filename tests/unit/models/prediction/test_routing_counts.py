@@ -102,31 +102,13 @@ def test_counts_of_another_model_are_not_merged() -> None:
             actual.merge(other)
 
 
-def test_memory_is_bounded_and_frequent_keys_stay() -> None:
-    """Three keys are frequent, all others occur once."""
-    most, stream, heavy = 50, 200_000, {7: 40, 8: 25, 9: 17}
-    keys = np.arange(1000, 1000 + stream)
-    for key, every in heavy.items():
-        keys[key::every] = key
-    counts = BoundedCounts(most, np.int64)
-    for start in range(0, stream, 613):
-        counts.add(keys[start : start + 613])
-        assert counts.held <= 3 * most
-    found, times, short = counts.counted()
-    assert len(found) <= most
-    assert short <= stream / (most + 1)
-    for key in heavy:
-        truth = int((keys == key).sum())
-        assert truth > stream / (most + 1)
-        assert truth - short <= dict(zip(found.tolist(), times.tolist(), strict=True))[key] <= truth
-
-
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 12), st.integers(1, 40))
 def test_counts_stay_within_reported_error(stream: list[int], most: int, step: int) -> None:
     counts = BoundedCounts(most, np.int64)
     for start in range(0, len(stream), step):
         counts.add(np.array(stream[start : start + step], np.int64))
+        assert counts.held <= 3 * most
     keys, times, short = counts.counted()
     found = dict(zip(keys.tolist(), times.tolist(), strict=True))
     assert len(found) <= most

@@ -77,11 +77,6 @@ def test_split_ids_equal_whole_decode_with_byte_fallback(
     assert streamed == sentencepiece.decode(ids, skip_special_tokens=hide)
 
 
-def test_unfinished_character_is_flushed_as_replacement(byte_level: Tokenizer) -> None:
-    ids = byte_level.encode("😀")[:-1]
-    assert "".join(pieces(byte_level, ids, [])) == "\ufffd"
-
-
 def test_each_token_is_decoded_bounded_number_of_times() -> None:
     longest = 0
 

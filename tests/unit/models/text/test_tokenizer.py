@@ -220,10 +220,3 @@ def test_continuations_of_long_prompts_equal_whole_texts(
         assert prompt_ids == tokenizer.encode(prompt.rstrip())
         whole = [tokenizer.encode(prompt + text) for text in texts]
         assert found == [ids[len(prompt_ids) :] for ids in whole]
-
-
-def test_white_space_at_end_of_prompt_belongs_to_continuation(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_byte_level(tmp_path))
-    assert continuations(tokenizer, "answer: ", ["yes"]) == continuations(
-        tokenizer, "answer:", [" yes"]
-    )
