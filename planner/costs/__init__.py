@@ -1,1 +1,1 @@
-"""What a task of a model takes on given hardware, and how that is fitted to what was measured."""
+"""Cost models of tasks on given hardware, and their fits to measured times."""

@@ -1,7 +1,7 @@
-"""From a model's shape and a machine's coefficients to the stage models of one deployment.
+"""Stage models of a deployment, from the model's shape and a machine's coefficients.
 
-Letters: E experts, K top-k, D model dim, e slots of the fullest expert rank. How tokens spread over
-expert ranks is a `Spread`, uniform unless one is given. docs/notation.md restates the formulas.
+Letters: E experts, K top-k, D model dim, e slots of the fullest expert rank. A `Spread` describes
+how tokens spread over expert ranks; the default is uniform. docs/notation.md has the formulas.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ Direction = Literal["a2e", "e2a"]
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of the two groups, and the samples they run: sequence_tokens new tokens each, behind
-    context_tokens that are cached (decode: sequence_tokens=1)."""
+    """Sizes of the two groups and of their samples.
+
+    A sample has sequence_tokens new tokens behind context_tokens cached ones (decode: 1 new token).
+    """
 
     attention_ranks: int
     expert_ranks: int
@@ -43,7 +45,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) -> float:
-    """Time of one layer's attention half for one micro-batch, whose tokens go to one rank."""
+    """Return the time of one layer's attention for one micro-batch that is sent to one rank."""
     return cost.call_ms + shape.projections * cost.projection_ms + _per_sample_ms(cost, work)
 
 
@@ -53,8 +55,10 @@ def batch_attention_ms(
     chunks: Chunks,
     spread: Spread | None = None,
 ) -> float:
-    """The same for any ragged micro-batch of (start, stop) chunks, the mean over layers, of which
-    as many expert ranks get packets as `spread` says (None: one)."""
+    """Return the layer-mean attention time of a ragged micro-batch, with its packets.
+
+    spread: None: packets to one expert rank.
+    """
     tokens = count_tokens(chunks)
     work = layer_mean_batch(shape, chunks)
     return attention_ms(cost, shape, work) + _packets_model(cost, shape, spread).at(tokens)
@@ -63,8 +67,11 @@ def batch_attention_ms(
 def attention_model(
     cost: AttentionCost, shape: ModelShape, deployment: Deployment, spread: Spread | None = None
 ) -> Linear:
-    """x: samples of a micro-batch. spread: None where it sends no packets, or to one rank only.
-    Calls: exact where groups are full, and of one sample."""
+    """Return the attention model; x: samples of a micro-batch.
+
+    spread: None without packets or with packets to one rank. Calls are exact for one sample and for
+    full groups.
+    """
     packets = _packets_model(cost, shape, spread)
     start, work = deployment.context_tokens, _sample_work(shape, deployment)
     single_sample = layer_mean_batch(shape, [(start, start + deployment.sequence_tokens)])
@@ -77,7 +84,7 @@ def attention_model(
 
 
 def _packets_model(cost: AttentionCost, shape: ModelShape, spread: Spread | None) -> Linear:
-    """What packets to more than one expert rank cost the attention rank. x: tokens."""
+    """Return the cost of packets to more than one expert rank; x: tokens."""
     if spread is None or spread.ranks == 1:
         return FREE
     row_bytes = shape.hidden_size * shape.element_bytes
@@ -90,8 +97,10 @@ def _packets_model(cost: AttentionCost, shape: ModelShape, spread: Spread | None
 def serving_ms(
     hardware: Hardware, shape: ModelShape, *, micro_batches: int, sequences: float, tokens: float
 ) -> float:
-    """What an attention rank does for a batch outside of its layers, logits of a row of each
-    sequence among it; 0 where that was not measured."""
+    """Return the time of a batch outside of its layers on an attention rank.
+
+    Includes the logits of one row per sequence; 0 if it was not measured.
+    """
     cost = hardware.serving
     if cost is None:
         return 0.0
@@ -105,16 +114,16 @@ def serving_ms(
 
 
 def quadratic_fraction(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> float:
-    """The part of a sample's attention time that goes into pairs of tokens."""
+    """Return the fraction of a sample's attention time that is spent on pairs of tokens."""
     work = _sample_work(shape, deployment)
     return cost.attended_ms_per_flop * work.attended_flops / _per_sample_ms(cost, work)
 
 
 def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) -> dict[str, float]:
-    """What cutting a sample along its length costs: the fields attention_* of `PlanSpec`."""
+    """Return the costs of cutting a sample along its length: fields attention_* of `PlanSpec`."""
     start, new = deployment.context_tokens, deployment.sequence_tokens
     work = _sample_work(shape, deployment)
-    behind = layer_mean_work(shape, start + new, start + new + 1)  # reads all that a sample has
+    behind = layer_mean_work(shape, start + new, start + new + 1)  # reads the whole sample
     return {
         "attention_quadratic_fraction": quadratic_fraction(cost, shape, deployment),
         "attention_chunk_ms": cost.sequence_ms + min(1.0, work.prompt_calls) * cost.prompt_call_ms,
@@ -123,7 +132,7 @@ def chunk_costs(cost: AttentionCost, shape: ModelShape, deployment: Deployment) 
 
 
 def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) -> Linear | None:
-    """x: samples of a micro-batch. None for a model without shared experts."""
+    """Return the shared experts' model, None without any; x: samples of a micro-batch."""
     if shape.num_shared_experts == 0:
         return None
     cost = hardware.shared
@@ -136,8 +145,10 @@ def shared_model(hardware: Hardware, shape: ModelShape, deployment: Deployment) 
 
 
 def expert_model(hardware: Hardware, shape: ModelShape, spread: Spread) -> Linear:
-    """x: tokens per expert, on average. All slots of the rank count as active, as in FinDEP's
-    Eq. 3; pairs are the busiest rank's."""
+    """Return the expert model; x: mean tokens per expert.
+
+    All slots of the rank count as active (FinDEP, Eq. 3); pairs are the busiest rank's.
+    """
     cost = hardware.expert
     weights_ms = shape.expert_elements * shape.element_bytes * cost.weight_ms_per_byte
     alpha_ms = cost.call_ms + spread.slots * (cost.expert_ms + weights_ms)
@@ -151,8 +162,11 @@ def link_model(
     direction: Direction,
     spread: Spread | None = None,
 ) -> Linear:
-    """x: tokens per expert of a token group. The busiest rank's bytes count: those that one
-    attention rank exchanges with all expert ranks, or one expert rank with all attention ranks."""
+    """Return the link model; x: tokens per expert of a token group.
+
+    Bytes are the busiest rank's: of one attention rank with all expert ranks, or of one expert rank
+    with all attention ranks.
+    """
     ag, eg = deployment.attention_ranks, deployment.expert_ranks
     spread = spread or uniform_spread(shape, eg)
     tokens = shape.num_experts / (ag * shape.top_k)  # of one attention rank, for x = 1
@@ -174,8 +188,10 @@ def link_model(
 def find_link(
     hardware: Hardware, deployment: Deployment, direction: Direction, backend: str | None = None
 ) -> LinkCost:
-    """The figures for this split (of the first backend in the file unless one is asked for).
-    Raises ConfigError."""
+    """Return the link's coefficients for this split and backend (default: the file's first).
+
+    Raises ConfigError.
+    """
     backends = list(dict.fromkeys(link.backend for link in hardware.links))
     if backend is not None and backend not in backends:
         raise ConfigError(
@@ -204,7 +220,7 @@ def stage_models(
     backend: str | None = None,
     spread: Spread | None = None,
 ) -> StageModels:
-    """Raises ConfigError for a split that the hardware has no figures for."""
+    """Return the stage models. Raises ConfigError if the hardware lacks figures for the split."""
     spread = spread or uniform_spread(shape, deployment.expert_ranks)
     links = {
         direction: link_model(
@@ -226,7 +242,7 @@ def stage_models(
 
 
 def tokens_per_expert(shape: ModelShape, deployment: Deployment) -> float:
-    """That one sample on each attention rank brings to each expert: ag * K * S / E."""
+    """Return the tokens per expert of one sample on each attention rank: ag * K * S / E."""
     tokens = deployment.attention_ranks * deployment.sequence_tokens
     return tokens * shape.top_k / shape.num_experts
 
@@ -251,8 +267,10 @@ _UNIT = LinkCost(backend="", direction="both", alpha_ms=0.0, ms_per_byte=1.0)
 
 
 class ResizeFactors(NamedTuple):
-    """Of a group of another size, over this one's: of starting a call of experts, of a token in it,
-    and of a token on either way of a link."""
+    """Ratios of costs after a resize to costs before.
+
+    call: start of an expert call. token: of a token in it. a2e, e2a: of a token on a link.
+    """
 
     call: float
     token: float
@@ -261,9 +279,12 @@ class ResizeFactors(NamedTuple):
 
 
 def resize_factors(shape: ModelShape, now: Deployment, then: Deployment) -> ResizeFactors:
-    """An expert rank's call costs as many pairs as it has experts, and so does starting it: on the
-    processors that we know, that is the reading of weights. Links carry the busiest rank's bytes,
-    as in `link_model`; routing is taken to be as even as now."""
+    """Return the factors from `now` to `then`.
+
+    The start of an expert call is mostly the reading of weights, so it scales with the experts of a
+    rank. Links carry the busiest rank's bytes, as in `link_model`; routing is assumed to stay as
+    even as it is.
+    """
     before, after = (uniform_spread(shape, each.expert_ranks) for each in (now, then))
 
     def link(direction: Direction) -> float:
@@ -281,7 +302,7 @@ def resize_factors(shape: ModelShape, now: Deployment, then: Deployment) -> Resi
 def resized(
     stages: StageModels, shape: ModelShape, now: Deployment, then: Deployment
 ) -> StageModels:
-    """The stages of one layer under `then`. Attention is a rank's own, and stays."""
+    """Return the stages under `then`. Attention does not change."""
     by = resize_factors(shape, now, then)
     return msgspec.structs.replace(
         stages,

@@ -1,9 +1,7 @@
-"""Least squares for stage models: coefficients that are not negative, errors relative, outliers
-held off.
+"""Robust least squares for stage models, with non-negative coefficients and relative errors.
 
-Errors are relative because stages span four orders of magnitude: plain least squares would fit the
-largest sizes and get the launch time, which is what decides r1 and r2, wrong. Shapes: N samples, F
-features.
+Stages span four orders of magnitude: plain least squares would fit the largest sizes and get the
+launch times wrong, which decide r1 and r2. Shapes: N samples, F features.
 """
 
 from __future__ import annotations
@@ -17,17 +15,19 @@ import numpy as np
 from planner.arrays import Floats
 from planner.costs.stages import Linear
 
-HUBER_WIDTH = 1.5  # in robust standard deviations; beyond, a sample's pull stops growing
+HUBER_WIDTH = 1.5  # in robust standard deviations
 _ROUNDS = 40
 _CONVERGED = 1e-4
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _LEAST_SIGMA = 1e-6  # of relative errors: below, everything is exact
-_ROUNDING = 1e-20  # of a sum of their squares: what differs by less differs by how a machine rounds
+_ROUNDING = 1e-20  # of a sum of squares: smaller differences depend on the machine's rounding
 
 
 class NonNegativeFit(NamedTuple):
-    """coefficients_F >= 0; predicted_N; r2 of the samples as they are; and the median of
-    |predicted - measured| / measured."""
+    """coefficients_F >= 0, and the fit's quality.
+
+    r2: of the samples as they are. median_error_fraction: of |predicted - measured| / measured.
+    """
 
     coefficients_F: Floats
     predicted_N: Floats
@@ -41,7 +41,7 @@ class LinearFit(NamedTuple):
 
 
 def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearFit:
-    """alpha_ms + beta_ms * x through (x, ms) samples. Raises ValueError, see `fit_nonnegative`."""
+    """Fit alpha_ms + beta_ms * x to (x, ms) samples. Raises ValueError like `fit_nonnegative`."""
     x_N = np.array([x for x, _ in samples], dtype=np.float64)
     features_NF = np.stack([np.ones_like(x_N), x_N], axis=1)
     fit = fit_nonnegative(features_NF, np.array([ms for _, ms in samples], dtype=np.float64))
@@ -50,8 +50,10 @@ def fit_linear(samples: Sequence[tuple[float, float]]) -> LinearFit:
 
 
 def fit_nonnegative(features_NF: Floats, times_N: Floats) -> NonNegativeFit:
-    """The c >= 0 for which features_NF @ c is nearest to times_N, relative to times_N, under
-    Huber's loss. Raises ValueError for no sample, or one that is not finite and positive."""
+    """Fit c >= 0 with features_NF @ c near times_N, relative errors, Huber's loss.
+
+    Raises ValueError without samples, or for one that is not finite and positive.
+    """
     _check(features_NF, times_N)
     scaled_NF = features_NF / times_N[:, None]  # residuals are then relative: scaled @ c - 1
     size_F = np.abs(scaled_NF).max(axis=0)
@@ -81,9 +83,11 @@ def _check(features_NF: Floats, times_N: Floats) -> None:
 
 
 def _nonnegative(scaled_NF: Floats, weights_N: Floats) -> Floats:
-    """The weighted solution with no negative coefficient: the optimum is the plain solution on its
-    own support, and of at most 9 features all 511 supports can be tried. A feature that no sample
-    has gets 0."""
+    """Return the weighted solution without negative coefficients.
+
+    The optimum is the plain solution on its own support; with at most 9 features all 511 supports
+    are tried. A feature that is zero in all samples gets 0.
+    """
     root_N = np.sqrt(weights_N)
     a_NF, b_N = scaled_NF * root_N[:, None], root_N
     features = np.flatnonzero(scaled_NF.any(axis=0)).tolist()
@@ -106,7 +110,7 @@ def _huber_weights(errors_N: Floats) -> Floats:
 
 
 def _r2(times_N: Floats, predicted_N: Floats) -> float:
-    """1 - residual over total sum of squares; 1 where all times are equal and met."""
+    """Return 1 - residual / total sum of squares; 1 if all times are equal and met."""
     total = float(np.square(times_N - times_N.mean()).sum())
     residual = float(np.square(times_N - predicted_N).sum())
     if total == 0.0:

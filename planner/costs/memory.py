@@ -1,6 +1,6 @@
-"""How many samples fit: weights, KV pool, activations and channel buffers of every rank.
+"""Number of samples that fit: weights, KV pool, activations and channel buffers of each rank.
 
-Conservative: every sample in flight is counted with what a running one holds.
+Conservative: every sample in flight counts as a running one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ GIB = float(1 << 30)
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank of `group`: for weights, and for each sample in flight (on each attention
-    rank); of usable_bytes."""
+    """Memory of one rank in bytes; sample_bytes: per sample in flight on each attention rank."""
 
     group: Literal["attention", "expert"]
     weight_bytes: float
@@ -27,15 +26,17 @@ class RankMemory(NamedTuple):
 
     @property
     def max_samples(self) -> int:
-        """Samples of one attention rank that this rank has room for; 0 if it has none."""
+        """Return the samples of one attention rank that fit in this rank."""
         return max(0, int((self.usable_bytes - self.weight_bytes) // self.sample_bytes))
 
 
 def rank_memories(
     shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread | None = None
 ) -> tuple[RankMemory, RankMemory]:
-    """(an attention rank's, the fullest expert rank's). spread: of tokens over expert ranks, where
-    it is not uniform."""
+    """Return the memory of an attention rank and of the fullest expert rank.
+
+    spread: of tokens over expert ranks (default: uniform).
+    """
     spread = spread or uniform_spread(shape, deployment.expert_ranks)
     attention = RankMemory(
         "attention",
@@ -45,7 +46,7 @@ def rank_memories(
     )
     weight_bytes = shape.moe_layers * spread.slots * shape.expert_elements * shape.element_bytes
     rows = deployment.attention_ranks * deployment.sequence_tokens * spread.busiest.rows
-    # Rows come in, sums go out, both in segments; the sums are made in float32.
+    # Received rows and sent sums are in segments; sums are computed in float32.
     row_bytes = shape.hidden_size * (2 * shape.element_bytes + FLOAT_BYTES)
     return attention, RankMemory("expert", weight_bytes, rows * row_bytes, usable_bytes)
 
@@ -53,8 +54,10 @@ def rank_memories(
 def max_samples(
     shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread | None = None
 ) -> int:
-    """The most samples of one attention rank in flight. Raises ResourceError if not one fits: it
-    says what would."""
+    """Return the most samples in flight per attention rank.
+
+    Raises ResourceError with a remedy if not one fits.
+    """
     spread = spread or uniform_spread(shape, deployment.expert_ranks)
     memories = rank_memories(shape, deployment, usable_bytes, spread)
     for memory in memories:
@@ -68,14 +71,17 @@ def max_samples(
 
 
 def sample_kv_bytes(shape: ModelShape, deployment: Deployment) -> float:
-    """KV pool of one sample: all its tokens in all layers, those behind a window too."""
+    """Return the KV pool bytes of one sample; layers with a window keep all tokens."""
     tokens = deployment.context_tokens + deployment.sequence_tokens
     return float(tokens * shape.kv_token_bytes)
 
 
 def activation_token_bytes(shape: ModelShape, copies: float) -> float:
-    """Of one token on an attention rank: residual, normed input, queries with keys and values,
-    heads' output, the float32 sum; `copies` rows out and back in the channel's segments."""
+    """Return the activation bytes of one token on an attention rank.
+
+    Residual, normed input, queries with keys and values, heads' output, the float32 sum, and
+    `copies` rows in both directions of the channel.
+    """
     heads = 2 * shape.num_heads * shape.head_dim + shape.kv_entry_elements
     elements = (2 + 2 * copies) * shape.hidden_size + heads
     pairs_bytes = shape.top_k * (PAIR_BYTES + FLOAT_BYTES)
@@ -90,7 +96,7 @@ def _attention_sample_bytes(shape: ModelShape, deployment: Deployment, copies: f
 
 
 def _weights_too_large(shape: ModelShape, memory: RankMemory, spare_slots: int) -> str:
-    """What to change so that a rank's weights fit."""
+    """Return the error text: what to change so that the rank's weights fit."""
     have, need = _gib(memory.usable_bytes), _gib(memory.weight_bytes)
     if memory.group == "attention":
         return (
@@ -109,7 +115,7 @@ def _weights_too_large(shape: ModelShape, memory: RankMemory, spare_slots: int) 
             f"spare_slots={spare_slots}: a rank with its share of {shape.num_experts} experts is "
             f"{need}, {have} are usable, which is {most} slots of every layer: lower it"
         )
-    # A rank that is full to the last byte has no room for a sample.
+    # A completely full rank has no memory for a sample.
     ranks = -(-shape.num_experts // (most - spare_slots))
     return (
         f"expert_ranks: a rank's share of {shape.num_experts} experts is {need}, "
@@ -136,7 +142,7 @@ def _sample_too_long(
 
 
 def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float, spread: Spread) -> int:
-    """The largest sequence_tokens of which one sample fits, by bisection; 0 if none does."""
+    """Return the largest sequence_tokens of which one sample fits, by bisection; 0 if none does."""
     low, high = 0, deployment.sequence_tokens
     while low + 1 < high:
         middle = (low + high) // 2

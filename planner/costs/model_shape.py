@@ -1,7 +1,7 @@
-"""What a model costs, counted from its shape: FLOPs, elements and bytes.
+"""Costs of a model from its shape: FLOPs, elements and bytes.
 
-A multiply-add is 2 FLOPs. "Attended" FLOPs are those per (query, key) pair that the mask leaves, so
-half a square for a whole causal prompt; FinDEP counts the square (Eq. 1).
+A multiply-add is 2 FLOPs. "Attended" FLOPs count the (query, key) pairs that the mask leaves: half
+a square for a whole causal prompt, where FinDEP counts the square (Eq. 1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Chunks = Sequence[tuple[int, int]]
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sizes of latent attention: a token's entry is kv_rank + rope_dim elements."""
+    """Sizes of latent attention; a token's entry has kv_rank + rope_dim elements."""
 
     kv_rank: int
     rope_dim: int
@@ -26,14 +26,14 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A decoder in numbers. Sizes in elements unless a name says bytes.
+    """A decoder in numbers. Sizes are in elements unless a name says bytes.
 
     projections, projection_elements: matrices of one layer's attention and their elements, without
-    the up-projection of latents (`latent` has that). windows: per layer with experts, how far it
-    sees (None: everything). kv_entry_elements: what a token leaves in the pool per layer.
-    expert_elements, shared_elements: of one expert, and of all shared experts together, of one
-    layer. dense_elements: of the feed-forward networks of all layers without experts.
-    attention_rank_bytes: weights of an attention rank. has_sinks: of attention, per head.
+    the up-projection of latents, which `latent` has. windows: attention window of each layer with
+    experts (None: unlimited). kv_entry_elements: elements of a token in the pool per layer.
+    expert_elements, shared_elements: of one expert, and of all shared experts of one layer.
+    dense_elements: of the feed-forward networks of all layers without experts.
+    attention_rank_bytes: weights of an attention rank. has_sinks: attention has a sink per head.
     """
 
     num_layers: int
@@ -62,12 +62,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def groups_short(self) -> bool:
-        """Whether attention takes short prompts together."""
+        """Return whether attention computes short prompts in groups."""
         return self.latent is None and not self.has_sinks
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of pool per token, over all layers. A layer with a window keeps every token too."""
+        """Bytes of pool per token, over all layers; layers with a window keep every token too."""
         return self.num_layers * self.kv_entry_elements * self.element_bytes
 
     @property
@@ -76,13 +76,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return 2 * self.expert_elements
 
     def experts_per_rank(self, expert_ranks: int) -> int:
-        """Of the fullest rank."""
+        """Return the experts of the fullest rank."""
         return -(-self.num_experts // expert_ranks)
 
 
 class AttentionWork(NamedTuple):
-    """What one micro-batch's attention does in one layer. Calls: planner/costs/model_shape.py;
-    those of a chunk are its share where there are many like it."""
+    """Attention work of one micro-batch in one layer.
+
+    Calls of a single chunk are its share of a group of chunks like it.
+    """
 
     sequences: float
     linear_flops: float
@@ -102,13 +104,15 @@ NO_WORK = AttentionWork(0.0, 0.0, 0.0, 0.0)
 
 
 def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> AttentionWork:
-    """Of new tokens [start, stop) of one sequence, those before being cached: any prompt, chunk
-    behind a prefix, or decode step (stop = start + 1), in a layer that sees `window` tokens."""
+    """Return the work of new tokens [start, stop) of one sequence, with those before cached.
+
+    Any prompt, chunk behind a prefix, or decode step (stop = start + 1), in a layer with `window`.
+    """
     tokens = stop - start
     pairs = causal_pairs(stop, window) - causal_pairs(start, window)
     per_token = shape.projection_elements + shape.hidden_size * shape.num_experts  # and the router
     linear, attended = 2.0 * tokens * per_token, 4.0 * pairs * shape.num_heads * shape.head_dim
-    context = stop if start else 0  # without a prefix, keys and values are at hand
+    context = stop if start else 0  # without a prefix, keys and values are not read back
     if window is not None:
         context = min(context, tokens + window)
     if shape.latent is not None:
@@ -121,7 +125,7 @@ def chunk_work(shape: ModelShape, start: int, stop: int, window: int | None) -> 
 
 
 def batch_work(shape: ModelShape, chunks: Chunks, window: int | None) -> AttentionWork:
-    """Of a micro-batch's chunks, with the calls that these make together."""
+    """Return the work of a micro-batch, with the calls that its chunks make together."""
     total = NO_WORK
     for (start, stop), times in Counter(chunks).items():
         total = total.plus(chunk_work(shape, start, stop, window).times(times))
@@ -130,12 +134,12 @@ def batch_work(shape: ModelShape, chunks: Chunks, window: int | None) -> Attenti
 
 
 def layer_mean_work(shape: ModelShape, start: int, stop: int) -> AttentionWork:
-    """`chunk_work`, the mean over the layers that have experts."""
+    """Return the mean of `chunk_work` over the layers with experts."""
     return _layer_mean(shape, lambda window: chunk_work(shape, start, stop, window))
 
 
 def layer_mean_batch(shape: ModelShape, chunks: Chunks) -> AttentionWork:
-    """`batch_work`, the mean over the layers that have experts."""
+    """Return the mean of `batch_work` over the layers with experts."""
     return _layer_mean(shape, lambda window: batch_work(shape, chunks, window))
 
 
@@ -147,7 +151,7 @@ def _layer_mean(shape: ModelShape, work_of: Callable[[int | None], AttentionWork
 
 
 def hit_fraction(shape: ModelShape, experts: int) -> float:
-    """Fraction of tokens that chose at least one of `experts` given ones, for uniform routing."""
+    """Return the fraction of tokens with one of `experts` given experts, for uniform routing."""
     missed = 1.0
     for chosen in range(shape.top_k):
         missed *= max(0, shape.num_experts - experts - chosen) / (shape.num_experts - chosen)
@@ -167,8 +171,10 @@ def causal_pairs(stop: int, window: int | None) -> int:
 
 
 def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: int) -> tuple[float, float]:
-    """(per token, per pair) FLOPs of one head, expanded or absorbed: kernels/latent_attention.py
-    takes what costs fewer."""
+    """Return (per token, per pair) FLOPs of one head.
+
+    Like kernels/latent_attention.py, it takes the cheaper of the expanded and absorbed forms.
+    """
     up = latent.kv_rank * (latent.nope_dim + latent.value_dim)
     absorbed = 2 * latent.kv_rank + latent.rope_dim
     expanded = latent.nope_dim + latent.rope_dim + latent.value_dim
@@ -179,12 +185,12 @@ def _latent_flops(latent: LatentShape, start: int, stop: int, pairs: int) -> tup
 
 TILE_ROWS = 128
 SHORT_SCORES = 1 << 14  # (query, key) pairs of a sequence that is grouped
-MIN_FILL = 0.75  # of a group: of its queries, and of its keys
+MIN_FILL = 0.75  # of the queries and of the keys of a group
 GROUP_SLOTS = 4096  # keys of a group, padding included
 
 
 class Calls(NamedTuple):
-    """Of prompts, tiles and groups; of decode, groups."""
+    """Kernel calls: tiles and groups of prompts, groups of decodes."""
 
     prompts: float
     decodes: float
@@ -195,7 +201,7 @@ class Calls(NamedTuple):
 
 
 def calls_of(chunks: Chunks, window: int | None, *, groups_short: bool) -> Calls:
-    """Of chunks (start, stop) in a layer that sees `window` tokens (None: all)."""
+    """Return the calls for these chunks in a layer with `window` (None: unlimited)."""
     tiles = 0
     short: list[tuple[int, int]] = []  # new tokens, context
     widths: list[int] = []
@@ -210,7 +216,7 @@ def calls_of(chunks: Chunks, window: int | None, *, groups_short: bool) -> Calls
 
 
 def share_of(start: int, stop: int, window: int | None, *, groups_short: bool) -> Calls:
-    """What such a chunk adds where there are many like it."""
+    """Return the share of a chunk in the calls of many chunks like it."""
     if stop - start == 1:
         return Calls(0.0, 1.0 / max(1, GROUP_SLOTS // _width(stop, window)))
     if groups_short and _is_short(start, stop, window):
@@ -227,7 +233,7 @@ def _is_short(start: int, stop: int, window: int | None) -> bool:
 
 
 def _short_groups(short: Sequence[tuple[int, int]]) -> int:
-    """Grown in descending order of new tokens; one that is alone is a tile."""
+    """Return the number of groups, filled in descending order of new tokens."""
     groups = members = longest = least = most = 0
     for count, context in sorted(short, reverse=True):
         low, high = min(least, context), max(most, context)
@@ -240,7 +246,7 @@ def _short_groups(short: Sequence[tuple[int, int]]) -> int:
 
 
 def _decode_groups(widths: Sequence[int]) -> int:
-    """Grown in descending order of what they see."""
+    """Return the number of groups, filled in descending order of context."""
     groups = members = longest = 0
     for width in sorted(widths, reverse=True):
         fits = members and (members + 1) * longest <= GROUP_SLOTS

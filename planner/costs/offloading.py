@@ -1,9 +1,9 @@
-"""Time per generated token where experts are read as they are wanted, on one worker.
+"""Time per generated token with experts read on demand, on one worker.
 
-    wanted(B)    E (1 - (1 - K/E)^B)           experts of a layer that B tokens want, routed evenly
+    active(B)    E (1 - (1 - K/E)^B)           experts of a layer for B tokens, uniform routing
     C            attention + shared + experts  a layer's compute
-    X            (1 - hits) wanted expert_bytes / tier_bytes_per_s
-    on demand    L (C + X)                     ahead    C + X + (L - 1) max(C, X)       (its bound)
+    X            (1 - hits) active expert_bytes / tier_bytes_per_s
+    on demand    L (C + X)                     ahead    C + X + (L - 1) max(C, X)  (a bound)
 
 Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, with a cache
 (docs/notation.md, "Experts that are read").
@@ -25,7 +25,7 @@ SEQUENCES = (1, 2, 4, 8, 16)
 
 
 class OffloadedToken(msgspec.Struct, frozen=True, kw_only=True):
-    """missing: experts of a layer that are read. *_ms: of a token of each sequence."""
+    """Times per token of each sequence; missing: experts of a layer that are read."""
 
     sequences: int
     missing: float
@@ -35,10 +35,13 @@ class OffloadedToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tier(NamedTuple):
-    """kept: part of all experts that there is room for as they are computed with. hits: of those
-    that are wanted; None: `held`, as of even routing, and none where a step wants more than is
-    held: then what was used longest ago comes next. stored_fraction: bytes of an expert as it is
-    held and read, of those that it is computed with."""
+    """A storage tier for experts.
+
+    kept: fraction of all experts that fits in the cache in compute format. hits: cache hit
+    fraction; None: `held` for uniform routing, or 0 if a step needs more experts than are held (LRU
+    then evicts each before its next use). stored_fraction: bytes of a stored expert over those in
+    compute format.
+    """
 
     kept: float
     bytes_per_s: float
@@ -47,18 +50,20 @@ class Tier(NamedTuple):
 
     @property
     def held(self) -> float:
-        """Part of all experts."""
+        """Fraction of all experts that is held."""
         return min(1.0, self.kept / self.stored_fraction)
 
 
 def active_experts(shape: ModelShape, sequences: int) -> float:
-    """Experts of a layer."""
+    """Return the expected number of different experts per layer."""
     return shape.num_experts * (1.0 - (1.0 - shape.top_k / shape.num_experts) ** sequences)
 
 
 def most_sequences(shape: ModelShape, held: float) -> int:
-    """So many sequences and no more want no more experts of a layer at once than are held of it,
-    a part below 1; 0: already one wants more."""
+    """Return the most sequences that need no more experts of a layer than are held.
+
+    held: fraction below 1. Returns 0 if one sequence needs more.
+    """
     share = shape.top_k / shape.num_experts
     if share >= held:
         return int(share == held)
@@ -68,7 +73,7 @@ def most_sequences(shape: ModelShape, held: float) -> int:
 def offloaded_token(
     hardware: Hardware, shape: ModelShape, tier: Tier, sequences: int, context_tokens: int
 ) -> OffloadedToken:
-    """One token of each sequence, behind context_tokens."""
+    """Return the times of one token of each sequence, behind context_tokens."""
     active = active_experts(shape, sequences)
     hits = tier.hits
     if hits is None:

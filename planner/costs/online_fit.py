@@ -1,11 +1,9 @@
-"""A stage model that follows the times which ranks report while they serve.
+"""A linear stage model that follows measured times.
 
-Least squares over an exponentially forgotten past, errors relative, under Huber's loss: a machine
-that becomes slower is followed within about `memory` samples, a single wild time moves nothing.
-Pure: no clock; O(1) per sample, in memory too.
-
-For a stage with more than one size (attention: tokens and pairs), x may be what the profile
-predicts: beta then says how much slower or faster than that the stage is.
+Relative least squares over an exponentially weighted past, with Huber's loss: it follows a slower
+machine within about `memory` samples and ignores single outliers. O(1) time and memory per sample,
+no clock. For a stage with several sizes (attention: tokens and pairs), x may be the time that the
+profile predicts; beta then is a relative speed.
 """
 
 from __future__ import annotations
@@ -17,19 +15,19 @@ from collections import deque
 from planner.costs.fit import HUBER_WIDTH, MAD_TO_SIGMA
 from planner.costs.stages import MAX_MS, Linear
 
-_SCALE_SAMPLES = 16  # recent errors that say what is usual
-_LEAST_ERROR = 0.02  # relative: machines are never steadier
-LEAST_MS = 1e-6  # a nanosecond: below, errors are taken relative to it
-_DAMPING = 1e-6  # keeps directions that no sample tells anything about where they are
+_SCALE_SAMPLES = 16  # recent errors that determine the scale
+_LEAST_ERROR = 0.02  # relative; no machine is steadier
+LEAST_MS = 1e-6  # the least time that errors are relative to
+_DAMPING = 1e-6  # keeps directions that no sample determines
 
 
 class OnlineLinear:
-    """`model` is the current one. `prior` counts as `prior_samples` samples around `typical_x`."""
+    """Follows measured times; `prior` counts as `prior_samples` samples around `typical_x`."""
 
     def __init__(
         self, prior: Linear, typical_x: float, *, memory: int = 64, prior_samples: int = 8
     ) -> None:
-        """Raises ValueError for a typical_x that is not positive and finite, or memory < 2."""
+        """Create the model. Raises ValueError unless typical_x > 0 is finite and memory >= 2."""
         if not 0 < typical_x < math.inf or memory < 2 or prior_samples < 1:
             raise ValueError(
                 f"typical_x={typical_x}, memory={memory}, prior_samples={prior_samples}: give a "
@@ -48,7 +46,7 @@ class OnlineLinear:
         return Linear(min(self._alpha, MAX_MS), min(self._beta, MAX_MS))
 
     def update(self, x: float, ms: float) -> None:
-        """Takes one measured time. Raises ValueError for one that is not finite and positive."""
+        """Add a measured time. Raises ValueError for one that is not finite and positive."""
         if not 0 <= x < math.inf or not 0 < ms < math.inf:
             raise ValueError(f"x={x}, ms={ms}: a size from 0 and a time above 0 ms are needed")
         predicted = self._alpha + self._beta * x
@@ -70,8 +68,10 @@ class OnlineLinear:
         self._wxy += weight * x * ms
 
     def _solve(self) -> None:
-        """A damped Newton step from the current model, which is the exact solution wherever samples
-        determine it; then back to coefficients that are not negative."""
+        """Make a damped Newton step, then restore non-negative coefficients.
+
+        The step is the exact solution in all directions that samples determine.
+        """
         w, wx, wxx = self._w * (1 + _DAMPING), self._wx, self._wxx * (1 + _DAMPING)
         determinant = w * wxx - wx * wx
         if determinant <= 0.0:  # every x is 0

@@ -1,17 +1,15 @@
-"""What a batch of prompts takes on workers that hold all weights together, each way of bringing
-tokens and experts to each other.
+"""Time of a prefill batch on workers that jointly hold all weights, per mode.
 
     resident      L C                             all experts are on each worker
-    gathered      C + (L - 1) max(C, G)           a layer's come while the one before computes
+    gathered      C + (L - 1) max(C, G)           a layer's experts arrive during the layer before
     all_to_all    sum over layers of  min over p of  max(p C_p, p X_p, C_p + X_p)
                                                   p = 1, 2 parts: one computes, one travels
 
     C, C_p        attention, shared and routed experts of a layer, of the batch and of one part
     G             (N - 1) messages with (N - 1)/N of a layer's experts
-    X_p           there and back: the copies of a part's tokens that leave their worker
+    X_p           dispatch and combine of the copies of a part's tokens that leave their worker
 
-Letters: L layers with experts, N workers. Every worker has a batch like this one. The overlaps are
-bounds. "shuffled" will be one more entry of `_TIMES`.
+Letters: L layers with experts, N workers, each with an equal batch. The overlaps are bounds.
 """
 
 from __future__ import annotations
@@ -49,8 +47,10 @@ class PrefillMode(enum.StrEnum):
 
 
 class PrefillGroup(NamedTuple):
-    """a2e, e2a: figures of the links between workers. routing: of the experts as they are divided
-    among the workers."""
+    """A group of prefill workers.
+
+    a2e, e2a: links between workers. routing: with experts divided among the workers.
+    """
 
     shape: ModelShape
     hardware: Hardware
@@ -61,30 +61,30 @@ class PrefillGroup(NamedTuple):
 
 
 class LayerMs(NamedTuple):
-    """Of one layer: what a worker computes, and what travels meanwhile."""
+    """One layer's compute time on a worker, and its transfer time."""
 
     compute: float
     moved: float
 
 
 def gathered_ms(layers: int, layer: LayerMs) -> float:
-    """Of `layers` layers, the first of which has its experts."""
+    """Return the time of `layers` layers; the first one's experts are present."""
     return layer.compute + (layers - 1) * max(layer.compute, layer.moved)
 
 
 def exchanged_ms(parts: int, part: LayerMs) -> float:
-    """Of a layer whose tokens go in equal parts, of which one computes while another travels."""
+    """Return the time of a layer in equal parts, of which one computes while another travels."""
     return max(parts * part.compute, parts * part.moved, part.compute + part.moved)
 
 
 def gather_ms(link: LinkCost, workers: int, layer_bytes: float) -> float:
-    """Of one layer's experts: those of the others, from each of them in turn."""
+    """Return the time to receive one layer's experts from each other worker in turn."""
     moved_bytes = (workers - 1) / workers * layer_bytes
     return (workers - 1) * link.alpha_ms + moved_bytes * link.ms_per_byte
 
 
 def exchange_model(link: LinkCost, group: PrefillGroup, spread: Spread, *, back: bool) -> Linear:
-    """x: tokens per expert. A worker's own experts need no exchange."""
+    """Return the link model of an exchange; x: tokens per expert, own experts excluded."""
     workers = group.workers
     all_workers = Deployment(attention_ranks=workers, expert_ranks=workers, sequence_tokens=1)
     model = link_model(link, group.shape, all_workers, "e2a" if back else "a2e", spread)
@@ -92,7 +92,7 @@ def exchange_model(link: LinkCost, group: PrefillGroup, spread: Spread, *, back:
 
 
 def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float:
-    """Of one batch of new tokens [start, stop) per sequence; 0 of an empty one."""
+    """Return the seconds of one batch; 0 for an empty one."""
     tokens = count_tokens(batch)
     if tokens == 0:
         return 0.0
@@ -100,7 +100,7 @@ def batch_seconds(way: PrefillMode, batch: Chunks, group: PrefillGroup) -> float
 
 
 def prompts_of(tokens: int, prompt_tokens: int) -> list[tuple[int, int]]:
-    """A batch of so many tokens: prompts of prompt_tokens, and what is left."""
+    """Return a batch of `tokens`: prompts of prompt_tokens and a rest."""
     whole, rest = divmod(tokens, prompt_tokens)
     return [(0, prompt_tokens)] * whole + ([(0, rest)] if rest else [])
 
@@ -112,8 +112,7 @@ def break_even_tokens(
     *,
     prompt_tokens: int = MAX_BREAK_EVEN_TOKENS,
 ) -> int | None:
-    """The least number of tokens of a batch of such prompts from which `one` takes no longer than
-    `other`; None if it does for none."""
+    """Return the least batch tokens for which `one` is not slower than `other`; None if none."""
 
     def pays(tokens: int) -> bool:
         batch = prompts_of(tokens, prompt_tokens)

@@ -1,8 +1,7 @@
-"""How the tokens of a layer spread over the ranks that hold its experts, in numbers: what links and
-expert ranks have to do.
+"""The distribution of a layer's tokens over the ranks that hold its experts.
 
-    rows     the part of the tokens that have an expert on a rank: so many travel there, once each
-    pairs    its (token, expert) pairs, in those of a mean expert: E / R where all ranks are alike
+    rows     fraction of the tokens with an expert on a rank: each is sent there once
+    pairs    a rank's (token, expert) pairs, in those of a mean expert: E / R if ranks are equal
     copies   R * rows of the mean rank: ranks that a token is sent to
     load     pairs of the busiest rank over the mean rank's
 
@@ -24,9 +23,12 @@ class RankShare(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """slots: of the fullest rank, spare ones too. at_home: where each rank attends and holds
-    experts, how many times 1 / R of the copies stay on the rank that the token lives on; 1: tokens
-    live anywhere, and no expert is there twice."""
+    """Distribution of one layer's tokens over ranks.
+
+    slots: of the fullest rank, with spare ones. at_home: if ranks both attend and hold experts, the
+    copies that stay on the token's rank, in 1 / R of all copies; 1 if tokens live anywhere and no
+    expert has a replica.
+    """
 
     ranks: int
     slots: int
@@ -44,7 +46,7 @@ class Spread(NamedTuple):
 
 
 class RoutingShape(NamedTuple):
-    """layers: of each layer with experts, or one that stands for all of them."""
+    """layers: a spread per layer with experts, or one that stands for all."""
 
     layers: tuple[Spread, ...]
 
@@ -54,7 +56,7 @@ class RoutingShape(NamedTuple):
 
     @property
     def mean(self) -> Spread:
-        """Of a layer, the mean; its busiest rank is the mean of every layer's own."""
+        """Return the mean layer; its busiest rank is the mean of each layer's busiest."""
         first = self.layers[0]
         if all(spread == first for spread in self.layers):
             return first
@@ -68,17 +70,19 @@ class RoutingShape(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """Whether every layer is as the mean."""
+        """Return whether all layers are equal."""
         return len(set(self.layers)) == 1
 
 
 RoutingByRanks = Callable[[int], RoutingShape]
-"""By the number of ranks that experts are divided among."""
+"""Routing shape by the number of ranks."""
 
 
 def uniform_spread(shape: ModelShape, ranks: int) -> Spread:
-    """Of routing that chooses every set of experts as often, experts in order, each once. All ranks
-    are taken to be as full as the fullest."""
+    """Return the spread of uniform routing, each expert once and in order.
+
+    All ranks count as full as the fullest.
+    """
     experts = shape.experts_per_rank(ranks)
     share = RankShare(hit_fraction(shape, experts), float(experts))
     return Spread(ranks, experts, share, share)

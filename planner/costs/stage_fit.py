@@ -1,4 +1,4 @@
-"""From measured stage times to the coefficients of a hardware file."""
+"""Fit of a hardware file's coefficients to measured stage times."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from planner.arrays import Floats
 from planner.costs.fit import fit_nonnegative
 from planner.costs.model_shape import Chunks, ModelShape, batch_work, count_tokens
 
-_LEAST_MS = 1e-3  # of what is left of a measured time
-_LINEAR = 2  # among attention's coefficients
+_LEAST_MS = 1e-3  # of a measured time without logits
+_LINEAR = 2  # index among attention's coefficients
 _FLOOR_FRACTION = 0.05  # of the fastest sample's time per unit of size
 
 
 class AttentionSample(NamedTuple):
-    """One layer's attention of a micro-batch of (start, stop) chunks, in a layer that sees `window`
-    tokens, whose rows go to so many expert ranks, each row to `copies` of them."""
+    """Attention of one layer for a micro-batch in a layer with `window`.
+
+    Rows go to `ranks` expert ranks, each row to `copies` of them.
+    """
 
     label: str
     chunks: Chunks
@@ -38,7 +40,7 @@ class AttentionSample(NamedTuple):
 
 
 class ServingSample(NamedTuple):
-    """A batch of prompts, of each of which one row is read, outside of its layers."""
+    """A batch of prompts outside of its layers, with logits of one row per prompt."""
 
     label: str
     micro_batches: int
@@ -71,8 +73,10 @@ class LinkSample(NamedTuple):
 def fit_attention(
     shape: ModelShape, samples: Sequence[AttentionSample]
 ) -> tuple[AttentionCost, Fit]:
-    """Without calls where these would stand for FLOPs too, as they may where a product is so small
-    that only its launch shows. Raises ValueError for samples that cannot be fitted."""
+    """Fit attention's coefficients. Raises ValueError for samples that cannot be fitted.
+
+    Calls are left out if the FLOP coefficient would vanish, as it can for very small products.
+    """
     fit = _attention_fit(shape, samples, with_calls=True)
     if fit.uncertain:
         fit = _attention_fit(shape, samples, with_calls=False)
@@ -112,8 +116,10 @@ def _attention_fit(
 def fit_serving(
     shape: ModelShape, attention: AttentionCost, samples: Sequence[ServingSample]
 ) -> tuple[ServingCost, Fit]:
-    """What is left without logits, which cost what attention's linear FLOPs do. Raises ValueError
-    for samples that cannot be fitted."""
+    """Fit the time outside of layers without logits, which cost what linear FLOPs do.
+
+    Raises ValueError for samples that cannot be fitted.
+    """
     logits_ms = 2.0 * shape.hidden_size * shape.vocab_size * attention.linear_ms_per_flop
     works = [(1.0, one.micro_batches, one.sequences, one.tokens) for one in samples]
     left_ms = [max(_LEAST_MS, one.ms - logits_ms * one.sequences) for one in samples]
@@ -128,7 +134,7 @@ def fit_serving(
 
 
 def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[SharedCost, Fit]:
-    """Raises ValueError for samples that cannot be fitted."""
+    """Fit the shared experts. Raises ValueError for samples that cannot be fitted."""
     flops = [(1.0, 2.0 * shape.shared_elements * sample.tokens) for sample in samples]
     fit = _fitted(flops, [sample.ms for sample in samples], slope=1)
     call, per_flop = fit.coefficients_F.tolist()
@@ -137,7 +143,7 @@ def fit_shared(shape: ModelShape, samples: Sequence[SharedSample]) -> tuple[Shar
 
 
 def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[ExpertCost, Fit]:
-    """Raises ValueError for samples that cannot be fitted."""
+    """Fit an expert call. Raises ValueError for samples that cannot be fitted."""
     works = [(1.0, sample.active, sample.pairs * shape.pair_flops) for sample in samples]
     fit = _fitted(works, [sample.ms for sample in samples], slope=2)
     call, per_expert, per_flop = fit.coefficients_F.tolist()
@@ -149,7 +155,7 @@ def fit_expert(shape: ModelShape, samples: Sequence[ExpertSample]) -> tuple[Expe
 def fit_link(
     backend: str, direction: Literal["a2e", "e2a"], samples: Sequence[LinkSample]
 ) -> tuple[LinkCost, Fit]:
-    """Raises ValueError for samples that cannot be fitted."""
+    """Fit a link. Raises ValueError for samples that cannot be fitted."""
     sizes = [(1.0, float(sample.num_bytes)) for sample in samples]
     fit = _fitted(sizes, [sample.ms for sample in samples], slope=1)
     alpha, per_byte = fit.coefficients_F.tolist()
@@ -159,7 +165,7 @@ def fit_link(
 
 
 class _BoundedFit(NamedTuple):
-    """As NonNegativeFit. uncertain: the slope vanished and is bounded from below."""
+    """Like NonNegativeFit. uncertain: the slope vanished and is bounded from below."""
 
     coefficients_F: Floats
     predicted_N: Floats
@@ -171,8 +177,10 @@ class _BoundedFit(NamedTuple):
 def _fitted(
     features: Sequence[Sequence[float]], times_ms: Sequence[float], slope: int | None = None
 ) -> _BoundedFit:
-    """slope: the feature whose coefficient must not be 0. Where noise makes it vanish, it is a
-    twentieth of the least time per unit that any sample took: slower than no hardware."""
+    """Fit with a bounded slope: the feature whose coefficient must not be 0.
+
+    If noise makes it vanish, it is set to a twentieth of the least time per unit of any sample.
+    """
     features_NF = np.array(features, dtype=np.float64)
     times_N = np.array(times_ms, dtype=np.float64)
     fit = fit_nonnegative(features_NF, times_N)

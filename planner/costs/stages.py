@@ -1,7 +1,7 @@
-"""What a plan is computed from: times of the stages of one layer, and the limits of a batch.
+"""Inputs of planning: stage times of one layer, and the limits of a batch.
 
-FinDEP (Section 3.1) models every stage as alpha + beta * x. Here alpha and beta come from a
-measurement or from a hardware file; the solver never asks which.
+FinDEP (Section 3.1) models every stage as alpha + beta * x. Here alpha and beta come from
+measurements or from a hardware file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import msgspec
 
-MAX_MS = 1e9  # 11 days: larger times are a mistake of units, and sums of them would overflow
+MAX_MS = 1e9  # 11 days: larger times are unit errors, and sums of them would overflow
 MAX_LAYERS = 10_000
 MAX_SAMPLES = 1_000_000
 MAX_TOKEN_GROUPS = 65_536
@@ -19,7 +19,7 @@ LEAST_ME = 1 - 1e-9  # tokens per expert of a token group: 1, and 49 * (1 / 49) 
 
 
 class Linear(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A stage's time in ms: `alpha_ms` to start it, `beta_ms` for every unit of x."""
+    """A stage's time in ms: `alpha_ms` to start it, `beta_ms` per unit of x."""
 
     alpha_ms: float
     beta_ms: float
@@ -66,16 +66,16 @@ class StageModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One planning problem.
 
-    tokens_per_expert_per_sample: ag*K*S/E, tokens that one sample on each attention rank brings to
-    each expert (FinDEP's constraint `ma*ag*K*S = me*r2*E`). num_layers: T in the paper.
-    max_samples: the most samples of one attention rank that are in memory at once,
-    `r1*ma <= max_samples`. max_r2: the most token groups of a micro-batch.
+    tokens_per_expert_per_sample: ag*K*S/E, the tokens per expert of one sample on each attention
+    rank (FinDEP's constraint `ma*ag*K*S = me*r2*E`). num_layers: T in the paper. max_samples: the
+    most samples of one attention rank in memory at once, `r1*ma <= max_samples`. max_r2: the most
+    token groups of a micro-batch.
 
-    Beyond the paper, None where unknown (the schedules that need it are then not considered):
-    attention_quadratic_fraction: the part of `stages.attention.beta_ms` that is spent on pairs of
-    tokens of a sample, the rest being spent per token. What each chunk of a sample but its first
-    costs beyond that: attention_chunk_ms to start it, and of attention_context_ms, the time to read
-    all keys and values of a sample back, the part that lies before its end.
+    Beyond the paper; None excludes the schedules that need it. attention_quadratic_fraction: the
+    fraction of `stages.attention.beta_ms` that is spent on pairs of tokens rather than per token.
+    Each chunk of a sample but its first costs attention_chunk_ms to start it, and the fraction of
+    attention_context_ms (the time to read all keys and values of a sample) that lies before its
+    end.
     """
 
     stages: StageModels
@@ -120,12 +120,12 @@ class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def shared(self) -> Linear:
-        """The shared expert's model; free where there is none, whatever `stages.shared` says."""
+        """The shared experts' model; FREE without shared experts."""
         shared = self.stages.shared
         return shared if self.has_shared and shared is not None else FREE
 
     def me(self, ma: float, r2: int) -> float:
-        """Tokens per expert of a token group, an average (FinDEP Eq. 5, last line)."""
+        """Return the mean tokens per expert of a token group (FinDEP Eq. 5, last line)."""
         return ma * self.tokens_per_expert_per_sample / r2
 
 

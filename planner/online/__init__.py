@@ -1,1 +1,1 @@
-"""The planner that learns while it serves."""
+"""The planner of a running group, which learns from measured times."""

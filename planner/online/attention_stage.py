@@ -1,4 +1,4 @@
-"""Times of attention, learned from what ranks measure: of ragged micro-batches, by their work."""
+"""Attention times learned from measured ragged micro-batches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.stages import COLD_SAMPLES, COLD_SIZES
 from planner.schedule.batch_plan import ChunkTime
 
-_PER_SIZE = 8  # times that are kept of each size
-_MORE_SIZES = 1.5  # so many times as many sizes as at the last fit: fit again
+_PER_SIZE = 8  # samples kept per size
+_MORE_SIZES = 1.5  # growth in the number of sizes after which a new fit is due
 _MAX_SIZES = 256
 
 
@@ -37,8 +37,10 @@ class _AttentionSample(NamedTuple):
 
 
 class AttentionStage:
-    """Attention of ragged micro-batches: costs per FLOP and byte, and a line through what they
-    predict and what is measured. `cost` None: cold."""
+    """Costs per FLOP and byte, and a line from their prediction to measured times.
+
+    `cost` is None while there are too few samples.
+    """
 
     def __init__(self, shape: ModelShape, cost: AttentionCost | None) -> None:
         self.cost = cost
@@ -61,13 +63,13 @@ class AttentionStage:
             self._correction.update(base_ms, times.attention_ms)
 
     def launch_ms(self) -> float:
-        """Of a micro-batch, whatever is in it."""
+        """Return the time of a micro-batch that does not depend on its content."""
         if self.cost is None:
             return 0.0
         return self._corrected(attention_ms(self.cost, self._shape, NO_WORK))
 
     def chunk_time(self) -> ChunkTime:
-        """(start, stop) -> ms that a sequence adds, under the costs of now. Remembers answers."""
+        """Return (start, stop) -> ms of a sequence under the present costs; it caches results."""
         cost, known = self.cost, dict[tuple[int, int], float]()
         slope = 1.0 if self._correction is None else self._correction.model.beta_ms
 
@@ -96,8 +98,10 @@ class AttentionStage:
         return work
 
     def _learn(self, times: MicroBatchReport) -> None:
-        """Keeps some times of each size; fits when there are enough more sizes than last time, or
-        enough more times if that fit said nothing: traffic may be of few sizes for ever."""
+        """Keep some times of each size and fit when due.
+
+        A fit is due after enough new sizes, or after enough samples if the last fit failed.
+        """
         bucket = bucket_of(times.batch)
         if bucket not in self._samples and len(self._samples) == _MAX_SIZES:
             self._samples.pop(next(iter(self._samples)))
@@ -112,11 +116,11 @@ class AttentionStage:
             self._fit([sample for kept in self._samples.values() for sample in kept])
 
     def _fit(self, samples: Sequence[_AttentionSample]) -> None:
-        # Without calls: what traffic brings need not tell them from sequences.
+        # Without calls: traffic need not distinguish them from sequences.
         works_NF = np.array([(1.0, *sample.work[:4]) for sample in samples])
         fit = fit_nonnegative(works_NF, np.array([sample.ms for sample in samples]))
         call, sequence, linear, attended, context = fit.coefficients_F.tolist()
-        if linear > 0:  # else every batch was so small that only launches show
+        if linear > 0:  # else all batches were too small
             self._correction = None
             self.cost = AttentionCost(
                 call_ms=call,

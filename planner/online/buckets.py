@@ -1,4 +1,4 @@
-"""Which batches are alike enough to share a plan."""
+"""Buckets of batches that are similar enough to share a plan."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-STEPS_PER_OCTAVE = 4  # numbers in one bucket differ by less than 19 %; below 8, not at all
+STEPS_PER_OCTAVE = 4  # sizes in one bucket differ by less than 19 %; below 8 they are equal
 
 
 class BatchBucket(NamedTuple):
-    """Steps of a ladder of sizes, 0 for none.
+    """Steps on a ladder of sizes; 0 for none.
 
-    decode_rows, prompts: sequences with one new token, and with more. decode_context,
-    prompt_pairs: what their attention looks at. prompt_tokens: new ones. longest: of one prompt.
+    decode_rows, prompts: sequences with one new token, and with more. decode_context, prompt_pairs:
+    their attention. prompt_tokens: new tokens. longest: of one prompt.
     """
 
     decode_rows: int
@@ -25,7 +25,7 @@ class BatchBucket(NamedTuple):
 
 
 def bucket_of(batch: Sequence[tuple[int, int]]) -> BatchBucket:
-    """The bucket of a batch of new tokens [start, stop) per sequence, in any order."""
+    """Return the bucket of a batch of new tokens [start, stop) per sequence."""
     contexts = [stop for start, stop in batch if stop - start == 1]
     prompts = [(start, stop) for start, stop in batch if stop - start > 1]
     lengths = [stop - start for start, stop in prompts]
@@ -41,5 +41,5 @@ def bucket_of(batch: Sequence[tuple[int, int]]) -> BatchBucket:
 
 
 def step(size: int) -> int:
-    """On the ladder of sizes."""
+    """Return the step of a size on the ladder."""
     return 0 if size <= 0 else 1 + math.floor(STEPS_PER_OCTAVE * math.log2(size))

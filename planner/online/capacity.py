@@ -1,11 +1,10 @@
-"""How much more of the traffic of late a running group would do, and what another rank would add:
-by its own stage models, as measured.
+"""Headroom of a running group for its recent traffic, and the gain of a further rank.
 
-    traffic of the last minute -> mix of a second of one attention rank
-    mix -> the fullest batch of it -> its makespan under the best plan -> seconds of mix per second
+    traffic of the last minute -> mix of one attention rank and second
+    mix -> fullest batch of it -> its makespan under the best plan -> seconds of mix per second
 
-At the knee a batch is as full as memory and limits let it be, so that launches are shared by more
-tokens than now: a busy fraction does not tell it.
+At the knee a batch is as full as memory and limits allow, so launches are shared by more tokens
+than now. A busy fraction does not show that.
 """
 
 from __future__ import annotations
@@ -23,13 +22,16 @@ from planner.schedule.batch_plan import ChunkTime
 from planner.schedule.solver import PlannedBatch
 
 WINDOW_S = 60.0
-MAX_DEVICES = 16  # of which all splits are looked at; of more, those near the present one
+MAX_DEVICES = 16  # up to which all splits are compared, else those near the present one
 _NEAR = 4
 
 
 class TrafficMix(NamedTuple):
-    """Of one attention rank, a second. positions: sum of where decoded tokens stand. prompts:
-    chunks of prompts; starts: sum of the tokens before them. sequences: most that run at once."""
+    """Traffic of one attention rank per second.
+
+    positions: sum of the positions of decoded tokens. prompts: chunks of prompts. starts: sum of
+    the tokens before them. sequences: the most that run at once.
+    """
 
     decode_tokens: float
     positions: float
@@ -44,9 +46,12 @@ class TrafficMix(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """used: what comes over what could come, of the same mix. gains: by kind, what one more rank
-    would add, as a fraction of what could come now. in_use: at the knee, by resource. best: of the
-    same devices, (attention ranks, expert ranks)."""
+    """Result of `capacity`.
+
+    used_fraction: present traffic over possible traffic of the same mix. gains: by kind, the gain
+    of one more rank as a fraction. in_use: by resource, at the knee. best: (attention ranks, expert
+    ranks) of as many devices.
+    """
 
     used_fraction: float
     gains: Mapping[str, float]
@@ -55,10 +60,10 @@ class Capacity(NamedTuple):
 
 
 class Traffic:
-    """What attention ranks have run in the last WINDOW_S, as they report it."""
+    """Traffic of the attention ranks in the last WINDOW_S, from their reports."""
 
     def __init__(self, max_sequences: int) -> None:
-        """max_sequences: of a batch."""
+        """Create a record; max_sequences: of a batch."""
         self._max_sequences = max_sequences
         self._reports: dict[str, deque[tuple[float, TrafficReport]]] = {}
 
@@ -66,7 +71,7 @@ class Traffic:
         self._reports.setdefault(report.rank, deque(maxlen=1024)).append((now_s, report))
 
     def mix(self, now_s: float, attention_ranks: int) -> TrafficMix:
-        """The mean over all attention ranks, those that are idle too."""
+        """Return the mean over all attention ranks, idle ones included."""
         sums = [0.0] * 5
         pool_tokens = 0
         for reports in self._reports.values():
@@ -99,10 +104,12 @@ def _amounts(report: TrafficReport) -> tuple[int, ...]:
 
 
 class GroupSetup(NamedTuple):
-    """A running group as the planner knows it, frozen: another thread may work on it. specs: by
-    (attention ranks, expert ranks), one token a sample, as far as that can be said. chunk_times: of
-    a sequence in a layer, by expert ranks. expected_ms: of a makespan by these models and the
-    sequences of a batch, what it takes until the next one begins."""
+    """An immutable view of a running group for use by another thread.
+
+    specs: by (attention ranks, expert ranks), one token a sample. chunk_times: of a sequence in a
+    layer, by expert ranks. expected_ms: of a predicted makespan and a number of sequences, the time
+    until the next batch starts.
+    """
 
     attention_ranks: int
     expert_ranks: int
@@ -114,9 +121,11 @@ class GroupSetup(NamedTuple):
 def capacity(
     group: GroupSetup, mix: TrafficMix, ran: Sequence[BatchReport] = ()
 ) -> Capacity | None:
-    """None while a stage is cold, or nothing has come. ran: some batches of late, the larger the
-    better: how much longer than under the best plans they were under theirs, those at the knee are
-    taken to be. Raises ValueError for a mix that no stage model can price."""
+    """Return the capacity, or None while a stage is cold or without traffic.
+
+    ran: recent batches, preferably large; their inefficiency against the best plans also applies to
+    batches at the knee. Raises ValueError for a mix that no stage model can price.
+    """
     ag, eg = group.attention_ranks, group.expert_ranks
     inefficiency, base_expected_ms = plan_inefficiency(group, ran), group.expected_ms
     group = group._replace(
@@ -140,8 +149,10 @@ def capacity(
 
 
 def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
-    """The makespans of batches under their plans over those under the best ones, at least 1: a plan
-    in use is for all batches of a shape, or the default while none is known."""
+    """Return the makespans of batches under their plans over those under the best, at least 1.
+
+    A plan in use is shared by all batches of a shape, or the default.
+    """
     spec = group.specs.get((group.attention_ranks, group.expert_ranks))
     if spec is None:
         return 1.0
@@ -157,15 +168,13 @@ def plan_inefficiency(group: GroupSetup, ran: Sequence[BatchReport]) -> float:
 
 
 class _GroupSize(NamedTuple):
-    """A group of some size."""
-
     spec: PlanSpec
     chunk_ms: ChunkTime
     expected_ms: Callable[[float, int], float]
 
 
 class _Knee(NamedTuple):
-    mix_s_per_s: float  # seconds of the mix of one attention rank that each does in one
+    mix_s_per_s: float  # seconds of the mix of one attention rank, computed per second
     in_use: dict[str, float]
 
 
@@ -174,7 +183,7 @@ def _total_rate(knee: _Knee, attention_ranks: int) -> float:
 
 
 def other_sizes(ag: int, eg: int) -> list[tuple[int, int]]:
-    """Sizes of group that `capacity` looks at beside the present one."""
+    """Return the group sizes that `capacity` compares with the present one."""
     return [(ag + 1, eg), (ag, eg + 1), *_splits(ag, eg)]
 
 
@@ -203,7 +212,7 @@ def _knee(group: GroupSetup, mix: TrafficMix, ag: int, eg: int) -> _Knee | None:
 
 
 def _fullest(mix: TrafficMix, max_tokens: int) -> tuple[int, float, float]:
-    """Of the fullest batch of the mix: rows that decode, chunks of prompts, seconds of the mix."""
+    """Return the fullest batch of the mix: decode rows, prompt chunks, seconds of mix."""
     if mix.decode_tokens > 0:
         tokens_per_row = 1 + mix.prompt_tokens / mix.decode_tokens
         sequences_per_row = 1 + mix.prompts / mix.decode_tokens
@@ -217,7 +226,7 @@ def _fullest(mix: TrafficMix, max_tokens: int) -> tuple[int, float, float]:
 
 
 def fullest_tokens(mix: TrafficMix, max_tokens: int) -> float:
-    """Of the fullest batch of the mix."""
+    """Return the tokens of the fullest batch of the mix."""
     if mix.is_empty:
         return float(max_tokens)
     rows, prompts, _ = _fullest(mix, max_tokens)
@@ -226,21 +235,21 @@ def fullest_tokens(mix: TrafficMix, max_tokens: int) -> float:
 
 
 class PlannedBatchTime(NamedTuple):
-    """in_use: parts of its time in which a resource is."""
+    """A batch's time, and the fractions of it in which each resource is in use."""
 
     ms: float
     in_use: dict[str, float]
 
 
 def _batch(size: _GroupSize, mix: TrafficMix, rows: int, prompts: int) -> PlannedBatchTime | None:
-    """Under the plan that it would be given; None for an empty batch."""
+    """Return the time under the plan the batch would get; None for an empty batch."""
     spec = size.spec
     at = _mean(mix.positions, mix.decode_tokens)
     batch = [(at, at + 1)] * rows
     start, new = _mean(mix.starts, mix.prompts), max(1, _mean(mix.prompt_tokens, mix.prompts))
     room = spec.max_samples - rows
     batch += [(start, start + new)] * min(prompts, room // new)
-    if prompts and room // new < prompts and room > 0:  # rounding, or a chunk as large as a batch
+    if prompts and room // new < prompts and room > 0:  # rounding, or a very large chunk
         batch.append((start, start + max(1, min(new, room % new))))
     if not batch:
         return None

@@ -1,8 +1,7 @@
-"""Stage models of a running group: from a hardware file or from nothing, then from what ranks
-measure while they serve.
+"""Stage models of a running group, from a hardware file or learned, then refitted.
 
-Without a hardware file the first measured times are the profile: a stage is *cold* until times of
-several sizes are there, and plans are made only for batches not much larger than those seen.
+Without a hardware file a stage is *cold* until it has times of several sizes, and plans are made
+only for batches not much larger than measured ones.
 """
 
 from __future__ import annotations
@@ -31,13 +30,16 @@ from planner.online.stages import ExpertStage, MicroBatchStage, SizedStage
 from planner.schedule.batch_plan import ChunkTime
 
 MAX_TOKEN_GROUPS = 16
-EXTRAPOLATION = 4.0  # plans for batches at most so many times as large as any measured
-TYPICAL_TOKENS = 256  # where a hardware file's line is held on to
+EXTRAPOLATION = 4.0  # largest planned batch over the largest measured one
+TYPICAL_TOKENS = 256  # size around which a hardware file's line has weight
 
 
 class OnlineSetup(NamedTuple):
-    """What a planner plans for. hardware None: learned from what is measured. refit: whether a
-    hardware file's figures follow what is measured. beyond: plans that the paper lacks, too."""
+    """Setup of a planner.
+
+    hardware: None: learned from measurements. refit: refit a hardware file's figures. beyond:
+    include plans beyond the paper.
+    """
 
     shape: ModelShape
     attention_ranks: int
@@ -53,13 +55,13 @@ class OnlineModels:
     """All stages of one layer. A sample of the spec is one token, as for `plan_batch`."""
 
     def __init__(self, setup: OnlineSetup) -> None:
-        """Raises ConfigError for a split that the hardware has no figures for."""
+        """Create the models. Raises ConfigError if the hardware lacks figures for the split."""
         shape = setup.shape
         self._setup = setup
         self._tokens_per_expert = tokens_per_expert(shape, _one_token(setup))
         self._uniform = uniform_spread(shape, setup.expert_ranks)
         self._spread = self._uniform
-        # rows of a packet -> tokens per expert, of one attention rank, if routing were uniform
+        # rows of a packet -> tokens per expert of one attention rank, for uniform routing
         self._me_per_row = shape.top_k / shape.num_experts / self._uniform.mean.rows
         typical_tokens = min(TYPICAL_TOKENS, setup.max_batch_tokens)
         typical_me = typical_tokens * self._tokens_per_expert
@@ -73,10 +75,11 @@ class OnlineModels:
         self._e2a = SizedStage(prior.e2a if prior else None, typical_me)
 
     def carry_over(self, before: OnlineModels) -> None:
-        """Takes what models of a group of another size have measured. Attention, a shared expert
-        and what ends a sequence are a rank's own: they are the same ones from now on. Experts and
-        links begin with theirs as `resize_factors` has them, as with a hardware file's figures, and
-        are followed from there. What was cold is."""
+        """Take over measurements of a group of another size.
+
+        Attention, the shared expert and the end of a sequence belong to one rank and are shared
+        with `before`. Experts and links start from its models scaled by `resize_factors`.
+        """
         self.attention, self._shared = before.attention, before._shared
         self._beside.carry_over(before._beside)
         by = resize_factors(self._setup.shape, _one_token(before._setup), _one_token(self._setup))
@@ -84,23 +87,30 @@ class OnlineModels:
         self._a2e, self._e2a = before._a2e.resized(by.a2e), before._e2a.resized(by.e2a)
 
     def spread_over(self, spread: Spread) -> None:
-        """Takes how tokens spread over the expert ranks from now on. Stages are learned by rows and
-        pairs, so that what they have learned holds; what a batch brings of both has changed."""
+        """Set how tokens spread over the expert ranks.
+
+        Stages are learned by rows and pairs and stay valid; only the rows and pairs of a batch
+        change.
+        """
         self._spread = spread
 
     def unit_ms(self) -> tuple[float, float] | None:
-        """Times of a (token, expert) pair at an expert rank and of a token's copy, over all links
-        together; None while a stage is cold."""
+        """Return the times of a (token, expert) pair and of a token's copy on all links.
+
+        None while a stage is cold.
+        """
         expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
         if expert is None or a2e is None or e2a is None:
             return None
-        tokens = 1 / self._tokens_per_expert * self._setup.attention_ranks  # of all ranks, for me=1
+        tokens = (
+            1 / self._tokens_per_expert * self._setup.attention_ranks
+        )  # of all ranks for me = 1
         link_ms = max(a2e.beta_ms, e2a.beta_ms)
         return expert.beta_ms / self._uniform.mean.pairs, link_ms / tokens / self._uniform.copies
 
     @property
     def cold_stages(self) -> list[str]:
-        """Names of the stages that have no model yet."""
+        """Names of the stages without a model."""
         sized: dict[str, SizedStage | ExpertStage] = {
             "expert": self._expert,
             "a2e": self._a2e,
@@ -112,13 +122,13 @@ class OnlineModels:
         return ["attention", *cold] if self.attention.cost is None else cold
 
     def most_tokens(self) -> float:
-        """The largest batch that these models speak for."""
+        """Return the largest batch that the models can predict."""
         if self._setup.hardware is not None:
             return math.inf
         return EXTRAPOLATION * self.attention.largest_tokens
 
     def add_batch(self, report: BatchReport) -> None:
-        """Takes an attention rank's times."""
+        """Add an attention rank's times."""
         for times in report.micro_batches:
             self.attention.add(times)
             self._beside.add(times)
@@ -127,15 +137,17 @@ class OnlineModels:
         self._add(self._e2a, report.e2a, self._setup.attention_ranks)
 
     def add_experts(self, report: ExpertReport) -> None:
-        """Takes an expert rank's times."""
+        """Add an expert rank's times."""
         mean, uniform = self._spread.mean, self._uniform.mean
         pairs_of_rows = mean.pairs / mean.rows / (uniform.pairs / uniform.rows)
         self._add(self._expert, report.experts, pairs_of_rows)
         self._add(self._a2e, report.a2e, self._setup.attention_ranks)
 
     def spec(self, tokens: float | None = None) -> PlanSpec | None:
-        """The planning problem as the models are now; None while one is cold. tokens: of a batch
-        (None: as many as want every expert)."""
+        """Return the present planning problem; None while a stage is cold.
+
+        tokens: of a batch (None: enough for every expert).
+        """
         expert, a2e, e2a = self._expert.model, self._a2e.model, self._e2a.model
         if tokens is not None:
             expert = self._expert.around(tokens * self._tokens_per_expert)
@@ -160,21 +172,24 @@ class OnlineModels:
         )
 
     def chunk_time(self, expert_ranks: int | None = None) -> ChunkTime:
-        """(start, stop) -> ms that a sequence adds to each layer of a micro-batch. expert_ranks:
-        of a group of another size."""
+        """Return (start, stop) -> ms of a sequence per layer of a micro-batch.
+
+        expert_ranks: of a group of another size.
+        """
         return self._beside.chunk_time(self.attention.chunk_time(), self._more(expert_ranks))
 
     def _more(self, expert_ranks: int | None) -> float:
-        """Of expert ranks than there are, as a part of these."""
         return 0.0 if expert_ranks is None else expert_ranks / self._setup.expert_ranks - 1
 
     def spec_of(
         self, attention_ranks: int, expert_ranks: int, tokens: float | None = None
     ) -> PlanSpec | None:
-        """The same for a group of another size; None while a stage is cold, or where there are more
-        expert ranks than experts. tokens: of a batch of one attention rank. Each attention rank's
-        packets are taken to be calls of their own: they are merged where they wait for the same
-        layer, and ranks that run batches of their own seldom stand there together."""
+        """Return the spec of a group of another size.
+
+        None while a stage is cold or with more expert ranks than experts. tokens: of a batch of one
+        attention rank. Each attention rank's packets count as separate calls: independent batches
+        rarely wait for the same layer at the same time.
+        """
         of_each = None if tokens is None else tokens / self._setup.attention_ranks
         spec = self.spec(of_each)
         shape = self._setup.shape
@@ -184,7 +199,7 @@ class OnlineModels:
             attention_ranks=attention_ranks, expert_ranks=expert_ranks, sequence_tokens=1
         )
         tokens = tokens_per_expert(shape, then)
-        if tokens * spec.max_samples < 1:  # not one token for each expert, whatever is batched
+        if tokens * spec.max_samples < 1:  # less than a token per expert in any batch
             return None
         stages = resized(spec.stages, shape, _one_token(self._setup), then)
         launch_ms = self.attention.launch_ms() + self._beside.launch_ms(self._more(expert_ranks))
@@ -201,8 +216,7 @@ class OnlineModels:
     def _add(
         self, stage: SizedStage | ExpertStage, times: Iterable[RowsTime], senders: float
     ) -> None:
-        """x of links counts what all attention ranks send at a time; a packet is of one of them, a
-        call of experts of however many it has merged, and its pairs count."""
+        """Add times; x of a link counts all senders, that of an expert call its own pairs."""
         for time in times:
             stage.add(time.rows * self._me_per_row * senders, time.ms)
 
@@ -212,7 +226,7 @@ def _steeper(model: Linear, factor: float) -> Linear:
 
 
 def _prior(setup: OnlineSetup, hardware: Hardware) -> StageModels:
-    """The figures of the backend in use, or of the first one that the file has."""
+    """Return the stages for the backend in use, or for the file's first one."""
     known = {link.backend for link in hardware.links}
     backend = setup.backend if setup.backend in known else None
     return stage_models(setup.shape, hardware, _one_token(setup), backend)

@@ -1,4 +1,4 @@
-"""What a plan makes of a batch by stage models as they are at a moment."""
+"""The plan of a batch under the present stage models."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
 from planner.schedule.solver import PlannedBatch
 
-LEAST_GAIN = 0.1  # of the makespan: below, a batch is not cut. Models are not better than that, and
-# they do not know what a message costs the cores that it wakes
+LEAST_GAIN = 0.1  # of the makespan; stage models are no more accurate than this
 
 
 def planned_batch(
     spec: PlanSpec, batch: Chunks, chunk_ms: ChunkTime, *, beyond: bool = False
 ) -> PlannedBatch:
-    """The best plan, or none at all where cutting gains too little. Raises ValueError as
-    `plan_batch`."""
+    """Return the best plan, or no cut if that gains little. Raises ValueError like `plan_batch`."""
     sequences = [NewTokens(start, stop) for start, stop in batch]
     planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
     uncut_ms = replayed_ms(spec, chunk_ms, Plan(), [batch])
@@ -32,7 +30,7 @@ def planned_batch(
 def replayed_ms(
     spec: PlanSpec, chunk_ms: ChunkTime, plan: Plan, micro_batches: Sequence[Chunks]
 ) -> float:
-    """The makespan of a plan on these micro-batches."""
+    """Return the makespan of a plan on these micro-batches."""
     pieces = []
     for batch in micro_batches:
         tokens = count_tokens(batch)

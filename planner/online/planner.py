@@ -1,12 +1,11 @@
-"""Plans for batches as they come: cached by shape, on stage models that follow measured times.
+"""Plans for batches on request: cached by shape, on stage models that follow measured times.
 
     PlanRequest   -> bucket -> known under the current models?  -> PlanAnswer
                                    └─ no: plan_batch ────────────────┘
-    BatchReport, ExpertReport -> models -> moved by more than DRIFT? -> answers are forgotten
+    BatchReport, ExpertReport -> models -> changed by more than DRIFT? -> plans are dropped
 
-With a hardware file there are two sets of stage models, the file's and those that follow what is
-measured; planner/online/planner.py says which are believed. A plain object: whoever owns it calls
-it from one thread and has the clock.
+With a hardware file there are two sets of stage models, the file's and the refitted ones;
+`ModelSelector` chooses. Owned by one thread; the caller has the clock.
 """
 
 from __future__ import annotations
@@ -30,32 +29,33 @@ from planner.online.planned_batch import planned_batch, replayed_ms
 from planner.online.stages import SizedStage
 from planner.schedule.solver import PlannedBatch
 
-DRIFT = 0.15  # of a stage's time at some reference size: the models are then new ones
-REPORTS_BETWEEN = 32  # at least, from one version of the models to the next
+DRIFT = 0.15  # relative change of a stage at a reference size that starts a new version
+REPORTS_BETWEEN = 32  # least number of reports between versions
 MAX_SHAPES = 1024
-_NEGLIGIBLE = 0.05  # of all stages together: a stage this small may drift as it likes
+_NEGLIGIBLE = 0.05  # drift of a stage, in all stages together, that is ignored
 _REFERENCE_TOKENS = (16, 128, 1024)
 _TYPICAL_SEQUENCES = 8.0
-_EVEN = 1.0  # ms: where the line from predicted to measured makespans begins
+_EVEN = 1.0  # ms; typical x of the line from predicted to measured makespans
 
 
 class NoPlanError(Exception):
-    """Why there is no plan for a batch; a sentence."""
+    """Reason for the lack of a plan, as a sentence."""
 
 
 class OnlinePlanner:
-    """`version` grows when the stage models have moved so far that plans should be made again."""
+    """Plans batches; `version` grows when the stage models have changed enough to plan again."""
 
     def __init__(self, setup: OnlineSetup) -> None:
-        """Raises ConfigError for a split that the hardware file has no figures for."""
+        """Create a planner. Raises ConfigError if the hardware file lacks figures for the split."""
         self.version = 1
         self._setup = setup
         self._reset(setup)
 
     def resize(self, attention_ranks: int, expert_ranks: int) -> None:
-        """The group has so many ranks from now on: of what was measured that is kept which holds
-        (`OnlineModels.carry_over`), and what is believed. Raises ConfigError as above; it goes on
-        as it was then."""
+        """Set the numbers of ranks, keeping valid measurements (`OnlineModels.carry_over`).
+
+        Raises ConfigError like the constructor, without a change.
+        """
         self._reset(
             self._setup._replace(attention_ranks=attention_ranks, expert_ranks=expert_ranks),
             self._model_views,
@@ -64,19 +64,19 @@ class OnlinePlanner:
         self.version += 1
 
     def reset_models(self, attention_ranks: int, expert_ranks: int) -> None:
-        """As `resize`, without the hardware file."""
+        """Resize without the hardware file."""
         self._setup = self._setup._replace(hardware=None)
         self.resize(attention_ranks, expert_ranks)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Attention and expert ranks that it plans for."""
+        """Numbers of attention and expert ranks."""
         return self._setup.attention_ranks, self._setup.expert_ranks
 
     def _reset(
         self, setup: OnlineSetup, before: Sequence[_ModelView] = (), selected: int = 0
     ) -> None:
-        """before: of a group of another size; the last of them follows what is measured."""
+        """Create the models; before: views of a group of another size, the last one refitted."""
         following = OnlineModels(setup)
         if before and setup.refit:
             following.carry_over(before[-1].models)
@@ -103,7 +103,7 @@ class OnlinePlanner:
 
     @property
     def uses_file_models(self) -> bool:
-        """Whether plans are made with the hardware file's stages as they stand there."""
+        """Whether plans use the hardware file's stages unchanged."""
         return self._models is not self._following
 
     @property
@@ -115,7 +115,7 @@ class OnlinePlanner:
         return self._view.models
 
     def known(self, batch: Chunks) -> PlannedBatch | None:
-        """The plan of a batch of this shape, if there is one already."""
+        """Return the known plan of a batch of this shape, if any."""
         bucket = bucket_of(batch)
         planned = self._known.get(bucket)
         if planned is not None:
@@ -123,7 +123,7 @@ class OnlinePlanner:
         return planned
 
     def plan(self, batch: Chunks) -> PlannedBatch:
-        """The best plan of `batch` (tokens [start, stop) per sequence). Raises NoPlanError."""
+        """Return the best plan of `batch` (new tokens per sequence). Raises NoPlanError."""
         tokens, most = count_tokens(batch), self._models.most_tokens()
         spec = self._models.spec(tokens)
         if spec is None:
@@ -143,17 +143,16 @@ class OnlinePlanner:
         return planned
 
     def expected_ms(self, planned: PlannedBatch) -> float:
-        """Its makespan as batches turn out: what no stage model has (logits, sampling, queues) is
-        learned from measured makespans."""
+        """Return the expected makespan, with costs that have no stage model (logits, sampling)."""
         return self._view.expected_ms(planned.makespan_ms)
 
     def predict_ms(self, plan: Plan, micro_batches: Sequence[Chunks]) -> float | None:
-        """The same for a batch cut in whatever way; None while a stage is cold."""
+        """Return the expected makespan on these micro-batches; None while a stage is cold."""
         replayed_ms = _replayed_ms(self._models, plan, micro_batches)
         return None if replayed_ms is None else self._view.expected_ms(replayed_ms)
 
     def observe_batch(self, report: BatchReport) -> None:
-        """Takes what an attention rank has measured."""
+        """Add an attention rank's measurement."""
         if not self._setup.refit:
             return
         batches = [times.batch for times in report.micro_batches]
@@ -168,24 +167,23 @@ class OnlinePlanner:
         self._count_report()
 
     def observe_experts(self, report: ExpertReport) -> None:
-        """Takes what an expert rank has measured."""
+        """Add an expert rank's measurement."""
         if self._setup.refit:
             self._following.add_experts(report)
             self._count_report()
 
     def spread_over(self, spread: Spread) -> None:
-        """Takes how tokens spread over the expert ranks from now on: experts have moved, or the
-        traffic has turned. Makespans follow at once."""
+        """Set how tokens spread over the expert ranks, after a move or a change of traffic."""
         for view in self._model_views:
             view.models.spread_over(spread)
         self._check_drift(least_reports=0)
 
     def unit_ms(self) -> tuple[float, float] | None:
-        """As `OnlineModels.unit_ms`, of the models that are believed."""
+        """Return `OnlineModels.unit_ms` of the selected models."""
         return self._models.unit_ms()
 
     def group(self, mix: TrafficMix) -> GroupSetup:
-        """For `capacity` of that mix: by the models that are believed."""
+        """Return the group for `capacity` of that mix, by the selected models."""
         ag, eg, models = self._setup.attention_ranks, self._setup.expert_ranks, self._models
         tokens = fullest_tokens(mix, self._setup.max_batch_tokens)
         specs = {
@@ -203,9 +201,11 @@ class OnlinePlanner:
         )
 
     def observe_solo_batch(self, report: BatchReport) -> None:
-        """Takes a batch that ran while other ranks left the experts to it: what no stage model has
-        (logits, sampling, what lies between batches) is learned from it for `group`. Of others it
-        would be learned together with the others' work, which the models of a full group have."""
+        """Add a batch that ran while other ranks left the experts idle.
+
+        `group` learns logits, sampling and the gap between batches from it. Other batches include
+        delays by other ranks, which the models of a full group already have.
+        """
         batches = [times.batch for times in report.micro_batches]
         spec = self._models.spec_of(1, self._setup.expert_ranks, _tokens(batches))
         alone_ms = _replayed_ms(self._models, report.plan, batches, spec)
@@ -230,7 +230,7 @@ class OnlinePlanner:
 
 
 class _ModelView(NamedTuple):
-    """Stage models, and the line from their makespans to measured ones (None: as they are)."""
+    """Stage models, and the line from their makespans to measured ones (None: identity)."""
 
     models: OnlineModels
     line: OnlineLinear | None
@@ -249,8 +249,7 @@ def _replayed_ms(
     micro_batches: Sequence[Chunks],
     spec: PlanSpec | None = None,
 ) -> float | None:
-    """The makespan of a plan on these micro-batches; None while a stage is cold. spec: None: that
-    of the group as it is."""
+    """Return the makespan on these micro-batches; None while a stage is cold."""
     spec = spec or models.spec(_tokens(micro_batches))
     if spec is None:
         return None
@@ -262,7 +261,7 @@ def _tokens(micro_batches: Sequence[Chunks]) -> int:
 
 
 def _reference_times(models: OnlineModels) -> list[list[float]]:
-    """ms of each stage at each reference size; [] while one is cold."""
+    """Return the ms of each stage at each reference size; [] while one is cold."""
     chunk_ms = models.chunk_time()
     specs = [(tokens, models.spec(tokens)) for tokens in _REFERENCE_TOKENS]
     return [_stage_times(spec, tokens, chunk_ms(0, tokens)) for tokens, spec in specs if spec]
@@ -282,21 +281,21 @@ def _drifted(before: Sequence[Sequence[float]], now: Sequence[Sequence[float]]) 
     )
 
 
-TRIAL_BATCHES = 16  # that the believed one and its successor have both predicted
-LEAST_GAIN = 0.2  # of the believed one's median error, which is relative
+TRIAL_BATCHES = 16  # batches that are compared
+LEAST_GAIN = 0.2  # of the selected one's median relative error
 LEAST_WINS = 12  # of TRIAL_BATCHES: by chance in 4 of 100 trials
-LEAST_DIFFERENCE = 0.005  # of the measured time: below, errors are alike
+LEAST_DIFFERENCE = 0.005  # of the measured time; smaller differences are ignored
 
 
 class ModelSelector:
-    """`selected` is the index of a contender: at first 0."""
+    """Selects the contender that predicts best; `selected` is its index."""
 
     def __init__(self, contenders: int) -> None:
         self.selected = 0
         self._errors = [deque[float](maxlen=TRIAL_BATCHES) for _ in range(contenders)]
 
     def add(self, predicted_ms: Sequence[float], measured_ms: float) -> None:
-        """Takes what each contender said of a batch before it ran. measured_ms: above 0."""
+        """Add each contender's prediction of a batch; measured_ms is above 0."""
         for errors, predicted_one_ms in zip(self._errors, predicted_ms, strict=True):
             errors.append(abs(predicted_one_ms - measured_ms) / measured_ms)
         if len(self._errors[0]) < TRIAL_BATCHES:

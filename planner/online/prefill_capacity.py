@@ -1,8 +1,8 @@
-"""How much more of the work of late a prefill worker would do, by its own batches' times.
+"""Headroom of a prefill worker for its recent work, from its own batch times.
 
-A batch takes alpha + beta * x. x is what such a batch took in the reference passes at the start:
-products of many rows are quicker by the FLOP than those of few, and no line through small batches
-knows that. Without such passes x is the batch's FLOPs. At the knee a batch is as full as it may be.
+A batch takes alpha + beta * x, where x is the time of such a batch in the reference passes at
+start: large products are faster per FLOP than small ones, and a line through small batches misses
+that. Without reference passes x is the FLOPs. At the knee a batch is as full as allowed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNIT = 1e9  # FLOPs, so that neither coefficient is tiny
 
 
 class Batch(NamedTuple):
-    """One that ran by itself, or not (ms None: what it took is not its own)."""
+    """A batch; ms is None if it did not run alone."""
 
     ended_s: float
     flops: float
@@ -36,11 +36,10 @@ class ReferenceTime(NamedTuple):
 
 
 class ReferenceCurve:
-    """From FLOPs to ms: through the points, no smaller than the first, and beyond the last one as
-    many FLOPs a second as there."""
+    """FLOPs to ms: linear between the points, constant below, a constant rate above."""
 
     def __init__(self, times: Sequence[ReferenceTime]) -> None:
-        """Raises ValueError unless there is one, and all are above 0."""
+        """Create a curve. Raises ValueError unless there is a point and all are above 0."""
         self._times = sorted(times)
         if not self._times or min(min(each) for each in self._times) <= 0:
             raise ValueError(f"reference times {times}: give one or more, of FLOPs and ms above 0")
@@ -58,10 +57,10 @@ class ReferenceCurve:
 
 
 class PrefillCapacity:
-    """Of one worker; owned by one thread, but for `used_fraction`, which any may call."""
+    """Capacity of one worker; owned by one thread, except for `used_fraction`."""
 
     def __init__(self, *, max_tokens: int, max_sequences: int, started_s: float) -> None:
-        """Of a batch."""
+        """Create an empty record; the limits are those of a batch."""
         self._max_tokens, self._max_sequences = max_tokens, max_sequences
         self._started_s = started_s
         self._batches: deque[Batch] = deque(maxlen=16_384)
@@ -70,7 +69,7 @@ class PrefillCapacity:
         self._timed: list[tuple[float, float]] = []
 
     def refer(self, times: Sequence[ReferenceTime]) -> None:
-        """What batches took alone, before the first one is added."""
+        """Set the reference times, before the first `add`."""
         self._curve = ReferenceCurve(times)
 
     def add(self, batch: Batch) -> None:
@@ -90,17 +89,16 @@ class PrefillCapacity:
                 self._model.update(x, ms)
 
     def used_fraction(self, now_s: float) -> float:
-        """What came in the last minute over what could; 0 while that is not known."""
+        """Return the traffic of the last minute over the possible traffic; 0 while unknown."""
         window_s = min(WINDOW_S, now_s - self._started_s)
         late = [batch for batch in list(self._batches) if batch.ended_s > now_s - window_s]
         if not late or self._model is None or window_s <= 0:
             return 0.0
         flops, tokens = sum(b.flops for b in late), sum(b.tokens for b in late)
         sequences = sum(b.sequences for b in late)
-        full = min(self._max_tokens / tokens, self._max_sequences / sequences)  # of all that came
+        full = min(self._max_tokens / tokens, self._max_sequences / sequences)  # of the traffic
         full_ms = self._model.model.at(self._size(full * flops))
         return full_ms / full / (1e3 * window_s)
 
     def _size(self, flops: float) -> float:
-        """x of the model."""
         return flops / _UNIT if self._curve is None else self._curve.at(flops)

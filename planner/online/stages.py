@@ -1,4 +1,4 @@
-"""A stage whose time is a line of one size."""
+"""Stages whose time depends on one size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planner.costs.online_fit import OnlineLinear
 from planner.costs.stages import FREE, Linear
 from planner.schedule.batch_plan import ChunkTime
 
-COLD_SIZES = 3  # of different size, and
-COLD_SAMPLES = 12  # times in all, before a stage that nobody has profiled has a model
+COLD_SIZES = 3  # different sizes, and
+COLD_SAMPLES = 12  # samples, before a stage without a profile has a model
 
 
 class SizedStage:
-    """A stage whose time depends on one number x. `model` None: cold."""
+    """A stage whose time depends on one number x; `model` is None while cold."""
 
     def __init__(self, prior: Linear | None, typical_x: float) -> None:
         self._online = None if prior is None else OnlineLinear(prior, typical_x)
@@ -28,7 +28,7 @@ class SizedStage:
         self._samples: dict[int, list[tuple[float, float]]] = {}
 
     def resized(self, per_x: float) -> SizedStage:
-        """One that begins with this one's line, so many times as steep. Of a cold one: cold."""
+        """Return a stage that starts with this one's line, `per_x` times as steep."""
         now = self.model
         line = None if now is None else Linear(now.alpha_ms, now.beta_ms * per_x)
         return SizedStage(line, self._typical_x)
@@ -49,15 +49,15 @@ class SizedStage:
             self._samples.clear()
 
 
-_PER_SIZE = 8  # times that are kept of each size, the latest
+_PER_SIZE = 8  # latest samples kept per size
 _SIZES_PER_OCTAVE = 4
 _SAMPLES_BETWEEN = 32  # from one fit to the next
-_MAX_AGE_SAMPLES = 2048  # samples ago: an older one is of another machine
+_MAX_AGE_SAMPLES = 2048  # older samples are dropped
 _QUARTER = 0.25
 
 
 class ExpertTimes(NamedTuple):
-    """In ms. hit_per_token: the part of the experts that one token wants."""
+    """Times in ms; hit_per_token: the fraction of the experts that one token uses."""
 
     call_ms: float
     read_ms: float
@@ -65,24 +65,23 @@ class ExpertTimes(NamedTuple):
     hit_per_token: float
 
     def at(self, x: float) -> float:
-        """x: tokens per expert."""
+        """Return the time at x tokens per expert."""
         return self.call_ms + self.read_ms * _hit(x, self.hit_per_token) + self.token_ms * x
 
     def around(self, x: float) -> Linear:
-        """Exact at x and at a quarter of it, dear below."""
+        """Return a line that is exact at x and x / 4, and an upper bound below."""
         less = _QUARTER * x
         slope = (self.at(x) - self.at(less)) / (x - less)
         return Linear(max(0.0, self.at(x) - slope * x), slope)
 
     @property
     def of_many(self) -> Linear:
-        """Of calls that want every expert."""
+        """The line for calls that use every expert."""
         return Linear(self.call_ms + self.read_ms, self.token_ms)
 
 
 class ExpertStage:
-    """`prior`: of a hardware file, a line that is then followed; None: learned, and cold at
-    first."""
+    """Expert calls: a hardware file's line that is refitted, or learned and cold at first."""
 
     def __init__(self, shape: ModelShape, prior: Linear | None, typical_x: float) -> None:
         self._shape, self._typical_x = shape, typical_x
@@ -93,8 +92,7 @@ class ExpertStage:
         self._added = 0
 
     def resized(self, call: float, token: float) -> ExpertStage:
-        """Of ranks whose calls start, and whose tokens take, so many times as long: as if it had
-        learned that, until it has times of its own. Of a cold one: cold."""
+        """Return a stage with scaled call and token times, until it has times of its own."""
         line = None
         if self._line is not None:
             now = self._line.model
@@ -110,13 +108,13 @@ class ExpertStage:
 
     @property
     def model(self) -> Linear | None:
-        """Of many tokens. None: cold."""
+        """The line for many tokens; None while cold."""
         if self._line is not None:
             return self._line.model
         return None if self._times is None else self._times.of_many
 
     def around(self, x: float) -> Linear | None:
-        """For token groups of a batch that brings x tokens to each expert. None: cold."""
+        """Return the line for a batch of x tokens per expert; None while cold."""
         return self.model if self._times is None else self._times.around(x)
 
     def add(self, x: float, ms: float) -> None:
@@ -143,7 +141,7 @@ class ExpertStage:
 
 
 class _Sample(NamedTuple):
-    of: int  # how many had been added with it
+    of: int  # number of the sample
     x: float
     ms: float
 
@@ -153,11 +151,11 @@ def _hit(x: float, per_token: float) -> float:
 
 
 _TYPICAL_SEQUENCES, _TYPICAL_TOKENS = 8.0, 64.0
-_BOTH_WAYS = 2.0  # an answer is added up for each packet that is cut out
+_BOTH_WAYS = 2.0  # each packet has an answer that is added up
 
 
 class MicroBatchStage:
-    """Nothing of it while there are few times yet."""
+    """Costs of sending and finishing a micro-batch; zero while there are few samples."""
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
@@ -165,7 +163,7 @@ class MicroBatchStage:
         self._send = SizedStage(None, _TYPICAL_TOKENS)
 
     def carry_over(self, before: MicroBatchStage) -> None:
-        """From a group of another size: what ends a sequence is a rank's own."""
+        """Take over the finish stage, which does not depend on the group's size."""
         self._finish = before._finish
 
     def add(self, times: MicroBatchReport) -> None:
@@ -175,13 +173,12 @@ class MicroBatchStage:
             self._send.add(count_tokens(times.batch), times.send_ms)
 
     def launch_ms(self, more: float) -> float:
-        """Of a micro-batch, in each layer. more: further expert ranks, as a part of those that the
-        times are of."""
+        """Return the time per micro-batch and layer; more: further expert ranks, relative."""
         finish, send = self._finish.model or FREE, self._send.model or FREE
         return finish.alpha_ms / self._layers + max(0.0, more) * _BOTH_WAYS * send.alpha_ms
 
     def chunk_time(self, chunk_ms: ChunkTime, more: float) -> ChunkTime:
-        """With what a sequence adds here."""
+        """Return `chunk_ms` plus the cost per sequence and token."""
         finish, send = self._finish.model or FREE, self._send.model or FREE
         sequence_ms = finish.beta_ms / self._layers
         token_ms = max(0.0, more) * _BOTH_WAYS * send.beta_ms

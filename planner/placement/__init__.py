@@ -1,1 +1,1 @@
-"""Which rank holds which experts, and which slot answers a (token, expert) pair."""
+"""Expert placement: the experts of each rank, and the slot that serves a (token, expert) pair."""

@@ -1,11 +1,10 @@
-"""Where experts of lost ranks stand meanwhile: the same on every rank that asks, without a word
-between them.
+"""Temporary placement of a lost rank's experts. Every rank computes the same one, unaided.
 
     rank          0   |  1   |  2            lost: 1           rank       0      |  1  |   2
     slots        0 1  | 2 3  | 4 5                             slots    0 1 2    |     | 4 5 3
 
-Those that a rank which is left has a replica of stay there; the others are dealt out in turn. Who
-stays keeps its slot, so that what is there is shared.
+An expert with a replica on a remaining rank is served there; the others are dealt out in turn.
+Experts keep their slots on remaining ranks, so that loaded weights are shared.
 """
 
 from __future__ import annotations
@@ -17,23 +16,25 @@ import msgspec
 
 from contracts.placement import Placement
 
-MAX_FAILOVER_RANKS: Final = 32  # that the number of a stand-in can tell apart
+MAX_FAILOVER_RANKS: Final = 32  # bits of a generation number
 _MAX_GENERATION: Final = (1 << 30) - 1
 
 
 def is_failover(generation: int) -> bool:
-    """Whether that is the number of a stand-in, not of a placement that a planner made."""
+    """Return True if a generation number denotes a failover placement, not one of the planner's."""
     return generation >> MAX_FAILOVER_RANKS > 0
 
 
 def failover_source(generation: int) -> int:
-    """The generation that a stand-in was made of."""
+    """Return the generation that a failover placement was derived from."""
     return (generation >> MAX_FAILOVER_RANKS) - 1
 
 
 def failover_placement(placement: Placement, lost: Collection[int]) -> Placement | None:
-    """`placement` without the ranks `lost`, whose experts the others have too. Its number says what
-    it was made of and who is lost. None: nobody is left, or it has no number."""
+    """Return `placement` without the ranks `lost`, or None if no rank is left or no number fits.
+
+    The remaining ranks take over the experts. The generation number encodes the source and the lost
+    ranks."""
     left = [rank for rank in range(placement.ranks) if rank not in lost]
     if not left or placement.ranks > MAX_FAILOVER_RANKS or placement.generation > _MAX_GENERATION:
         return None
@@ -53,7 +54,7 @@ def failover_placement(placement: Placement, lost: Collection[int]) -> Placement
         + sum(1 << rank for rank in set(lost)),
         slots_per_rank=tuple(slots),
         expert_of_slot=tuple(
-            _dealt(placement.num_experts, ranks, missing_experts, left, slots) if line else ()
+            _deal_layer(placement.num_experts, ranks, missing_experts, left, slots) if line else ()
             for line, ranks, missing_experts in zip(lines, layers, missing, strict=True)
         ),
     )
@@ -64,7 +65,7 @@ def _missing(num_experts: int, left: Sequence[Sequence[int]]) -> list[int]:
     return [expert for expert in range(num_experts) if expert not in present]
 
 
-def _dealt(
+def _deal_layer(
     num_experts: int,
     ranks: Sequence[Sequence[int]],
     missing: Sequence[int],

@@ -1,12 +1,12 @@
-"""Which replica answers, for two to eight ranks: the rule of `replicas.py`, in calls
-whose number depends neither on the tokens nor on the sets of ranks among them.
+"""Replica choice for two to eight ranks: the rule of `replicas.py`, vectorised.
 
-1. A token's ranks are a smallest set that has a rank of each of its experts (`rank_sets.py`). Of
-   several such sets neighbours take different ones; where there are many pairs, rather ones without
-   the ranks that would have most to do.
-2. A rank that one expert alone needs can as well be another that has it: that pair may go to any.
-   The others may go to those of the token's ranks that have their expert.
-3. So they are levelled (`levels.py`).
+The number of numpy calls depends neither on the tokens nor on the rank sets among them.
+
+1. A token's ranks are a smallest set that covers its experts (`rank_sets.py`). Consecutive tokens
+   take different smallest sets; large batches prefer sets without the busiest ranks.
+2. A pair may go to any of the token's ranks that have its expert. If no other expert of the token
+   needs that rank, the pair may go to any rank that has the expert.
+3. Pairs are levelled over the ranks that they may go to (`levels.py`).
 
 Shapes: T tokens, K experts of each, N = K * T pairs, E experts, R ranks, V orders of preference.
 """
@@ -22,16 +22,15 @@ from planner.placement.levels import level_ranks
 from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
 from planner.placement.replicas import PairwiseChooser
 
-_FEW_PAIRS = 24  # are gone through one by one
-_MANY_PAIRS = 1024  # are worth to look at loads beforehand
-_SWEEPS = 3  # over the tokens, in the order of pairs, spread what a rank gets over the batch
+_FEW_PAIRS = 24  # at most so many pairs: a scalar loop
+_MANY_PAIRS = 1024  # at least so many pairs: prefer the less loaded ranks
+_SWEEPS = 3  # top-k from which on the order of pairs spreads a rank's pairs over the batch
 
 
 class SmallGroupChooser:
-    """The ranks that have each expert of a layer, and the choice among them."""
+    """Replica choice of one layer on two to eight ranks."""
 
-    def __init__(self, slot_ER: Array) -> None:
-        """slot_ER: -1 where the rank does not have the expert. Two to eight ranks."""
+    def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
         self._ranks = slot_ER.shape[1]
         bits_R = 1 << np.arange(self._ranks)
         self._sets_E = ((slot_ER >= 0) * bits_R).sum(axis=1)
@@ -41,7 +40,7 @@ class SmallGroupChooser:
         self._hitting = hitting_sets(self._ranks)
 
     def slots(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
-        """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
+        """Return the slot of each pair [T, K]. free_rank: a rank that costs a token nothing."""
         if topk_ids_TK.size <= _FEW_PAIRS:
             return self._few.slots(topk_ids_TK, free_rank)
         ids_KT = np.ascontiguousarray(topk_ids_TK.T)
@@ -53,9 +52,9 @@ class SmallGroupChooser:
         return np.ascontiguousarray(self._slot_N.take(at_KT).T)
 
     def _allowed(self, ids_KT: Ints, free_rank: int | None) -> Bytes:
-        """[K, T] the ranks to which each pair may go, whatever others do."""
+        """Return the set of ranks that each pair may go to [K, T]."""
         sets_KT, has_KT = self._sets_E.take(ids_KT), self._bytes_E.take(ids_KT)
-        if free_rank is not None:  # what it has wants no other
+        if free_rank is not None:  # its experts need no other rank
             sets_KT *= (sets_KT >> free_rank & 1) == 0
         chosen_T = self._hitting.smallest(sets_KT, self._orders(sets_KT))
         if free_rank is not None:
@@ -68,7 +67,7 @@ class SmallGroupChooser:
         return allowed_KT
 
     def _orders(self, sets_KT: Ints) -> Ints:
-        """[T] where each token's order of preference begins."""
+        """Return the offset of each token's order of preference [T]."""
         tokens = sets_KT.shape[1]
         if sets_KT.size < _MANY_PAIRS:
             return _turn(len(self._hitting.order_VR), tokens.bit_length(), SETS)[:tokens]
@@ -82,12 +81,12 @@ class SmallGroupChooser:
 
 @functools.lru_cache(maxsize=32)
 def _turn(orders: int, bits: int, each: int = 1) -> Ints:
-    """For as many tokens as so many bits count: 0, each, 2 each, ... so many times, and again."""
+    """Return each * (0, 1, ..., orders - 1), repeated to 2^bits numbers."""
     return np.arange(1 << bits) % orders * each
 
 
 def _in_several(sets_KT: Bytes) -> Bytes:
-    """[T] what is in more than one of the K sets."""
+    """Return the ranks that are in more than one of a token's K sets [T]."""
     if len(sets_KT) == 2:
         both_T: Bytes = sets_KT[0] & sets_KT[1]
         return both_T

@@ -1,8 +1,6 @@
-"""A layer's slots while a search changes them: their experts and ranks, which slot serves each
-pair of the sample, and the sums that price further changes.
+"""Mutable slots of one layer during a placement search, with the sums that price further changes.
 
-Shapes: M tokens (equal sets are one, with a weight), K experts of each, S slots, E experts, R
-ranks.
+Shapes: M distinct tokens, each with a weight, K experts of each, S slots, E experts, R ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import numpy as np
 from planner.arrays import Array, Bools, Floats, Ints
 from planner.placement.objective import Objective
 
-EMPTY = -1  # in the place of an expert: a slot that is still to be filled
+EMPTY = -1  # expert of an unfilled slot
 
 
 class WeightedSets(NamedTuple):
-    """rows_E: of each expert, the tokens that go to it."""
+    """Sampled expert sets. rows_E: the tokens of each expert."""
 
     sets_MK: Ints
     weights_M: Floats
@@ -32,7 +30,7 @@ class WeightedSets(NamedTuple):
 
 
 class HomeRanks(NamedTuple):
-    """Ranks that had experts before; what one that moves has to save; and how many may."""
+    """Ranks that hold the experts at the start, the price of a move, and the maximum of moves."""
 
     held_ER: Bools
     price: float
@@ -40,7 +38,7 @@ class HomeRanks(NamedTuple):
 
 
 class LayoutChange(NamedTuple):
-    """What a change took the place of."""
+    """State before a change, for `Layout.revert`."""
 
     slots: Ints
     experts: Ints
@@ -50,12 +48,14 @@ class LayoutChange(NamedTuple):
     sums: Sums
 
 
-CHANGE_WORK = 20_000  # what every change costs beside, however few tokens it concerns
+CHANGE_WORK = 20_000  # fixed cost of a change
 
 
 class Layout:
-    """Changed in place. work: what changes have cost, in numbers looked at, about: a measure of
-    time that is the same on every machine."""
+    """Experts and ranks of the slots, changed in place.
+
+    work: cost of the changes so far in processed numbers, a measure of time that is equal on every
+    machine."""
 
     def __init__(
         self, sample: WeightedSets, experts_S: Ints, ranks_S: Ints, homes: HomeRanks | None = None
@@ -76,21 +76,19 @@ class Layout:
             setattr(other, name, getattr(self, name).copy())
         return other
 
-    # ---- what it is
-
     def slot_table(self) -> Ints:
-        """[E, R] the slot of the expert on that rank, or -1."""
+        """Return the slot of each expert on each rank [E, R], or -1."""
         table_ER = np.full((self.sample.experts, self.ranks), -1)
         filled = np.flatnonzero(self.experts_S != EMPTY)
         table_ER[self.experts_S[filled], self.ranks_S[filled]] = filled
         return table_ER
 
     def loads(self) -> Floats:
-        """[R] pairs of each rank."""
+        """Return the pairs of each rank [R]."""
         return totals(self.ranks_S, self.sums.pairs_S, self.ranks)
 
     def moves(self) -> int:
-        """Experts on ranks that did not have them."""
+        """Return the number of experts on ranks that did not have them."""
         if self.homes is None:
             return 0
         filled = self.experts_S != EMPTY
@@ -100,11 +98,8 @@ class Layout:
         price = float(self.sample.objective.price(self.sums.copies, self.loads().max()))
         return price + (self.homes.price * self.moves() if self.homes else 0.0)
 
-    # ---- changes
-
     def change(self, slots: Ints, experts: Ints, ranks: Ints) -> LayoutChange:
-        """Those slots get those experts and ranks; what they served, and may serve, is served
-        anew."""
+        """Assign experts and ranks to slots, and serve all tokens anew that this concerns."""
         rows = self._rows(np.concatenate([self.experts_S[slots], experts]))
         undo = LayoutChange(
             slots,
@@ -115,7 +110,7 @@ class Layout:
             self.sums,
         )
         K, S = self.slots_MK.shape[1], len(self.ranks_S)
-        passes = 6 if self.replicated else 2  # over the tokens: with replicas, served anew as well
+        passes = 6 if self.replicated else 2  # over the tokens
         self.work += CHANGE_WORK + 8 * S * S + passes * len(rows) * K * (K + self.ranks)
         before = self._sums(rows)
         beside_R = self.loads() - totals(self.ranks_S, before.pairs_S, self.ranks)
@@ -138,17 +133,15 @@ class Layout:
         self.slots_MK[undo.rows] = undo.slots_MK
         self.sums = undo.sums
 
-    # ---- the sample
-
     def _rows(self, experts: Ints) -> Ints:
-        """Tokens that go to any of them."""
+        """Return the tokens of any of the experts."""
         marked = np.zeros(len(self.sample.sets_MK), bool)
         for expert in set(experts.tolist()) - {EMPTY}:
             marked[self.sample.rows_E[expert]] = True
         return np.flatnonzero(marked)
 
     def _serve(self, rows: Ints, beside_R: Floats) -> None:
-        """Chooses the slots of those tokens' pairs. beside_R: loads without them."""
+        """Choose the slots of these tokens' pairs. beside_R: loads without them."""
         table_ER = self.slot_table()
         sets_MK = self.sample.sets_MK[rows]
         ranks_MK = serving_ranks(sets_MK, self.sample.weights_M[rows], table_ER >= 0, beside_R)
@@ -164,12 +157,12 @@ class Layout:
 
 
 def totals(which: Ints, values: Array, count: int) -> Floats:
-    """[count] sums of the values that fall to each number."""
+    """Return the sum of the values per index [count]."""
     return np.bincount(which.ravel(), values.ravel(), count).astype(np.float64, copy=False)
 
 
 class Sums(NamedTuple):
-    """pairs_S: served by each slot. The last three are empty where there are no replicas."""
+    """Sums over the sample. pairs_S: pairs of each slot. The last three are empty without replicas."""
 
     copies: Floats
     pairs_S: Floats
@@ -181,14 +174,16 @@ class Sums(NamedTuple):
     may_ER: Floats
 
     def changed(self, before: Sums, after: Sums) -> Sums:
-        """With the sums over some tokens in the place of what they were."""
+        """Return the sums with those of some tokens replaced."""
         pairs = zip(self, before, after, strict=True)
         return Sums(*(whole - old + new for whole, old, new in pairs))
 
 
 class _Tokens(NamedTuple):
-    """here_MR: ranks that a token goes to. alone_MK: the weight of a token, where the pair is the
-    only one that its rank serves."""
+    """Ranks of each pair.
+
+    here_MR: ranks that serve a token. alone_MK: the token's weight where no other pair shares the
+    rank."""
 
     slots_MK: Ints
     weights_M: Floats
@@ -198,7 +193,7 @@ class _Tokens(NamedTuple):
 
 
 def sums_of(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> Sums:
-    """Of tokens whose pairs those slots serve, without what replicas ask."""
+    """Return the sums of tokens served by these slots, without those for replicas."""
     tokens = _tokens(slots_MK, weights_M, ranks_S, ranks)
     K, S = slots_MK.shape[1], len(ranks_S)
     new_MR = ~tokens.here_MR * weights_M[:, None]
@@ -219,7 +214,7 @@ def sums_of(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> Sum
 def with_replicas(
     sums: Sums, sets_MK: Ints, slots_MK: Ints, weights_M: Floats, ranks_S: Ints, holds_ER: Bools
 ) -> Sums:
-    """`sums` of those tokens, and what replicas ask."""
+    """Return `sums` with those for replicas."""
     E, R = holds_ER.shape
     tokens = _tokens(slots_MK, weights_M, ranks_S, R)
     other_MKR = np.broadcast_to(tokens.here_MR[:, None, :], (*slots_MK.shape, R)).copy()
@@ -248,17 +243,17 @@ def _tokens(slots_MK: Ints, weights_M: Floats, ranks_S: Ints, ranks: int) -> _To
 
 
 def _by_rank(which_MK: Ints, values_MKR: Array, count: int) -> Floats:
-    """[count, R] sums of the values by slot or expert, and rank."""
+    """Return the sum of the values per index and rank [count, R]."""
     R = values_MKR.shape[2]
     at_MKR = which_MK[:, :, None] * R + np.arange(R)
     return totals(at_MKR, values_MKR, count * R).reshape(count, R)
 
 
-LOAD_REFRESHES = 16  # at the loads, while the tokens are gone through
+LOAD_REFRESHES = 16  # of the loads in a pass over the tokens
 
 
 def serving_ranks(sets_MK: Ints, weights_M: Floats, holds_ER: Bools, load_R: Floats) -> Ints:
-    """[M, K] the rank of each pair. load_R: pairs that ranks have beside these."""
+    """Return the rank of each pair [M, K]. load_R: pairs of the ranks beside these."""
     ranks_MK = np.empty_like(sets_MK)
     only_E = holds_ER.sum(1) == 1
     where_E = holds_ER.argmax(1)
@@ -277,7 +272,7 @@ def serving_ranks(sets_MK: Ints, weights_M: Floats, holds_ER: Bools, load_R: Flo
 
 
 def _covered(sets_MK: Ints, holds_ER: Bools, load_R: Floats) -> Ints:
-    """Of tokens at once: rounds in each of which a token takes one rank more."""
+    """Serve tokens together, in rounds: each adds to every token the rank that serves most of it."""
     M, K = sets_MK.shape
     order_R = np.argsort(np.argsort(load_R, kind="stable"))  # 0: the least loaded
     open_MKR = holds_ER[sets_MK]

@@ -1,6 +1,6 @@
-"""Ranks filled to one level of pairs.
+"""Pairs levelled over the ranks that may serve them.
 
-Shapes: N items, G groups of items that may go to the same set of ranks, R ranks.
+Shapes: N items, G groups of items with the same set of ranks, R ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from planner.arrays import Bytes, Ints
 from planner.placement.rank_sets import FEW_RANKS, FIRST_S, HAS_SR, MEMBERS, SEVERAL_S, SIZE_S
 
-_FEW_ITEMS = 48  # are given one by one
-_FEW_GROUPS = 20  # are divided one by one
-_TURNS = 4  # what one rank gets of a batch is spread over it
+_FEW_ITEMS = 48  # at most so many items: one by one
+_FEW_GROUPS = 20  # at most so many groups: one by one
+_TURNS = 4  # parts of a batch that are divided alike
 _ROUNDS = 4
-_STEP = 0.8  # of the way to the level, as if each rank went it alone
+_STEP = 0.8  # of the step that would level a rank alone
 
-Group = tuple[tuple[int, ...], int]  # ranks, and how many items go to these
+Group = tuple[tuple[int, ...], int]  # ranks, number of items
 
 
 def levelled(groups: Sequence[Group], pairs: int, load_R: list[int]) -> list[list[int]]:
@@ -35,8 +35,7 @@ def levelled(groups: Sequence[Group], pairs: int, load_R: list[int]) -> list[lis
 
 
 def shares(ranks: tuple[int, ...], items: int, pairs: int, load_R: list[int]) -> list[int]:
-    """How many of the items, of that many pairs each, every rank gets: the least loaded are filled
-    to one level. load_R grows."""
+    """Return the items of each rank: the least loaded are filled to one level. load_R grows."""
     if len(ranks) == 2:
         one, other = ranks
         first = (items * pairs + load_R[other] - load_R[one] + pairs) // (2 * pairs)
@@ -60,7 +59,7 @@ def shares(ranks: tuple[int, ...], items: int, pairs: int, load_R: list[int]) ->
 
 
 def _level(heights: list[int], pairs: int) -> int:
-    """To which so many pairs fill the lowest."""
+    """Return the level to which the pairs fill the lowest ranks."""
     filled, level, count = pairs, 0, 0
     for height in sorted(heights):
         if count and height * count >= filled:
@@ -71,9 +70,10 @@ def _level(heights: list[int], pairs: int) -> int:
 
 
 def level_ranks(sets_N: Bytes, ranks: int, *, spread: bool) -> Ints:
-    """A rank of each set, such that all have about as many. One after another gets the least
-    loaded; where they are many, groups are divided. spread: neighbours are divided too, since
-    token groups are parts of a batch."""
+    """Return a rank of each set, such that the ranks have about equally many items.
+
+    Few items are assigned one by one; otherwise groups of equal sets are divided. spread: divide
+    consecutive items as well, since token groups are parts of a batch."""
     counts_S = np.bincount(sets_N, minlength=len(MEMBERS))
     load_R: list[int] = counts_S.take(_BIT_R[:ranks]).tolist()
     if len(sets_N) - sum(load_R) <= _FEW_ITEMS:
@@ -89,7 +89,7 @@ def level_ranks(sets_N: Bytes, ranks: int, *, spread: bool) -> Ints:
 
 
 def _apart(rank_N: Ints) -> Ints:
-    """Each where it was before the turns."""
+    """Undo the reordering of `level_ranks`."""
     apart_N, first = np.empty_like(rank_N), 0
     for turn in range(_TURNS):
         own_part = apart_N[turn::_TURNS]
@@ -99,6 +99,7 @@ def _apart(rank_N: Ints) -> Ints:
 
 
 def _one_by_one(sets_N: Bytes, load_R: list[int]) -> Ints:
+    """Assign each item to its least loaded rank."""
     rank_N = FIRST_S.take(sets_N)
     free_N = SEVERAL_S.take(sets_N).nonzero()[0]
     given: list[int] = []
@@ -117,7 +118,7 @@ def _one_by_one(sets_N: Bytes, load_R: list[int]) -> Ints:
 
 
 def _by_group(found_G: Ints, counts_G: Ints, load_R: list[int]) -> Ints:
-    """The ranks of all items, group by group. load_R: without those that may go to several."""
+    """Return the ranks of all items by group. load_R: items with a single rank."""
     ways = [MEMBERS[each] for each in found_G.tolist()]
     items = counts_G.tolist()
     groups = zip(ways, items, strict=True)
@@ -136,14 +137,16 @@ def _by_group(found_G: Ints, counts_G: Ints, load_R: list[int]) -> Ints:
 
 
 def _at_once(found_G: Ints, counts_G: Ints, load_R: list[int]) -> Ints:
-    """The ranks of all items, group by group. A rank has the same weight in all groups that it is
-    in, and these are divided by weights; who has too much gets less weight, again and again."""
+    """Return the ranks of all items by group, from a weight per rank.
+
+    Each group is divided by the weights of its ranks; in every round, overloaded ranks lose weight.
+    """
     ranks = len(load_R)
     has_GR = HAS_SR[:, :ranks].take(found_G, axis=0)
     level = float(counts_G.sum()) / ranks
     shares_G = counts_G / SIZE_S.take(found_G)
     now_R = shares_G @ has_GR
-    gives_R = (shares_G * (1 - 1 / SIZE_S.take(found_G))) @ has_GR  # by a unit of its weight's log
+    gives_R = (shares_G * (1 - 1 / SIZE_S.take(found_G))) @ has_GR  # per unit of log weight
     step_R = _STEP / (gives_R + level / 10)
     log_R: Any = 0.0
     for _ in range(_ROUNDS):

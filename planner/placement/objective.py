@@ -1,11 +1,11 @@
-"""What a placement costs a layer: the time of its busiest rank, or of its link.
+"""Cost of a placement for one layer: the time of its busiest rank or of its link.
 
     J = max(pair * pairs, copy * copies) + HIDDEN * min(pair * pairs, copy * copies)
         + OVERLOAD * copy * copies * max(0, load - load_limit)
 
-pairs: of the busiest rank; copies: ranks that a token is sent to; both a token. While one is the
-longer, the other is hidden behind it, all but what fills and drains the pipeline. `load_limit`
-holds for texts that the sample is not of: a rank that is late there is late for the whole group.
+pairs: of the busiest rank; copies: ranks that a token is sent to; both per token. The shorter of
+the two is hidden except for filling and draining the pipeline. `load_limit` protects texts outside
+of the sample, where one late rank delays the whole group.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import numpy as np
 
 from planner.arrays import Floats
 
-HIDDEN = 0.1  # what is hidden still counts by so much
+HIDDEN = 0.1  # weight of the hidden time
 OVERLOAD = 2.0  # a load of 0.01 over the limit costs as much as 2 % more copies
 LOAD_LIMIT = 1.1
 
 
 class PlacementCosts(NamedTuple):
-    """pair: time of one (token, expert) pair at an expert rank. copy: of one token's copy, over all
-    links together. Of any one unit. move: what an expert that moves has to save of a layer's time,
-    as a part of it (0..1), where there is a placement to start from."""
+    """Costs in any one unit of time.
+
+    pair: one (token, expert) pair at an expert rank. copy: one token's copy, over all links
+    together. move: fraction (0..1) of a layer's time that a moved expert has to save."""
 
     pair: float
     copy: float
@@ -34,14 +35,12 @@ class PlacementCosts(NamedTuple):
 
 
 def usual_costs(top_k: int, ranks: int) -> PlacementCosts:
-    """Where nothing is known: ranks that are equally busy compute for as long as the link takes
-    for one copy of each token."""
+    """Return costs by which balanced ranks compute for as long as one copy of each token takes."""
     return PlacementCosts(pair=ranks / top_k, copy=1.0)
 
 
 class Objective(NamedTuple):
-    """Costs, for a sample of `tokens` with `pairs`, over so many ranks. Copies and pairs here are
-    those of the whole sample; prices are of a token."""
+    """Costs of a sample of `tokens` tokens with `pairs` pairs on `ranks` ranks."""
 
     costs: PlacementCosts
     tokens: float

@@ -1,4 +1,4 @@
-"""Sets of up to eight ranks as bytes, a bit for each rank: what is looked up of them.
+"""Sets of up to eight ranks as bytes, one bit per rank, with look-up tables.
 
 Shapes: S = 256 sets, R ranks, T tokens, V orders of preference, C = 2^R sets to choose from.
 """
@@ -16,8 +16,8 @@ from planner.arrays import Array, Bools, Bytes, Ints
 
 FEW_RANKS = 8
 SETS = 1 << FEW_RANKS
-_STEPS = (1, 10, 3, 8)  # through the ranks, modulo 11: there and back
-_NARROW_RANKS = 4  # their sets of sets have 16 bits, of which the highest is looked up
+_STEPS = (1, 10, 3, 8)  # through the ranks, modulo 11: forward and back
+_NARROW_RANKS = 4  # up to 16 candidates: the highest bit is a table look-up
 _ONE = np.uint64(1)
 
 MEMBERS = tuple(
@@ -30,16 +30,15 @@ HAS_SR = (np.arange(SETS)[:, None] >> np.arange(FEW_RANKS) & 1).astype(np.float6
 
 
 class HittingSets(NamedTuple):
-    """Of R ranks: the smallest set that has a rank of each of some sets.
+    """Table of the smallest set of ranks that intersects each of several sets.
 
-    Sets to choose from stand in a line, the smallest last, those of a size by an order of
-    preference; of each set of ranks `hits_WVS` has a bit for every one in the line that has a rank
-    of it (in 64-bit words). What several sets of ranks have in common are those that do for all,
-    and the highest bit is the best. The empty set of ranks is content with any.
+    Candidate sets are sorted, the smallest last, equal sizes by an order of preference. For each
+    set of ranks, `hits_WVS` has one bit per candidate that intersects it, in 64-bit words; the
+    empty set accepts all. The intersection over several sets has a bit for each candidate that hits
+    them all, of which the highest is best.
 
-    `order_VR`: how much each order wants a rank last. `chosen_VS`: the set at each bit (the first C
-    of S).
-    """
+    `order_VR`: rank of preference, most wanted first. `chosen_VS`: the candidate at each bit (the
+    first C of S)."""
 
     ranks: int
     order_VR: Ints
@@ -47,8 +46,7 @@ class HittingSets(NamedTuple):
     chosen_VS: Bytes
 
     def smallest(self, sets_KT: Ints, first_T: Ints) -> Bytes:
-        """[T] set of ranks with one of each of a token's. first_T: its order of preference,
-        S times."""
+        """Return a smallest set of ranks per token [T]. first_T: S times its order of preference."""
         at_KT = sets_KT + first_T
         if self.ranks <= _NARROW_RANKS:
             hits_T: Array = np.bitwise_and.reduce(self.hits_WVS[0].take(at_KT), axis=0)
@@ -63,7 +61,7 @@ class HittingSets(NamedTuple):
 
 @functools.cache
 def hitting_sets(ranks: int) -> HittingSets:
-    """Orders of preference: each rank is first in turn, in four ways of going round."""
+    """Return the table for a number of ranks. Each rank comes first in four orders."""
     sets_C, number_R = np.arange(1 << ranks), np.arange(ranks)
     has_CR = sets_C[:, None] >> number_R & 1
     orders, hits, chosen = list[Ints](), list[Any](), list[Bytes]()
@@ -84,7 +82,7 @@ def hitting_sets(ranks: int) -> HittingSets:
 
 
 def _words(hit_SC: Bools) -> Array:
-    """[W, S] its bits: the last of C is the highest."""
+    """Return the bits as words [W, S]; the last candidate has the highest bit."""
     bytes_SB = np.packbits(hit_SC, axis=1, bitorder="little")
     if hit_SC.shape[1] <= 16:
         bytes_SB = np.pad(bytes_SB, ((0, 0), (0, 2 - bytes_SB.shape[1])))
@@ -95,14 +93,16 @@ def _words(hit_SC: Bools) -> Array:
 
 @functools.cache
 def _first_word(ranks: int, top_k: int) -> int:
-    """Of a line: no token wants more ranks than experts, larger sets are not looked at."""
+    """Return the first word that matters: no token needs more ranks than it has experts."""
     larger = sum(comb(ranks, size) for size in range(top_k + 1, ranks + 1))
     return larger // 64
 
 
 def _highest(bits_WT: NDArray[np.uint64], first: int) -> Ints:
-    """[T] number of the highest bit, where words are counted from `first`: the exponent of a
-    float. A bit below a set one is left out, lest a number be rounded up to the next power."""
+    """Return the number of the highest bit [T], from a float's exponent; words count from `first`.
+
+    A bit below a set bit is cleared, since the conversion could round up to the next power of two.
+    """
     highest_WT = (bits_WT & ~(bits_WT >> _ONE)).astype(np.float64)
     sum_T = _WEIGHT_W[first : first + len(bits_WT)] @ highest_WT
     bit_T: Ints = (sum_T.view(np.int64) >> 52) - 1023

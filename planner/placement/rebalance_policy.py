@@ -1,12 +1,12 @@
-"""Whether and how the experts of a running group move to where its traffic wants them.
+"""Rebalancing of a running group's experts according to its recent routing.
 
     window ── find_rebalance_step ──> RebalanceStep: the layers that gain most per byte
     RebalancePolicy                   when to solve, what was proposed, and its outcome
 
-A layer is moved if it takes `MIN_GAIN` less time on both halves of the window, so that traffic that
-alternates is one mixture, and if the saving exceeds the copying cost within `placement.payback_s`.
-After a complete change the policy waits for a window of new traffic. Pure: the caller has clock and
-thread.
+A layer moves if it takes `MIN_GAIN` less time on both halves of the window, so that alternating
+traffic counts as one mixture, and if the saving exceeds the copying cost within
+`placement.payback_s`. After a complete change the policy waits for a window of new traffic. Pure:
+the caller has clock and thread.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from planner.placement.routing_window import WINDOW_S, WindowRouting
 from planner.placement.slots import Line, layer_slots, moved
 from planner.placement.solve import solve_layer
 
-LEAST_TOKENS = 1024  # sampled: grouping 16 experts by so many is within 1 % of by all of them
+LEAST_TOKENS = 1024  # sampled tokens: placing 16 experts is then within 1 % of the whole sample
 MIN_GAIN = 0.03  # of a layer's time
-COPY_BYTES_PER_S = 1e9  # what a core brings in if it does nothing else
-BUSY_FRACTION = 0.5  # of its time a group computes, where no stage has been measured
-LOAD_LIMIT = 1.05  # aimed at on the window, so that the traffic's stays within 1.1
+COPY_BYTES_PER_S = 1e9  # that one core copies
+BUSY_FRACTION = 0.5  # busy time of a group without measured stages
+LOAD_LIMIT = 1.05  # on the window, so that traffic stays within 1.1
 POLL_INTERVAL_S = 2.0
 RETRY_S = 10.0  # after a failed move
 _REMEMBERED = 4  # proposals
 
 
 class MoveCosts(NamedTuple):
-    """pair_ms, copy_ms: as `PlacementCosts`, for a token of a layer; None: nothing is measured yet.
+    """Costs of a token in a layer, as in `PlacementCosts`; None: not measured yet.
+
     expert_bytes: of one expert of one layer."""
 
     expert_bytes: int
@@ -44,8 +45,10 @@ class MoveCosts(NamedTuple):
 
 
 class RebalanceStep(NamedTuple):
-    """is_whole: no layer that would gain is left out. gain_fraction: of all layers' time, as
-    predicted. load_bytes: that the rank which loads most brings in."""
+    """Next placement of a group.
+
+    is_whole: includes every layer that would gain. gain_fraction: predicted, of all layers' time.
+    load_bytes: bytes that the rank with most new experts loads."""
 
     placement: Placement
     is_whole: bool
@@ -56,9 +59,9 @@ class RebalanceStep(NamedTuple):
 class _LayerMove(NamedTuple):
     layer: int
     line: Line
-    saved_ms: float  # of a token
-    gain: float  # of the layer's time, on the half of the window where it is less
-    loads: tuple[int, ...]  # experts that each rank brings in
+    saved_ms: float  # per token
+    gain: float  # of the layer's time, the smaller of both halves of the window
+    loads: tuple[int, ...]  # experts that each rank loads
 
 
 def find_rebalance_step(
@@ -70,10 +73,10 @@ def find_rebalance_step(
     generation: int,
     should_continue: Callable[[], bool] = lambda: True,
 ) -> RebalanceStep | None:
-    """Return the next placement, or None where none pays. should_continue: called before each layer
-    is
-    solved, in turns that start with another layer for each generation; layers that are not reached
-    stay."""
+    """Return the next placement, or None if no move pays.
+
+    should_continue: polled before each layer; the first layer depends on the generation, and layers
+    that are not reached stay unchanged."""
     layers = [layer for layer, line in enumerate(current.expert_of_slot) if line]
     first = generation % len(layers)
     prices = _prices(routing, current, costs)
@@ -122,7 +125,7 @@ def _step(
 
 
 class _LayerPricer(NamedTuple):
-    """ms of a token of a layer."""
+    """Price of a layer in ms per token."""
 
     costs: PlacementCosts
     top_k: int
@@ -138,8 +141,7 @@ class _LayerPricer(NamedTuple):
 
 
 def _prices(routing: WindowRouting, current: Placement, costs: MoveCosts) -> _LayerPricer:
-    """Where no stage is measured: links and experts take as long, and both together as much of the
-    time as a group is busy."""
+    """Return the pricer. Without measurements, links and experts share the busy time equally."""
     layers, top_k = routing.paths_PLK.shape[1:]
     if costs.pair_ms is not None and costs.copy_ms is not None:
         prices = PlacementCosts(costs.pair_ms, costs.copy_ms, LOAD_LIMIT)
@@ -157,7 +159,7 @@ def _solve_layer(
     prices: _LayerPricer,
     max_moves: int,
 ) -> _LayerMove | None:
-    """None where the layer stays as it is."""
+    """Return the move of one layer, or None if it stays unchanged."""
     slots, before = current.slots_per_rank, current.expert_of_slot[layer]
     placed = solve_layer(
         routing.layer(position), slots, costs=prices.costs, start=before, max_moves=max_moves
@@ -177,8 +179,7 @@ def _solve_layer(
 def _pays(
     layer: _LayerMove, routing: WindowRouting, costs: MoveCosts, config: PlacementConfig
 ) -> bool:
-    """Saved time per second, for as long as the new placement has to pay, against the part of its
-    time that the busiest rank copies."""
+    """Return True if the time saved within the payback period exceeds the time spent copying."""
     copying_s = max(layer.loads) * costs.expert_bytes / config.bytes_per_s
     saved_per_s = layer.saved_ms * routing.tokens_per_s / 1e3
     busy = min(1.0, config.bytes_per_s / COPY_BYTES_PER_S)
@@ -196,15 +197,17 @@ def _within(layers: Sequence[_LayerMove], most: int) -> list[_LayerMove]:
 
 
 class _Proposal(NamedTuple):
-    """retired: ranks that have nothing older left."""
+    """A proposed placement. retired: ranks that hold nothing older."""
 
     placement: Placement
     retired: set[str]
 
 
 class RebalancePolicy:
-    """`current`: the placement in use. `newest`: the largest generation known; numbers are never
-    reused. `pending`: what is proposed, until its outcome."""
+    """Schedule and outcome of rebalancing.
+
+    `current`: the placement in use. `newest`: the largest generation known; numbers are never
+    reused. `pending`: the proposal without an outcome."""
 
     def __init__(self, current: Placement, config: PlacementConfig) -> None:
         self.current, self.newest = current, current.generation
@@ -217,26 +220,26 @@ class RebalancePolicy:
         self._is_over = config.rebalance == "off"
 
     def is_due(self, now_s: float, routing: WindowRouting) -> bool:
-        """Whether to solve now."""
+        """Return True if the next step is to be solved now."""
         if self.pending is not None and now_s > self._outcome_due_s:
             self._fail(now_s)
         waits = self.pending is not None or now_s < self._not_before_s
         return not self._is_over and not waits and routing.sampled >= LEAST_TOKENS
 
     def record_proposal(self, step: RebalanceStep, now_s: float) -> None:
-        """Take a step that is sent out, of a generation above `newest`."""
+        """Record a published step, of a generation above `newest`."""
         self.pending, self._is_whole = step.placement, step.is_whole
         self._proposed.append(_Proposal(step.placement, set()))
         self.newest = step.placement.generation
         self._outcome_due_s = now_s + 2 * self._config.move_timeout_s
 
     def record_no_step(self, now_s: float) -> None:
-        """Nothing pays. With "once" that ends the policy."""
+        """Record that no move pays. With "once" that ends the policy."""
         self._not_before_s = now_s + POLL_INTERVAL_S
         self._is_over = self._is_over or self._config.rebalance == "once"
 
     def record_held(self, placement: Placement, newest: int) -> None:
-        """Take what an expert rank reported when it connected or switched."""
+        """Record what an expert rank reports when it connects or switches."""
         self.newest = max(self.newest, newest, placement.generation)
         if self.pending is not None and placement.generation > self.pending.generation:
             self.pending = None  # superseded
@@ -244,7 +247,7 @@ class RebalancePolicy:
             self.current = placement
 
     def record_retired(self, rank: str, generation: int, now_s: float) -> None:
-        """The rank has nothing older than `generation` left; this may arrive after the timeout."""
+        """Record that a rank holds nothing older than `generation`, possibly after the timeout."""
         for proposed in self._proposed:
             if proposed.placement.generation == generation:
                 proposed.retired.add(rank)

@@ -1,18 +1,19 @@
-"""The choice of the replica that answers a (token, expert) pair: a token goes to the fewest ranks
-that have its experts, and of equals to those with the least to do.
+"""Choice of the replica that serves each (token, expert) pair.
+
+A token goes to the fewest ranks that have its experts, among these to the least loaded.
 
     experts of a token     5        9             2          7
-    ranks that have it     {1}      {0, 1}        {0, 2}     {2, 3}
-    answered by            1        1, where it   2          2, which has both
-                                    goes anyway
+    ranks with the expert  {1}      {0, 1}        {0, 2}     {2, 3}
+    served by              1        1, used       2          2, which has both
+                                    anyway
 
-1. Experts with one replica force their ranks. What these ranks have is answered there.
-2. What a token lacks then goes to the rank that has most of it, again and again.
-3. Pairs that several ranks of their token could answer level the ranks' numbers of pairs.
+1. Experts with one replica determine their ranks. These ranks serve the other experts they have.
+2. For the remaining experts, the rank that has most of them is added, repeatedly.
+3. Pairs that several ranks of their token could serve level the ranks' loads.
 
 `PairwiseChooser` is the rule; `few_ranks.py` computes it in numpy for up to eight ranks and many
-pairs. A set of ranks is an integer, a bit for each.
-Shapes: T tokens, K experts of each, E experts, R ranks.
+pairs. A set of ranks is an integer with a bit per rank. Shapes: T tokens, K experts of each, E
+experts, R ranks.
 """
 
 from __future__ import annotations
@@ -29,27 +30,23 @@ MAX_TOP_K = 255
 
 
 class RoundRobinChooser:
-    """For more ranks than sets are made of: token t of a batch takes replica t modulo their
-    number."""
+    """Replica choice for more than MAX_RANKS ranks: token t takes replica t modulo their number."""
 
-    def __init__(self, slot_ER: Array) -> None:
-        """slot_ER: -1 where the rank does not have the expert."""
+    def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
         self._replicas_E = (slot_ER >= 0).sum(axis=1)
         self._slots_ER = np.sort(slot_ER, axis=1)[:, ::-1]
 
     def slots(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
-        """[T, K] slot of each pair."""
+        """Return the slot of each pair [T, K]."""
         token_T1 = np.arange(len(topk_ids_TK))[:, None]
         slot_TK: Array = self._slots_ER[topk_ids_TK, token_T1 % self._replicas_E[topk_ids_TK]]
         return slot_TK
 
 
 class PairwiseChooser:
-    """The rule, token by token: as fast as a dozen calls of numpy for about a hundred pairs, and
-    for any number of ranks up to MAX_RANKS."""
+    """The rule in a scalar loop, for up to MAX_RANKS ranks; as fast as numpy for about 100 pairs."""
 
-    def __init__(self, slot_ER: Array) -> None:
-        """slot_ER: -1 where the rank does not have the expert."""
+    def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
         self._slot_ER: list[list[int]] = slot_ER.tolist()
         self._kind = slot_ER.dtype
         self._sets_E = [
@@ -59,7 +56,7 @@ class PairwiseChooser:
         self._only_E = [each if not each & (each - 1) else 0 for each in self._sets_E]
 
     def slots(self, topk_ids_TK: Ints, free_rank: int | None) -> Array:
-        """[T, K] slot of each pair. free_rank: one that costs a token nothing."""
+        """Return the slot of each pair [T, K]. free_rank: a rank that costs a token nothing."""
         sets_E, only_E, slot_ER = self._sets_E, self._only_E, self._slot_ER
         load_R, slots = [0] * len(slot_ER[0]), list[int]()
         rows = topk_ids_TK.tolist()
@@ -101,7 +98,7 @@ def _fewest(left: list[int], load_R: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=1 << 14)
 def most(sets: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """In how many of the sets the commonest ranks are, and which these are."""
+    """Return the largest number of sets that share a rank, and the ranks for which it is reached."""
     ranks = members(functools.reduce(int.__or__, sets, 0))
     times = [sum(each >> rank & 1 for each in sets) for rank in ranks]
     found = max(times, default=0)
@@ -110,5 +107,5 @@ def most(sets: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def members(ranks: int) -> tuple[int, ...]:
-    """The ranks of a set."""
+    """Return the ranks of a set."""
     return tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1)

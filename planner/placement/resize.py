@@ -1,12 +1,12 @@
-"""The same experts on more or fewer ranks: as few as can be come to a rank that had them not.
+"""Placement of the same experts on more or fewer ranks, with as few moves as possible.
 
     rank            0     |    1     |  2             rank            0    |   1   |  2
     slots        0 1 2 3  | 4 5 6 7  |       <──>     slots        0 1 2   | 4 5 6 | 3 7
 
-Slots are dealt out evenly, those to spare too; who had more keeps one more. A rank gives what
-another has as well before what it alone has, keeps the rest in order, and takes what nobody has any
-more, then replicas of what is there least often. Where two ranks are alike the lower one goes
-first: equal placements give equal ones.
+Slots, spare ones included, are divided evenly; the ranks that had more keep one more. A rank gives
+up experts that have replicas elsewhere first, keeps the others in order, and receives missing
+experts, then replicas of the rarest. The lower rank wins ties, so that equal placements give equal
+results.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from contracts.placement import Placement
 
 
 def resize_placement(placement: Placement, ranks: int, *, generation: int) -> Placement:
-    """`placement` on ranks 0 to ranks - 1. Raises ConfigError where there are not as many experts,
-    or none."""
+    """Return `placement` on ranks 0 to ranks - 1.
+
+    Raises ConfigError unless 1 <= ranks <= the number of experts."""
     if not 1 <= ranks <= placement.num_experts:
         raise ConfigError(
             f"{ranks} expert ranks for {placement.num_experts} experts: give 1 to "
@@ -40,7 +41,7 @@ def resize_placement(placement: Placement, ranks: int, *, generation: int) -> Pl
 
 
 def experts_received(before: Placement, after: Placement) -> tuple[int, ...]:
-    """Of each rank of `after`, the experts of all layers that it did not have."""
+    """Return the experts, of all layers, that each rank of `after` has to load."""
     counts = [0] * after.ranks
     for old, new in zip(before.expert_of_slot, after.expert_of_slot, strict=True):
         had = _held(before, old, after.ranks)
@@ -50,7 +51,7 @@ def experts_received(before: Placement, after: Placement) -> tuple[int, ...]:
 
 
 def _slots(placement: Placement, ranks: int) -> tuple[int, ...]:
-    """A share of the experts each, and as many to spare as ranks have now, at most all experts."""
+    """Divide the experts evenly, and as many spare slots per rank as now, at most one per expert."""
     experts, had = placement.num_experts, placement.slots_per_rank
     spare = -(-(sum(had) - experts) // placement.ranks)
     base, extra = divmod(experts, ranks)
@@ -60,19 +61,19 @@ def _slots(placement: Placement, ranks: int) -> tuple[int, ...]:
 
 
 def _held(placement: Placement, line: Sequence[int], ranks: int) -> list[list[int]]:
-    """What each of so many ranks has of a layer; a rank that it does not name has nothing."""
+    """Return the experts of each rank in a layer; new ranks have none."""
     held = [list(line[low:high]) for low, high in placement.slot_bounds[:ranks]]
     return held + [[] for _ in range(ranks - len(held))]
 
 
 def _line(num_experts: int, held: list[list[int]], slots: Sequence[int]) -> tuple[int, ...]:
-    """A layer's slots. held: of each rank; it changes."""
+    """Return a layer's slots. held: experts of each rank, which changes."""
     copies = Counter(itertools.chain.from_iterable(held))
     for rank, own in enumerate(held):
         while len(own) > slots[rank]:
             _give(own, copies)
     spare = sum(slots) - num_experts
-    for own in held:  # what nobody has needs a slot
+    for own in held:  # missing experts need a slot
         while copies.total() - len(+copies) > spare and any(copies[one] > 1 for one in own):
             _give(own, copies)
     missing = [expert for expert in range(num_experts) if not copies[expert]]
@@ -89,7 +90,7 @@ def _line(num_experts: int, held: list[list[int]], slots: Sequence[int]) -> tupl
 
 
 def _give(own: list[int], copies: Counter[int]) -> None:
-    """What is there most often; of equals the last."""
+    """Remove the expert with the most replicas, of equals the last."""
     given = max(enumerate(own), key=lambda each: (copies[each[1]], each[0]))[1]
     own.remove(given)
     copies[given] -= 1

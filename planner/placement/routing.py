@@ -1,4 +1,4 @@
-"""Routing as placement sees it, layer by layer: which experts the tokens of a sample went to.
+"""Routing samples of a layer: the experts that its tokens were routed to.
 
 Shapes: P sampled tokens, K experts of each, R ranks, N entries of a table of token ids.
 """
@@ -13,12 +13,13 @@ import numpy as np
 from planner.arrays import Array, Ints
 from planner.placement.slots import LayerSlots
 
-BATCH_TOKENS = 2048  # replicas are chosen, and loads compared, batch by batch
+BATCH_TOKENS = 2048  # of a batch
 
 
 class TokenCounts(NamedTuple):
-    """How often token ids went to experts: (id, expert, times) of each pair that occurred, by
-    ascending id, then expert. What was seen least may have been left out."""
+    """Number of times that each token id was routed to each expert, by ascending id, then expert.
+
+    The rarest entries may be missing."""
 
     ids_N: Ints
     experts_N: Ints
@@ -26,7 +27,7 @@ class TokenCounts(NamedTuple):
 
 
 class LayerRouting(NamedTuple):
-    """sets_PK: experts of each sampled token, in the router's order. ids_P: its token id."""
+    """Sample of a layer. sets_PK: experts of each token, in the router's order. ids_P: token ids."""
 
     num_experts: int
     sets_PK: Ints
@@ -34,13 +35,15 @@ class LayerRouting(NamedTuple):
     counts: TokenCounts
 
     def load(self) -> Ints:
-        """[E] pairs of each expert in the sample."""
+        """Return the pairs of each expert in the sample [E]."""
         return np.bincount(self.sets_PK.ravel(), minlength=self.num_experts)
 
 
 class Measured(NamedTuple):
-    """copies: ranks that a token is sent to, mean. load: pairs of the busiest rank over the mean,
-    of the whole sample; batch_load: the same of each batch, mean."""
+    """Figures of a placement on a sample.
+
+    copies: mean number of ranks that a token is sent to. load: pairs of the busiest rank over the
+    mean, for the whole sample; batch_load: the mean of the same per batch."""
 
     copies: float
     load: float
@@ -48,13 +51,13 @@ class Measured(NamedTuple):
 
 
 def batches_of_ranks(routing: LayerRouting, placed: LayerSlots) -> Iterator[Array]:
-    """Yield [T, K] the rank that answers each pair, for BATCH_TOKENS tokens at a time."""
+    """Yield the rank that serves each pair [T, K], for BATCH_TOKENS tokens at a time."""
     for start in range(0, len(routing.sets_PK), BATCH_TOKENS):
         yield placed.ranks_of(placed.of_pairs(routing.sets_PK[start : start + BATCH_TOKENS]))
 
 
 def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
-    """What that placement of the layer's experts makes of the sample, batch by batch."""
+    """Return the figures of a placement on the sample."""
     ranks, tokens = len(placed.bounds), len(routing.sets_PK)
     copies, pairs_R, batch_loads = 0, np.zeros(ranks, np.int64), []
     for ranks_TK in batches_of_ranks(routing, placed):

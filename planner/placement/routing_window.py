@@ -1,4 +1,4 @@
-"""Sampled routing of the last seconds, from which placements are solved. Pure.
+"""Sliding window of sampled routing, from which placements are solved. Pure.
 
 Shapes: P tokens, L layers with experts, K experts of each.
 """
@@ -13,14 +13,12 @@ from numpy.typing import NDArray
 
 from planner.placement.routing import LayerRouting, TokenCounts
 
-WINDOW_S = 16.0
-"""Traffic that alternates faster than this counts as one mixture."""
+WINDOW_S = 16.0  # traffic that alternates faster counts as one mixture
 MOST_TOKENS = 8192
 
 
 class TokenSample(NamedTuple):
-    """ids_P: token ids. paths_PLK: their experts. tokens: that the sample stands for. at_s: when it
-    arrived."""
+    """One report. ids_P: token ids. paths_PLK: their experts. tokens: all tokens of the period."""
 
     at_s: float
     tokens: int
@@ -41,7 +39,7 @@ class WindowRouting(NamedTuple):
         return len(self.ids_P)
 
     def layer(self, position: int) -> LayerRouting:
-        """Of the position-th layer with experts."""
+        """Return the routing of the position-th layer with experts."""
         E = self.num_experts
         ids_P = self.ids_P.astype(np.int64)
         sets_PK = self.paths_PLK[:, position].astype(np.int64)
@@ -55,7 +53,7 @@ class WindowRouting(NamedTuple):
 
 
 class RoutingWindow:
-    """At most MOST_TOKENS sampled tokens of the last WINDOW_S."""
+    """At most MOST_TOKENS sampled tokens of the last WINDOW_S seconds."""
 
     def __init__(self, num_experts: int, layers: int, top_k: int, vocab_size: int) -> None:
         self._num_experts, self._vocab_size = num_experts, vocab_size
@@ -66,8 +64,9 @@ class RoutingWindow:
     def add(
         self, now_s: float, tokens: int, ids: bytes, paths: bytes
     ) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
-        """Takes what a `RoutingReport` has; returns it as arrays [P, 2], [P, L, K]. Raises
-        ValueError for what no rank of this model sends."""
+        """Add the content of a `RoutingReport`, and return its arrays [P, 2] and [P, L, K].
+
+        Raises ValueError for a report that does not fit the model."""
         ids_P2, paths_PLK = self._arrays(ids, paths)
         if len(ids_P2) > tokens:
             raise ValueError(f"routing report: {len(ids_P2)} tokens are sampled of {tokens}")
@@ -83,7 +82,7 @@ class RoutingWindow:
         ids = [np.zeros(0, np.int32), *(each.ids_P for each in self._samples)]
         paths = [np.zeros((0, layers, top_k), np.int16), *(e.paths_PLK for e in self._samples)]
         ran = sum(each.tokens for each in self._samples)
-        # A sample stands for the time before it came: without the first, the rest fills the span.
+        # A sample covers the time before its arrival: all but the first cover the span.
         first = self._samples[0] if self._samples else None
         per_s = 0.0
         if first is not None and now_s - first.at_s > 0:

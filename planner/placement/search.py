@@ -1,12 +1,11 @@
-"""Changes of a layer's slots, one at a time, while they make the layer cheaper: two slots exchange
-their experts, or a replica makes room for another.
+"""Local search over a layer's slots: exchanges of two experts, and replacements of replicas.
 
-Every change is priced at once from the layout's sums. Without replicas that is exact:
+All changes are priced together from the layout's sums. Without replicas the price is exact:
 
     exchange of i and j: enter[i, rank j] + enter[j, rank i] - leave[i] - leave[j]
                          + beside[i, j] + beside[j, i]     (tokens with both stay where they are)
 
-With them it is an estimate: the best few are made, and stay only if they pay.
+With replicas it is an estimate: the best few changes are made, and reverted if they do not pay.
 
 Shapes: S slots, E experts, R ranks.
 """
@@ -22,15 +21,15 @@ from planner.placement.layout import EMPTY, Layout, LayoutChange, totals
 from planner.placement.routing import TokenCounts
 from planner.placement.token_ranks import rank_of_ids, shares
 
-GAIN = 1e-9  # less is none
-MAX_LAYOUTS = 8  # of the layouts that were found
+GAIN = 1e-9  # the least that counts
+MAX_LAYOUTS = 8  # that are kept
 MAX_STALE_ROUNDS = 40  # rounds without a gain
-SLOTS_PER_EXCHANGE = 16  # one slot in so many is exchanged at random
-TRIES = 4  # of the best changes, where prices are estimates
+SLOTS_PER_EXCHANGE = 16  # random exchanges per round
+TRIES = 4  # of the best changes, if prices are estimates
 
 
 def descend(layout: Layout, most_changes: int) -> None:
-    """Makes the change that pays most until none does, or so many were made."""
+    """Make the change that pays most until none does, or `most_changes` are made."""
     for _ in range(most_changes):
         exchanged = _best(layout, exchanges(layout), layout.exchange)
         replaced = layout.replicated and _best(layout, replacements(layout), layout.replace)
@@ -39,7 +38,7 @@ def descend(layout: Layout, most_changes: int) -> None:
 
 
 def fill(layout: Layout) -> None:
-    """Gives empty slots the replicas that pay most, one after the other."""
+    """Fill each empty slot in turn with the replica that pays most."""
     while (layout.experts_S == EMPTY).any():
         price_SE = replacements(layout)
         price_SE[layout.experts_S != EMPTY] = np.inf
@@ -54,9 +53,10 @@ def fill(layout: Layout) -> None:
 
 
 def improved(layout: Layout, work: int, rng: np.random.Generator) -> list[Layout]:
-    """The cheapest of what is found from `layout` on, ascending: some exchanges at random, then
-    `descend`, and on from there if that is no dearer. Until so much work is done, or was long in
-    vain; `layout` stays as it is."""
+    """Return the cheapest layouts found by an iterated local search from `layout`, ascending.
+
+    Each round makes random exchanges, then descends, and continues from the result unless it costs
+    more. Stops after `work`, or MAX_STALE_ROUNDS rounds without a gain. `layout` is not changed."""
     best = layout
     found = [layout]
     some = max(2, len(layout.ranks_S) // SLOTS_PER_EXCHANGE)
@@ -79,14 +79,14 @@ def improved(layout: Layout, work: int, rng: np.random.Generator) -> list[Layout
 
 
 def _with(found: list[Layout], other: Layout) -> list[Layout]:
-    """The cheapest of them, each price once."""
+    """Return the cheapest layouts, one per price."""
     if any(abs(each.price() - other.price()) < GAIN for each in found):
         return found
     return sorted([*found, other], key=Layout.price)[:MAX_LAYOUTS]
 
 
 def _best(layout: Layout, prices: Floats, make: Callable[[int, int], LayoutChange]) -> bool:
-    """Whether one of the changes was made."""
+    """Make the best change; return False if none pays."""
     now = layout.price()
     for i, j in _cheapest(prices, TRIES if layout.replicated else 1):
         if prices[i, j] >= now - GAIN:
@@ -99,7 +99,7 @@ def _best(layout: Layout, prices: Floats, make: Callable[[int, int], LayoutChang
 
 
 def _cheapest(prices: Floats, count: int) -> list[tuple[int, int]]:
-    """Indices of the least finite prices, ascending."""
+    """Return the indices of the lowest finite prices, ascending."""
     flat = prices.ravel()
     best = np.argpartition(flat, min(count, len(flat)) - 1)[:count]
     best = best[np.lexsort((best, flat[best]))]
@@ -107,7 +107,7 @@ def _cheapest(prices: Floats, count: int) -> list[tuple[int, int]]:
 
 
 def exchanges(layout: Layout) -> Floats:
-    """[S, S] the price after each exchange, infinite where there is none to make."""
+    """Return the price after each exchange [S, S], infinite where it is impossible."""
     sums, ranks_S, load_R = layout.sums, layout.ranks_S, layout.loads()
     change_SS = sums.enter_SR[:, ranks_S] - sums.leave_S[:, None] + sums.beside_SS
     copies_SS = sums.copies + change_SS + change_SS.T
@@ -133,8 +133,10 @@ def exchanges(layout: Layout) -> Floats:
 
 
 def replacements(layout: Layout) -> Floats:
-    """[S, E] about the price once the slot has that expert, infinite where it cannot: its own is
-    nowhere else, or the rank has the other."""
+    """Return the estimated price after each replacement of a slot's expert [S, E].
+
+    Infinite where the slot has the only replica of its expert, or the rank has the new one already.
+    """
     sums, ranks_S, experts_S = layout.sums, layout.ranks_S, layout.experts_S
     held_ER, load_R = layout.slot_table() >= 0, layout.loads()
     copies_SE = sums.copies + sums.give_S[:, None] - sums.join_ER.T[ranks_S]
@@ -153,8 +155,10 @@ def replacements(layout: Layout) -> Floats:
 
 
 def _busiest_replaced(layout: Layout, held_ER: Bools, load_R: Floats) -> Floats:
-    """[S, E] about the load of the busiest rank: of an expert's pairs, those move to its new rank
-    that save a copy, or as many as even out the two ranks."""
+    """Return the estimated load of the busiest rank after each replacement [S, E].
+
+    Of an expert's pairs, the new replica receives those that save a copy, or as many as level both
+    ranks."""
     sums, ranks_S = layout.sums, layout.ranks_S
     served_ER = np.zeros(held_ER.shape)
     filled = np.flatnonzero(layout.experts_S != EMPTY)
@@ -171,7 +175,7 @@ def _busiest_replaced(layout: Layout, held_ER: Bools, load_R: Floats) -> Floats:
 
 
 def _most_of_others(load_R: Floats) -> Floats:
-    """[R, R] the load of the busiest rank but those two; 0 where there is no other."""
+    """Return the load of the busiest rank except two [R, R]; 0 if there is no other."""
     R, each = len(load_R), np.arange(len(load_R))
     kept_RRR = np.broadcast_to(load_R, (R, R, R)).copy()
     kept_RRR[each, :, each] = 0.0
@@ -180,17 +184,17 @@ def _most_of_others(load_R: Floats) -> Floats:
     return most
 
 
-RANDOM = 2
-ROUNDS = 12  # of ids to experts' ranks and back: then labels hardly change
+RANDOM = 2  # random starts
+ROUNDS = 12  # of co-clustering, after which labels hardly change
 
 
 def in_order(homes_R: Ints) -> Ints:
-    """[E] ranks: the first experts on the first."""
+    """Return the rank of each expert [E], in the order of the experts."""
     return np.repeat(np.arange(len(homes_R)), homes_R)
 
 
 def balanced(load_E: Floats, homes_R: Ints) -> Ints:
-    """The hottest first, each to the rank that is least loaded and has room."""
+    """Assign the experts by descending load, each to the least loaded rank with room."""
     ranks_E, load_R, room_R = np.zeros_like(load_E, np.int64), np.zeros(len(homes_R)), homes_R + 0
     for expert in np.argsort(-load_E, kind="stable"):
         rank = int(np.where(room_R > 0, load_R, np.inf).argmin())
@@ -201,8 +205,7 @@ def balanced(load_E: Floats, homes_R: Ints) -> Ints:
 
 
 def grown(together_EE: Floats, homes_R: Ints) -> Ints:
-    """Rank by rank: the hottest expert that is left, then whichever goes with those there most
-    often, for its load."""
+    """Fill rank by rank with the hottest expert left, then those that co-occur most for their load."""
     E = len(together_EE)
     load_E = np.maximum(1.0, together_EE.diagonal())
     ranks_E = np.full(E, -1)
@@ -234,8 +237,7 @@ def co_clustered(counts: TokenCounts, ranks_E: Ints, homes_R: Ints) -> Ints:
 
 
 def _divided(score_ER: Floats, homes_R: Ints) -> Ints:
-    """[E] ranks with so many experts each, for a high sum of scores: who would lose most chooses
-    first, then exchanges."""
+    """Return the ranks [E] with a high sum of scores: greedy by regret, then exchanges."""
     E, room_R = len(score_ER), homes_R + 0
     ranks_E = np.full(E, -1)
     best_E2 = np.sort(score_ER, axis=1)[:, -2:]
@@ -256,7 +258,7 @@ def _divided(score_ER: Floats, homes_R: Ints) -> Ints:
 def starts(
     counts: TokenCounts, together_EE: Floats, homes_R: Ints, rng: np.random.Generator
 ) -> Iterator[Ints]:
-    """[E] ranks, of each start."""
+    """Yield the ranks [E] of each initial layout."""
     yield in_order(homes_R)
     yield balanced(together_EE.diagonal(), homes_R)
     yield (packed := grown(together_EE, homes_R))

@@ -1,4 +1,4 @@
-"""A placement as dispatch looks things up in it: arrays made once, by layer.
+"""Look-up arrays of a placement for dispatch, and layers as sequences of slots.
 
 Shapes: T tokens, K experts of each, E experts, R ranks.
 """
@@ -21,8 +21,10 @@ _Choice = SmallGroupChooser | PairwiseChooser | RoundRobinChooser
 
 
 class LayerSlots:
-    """Slots of one layer. `bounds`: [first, last) of each rank (`lows_R`: the first); `count`: of
-    all; `expert_of_slot`: which expert is in each; `slots_of_expert`: where each is, by rank."""
+    """Slots of one layer.
+
+    `bounds`: [first, last) of each rank (`lows_R`: the first); `count`: of all slots;
+    `expert_of_slot`, `slots_of_expert`: both directions."""
 
     __slots__ = (
         "_choice",
@@ -35,14 +37,13 @@ class LayerSlots:
     )
 
     def __init__(self, experts: Sequence[int], bounds: Sequence[tuple[int, int]]) -> None:
-        """experts: of each slot."""
         self.bounds, self.count = tuple(bounds), len(experts)
         self.expert_of_slot: Ints = np.array(experts, np.int64)
         slots: list[list[int]] = [[] for _ in range(max(experts, default=-1) + 1)]
         for slot, expert in enumerate(experts):
             slots[expert].append(slot)
         self.slots_of_expert = tuple(map(tuple, slots))
-        kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow ones are sorted sooner
+        kind = np.int16 if self.count < 1 << 15 else np.int64  # narrow integers sort faster
         self.lows_R: Array = np.array([low for low, _ in bounds], kind)
         self._first_E = np.array([each[0] for each in slots], kind)
         self._choice: _Choice | None = None
@@ -53,7 +54,7 @@ class LayerSlots:
             self._choice = _choice(slot_ER)
 
     def held(self, num_experts: int) -> Bools:
-        """[E, R] whether the rank has the expert."""
+        """Return True for each expert on each rank [E, R]."""
         held_ER = np.zeros((num_experts, len(self.bounds)), bool)
         for rank, (low, high) in enumerate(self.bounds):
             held_ER[self.expert_of_slot[low:high], rank] = True
@@ -64,9 +65,9 @@ class LayerSlots:
         return np.searchsorted(self.lows_R[1:], slots, "right")
 
     def of_pairs(self, topk_ids_TK: Ints, free_rank: int | None = None) -> Array:
-        """[T, K] the slot that answers each pair. A token goes to the fewest ranks that have its
-        experts; of equals, to those that have least to do for these tokens. free_rank: one to which
-        it costs nothing. Equal ids give equal slots."""
+        """Return the slot that serves each pair [T, K], by the rule of `replicas.py`.
+
+        free_rank: a rank that costs a token nothing. Equal ids give equal slots."""
         if self._choice is None:
             return self._first_E.take(topk_ids_TK)
         return self._choice.slots(topk_ids_TK, free_rank)
@@ -80,11 +81,11 @@ def _choice(slot_ER: Array) -> _Choice:
 
 
 class ExpertPlacement:
-    """The slots of every layer."""
+    """Slots of every layer."""
 
     def __init__(self, placement: Placement) -> None:
         self.ranks = placement.ranks
-        made: dict[tuple[int, ...], LayerSlots] = {}  # layers are often alike
+        made: dict[tuple[int, ...], LayerSlots] = {}  # layers are often equal
         for experts in placement.expert_of_slot:
             if experts not in made:
                 made[experts] = LayerSlots(experts, placement.slot_bounds)
@@ -95,8 +96,9 @@ class ExpertPlacement:
 
 
 def expert_ranges(placement: Placement) -> list[tuple[int, int]]:
-    """[first, last) expert of each rank, in every layer. Raises ConfigError where some layer's
-    experts are not in order, or are replicated."""
+    """Return the [first, last) expert of each rank, equal in every layer.
+
+    Raises ConfigError if a layer's experts are out of order or replicated."""
     bounds, everyone = placement.slot_bounds, tuple(range(placement.num_experts))
     for layer, experts in enumerate(placement.expert_of_slot):
         if experts not in ((), everyone):
@@ -110,8 +112,9 @@ def expert_ranges(placement: Placement) -> list[tuple[int, int]]:
 def check_fits(
     placement: Placement, ranks: int | None, num_experts: int, moe_layers: Sequence[int]
 ) -> None:
-    """Raises ConfigError where the placement is of another group or model. ranks: None: as many as
-    have a use for an expert."""
+    """Raise ConfigError if the placement does not fit the group or the model.
+
+    ranks: None: any number up to the number of experts."""
     placed = [layer for layer, experts in enumerate(placement.expert_of_slot) if experts]
     placed_shape = (placement.ranks, placement.num_experts, len(placed))
     fitting = ranks if ranks is not None else min(max(1, placement.ranks), num_experts)
@@ -128,7 +131,7 @@ Line = tuple[int, ...]
 
 
 def ranks_of(slots_per_rank: Sequence[int]) -> Ints:
-    """The rank of each slot."""
+    """Return the rank of each slot."""
     return np.repeat(np.arange(len(slots_per_rank)), slots_per_rank)
 
 
@@ -137,19 +140,18 @@ def layer_slots(line: Line, slots_per_rank: Sequence[int]) -> LayerSlots:
 
 
 def held(line: Line, slots_per_rank: Sequence[int], num_experts: int) -> Bools:
-    """[E, R] whether the rank has the expert."""
+    """Return True for each expert on each rank [E, R]."""
     return layer_slots(line, slots_per_rank).held(num_experts)
 
 
 def moved(before: Line, after: Line, slots_per_rank: Sequence[int]) -> tuple[int, ...]:
-    """Of each rank, the experts that it did not have."""
+    """Return the number of experts that each rank has to load."""
     pairs = bounds_of(slots_per_rank)
     return tuple(len(set(after[low:high]) - set(before[low:high])) for low, high in pairs)
 
 
 def check_slots(num_experts: int, slots_per_rank: Sequence[int]) -> None:
-    """Raises ConfigError where not every expert has a slot, or a rank has more slots than there are
-    experts."""
+    """Raise ConfigError unless every expert has a slot and no rank has more slots than experts."""
     slots, most = sum(slots_per_rank), max(slots_per_rank, default=0)
     if min(slots_per_rank, default=-1) < 0 or slots < num_experts or most > num_experts:
         raise ConfigError(
@@ -159,7 +161,7 @@ def check_slots(num_experts: int, slots_per_rank: Sequence[int]) -> None:
 
 
 def first_homes(num_experts: int, slots_per_rank: Sequence[int]) -> Ints:
-    """[R] how many experts have their first slot there: alike, as far as there are slots."""
+    """Return how many experts have their first slot on each rank [R], as even as slots permit."""
     homes_R, room_R = np.zeros(len(slots_per_rank), np.int64), np.asarray(slots_per_rank)
     while (left := num_experts - int(homes_R.sum())) > 0:
         open_R = np.flatnonzero(homes_R < room_R)
@@ -169,8 +171,9 @@ def first_homes(num_experts: int, slots_per_rank: Sequence[int]) -> Ints:
 
 
 def contiguous_line(load_E: Ints, slots_per_rank: Sequence[int]) -> Line:
-    """Experts in order; in a rank's spare slots, after them, the hottest that it has not, where
-    each replica halves, thirds, … what an expert counts."""
+    """Return the experts in order, each rank's spare slots filled with its hottest missing ones.
+
+    A replica divides the load that an expert counts."""
     homes_R = first_homes(len(load_E), slots_per_rank)
     ranks_E = np.repeat(np.arange(len(homes_R)), homes_R)
     lines = [np.flatnonzero(ranks_E == rank).tolist() for rank in range(len(homes_R))]
@@ -186,8 +189,10 @@ def contiguous_line(load_E: Ints, slots_per_rank: Sequence[int]) -> Line:
 
 
 def line_of(experts_S: Ints, ranks_S: Ints, slots_per_rank: Sequence[int], start: Line) -> Line:
-    """Experts of each rank in ascending order; with a `start`, who stays on a rank stays in its
-    slot, and who comes takes the slot of one who left."""
+    """Return the slots of a layer, experts ascending on each rank.
+
+    With a `start`, experts that stay on a rank keep their slots, and new ones take the free slots.
+    """
     line: list[int] = []
     for rank, (low, high) in enumerate(bounds_of(slots_per_rank)):
         rank_experts = sorted(experts_S[ranks_S == rank].tolist())
@@ -202,8 +207,7 @@ def line_of(experts_S: Ints, ranks_S: Ints, slots_per_rank: Sequence[int], start
 def contiguous(
     num_experts: int, ranks: int, *, num_layers: int, moe_layers: Collection[int]
 ) -> Placement:
-    """Each expert once; the first `num_experts % ranks` ranks hold one more than the rest. Without
-    ranks nothing is placed."""
+    """Return the placement of each expert once, the first ranks with one more; empty without ranks."""
     if ranks == 0:
         return Placement()
     base, extra = divmod(num_experts, ranks)

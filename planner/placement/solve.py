@@ -1,10 +1,9 @@
-"""A layer's experts on ranks: the placement with which the layer takes least time, by a sample of
-its routing (`planner/placement/objective.py`).
+"""Placement of a layer's experts that minimises its time on a sample (`objective.py`).
 
-Several starts (in order, balanced by load, grown from experts that go together, co-clustered with
-token ids, at random), exchanges from each, replicas into the spare slots of the best, changes
-again. A part of the sample is kept out: what is no better there than experts in order, or than
-what the group has, is not taken.
+Several starts (in order, balanced, grown from co-occurrence, co-clustered with token ids, random)
+are improved by exchanges; the best receive replicas in their spare slots and are improved again. A
+part of the sample is held out: a result that is no better there than the present placement, or
+experts in order, is discarded.
 """
 
 from __future__ import annotations
@@ -32,19 +31,21 @@ from planner.placement.slots import (
 )
 from planner.placement.token_ranks import local_share, token_ranks
 
-WORK = 100_000_000  # of the search among layouts, about two seconds; with replicas a fourth of it
-REBALANCE_WORK = WORK // 20  # of a search that begins where experts are
-BEST = 2  # of the starts are searched on from
-NEARLY = 0.9  # where nothing is known, a load may be over even by so much of what it is in order
-MANY = 8  # experts of a rank, from which on evening out costs few copies: over by no more than ...
-FINE = 0.6  # ... of a mean expert's share of the rank
-LOCAL = 0.2  # of a layer's price, if all pairs were on the ranks that their token ids belong to
+WORK = 100_000_000  # of the search, about two seconds; a fourth of it with replicas
+REBALANCE_WORK = WORK // 20  # of a search from the present placement
+BEST = 2  # starts that are searched from
+NEARLY = 0.9  # of the overload of experts in order is allowed
+MANY = 8  # experts per rank from which on levelling costs few copies: overload at most
+FINE = 0.6  # of a mean expert's share of the rank
+LOCAL = 0.2  # discount of a layer's price if all pairs are on the rank of their token id
 
 
 class PlacedLayer(NamedTuple):
-    """expert_of_slot: rank after rank. rank_of_id_V: of each token id up to the largest counted.
-    measured: on what was kept out of the sample; baseline: the same of experts in order, or of the
-    `start`. moves: experts that come to ranks that did not have them, from there."""
+    """Solution of one layer.
+
+    expert_of_slot: rank after rank. rank_of_id_V: rank of each token id. measured: on the held-out
+    sample; baseline: the same of the `start`, or experts in order. moves: experts that ranks load.
+    """
 
     expert_of_slot: Line
     rank_of_id_V: Ints
@@ -63,10 +64,11 @@ def solve_layer(
     work: int = WORK,
     seed: int = 0,
 ) -> PlacedLayer:
-    """costs: the usual ones where nothing is known. start: the expert of each slot as it is; the
-    search begins there, an expert that moves has to save `costs.move`, and at most `max_moves`
-    do. work: of the search from other starts, at most. The same arguments give the same placement.
-    Raises ConfigError where slots do not fit."""
+    """Return the best placement found; equal arguments give equal results.
+
+    costs: default: `usual_costs`. start: present expert of each slot, from which the search begins;
+    a moved expert has to save `costs.move`, and at most `max_moves` move. work: limit of a search
+    from other starts. Raises ConfigError if slots do not fit."""
     check_slots(routing.num_experts, slots_per_rank)
     ranks, top_k = len(slots_per_rank), routing.sets_PK.shape[1]
     fitted, kept = split(routing)
@@ -92,7 +94,7 @@ def solve_layer(
 
 
 def _limit(over_in_order: float, experts_per_rank: float) -> float:
-    """Of a rank's load where nothing is known. Texts that were kept out load ranks less evenly."""
+    """Return the load limit without known costs. Held-out texts load ranks less evenly."""
     over = max(LOAD_LIMIT - 1, NEARLY * over_in_order)
     if experts_per_rank >= MANY:
         over = min(over, FINE / experts_per_rank)
@@ -117,20 +119,21 @@ def _from_scratch(
 
 
 def _searched(layouts: list[Layout], work: int, rng: np.random.Generator) -> list[Layout]:
-    """What is found from the cheapest on, ascending."""
+    """Return the layouts found from the cheapest on, ascending."""
     best = sorted(layouts, key=Layout.price)[:BEST]
     found = [each for layout in best for each in improved(layout, work // BEST, rng)]
     return sorted(found + layouts, key=Layout.price)
 
 
 def price_with_ids(layout: Layout, counts: TokenCounts) -> float:
-    """A layout's price, less a part for what its ranks have of the pairs of their token ids: of
-    two that are about as cheap, the one that other uses of a profile gain from as well."""
+    """Return a layout's price with a discount for pairs on the rank of their token id.
+
+    Of two equally cheap layouts this prefers the one that other uses of a profile gain from."""
     return layout.price() * (1 - LOCAL * local_share(counts, layout.slot_table() >= 0))
 
 
 def _with_replicas(layout: Layout, more_R: Ints) -> Layout:
-    """With so many slots more on each rank, and replicas in them."""
+    """Return the layout with `more_R` more slots per rank, filled with replicas."""
     ranks_S = np.concatenate([layout.ranks_S, np.repeat(np.arange(len(more_R)), more_R)])
     experts_S = np.concatenate([layout.experts_S, np.full(more_R.sum(), EMPTY)])
     wider = Layout(layout.sample, experts_S, ranks_S)
@@ -155,7 +158,7 @@ def _from_start(
 
 
 def _together(sample: WeightedSets) -> Floats:
-    """[E, E] how often experts go together; on the diagonal, how often each is chosen."""
+    """Return the co-occurrence of experts [E, E]; the diagonal has their frequency."""
     sets_MK, E = sample.sets_MK, sample.experts
     K = sets_MK.shape[1]
     at_N = sets_MK[:, :, None] * E + sets_MK[:, None, :]
@@ -172,7 +175,7 @@ def _select_better(
     *,
     following: bool,
 ) -> PlacedLayer:
-    """`after` if it is the better on what was kept out, else `before`."""
+    """Return `after` if it is better on the held-out sample, otherwise `before`."""
     was, now = (measure(kept, layer_slots(line, slots_per_rank)) for line in (before, after))
     tokens, top_k = kept.sets_PK.shape
     objective = Objective(costs, 1.0, float(top_k), len(slots_per_rank))
@@ -185,8 +188,8 @@ def _select_better(
     return PlacedLayer(after, label_V, now, was, moves)
 
 
-HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run of so many tokens is kept out
-SEARCHED_TOKENS = 32_768  # of a sample with more different sets of experts, so many
+HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run is held out
+SEARCHED_TOKENS = 32_768  # at most so many distinct sets
 
 
 def split(routing: LayerRouting) -> tuple[LayerRouting, LayerRouting]:
@@ -203,7 +206,7 @@ def split(routing: LayerRouting) -> tuple[LayerRouting, LayerRouting]:
 
 
 def sample_of(routing: LayerRouting, costs: PlacementCosts, ranks: int) -> WeightedSets:
-    """Equal sets as one; of very many different ones, some."""
+    """Return the distinct sets with weights, or an even selection if there are too many."""
     sets_PK, E = np.sort(routing.sets_PK.astype(np.int64), axis=1), routing.num_experts
     K = sets_PK.shape[1]
     weights_M = np.ones(len(sets_PK))

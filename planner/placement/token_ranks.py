@@ -1,5 +1,4 @@
-"""Which rank a token id belongs to: the one that has most of the experts it goes to, within a
-bound on what a rank is given.
+"""Assignment of token ids to ranks: the rank with most of an id's experts, within a load bound.
 
 Shapes: N (token id, expert) pairs, V token ids, E experts, R ranks.
 """
@@ -12,11 +11,11 @@ from planner.arrays import Bools, Floats, Ints
 from planner.placement.layout import totals
 from planner.placement.routing import TokenCounts
 
-ID_LOAD = 1.1  # pairs of a rank's token ids over the mean, at most: the paper's relaxation
+ID_LOAD = 1.1  # limit of a rank's pairs over the mean, as in the paper
 
 
 def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floats:
-    """[V, R] pairs of each id that a rank has the expert of; the last column: all of its pairs."""
+    """Return each id's pairs per rank that has the expert [V, R], and their total in a last column."""
     V, R = int(ids_N.max()) + 1 if len(ids_N) else 0, holds_ER.shape[1]
     here_NR = holds_ER[experts_N] * times_N[:, None]
     columns = [totals(ids_N, column_N, V) for column_N in (*here_NR.T, times_N)]
@@ -24,8 +23,9 @@ def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floa
 
 
 def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
-    """[V] ranks, of `shares`. Who loses least goes elsewhere where a rank has too much; ids without
-    a pair go to the ranks in turn."""
+    """Return the rank of each id [V]: ids with the least regret leave overloaded ranks.
+
+    Ids without a pair are distributed in turn."""
     local_VR, times_V = shares_VR1[:, :-1].copy(), shares_VR1[:, -1]
     V, R = local_VR.shape
     room = limit * times_V.sum() / R
@@ -46,8 +46,7 @@ def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
 def _give_away(
     label_V: Ints, local_VR: Floats, times_V: Floats, over: int, load_R: Floats, room: float
 ) -> None:
-    """Ids of that rank to others with room, least regret a pair first, until it has no more than
-    its share. Changes label_V and load_R."""
+    """Move ids from an overloaded rank to ranks with room, in order of regret per pair, in place."""
     ids = np.flatnonzero((label_V == over) & (times_V > 0))
     other_VR = local_VR[ids].copy()
     other_VR[:, over] = -1.0
@@ -67,12 +66,12 @@ def _give_away(
 
 
 def token_ranks(counts: TokenCounts, holds_ER: Bools) -> Ints:
-    """[V] the rank of each token id up to the largest that was counted."""
+    """Return the rank of each token id up to the largest counted [V]."""
     return rank_of_ids(shares(counts.ids_N, counts.experts_N, counts.times_N, holds_ER))
 
 
 def local_share(counts: TokenCounts, holds_ER: Bools) -> float:
-    """LAR by that table: the part of the counted pairs whose expert is on their token id's rank."""
+    """Return the local activation rate of the counted pairs under that assignment."""
     shares_VR1 = shares(counts.ids_N, counts.experts_N, counts.times_N, holds_ER)
     if not len(shares_VR1):
         return 0.0

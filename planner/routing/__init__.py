@@ -1,1 +1,1 @@
-"""Which prefill worker takes a request: prefixes, work, saturation."""
+"""Routing of requests to prefill workers: prefixes, work, saturation."""

@@ -1,25 +1,24 @@
-"""Requests that wait for saturated workers, each with a home chosen ahead of its round.
+"""Requests held for saturated workers, each with a home that is chosen on arrival.
 
-MoE-Prefill drains one FIFO queue, round by round. While work is plentiful every worker is saturated
-but the one that has just reported, so the head of the queue goes there, matched or not. Here a
-request is given a home as soon as it comes, by the same cascade over what workers have *and what is
-held for them*, and waits there until its home is below the threshold:
+MoE-Prefill drains one FIFO queue, round by round. Under load all workers but the one that has just
+reported are saturated, so the head of the queue goes there, matched or not. Here each request gets
+a home at once, by the same cascade over the content of workers *and their held requests*, and waits
+until its home is below the threshold:
 
     load    0        tau                2 tau               3 tau
             |---------|-------------------|-------------------|
     w0      sent sent sent | held held held held
-    w1      sent sent | held held held held held held         (home full: the request would be
-    w2      sent sent sent | held held                         done a tau later than at best)
+    w1      sent sent | held held held held held held         (home full: the request would end
+    w2      sent sent sent | held held                         a tau later than at best)
 
-What is held beyond that goes while its home still runs a batch, so that the next one is there when
-that ends; but for the last threshold of requests that nobody waits for one by one: a worker that
-runs dry takes over from the end of the line with the most work.
+Held requests beyond the last threshold are sent while the home runs a batch, so that the next batch
+is ready. The last threshold of background requests stays, so that a dry worker can take over from
+the end of the longest queue.
 
-A line has lanes and turns (planner/routing/worker_queue.py): small requests need not wait for the
-whole of
-a large one, nor keys for each other's. Of requests that are not the first of their client's, and of
-best-effort ones, the last to be done counts: they stay with their prefix for longer, and are taken
-over only where that saves more time than it computes twice.
+Queues have lanes and turns (planner/routing/worker_queue.py), so small requests do not wait for a
+large one. For background requests (all but the first of a client's request, and best-effort ones)
+the completion of the last one counts: they stay with their prefix longer and move only if that
+saves more time than it recomputes.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class Dispatch(NamedTuple):
 
 
 class Backlog:
-    """Lines of held requests in front of a router's workers. Owned with the router.
+    """Queues of held requests in front of a router's workers; owned with the router.
 
-    policy: of the lane FIRST; patient_policy: of the others.
+    policy: of lane FIRST. background_policy: of the other lanes.
     """
 
     def __init__(
@@ -89,9 +88,12 @@ class Backlog:
         caller: Caller = ANONYMOUS,
         avoid: tuple[int, ...] = (),
     ) -> bool:
-        """Gives a request a home. `take` says when it goes; True: at once, a full batch is held for
-        a worker that has none. token_ids: of the prompt, where workers share parts of blocks.
-        avoid: workers that have failed it, the last one last: only where there is no other."""
+        """Assign a home; `take` returns what to send.
+
+        Returns True if it goes at once: a full batch is held for an idle worker. token_ids: the
+        prompt's, if workers share parts of blocks. avoid: workers that failed the request, the last
+        one last; used only as a last resort.
+        """
         return self._put(HeldRequest(prompt, lane, caller, avoid), token_ids)
 
     def _put(self, held: HeldRequest, token_ids: Sequence[int] = ()) -> bool:
@@ -131,7 +133,7 @@ class Backlog:
     def _with_savings(
         self, candidate: RouteCandidate, blocks: int, shared: dict[int, int]
     ) -> RouteCandidate:
-        """With the work that it saves inside the block after the first ones, if it has those."""
+        """Return the candidate with the work it saves inside the block after the matched ones."""
         tokens = shared.get(candidate.worker, 0)
         if not tokens or candidate.matched_blocks != blocks:
             return candidate
@@ -139,12 +141,12 @@ class Backlog:
         return candidate._replace(saved=self._work(start, start + tokens))
 
     def take(self) -> list[Dispatch]:
-        """Requests that go now, already booked with the router. Ask after each `put` and report."""
+        """Return the requests to send now, booked with the router; call after `put` and reports."""
         dispatched = []
         for worker, queue in enumerate(self._queues):
             while (key := self._next(worker, queue)) is not None:
                 dispatched.append(self._dispatch(key, worker))
-        for worker in range(len(self._queues)):  # nobody takes over what its home can start now
+        for worker in range(len(self._queues)):  # only what no home can start now is taken over
             while self._home and self._router.is_open(worker, Priority.LS):
                 key = self._pick_stolen(worker)
                 if key is None:
@@ -153,7 +155,7 @@ class Backlog:
         return dispatched
 
     def _next(self, worker: int, queue: WorkerQueue) -> RequestKey | None:
-        """What its home can start now. For LS work a worker that has nothing but BE is idle."""
+        """Return the request that its home can start now; for LS work only LS load counts."""
         if not self._router.is_open(worker, Priority.LS):
             return None
         key = queue.first(urgent=self._is_tail(worker, Priority.LS))
@@ -162,18 +164,16 @@ class Backlog:
         return key
 
     def _is_busy(self, worker: int, visible_to: Priority = Priority.BE) -> bool:
-        """With a batch, or enough for one."""
+        """Return whether the worker has a batch, or enough work for one."""
         return self._router.load(worker, visible_to) >= self._router.threshold(worker)
 
     def _is_tail(self, worker: int, visible_to: Priority = Priority.BE) -> bool:
-        """Whether what is held for a busy worker is less than a batch: it is not sent ahead, for a
-        worker that is done sooner can take it over."""
+        """Return whether less than a batch is held for a busy worker; that is not sent ahead."""
         held = self._held[worker].visible_to(visible_to).load
         return self._is_busy(worker, visible_to) and held < self._router.threshold(worker)
 
     def _pick_stolen(self, worker: int) -> RequestKey | None:
-        """What a dry worker runs of what is held for others: from the end of a line, that of the
-        worker with the most work first."""
+        """Return a request held for another worker, from the end of the longest queue."""
         homes = [n for n, queue in enumerate(self._queues) if queue]
         for home in sorted(homes, key=self._work_at, reverse=True):
             for lane, key in self._queues[home].last():
@@ -184,8 +184,7 @@ class Backlog:
         return None
 
     def _pays(self, worker: int, home: int, key: RequestKey) -> bool:
-        """Whether to run it elsewhere than at home, where there is no batch to wait for, saves more
-        time than it computes twice."""
+        """Return whether running it here instead of at home saves more than it recomputes."""
         prompt = self._queues[home].held(key).prompt
         visible_to = prompt.priority
         if self._is_busy(worker, visible_to) or not self._router.is_open(worker, visible_to):
@@ -197,7 +196,7 @@ class Backlog:
         )
 
     def _work_at(self, worker: int, visible_to: Priority = Priority.BE) -> int:
-        """Sent and held."""
+        """Return the sent and held work."""
         return (
             self._router.load(worker, visible_to) + self._held[worker].visible_to(visible_to).load
         )
@@ -207,17 +206,17 @@ class Backlog:
         return Dispatch(prompt, self._router.assign(prompt, worker))
 
     def remove(self, key: RequestKey) -> None:
-        """The request is cancelled. Without effect for one that is not held."""
+        """Remove a cancelled request, if it is held."""
         self._unassigned.pop(key, None)
         if key in self._home:
             self._remove(key, is_dispatched=False)
 
     def lose(self, worker: int) -> None:
-        """The worker died: what was held for it gets other homes. After `Router.lose`."""
+        """Assign new homes to a dead worker's requests; call after `Router.lose`."""
         self.settle([self._remove(key, is_dispatched=False) for key in list(self._queues[worker])])
 
     def settle(self, moved: Iterable[HeldRequest] = ()) -> None:
-        """Homes for `moved` and for those that found none, when a worker has come back."""
+        """Assign homes to `moved` and to requests without one, after a worker has returned."""
         unassigned = [*self._unassigned.values(), *moved]
         self._unassigned.clear()
         for held in unassigned:

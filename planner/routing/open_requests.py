@@ -1,4 +1,4 @@
-"""Open requests of one worker: the work they still are."""
+"""Open requests of one worker, and their remaining work."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class _Open:
 
 
 class RequestTotals:
-    """Over some open requests:
+    """Sums over open requests.
 
-    load        = Σ work(done, prompt)
-    queued      = load − Σ work(done, until)   of what a running batch computes
+    load    = Σ work(done, prompt)
+    queued  = load − Σ work(done, until)   of requests in a running batch
     """
 
     __slots__ = ("load", "queued")
@@ -39,8 +39,7 @@ class RequestTotals:
 
 
 class OpenRequests:
-    """The books of one worker. What a request adds is stored with it, and that is what is taken
-    off: no drift."""
+    """Open requests of one worker; each stores its share of the totals, so they cannot drift."""
 
     def __init__(self, work: RequestWork) -> None:
         self._totals = {priority: RequestTotals() for priority in Priority}
@@ -54,16 +53,15 @@ class OpenRequests:
         return iter(self._requests)
 
     def visible_to(self, priority: Priority) -> RequestTotals:
-        """What a request of that class waits for: an LS one overtakes BE ones, and does not see
-        them; a BE one sees all."""
+        """Return the totals that a request of that class waits for; LS ignores BE work."""
         return self._totals[priority]
 
     def remaining(self, key: RequestKey) -> int:
-        """Work that an open request still is."""
+        """Return the remaining work of an open request."""
         return self._entry(key).remaining
 
     def entries(self) -> Iterator[OpenRequest]:
-        """What `add` would rebuild these books from, in order of arrival."""
+        """Yield the requests in order of arrival; `add` rebuilds the state from them."""
         for entry in self._requests.values():
             yield OpenRequest(entry.prompt, entry.done_tokens, entry.started, entry.until_tokens)
 
@@ -71,7 +69,7 @@ class OpenRequests:
         return [entry.prompt for entry in self._requests.values()]
 
     def open(self, prompt: Prompt, done_tokens: int) -> None:
-        """Adds a request of which `done_tokens` are expected to be cached."""
+        """Add a request of which `done_tokens` are expected to be cached."""
         self.add(OpenRequest(prompt, done_tokens, False))
 
     def add(self, request: OpenRequest) -> None:
@@ -84,8 +82,7 @@ class OpenRequests:
         self._count(entry, 1)
 
     def advance(self, key: RequestKey, done_tokens: int, until_tokens: int = 0) -> None:
-        """`done_tokens` are cached or computed; fewer than expected put work back. A batch computes
-        those from there to `until_tokens` now."""
+        """Set the tokens that are done, and the end of what a running batch computes."""
         entry = self._entry(key)
         if max(done_tokens, until_tokens) > entry.prompt.prompt_tokens:
             raise ValueError(
@@ -100,7 +97,7 @@ class OpenRequests:
         self._count(entry, 1)
 
     def close(self, key: RequestKey) -> Prompt:
-        """The request ended."""
+        """Remove an ended request."""
         entry = self._entry(key)
         self._count(entry, -1)
         del self._requests[key]

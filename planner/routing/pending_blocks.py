@@ -1,4 +1,4 @@
-"""What requests that are not done will leave in workers' caches: chains of blocks, run by run."""
+"""Chains of blocks that open requests will leave in workers' caches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ Hashes = Sequence[bytes]
 
 
 class _Run:
-    """Blocks `start` to `stop` - 1 of a chain: as far as all that begin like it agree. workers:
-    requests along it, per worker."""
+    """Blocks `start` to `stop` - 1 that several chains share; workers: requests per worker."""
 
     __slots__ = ("hashes", "start", "stop", "workers")
 
@@ -18,8 +17,10 @@ class _Run:
         self.workers = workers
 
     def agrees_to(self, hashes: Hashes) -> int:
-        """Number of the first block in which a chain with the same first one differs. A hash names
-        all blocks before its own: so they are compared at a few places only."""
+        """Return the first block in which a chain that starts alike differs, by bisection.
+
+        A hash covers all blocks before its own.
+        """
         known, low, high = self.hashes, self.start + 1, min(self.stop, len(hashes))
         if known[high - 1] == hashes[high - 1]:
             return high
@@ -33,20 +34,19 @@ class _Run:
 
 
 class PendingBlocks:
-    """Chains of hashes per worker, each as often as it was added. A run ends where chains part:
+    """Chains of hashes per worker, counted.
+
+    A run ends where chains diverge; operations take a few steps per run, not per block:
 
         h0 h1 ┬ h2 h3 h4      of h0 h1 h2 h3 h4 and h0 h1 h5: three runs, found by h0, h2 and h5,
-              └ h5            and three entries in the table, however many blocks
-
-    Adding a chain, taking it off and matching one cost a few steps for each run along it, not for
-    each block: that is on the path of a decision.
+              └ h5            and three entries in the table
     """
 
     def __init__(self) -> None:
         self._runs: dict[bytes, _Run] = {}
 
     def __len__(self) -> int:
-        """Distinct blocks."""
+        """Return the number of distinct blocks."""
         return sum(run.stop - run.start for run in self._runs.values())
 
     def add(self, worker: int, hashes: Hashes) -> None:
@@ -60,20 +60,20 @@ class PendingBlocks:
             self._runs[hashes[end]] = _Run(hashes, end, len(hashes), {worker: 1})
 
     def remove(self, worker: int, hashes: Hashes) -> None:
-        """Of a chain that was added and not removed since."""
+        """Remove a chain that was added and not removed since."""
         for run, _ in list(self._along(hashes)):
             run.workers[worker] -= 1
             if run.workers[worker] == 0:
                 self._drop(run, worker)
 
     def clear(self, worker: int) -> None:
-        """All of one worker's."""
+        """Remove all chains of a worker."""
         for run in list(self._runs.values()):
             if worker in run.workers:
                 self._drop(run, worker)
 
     def match(self, worker: int, hashes: Hashes) -> int:
-        """Leading blocks of `hashes` that are promised of one worker."""
+        """Return the number of leading blocks of `hashes` that are pending at a worker."""
         blocks = 0
         for run, end in self._along(hashes):
             if worker not in run.workers:
@@ -82,15 +82,17 @@ class PendingBlocks:
         return blocks
 
     def matches(self, hashes: Hashes) -> dict[int, int]:
-        """The same for all workers of which there are any."""
+        """Return the matches of all workers that have any."""
         found: dict[int, int] = {}
         for run, end in self._along(hashes):
             found.update(dict.fromkeys(run.workers, end))
         return found
 
     def _along(self, hashes: Hashes) -> Iterator[tuple[_Run, int]]:
-        """Runs that a chain goes along, each with the number of the first block after it, or in it
-        where it is left. Raises ValueError for hashes that are not chained."""
+        """Yield the runs of a chain, each with the first block after it or outside of it.
+
+        Raises ValueError for hashes that are not chained.
+        """
         end = 0
         while end < len(hashes):
             run = self._runs.get(hashes[end])

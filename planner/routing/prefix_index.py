@@ -1,4 +1,4 @@
-"""Which workers have which block in their caches: one look-up for all of them."""
+"""Index of the blocks in workers' caches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def leading_blocks(hashes: Sequence[bytes], held: Callable[[bytes], bool], start: int = 0) -> int:
-    """Blocks of a prompt up to the first that is not held, `start` of which are.
+    """Return the leading blocks up to the first one that is not held, from `start`, by bisection.
 
-    Caches evict a block after those that follow it (actors/kv/block_manager.py), so it is looked
-    for by halving. Where one did not, what is found is one of the ends of what is held: an estimate
-    that the worker's first progress report corrects.
+    Caches evict a block after those that follow it (actors/kv/block_manager.py). If one did not,
+    the result is the end of some held run, which the worker's first progress report corrects.
     """
     return bisect_left(hashes, True, start, key=lambda digest: not held(digest))
 
 
 class PrefixIndex:
-    """Block hash → workers as bits of an integer:
+    """Block hash → workers as bits of an integer.
 
     hashes of a prompt     h0    h1    h2    h3
     holders (worker 2 1 0) 111   011   001   001     → worker 0: 4 blocks, 1: 2, 2: 1
@@ -28,7 +27,7 @@ class PrefixIndex:
         self._workers = workers
 
     def __len__(self) -> int:
-        """Blocks that somebody has."""
+        """Return the number of blocks that any worker has."""
         return len(self._holders)
 
     def add(self, worker: int, digests: Iterable[bytes]) -> None:
@@ -37,7 +36,7 @@ class PrefixIndex:
             holders[digest] = holders.get(digest, 0) | bit
 
     def discard(self, worker: int, digests: Iterable[bytes]) -> None:
-        """`worker` no longer has these, if it had."""
+        """Remove these blocks of `worker`, if it has them."""
         holders, others = self._holders, ~(1 << worker)
         for digest in digests:
             left = holders.pop(digest, 0) & others
@@ -48,7 +47,7 @@ class PrefixIndex:
         self.discard(worker, list(self._holders))
 
     def matches(self, hashes: Sequence[bytes]) -> list[int]:
-        """Leading blocks of `hashes` that each worker has."""
+        """Return the leading blocks of `hashes` at each worker."""
         matched = [0] * self._workers
         blocks, alive = 0, self._holders_of(hashes, 0)
         while alive:
@@ -62,7 +61,7 @@ class PrefixIndex:
         return matched
 
     def match(self, worker: int, hashes: Sequence[bytes]) -> int:
-        """Leading blocks of `hashes` that `worker` has."""
+        """Return the leading blocks of `hashes` at `worker`."""
         return leading_blocks(hashes, self._held_by(1 << worker))
 
     def _held_by(self, workers: int) -> Callable[[bytes], bool]:
@@ -74,14 +73,14 @@ class PrefixIndex:
 
 
 STEP_TOKENS = 4
-MAX_HEADS = 1 << 13  # heads: of some thousand requests
+MAX_HEADS = 1 << 13  # for some thousand requests
 
 BlockHead = tuple[bytes, tuple[int, ...]]
-"""Hash of the block before (the salt: none), and the first tokens of a block."""
+"""Hash of the previous block (or the salt), and the first tokens of a block."""
 
 
 def block_head_keys(parent: bytes, tokens: Sequence[int]) -> list[BlockHead]:
-    """Of a block, or of what a prompt has of it: from the longest on, in steps."""
+    """Return the heads of a block or part of it, the longest first, in steps."""
     longest = len(tokens) - len(tokens) % STEP_TOKENS
     return [(parent, tuple(tokens[:length])) for length in range(longest, 0, -STEP_TOKENS)]
 
@@ -89,17 +88,17 @@ def block_head_keys(parent: bytes, tokens: Sequence[int]) -> list[BlockHead]:
 class BlockHeadIndex:
     """Head of a block → workers as bits of an integer.
 
-    A worker copies what two blocks have in common (kv.share_partial_blocks), but a hash names whole
-    blocks only. Of a request the block is noted in which it leaves what workers have: there its
-    next sibling will leave it. What was noted first is forgotten first. It may be gone from the
-    worker's cache: so it only decides between workers that have equally many blocks.
+    A worker copies what two blocks have in common (kv.share_partial_blocks), but hashes cover whole
+    blocks. For each request the block is recorded in which it leaves the cached blocks, since its
+    next sibling leaves them there too. The oldest entries are dropped. An entry may be outdated, so
+    it only decides between workers with equally many blocks.
     """
 
     def __init__(self) -> None:
         self._workers: dict[BlockHead, int] = {}
 
     def shared_tokens(self, heads: Sequence[BlockHead]) -> dict[int, int]:
-        """Of each worker that was given any of a block's heads, the tokens of the longest."""
+        """Return the tokens of the longest known head, by worker."""
         found: dict[int, int] = {}
         for head in reversed(heads):
             workers = self._workers.get(head, 0)

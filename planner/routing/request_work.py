@@ -1,6 +1,6 @@
-"""Work that a prompt still is, given how much of it is cached or done: MoE-Prefill's Eq. 2.
+"""Remaining work of a prompt, given its cached or done tokens: MoE-Prefill's Eq. 2.
 
-All results are integers: a load that adds them up and takes them off again comes back to zero.
+All results are integers, so sums return exactly to zero.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections.abc import Callable
 from planner.costs.model_shape import ModelShape, causal_pairs, chunk_work
 
 RequestWork = Callable[[int, int], int]
-"""(done_tokens, prompt_tokens) → work of the tokens in between, in FLOPs or in tokens."""
+"""(done_tokens, prompt_tokens) → work of the tokens in between, in FLOPs or tokens."""
 
 
 def token_work(done_tokens: int, prompt_tokens: int) -> int:
-    """The tokens themselves: the unit of account for a model whose FLOPs cannot be counted."""
+    """Return the number of tokens: the unit for a model without FLOP counts."""
     return prompt_tokens - done_tokens
 
 
 def work_of(shape: ModelShape | None) -> RequestWork:
-    """In FLOPs; without a shape in tokens."""
+    """Return work in FLOPs, or in tokens without a shape."""
     return token_work if shape is None else flops_work(shape)
 
 
 def flops_work(shape: ModelShape) -> RequestWork:
-    """FLOPs of new tokens [done, prompt) of one sequence in all layers: projections, router, top-k
-    and shared experts, dense layers, and attention to everything before each token.
+    """Return FLOPs of new tokens [done, prompt) of one sequence in all layers.
 
-    Left out: norms, and the vocabulary's rows, of which a prefill-only request needs one.
+    Projections, router, top-k and shared experts, dense layers, and attention to all tokens before;
+    without norms and logits.
     """
     per_token = _linear_flops_per_token(shape)
     windows = Counter(shape.windows)
@@ -60,10 +60,10 @@ def _linear_flops_per_token(shape: ModelShape) -> int:
 
 
 def _latent_work(shape: ModelShape, per_token: int) -> RequestWork:
-    """Latents are expanded or absorbed, whichever is cheaper for the whole of [done, prompt)."""
+    """Return the work of latent attention, expanded or absorbed, whichever is cheaper."""
     counted_once = 2 * (
         shape.projection_elements + shape.hidden_size * shape.num_experts
-    )  # of `chunk_work`'s linear FLOPs per token, what `per_token` has already
+    )  # the part of `chunk_work`'s linear FLOPs that `per_token` includes
 
     def flops(done_tokens: int, prompt_tokens: int) -> int:
         tokens = prompt_tokens - done_tokens

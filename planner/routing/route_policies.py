@@ -1,23 +1,20 @@
-"""Which worker runs a prefill-only request: MoE-Prefill's rule, and what it is compared with."""
+"""Choice of the worker for a prefill-only request: MoE-Prefill's rule and variants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-LOAD_FOR_SAVED = 8  # load that a request may meet more of, for each unit of work that it saves
+LOAD_FOR_SAVED = 8  # extra load that is accepted per unit of saved work
 
 
 class RouteCandidate(NamedTuple):
-    """A worker that takes requests, and what a request would meet there: an LS one counts no BE
-    work, which it overtakes.
+    """A worker that accepts requests, and the load a request would meet there.
 
-    matched_blocks: leading blocks that are committed or pending. added: work that the request
-    would be; load: work of open requests; queued: the part of it that no running batch computes;
-    threshold: queued work from which on the worker is saturated; saved: work of the tokens after
-    the matched blocks that the worker has in a block which begins like theirs (one unit for all
-    five, FLOPs or tokens). open_tokens: prompt tokens not yet computed, cached or not. waiting,
-    running: open requests.
+    matched_blocks: leading blocks that are committed or pending. added: work of the request. load:
+    work of open requests. queued: the part of it in no running batch. threshold: queued work from
+    which on the worker is saturated. saved: work of further tokens that the worker has in a block
+    that starts alike. All in one unit; an LS request counts no BE work.
     """
 
     worker: int
@@ -30,41 +27,44 @@ class RouteCandidate(NamedTuple):
 
 
 RoutePolicy = Callable[[Sequence[RouteCandidate], int], RouteCandidate | None]
-"""(candidates in order of workers, at least one; how many requests were routed before) → the
-choice, or None: the request waits until a worker has reported."""
+
+"""(candidates by worker, at least one; requests routed before) → choice, or None to wait."""
 
 
 def prefix_then_load(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate | None:
-    """MoE-Prefill, Section 7: of the workers that are not saturated the one with the longest match,
-    then the least load, then the first."""
+    """Return the unsaturated worker with the longest match, then the least load, then the first.
+
+    MoE-Prefill, Section 7.
+    """
     open_ones = unsaturated(candidates)
     return min(open_ones, key=_by_match_then_load) if open_ones else None
 
 
 def prefix_within_round(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    """The same for a request that may have to wait (planner/routing/backlog.py): a worker is full
-    where the request would be done one threshold later than at best. So siblings stay with a prefix
-    that is dearer to compute again than to wait for."""
+    """Return the choice for a request that may wait: a worker is full one threshold above the best.
+
+    Siblings then stay with a prefix that costs more to recompute than to wait for.
+    """
     return _near(candidates, lambda soonest, threshold: soonest + threshold)
 
 
 def prefix_while_busy(candidates: Sequence[RouteCandidate], turn: int) -> RouteCandidate:
-    """For one of many, of which the last one counts: full is also not before the request would be
-    done twice as late as at best. What comes after it fills the other workers' lines, and if
-    nothing comes they take over (`Backlog.take`)."""
+    """Return the choice for a background request: a worker is full at twice the best completion.
+
+    Later requests fill the other workers' queues; without any, those take over (`Backlog.take`).
+    """
     return _near(candidates, lambda soonest, threshold: soonest + max(soonest, threshold))
 
 
 def _near(candidates: Sequence[RouteCandidate], limit: Callable[[int, int], int]) -> RouteCandidate:
-    """The longest match, then the least load, of those where the request would be done before
-    `limit(soonest, threshold)`."""
+    """Return the longest match, then the least load, among workers below `limit`."""
     soonest = min(c.load + c.added for c in candidates)
     near = [c for c in candidates if c.load + c.added < limit(soonest, c.threshold)]
     return min(near, key=_by_match_then_load)
 
 
 def unsaturated(candidates: Sequence[RouteCandidate]) -> list[RouteCandidate]:
-    """Below the threshold: F3 of the paper, for the next batch of a worker."""
+    """Return the candidates below the threshold (F3 of the paper, for the next batch)."""
     return [candidate for candidate in candidates if candidate.queued < candidate.threshold]
 
 

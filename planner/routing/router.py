@@ -1,10 +1,10 @@
-"""The router of prefill-only requests: which worker, and when to wait (MoE-Prefill, Section 7).
+"""The router of prefill-only requests (MoE-Prefill, Section 7).
 
     saturation filter → longest contiguous match over committed ∪ pending → least load
 
-What a router knows of a worker is the fold of the worker's log (planner/routing/worker_state.py),
-the same for all routers, and besides its *own* requests that the worker has not yet accepted. Pure:
-whoever holds it hands it reports and sends what it decides.
+A router's view of a worker is the fold of the worker's log (planner/routing/worker_state.py), equal
+for all routers, and its *own* requests that the worker has not accepted yet. Pure: the caller
+passes reports in and sends the decisions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from planner.routing.worker_state import WorkerState, usable_tokens
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """number: of this router, as in its requests' keys. block_tokens: as in the workers' caches."""
+    """Configuration; number: of this router in its request keys. block_tokens: as in the caches."""
 
     workers: int
     saturation: SaturationConfig
@@ -40,7 +40,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RouteDecision(NamedTuple):
-    """Where a request goes. cached_tokens: of its prompt, as expected; added: its work there."""
+    """The choice for a request; cached_tokens: expected. added: the request's work there."""
 
     worker: int
     cached_tokens: int
@@ -48,7 +48,7 @@ class RouteDecision(NamedTuple):
 
 
 class Router:
-    """State and decisions of one router. Not thread-safe: one owner."""
+    """State and decisions of one router. Not thread-safe."""
 
     def __init__(
         self, config: RouterConfig, work: RequestWork, policy: RoutePolicy = prefix_then_load
@@ -57,43 +57,43 @@ class Router:
         self._work = work
         self._policy = policy
         self._states = [WorkerState(work, config.block_tokens) for _ in range(config.workers)]
-        self._unaccepted = [OpenRequests(work) for _ in range(config.workers)]  # not accepted yet
-        self._placed: dict[RequestKey, int] = {}  # worker of each of those
+        self._unaccepted = [OpenRequests(work) for _ in range(config.workers)]
+        self._placed: dict[RequestKey, int] = {}  # worker of each unaccepted request
         self._thresholds = [threshold(config.saturation, work, None)] * config.workers
         self._committed = PrefixIndex(config.workers)
-        self._pending = PendingBlocks()  # of all that is open, accepted or not
+        self._pending = PendingBlocks()  # of all open requests, accepted or not
         self._retired: set[int] = set()
         self._turn = 0
 
     def retire(self, worker: int) -> None:
-        """It takes no more requests, but ends those that it has."""
+        """Stop routing to the worker; it finishes its requests."""
         self._retired.add(worker)
 
     def readmit(self, worker: int) -> None:
-        """A worker of this number takes requests again, once it is present."""
+        """Resume routing to a worker of this number, once it is present."""
         self._retired.discard(worker)
 
     def load(self, worker: int, visible_to: Priority = Priority.BE) -> int:
-        """Work of its open requests and of those on their way that one of that class meets."""
+        """Return the work of open and unaccepted requests that the class waits for."""
         books = self._states[worker].requests, self._unaccepted[worker]
         return sum(open_requests.visible_to(visible_to).load for open_requests in books)
 
     def queued(self, worker: int, visible_to: Priority = Priority.BE) -> int:
-        """`load` without what its running batches compute."""
+        """Return `load` without the work in running batches."""
         books = self._states[worker].requests, self._unaccepted[worker]
         return sum(open_requests.visible_to(visible_to).queued for open_requests in books)
 
     def threshold(self, worker: int) -> int:
-        """Queued work from which on it is saturated: its next batch is full."""
+        """Return the queued work from which on the worker is saturated: its next batch is full."""
         return self._thresholds[worker]
 
     @property
     def blocks(self) -> int:
-        """Distinct blocks that some worker has, and that open requests promise."""
+        """Number of distinct committed and pending blocks."""
         return len(self._committed) + len(self._pending)
 
     def route(self, prompt: Prompt) -> RouteDecision | None:
-        """Places a request and books it, or None: nobody takes it now, ask again after a report."""
+        """Place and book a request; None if no worker takes it now."""
         candidates = self.candidates(prompt)
         chosen = self._policy(candidates, self._turn) if candidates else None
         if chosen is None:
@@ -101,7 +101,7 @@ class Router:
         return self._book(prompt, chosen.worker, chosen.matched_blocks, chosen.added)
 
     def assign(self, prompt: Prompt, worker: int) -> RouteDecision:
-        """Books a request with a worker that was chosen elsewhere (planner/routing/backlog.py)."""
+        """Book a request with a given worker."""
         matched_blocks = self._match(worker, prompt)
         return self._book(prompt, worker, matched_blocks, self._added(prompt, matched_blocks))
 
@@ -111,8 +111,10 @@ class Router:
         extra_blocks: PendingBlocks | None = None,
         held: Sequence[OpenRequests] | None = None,
     ) -> list[RouteCandidate]:
-        """What each present worker is to the request. `extra_blocks` counts blocks that it will
-        also have, and `held` requests that it will also run."""
+        """Return the candidates for a request.
+
+        extra_blocks, held: blocks and requests to count in addition.
+        """
         matches = self._committed.matches(prompt.hashes)
         for promises in (self._pending, extra_blocks):
             if promises is not None:
@@ -129,26 +131,28 @@ class Router:
         return self._states[worker].present
 
     def is_open(self, worker: int, priority: Priority = Priority.BE) -> bool:
-        """Takes requests, and is below its threshold for that class."""
+        """Return whether the worker accepts requests and is below its threshold for that class."""
         accepts = self._states[worker].present and worker not in self._retired
         return accepts and self.queued(worker, priority) < self._thresholds[worker]
 
     def added(self, prompt: Prompt, worker: int) -> int:
-        """Work that the request would be to a worker."""
+        """Return the work of the request at a worker."""
         return self._added(prompt, self._match(worker, prompt))
 
     def cached_tokens(self, prompt: Prompt, matched_blocks: int) -> int:
         return usable_tokens(prompt, matched_blocks, self.config.block_tokens)
 
     def withdraw(self, key: RequestKey) -> None:
-        """This router's request did not reach its worker, or is over. Without effect for one that
-        was accepted: the worker's log says when that ends."""
+        """Remove an own request that did not reach its worker or is over.
+
+        No effect on an accepted one: the worker's log reports its end.
+        """
         worker = self._placed.pop(key, None)
         if worker is not None:
             self._pending.remove(worker, self._unaccepted[worker].close(key).hashes)
 
     def apply(self, report: WorkerReport) -> None:
-        """A worker's report, in any order between workers. Raises MissingReportsError."""
+        """Apply a worker's report; order between workers is free. Raises MissingReportsError."""
         worker = report.worker
         ended = self._states[worker].apply(report)
         if ended is None:
@@ -163,8 +167,11 @@ class Router:
         self._set_threshold(worker)
 
     def restore(self, snapshot: WorkerSnapshot) -> None:
-        """In place of reports that were missed. It does not name own requests that have been
-        accepted and have ended meanwhile: `withdraw` those once their answers are here."""
+        """Replace missed reports by a snapshot.
+
+        The snapshot omits own requests that were accepted and have ended: `withdraw` them on
+        completion.
+        """
         worker = snapshot.worker
         if not self._states[worker].restore(snapshot):
             return
@@ -179,14 +186,13 @@ class Router:
         self._set_threshold(worker)
 
     def snapshot(self, worker: int) -> WorkerSnapshot:
-        """What this router has folded of the worker's log; its own requests are not in it."""
+        """Return the folded log of the worker, without own unaccepted requests."""
         return self._states[worker].snapshot(worker)
 
     def lose(self, worker: int, *, for_good: bool = True) -> list[RequestKey]:
-        """The worker died. Returns this router's requests there, which must be routed again.
+        """Drop a worker's state; return this router's requests there, to be routed again.
 
-        for_good: this incarnation of it does not come back. Otherwise it only cannot be heard, and
-        its next snapshot counts.
+        for_good: this incarnation does not return; otherwise its next snapshot counts.
         """
         state, unaccepted_requests = self._states[worker], self._unaccepted[worker]
         accepted_keys = [key for key in state.requests if key.router == self.config.number]
@@ -238,13 +244,11 @@ class Router:
         return max(committed, self._pending.match(worker, prompt.hashes))
 
     def _drop_accepted(self, worker: int, accepted: Iterable[RequestKey]) -> None:
-        """From here on the log speaks for those of its requests."""
         for key in accepted:
             if key in self._unaccepted[worker]:
                 self.withdraw(key)
 
     def _clear(self, worker: int) -> None:
-        """Nothing is known of its blocks."""
         self._committed.clear(worker)
         self._pending.clear(worker)
 

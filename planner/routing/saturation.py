@@ -1,7 +1,7 @@
-"""The saturation threshold tau: how much work hides a worker's transfer of expert weights.
+"""The saturation threshold tau: the work that hides a worker's transfer of expert weights.
 
-MoE-Prefill, Section 6.2 and Appendix B.4. The extracted text of the paper has no displayed
-equations: docs/notation.md says how they were reconstructed.
+MoE-Prefill, Section 6.2 and Appendix B.4; docs/notation.md describes the reconstruction of the
+equations.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ REFERENCE_PROMPT_TOKENS = 512
 
 
 class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """pinned: the operator's threshold, in units of account; calibrations are then ignored.
-    fallback_prompts: the reference batch that is assumed until a worker has calibrated."""
+    """Configuration of the threshold.
+
+    pinned: a fixed threshold that replaces calibration. fallback_prompts: the reference batch that
+    is assumed without a calibration.
+    """
 
     fallback_prompts: tuple[int, ...]
     margin_fraction: float = MARGIN_FRACTION
@@ -43,7 +46,7 @@ class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def saturation_of(prefill: PrefillConfig, context_tokens: int) -> SaturationConfig:
-    """As configured; the same on the router and on its workers."""
+    """Return the configuration, which is equal on the router and its workers."""
     return SaturationConfig(
         fallback_prompts=reference_prompts(prefill.max_batch_tokens, context_tokens),
         margin_fraction=prefill.saturation_margin,
@@ -52,7 +55,7 @@ def saturation_of(prefill: PrefillConfig, context_tokens: int) -> SaturationConf
 
 
 def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:
-    """Lengths of the prompts of a reference batch of `max_tokens`: of an ordinary length each."""
+    """Return the prompt lengths of a reference batch of `max_tokens`."""
     length = min(max_tokens, context_tokens, REFERENCE_PROMPT_TOKENS)
     whole, rest = divmod(max_tokens, length)
     return (length,) * whole + ((rest,) if rest else ())
@@ -61,24 +64,26 @@ def reference_prompts(max_tokens: int, context_tokens: int) -> tuple[int, ...]:
 def transfer_threshold_flops(
     *, transfer_s: float, layers: int, flops_per_s: float, margin_fraction: float = MARGIN_FRACTION
 ) -> float:
-    """FLOPs of a batch whose every layer lasts as long as the slowest transfer of a layer's
-    experts (Eq. 1, reconstructed): (1 + gamma) * L * T_x * P."""
+    """Return FLOPs of a batch whose layers last as long as the slowest expert transfer.
+
+    Eq. 1, reconstructed: (1 + gamma) * L * T_x * P.
+    """
     return (1 + margin_fraction) * layers * transfer_s * flops_per_s
 
 
 def calibrated_threshold(
     calibration: Calibration, work: RequestWork, margin_fraction: float = MARGIN_FRACTION
 ) -> int:
-    """Threshold from a reference pass (Eq. 3), in `work`'s unit: (1 + gamma) * t_max / t_0 * F_ref.
+    """Return the threshold of a reference pass (Eq. 3): (1 + gamma) * t_max / t_0 * F_ref.
 
-    F_ref is counted by the router's own `work`, so that threshold and load agree by construction.
+    F_ref uses the router's own `work`, so threshold and load have one unit.
     """
     stretch = calibration.slowest_layer_s / calibration.first_layer_s
     return _threshold(stretch, calibration.reference_prompts, work, margin_fraction)
 
 
 def threshold(config: SaturationConfig, work: RequestWork, calibration: Calibration | None) -> int:
-    """What holds for a worker: pinned, else calibrated, else Eq. 3 with t_max / t_0 = 1."""
+    """Return the threshold: pinned, else calibrated, else Eq. 3 with t_max / t_0 = 1."""
     if config.pinned is not None:
         return config.pinned
     if calibration is None:

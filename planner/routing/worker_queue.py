@@ -1,4 +1,4 @@
-"""A line of requests with lanes, so that a large client request does not hold up small ones."""
+"""A queue with lanes, so that a large request does not delay small ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ ANONYMOUS = Caller()
 
 
 class Lane(enum.IntEnum):
-    """FIRST: the first prompt of a client's request, or its only one. REST: its others. LATER:
-    best-effort work."""
+    """FIRST: the first prompt of a request. REST: its others. LATER: best-effort work."""
 
     FIRST = 0
     REST = 1
@@ -23,7 +22,7 @@ class Lane(enum.IntEnum):
 
 
 class HeldRequest(NamedTuple):
-    """A prompt that waits. avoid: workers that have failed it, the last one last."""
+    """A waiting prompt; avoid: workers that failed it, the last one last."""
 
     prompt: Prompt
     lane: Lane
@@ -32,9 +31,10 @@ class HeldRequest(NamedTuple):
 
 
 class WorkerQueue:
-    """FIRST and REST take turns, LATER goes when both are empty; within a lane API keys take turns,
-    then their requests (planner/scheduling/fair_queue.py), then it is first come, first served. So
-    neither a large request nor many small ones keep the others waiting:
+    """FIRST and REST alternate, LATER goes when both are empty.
+
+    Within a lane API keys take turns, then their requests (planner/scheduling/fair_queue.py), then
+    first come, first served:
 
         FIRST  a b c          a P b Q c R S | L
         REST   P Q R S   →
@@ -45,7 +45,7 @@ class WorkerQueue:
         self._turns: dict[Lane, FairQueue[RequestKey]] = {lane: FairQueue() for lane in Lane}
         self._lanes: dict[Lane, dict[RequestKey, HeldRequest]] = {
             lane: {} for lane in Lane
-        }  # as they came
+        }  # in order of arrival
         self._lane_of: dict[RequestKey, Lane] = {}
         self._turn = Lane.FIRST
 
@@ -67,25 +67,25 @@ class WorkerQueue:
         return self._lanes[self._lane_of[key]][key]
 
     def first(self, *, urgent: bool = False) -> RequestKey | None:
-        """Whose turn it is, best-effort work apart. urgent: of the lane FIRST alone."""
+        """Return the next request except best-effort work; urgent: from lane FIRST only."""
         other = Lane.REST if self._turn is Lane.FIRST else Lane.FIRST
         lanes = (Lane.FIRST,) if urgent else (self._turn, other)
         return next((key for lane in lanes if (key := self._turns[lane].peek()) is not None), None)
 
     def later(self) -> RequestKey | None:
-        """Whose turn it is among best-effort work; nobody's while other work waits."""
+        """Return the next best-effort request if no other work waits."""
         if self._lanes[Lane.FIRST] or self._lanes[Lane.REST]:
             return None
         return self._turns[Lane.LATER].peek()
 
     def last(self) -> Iterator[tuple[Lane, RequestKey]]:
-        """The last one of each lane that has any, first of all who would wait longest."""
+        """Yield the last request of each lane, the one that would wait longest first."""
         for lane in reversed(Lane):
             if self._lanes[lane]:
                 yield lane, next(reversed(self._lanes[lane]))
 
     def pop(self, key: RequestKey, *, is_dispatched: bool = True) -> HeldRequest:
-        """Takes it out. goes: it has had its turn; if it was its lane's, it is the other's now."""
+        """Remove a request. is_dispatched: it had its turn, and the other lane is next."""
         lane = self._lane_of.pop(key)
         if is_dispatched:
             self._turns[lane].take(key)

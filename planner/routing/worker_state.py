@@ -1,12 +1,12 @@
-"""What a worker's log amounts to: the same on every router, and on the worker itself.
+"""The state of a worker from its log: equal on all routers and on the worker itself.
 
     log        report 0, report 1, …        (contracts/routing_messages.py)
     committed  hashes of blocks in its prefix cache
     pending    hashes that its open requests will fill
     load       work of its open requests
 
-A state is a fold over the log, and depends on nothing else. So routers that have folded the same
-reports agree, in whatever order the reports of different workers reached them.
+A state is a fold over the log alone, so routers agree on it regardless of the order in which
+reports of different workers arrive.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from planner.routing.pending_blocks import PendingBlocks
 from planner.routing.prefix_index import leading_blocks
 from planner.routing.request_work import RequestWork
 
-_SELF = 0  # the only worker of whose promises a state knows
+_SELF = 0  # the only worker of `_pending`
 
 
 class MissingReportsError(Exception):
-    """A report came before one that it builds on: ask the worker for a snapshot."""
+    """A report arrived before one that it builds on: request a snapshot from the worker."""
 
 
 class WorkerState:
-    """One worker, as its reports tell."""
+    """One worker as described by its reports."""
 
     def __init__(self, work: RequestWork, block_tokens: int) -> None:
         self.present = True
         self._work = work
         self._block_tokens = block_tokens
-        self._closed_epoch = -1  # reports of it and of older ones are late, and mean nothing
+        self._closed_epoch = -1  # reports of this and older epochs are ignored
         self._clear(-1)
 
     def _clear(self, epoch: int) -> None:
@@ -47,22 +47,21 @@ class WorkerState:
         self.calibration: Calibration | None = None
         self.requests = OpenRequests(self._work)
         self._pending = PendingBlocks()
-        self._committed: dict[bytes, None] = {}  # in order of storing, so that copies are equal
+        self._committed: dict[bytes, None] = {}  # ordered, so that copies are equal
 
     def committed(self) -> tuple[bytes, ...]:
         return tuple(self._committed)
 
     def match(self, hashes: Sequence[bytes]) -> int:
-        """Leading blocks that are committed or pending."""
+        """Return the leading blocks that are committed or pending."""
         committed = leading_blocks(hashes, self._committed.__contains__)
         return max(committed, self._pending.match(_SELF, hashes))
 
     def apply(self, report: WorkerReport) -> list[Prompt] | None:
-        """Folds the next report. Returns the prompts that ended.
+        """Fold the next report and return the prompts that ended.
 
-        One that was folded before changes nothing: None. Raises MissingReportsError where one is
-        left out (nothing is folded then), and ValueError for a report that contradicts the log
-        before it: such a worker is to be given up with `lose`.
+        Returns None for a known report. Raises MissingReportsError for a gap, without a change, and
+        ValueError for a report that contradicts the log; such a worker must be dropped with `lose`.
         """
         if self._is_old(report.epoch, report.number):
             return None
@@ -104,13 +103,12 @@ class WorkerState:
         return ended
 
     def lose(self) -> None:
-        """The worker is gone with all it held, until report 0 or a snapshot of a later epoch."""
+        """Mark the worker as dead, until report 0 or a snapshot of a later epoch."""
         self._closed_epoch = max(self._closed_epoch, self.epoch)
         self.forget()
 
     def forget(self) -> None:
-        """The worker cannot be heard: nothing is known of it until a snapshot, of whatever epoch
-        that is not closed."""
+        """Mark the worker as unreachable, until a snapshot of an epoch that is not closed."""
         self._clear(-1)
         self.present = False
 
@@ -125,7 +123,7 @@ class WorkerState:
         )
 
     def restore(self, snapshot: WorkerSnapshot) -> bool:
-        """Takes the place of all reports up to the snapshot's. False if they are known."""
+        """Replace the log up to the snapshot; return False if that is known already."""
         if self._is_old(snapshot.epoch, snapshot.number):
             return False
         self._clear(snapshot.epoch)
@@ -138,5 +136,5 @@ class WorkerState:
 
 
 def usable_tokens(prompt: Prompt, blocks: int, block_tokens: int) -> int:
-    """Tokens that `blocks` matched blocks save: never all, for the answer needs the last one."""
+    """Return the tokens that `blocks` matched blocks save; the last token is always computed."""
     return min(blocks, (prompt.prompt_tokens - 1) // block_tokens) * block_tokens
