@@ -10,7 +10,7 @@ from actors.batching.batch_builder import cached_prefix
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
 from contracts.requests import Priority
-from planner.scheduling.batching import Form, Phase
+from planner.scheduling.batching import BatchSelection, Phase
 from planner.scheduling.fair_queue import FairQueue
 
 MAX_MATCHED_BLOCKS = 4096  # per forecast, of all prompts together
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def upcoming(
-    form: Form,
+    form: BatchSelection,
     budget: BatchBudget,
     running: Iterable[Sequence],
     waiting: Mapping[Priority, FairQueue[Sequence]],

@@ -28,7 +28,7 @@ from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError
 from contracts.requests import Priority
-from planner.scheduling.batching import ALL, Form, Phase, WaitingWork
+from planner.scheduling.batching import ALL, BatchSelection, Phase, WaitingWork
 from planner.scheduling.fair_queue import FairQueue
 
 
@@ -127,7 +127,7 @@ class Scheduler:
         if self._on_end is not None:
             self._on_end(sequence)
 
-    def next_batch(self, form: Form = ALL) -> ScheduledBatch | None:
+    def next_batch(self, form: BatchSelection = ALL) -> ScheduledBatch | None:
         """Return the next batch with its blocks; None if nothing of that form can run."""
         number = self._batches
         budget = BatchBudget(self._config, self.sequence_counts, number, form.priorities)
@@ -146,7 +146,7 @@ class Scheduler:
         self._batches += 1
         return batch.build(form.phase)
 
-    def _fill(self, batch: BatchBuilder, form: Form, reserved_tokens: int) -> None:
+    def _fill(self, batch: BatchBuilder, form: BatchSelection, reserved_tokens: int) -> None:
         """Fill a batch. reserved_tokens: what running sequences leave to waiting ones."""
         running = list(filter(form_filter(form), self._running))
         if batch.budget.is_shared:  # a request may not fit: longest idle first
@@ -174,7 +174,7 @@ class Scheduler:
             elif batch.budget.tokens_for(sequence.owner):
                 self._start(batch, sequence)
 
-    def upcoming(self, forms: Iterable[Form] = (ALL,)) -> list[list[tuple[int, int]]]:
+    def upcoming(self, forms: Iterable[BatchSelection] = (ALL,)) -> list[list[tuple[int, int]]]:
         """Forecast [start, stop) per sequence of the next batch of each form."""
         held, found = PrefixEstimator(self.blocks, self._batches), []
         for form in forms:
@@ -331,7 +331,7 @@ class Scheduler:
         self.blocks.release(blocks, best_effort=priority is Priority.BE)
 
 
-def form_filter(form: Form) -> Callable[[Sequence], bool]:
+def form_filter(form: BatchSelection) -> Callable[[Sequence], bool]:
     """Return a predicate that selects the sequences of a batch of that form."""
 
     def belongs(sequence: Sequence) -> bool:

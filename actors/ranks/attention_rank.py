@@ -47,7 +47,7 @@ from planner.scheduling.batching import (
     ALL,
     SEPARATE_BATCHES,
     BatchingPolicy,
-    Form,
+    BatchSelection,
     coalesce_decodes,
     one_at_a_time,
 )
@@ -127,7 +127,7 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     return serving_rank(spec, served, serving, recorded, hooks, started_s=started_s)
 
 
-def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[Form]:
+def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchSelection]:
     """Return the batches that may be formed next."""
     apart = config.preempt and all(map(scheduler.count, Priority))
     return SEPARATE_BATCHES if apart else (ALL,)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.scheduling.batching import ALL, BatchingView, Form, one_at_a_time
+from planner.scheduling.batching import ALL, BatchingView, BatchSelection, one_at_a_time
 
 
-def static_batching(view: BatchingView) -> Iterable[Form]:
+def static_batching(view: BatchingView) -> Iterable[BatchSelection]:
     """Nobody joins before all of the batch have ended (QLLM, Section 4: its baseline, as the text
     says there)."""
     if view.in_flight:
         return ()
-    return (Form(starts=0),) if view.running else (ALL,)
+    return (BatchSelection(starts=0),) if view.running else (ALL,)
 
 
 continuous_batching = one_at_a_time

@@ -35,7 +35,7 @@ ROUTER_BITS = 63
 
 
 class OnLost(Protocol):
-    def __call__(self, worker: int, *, for_good: bool) -> None: ...
+    def __call__(self, worker: int, *, permanently: bool) -> None: ...
 
 
 class PrefillWorker:
@@ -63,7 +63,7 @@ class PrefillWorker:
         self._on_change = on_change
         self._on_lost, self._on_leaving = on_lost, on_leaving
         self._is_unhealthy = self._is_leaving = False
-        router.lose(worker, for_good=False)  # until its first snapshot
+        router.lose(worker, permanently=False)  # until its first snapshot
         if not self.is_member:
             router.retire(worker)
         client.subscribe(self)
@@ -109,7 +109,7 @@ class PrefillWorker:
             name = self.client.name
             self.replace_reason = f"{name}: its log contradicts itself: {error}"
             event(log, "worker_abandoned", logging.ERROR, reason=self.replace_reason)
-            self._mark_lost(for_good=not isinstance(error, MissingReportsError))
+            self._mark_lost(permanently=not isinstance(error, MissingReportsError))
             raise PeerDeadError(self.replace_reason, name) from None
         self._on_change()
 
@@ -133,18 +133,18 @@ class PrefillWorker:
             self.client.reset_connection("is healthy again: reconnecting")
         elif not state.healthy and not self._is_unhealthy:
             self._is_unhealthy = True
-            self._mark_lost(for_good=False)
+            self._mark_lost(permanently=False)
 
     def on_lost(self, error: ChannelError) -> None:
         self._is_unhealthy = False
         if self._is_leaving and self.is_member:
             self._router.readmit(self._worker)
         self._is_leaving = False
-        self._mark_lost(for_good=False)
+        self._mark_lost(permanently=False)
 
-    def _mark_lost(self, *, for_good: bool) -> None:
+    def _mark_lost(self, *, permanently: bool) -> None:
         self.is_available = False
-        self._on_lost(self._worker, for_good=for_good)
+        self._on_lost(self._worker, permanently=permanently)
 
 
 class PrefillPlacer:
@@ -259,9 +259,9 @@ class PrefillPlacer:
         self._backlog.lose(worker)
         self._on_change()
 
-    def _on_lost(self, worker: int, *, for_good: bool) -> None:
+    def _on_lost(self, worker: int, *, permanently: bool) -> None:
         """Forget the worker. Its requests are retried through `Ticket.on_rank_lost`."""
-        self._router.lose(worker, for_good=for_good)
+        self._router.lose(worker, permanently=permanently)
         self._backlog.lose(worker)
         self.ranks.search()
         self._on_change()

@@ -103,7 +103,7 @@ class OnlinePlanner:
 
     @property
     def uses_file_models(self) -> bool:
-        """Whether plans use the hardware file's stages unchanged."""
+        """True if plans use the hardware file's stages unchanged."""
         return self._models is not self._following
 
     @property

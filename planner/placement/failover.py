@@ -72,7 +72,7 @@ def _deal_layer(
     left: Sequence[int],
     slots: Sequence[int],
 ) -> tuple[int, ...]:
-    """A layer's slots. Where it lacks fewer experts than another layer, replicas fill the rest."""
+    """Return a layer's slots; replicas fill the spare ones."""
     line: list[int] = []
     for turn, rank in enumerate(left):
         own = [*ranks[rank], *missing[turn :: len(left)]]

@@ -162,7 +162,7 @@ def totals(which: Ints, values: Array, count: int) -> Floats:
 
 
 class Sums(NamedTuple):
-    """Sums over the sample. pairs_S: pairs of each slot. The last three are empty without replicas."""
+    """Sums over the sample; pairs_S: of each slot. The last three are empty without replicas."""
 
     copies: Floats
     pairs_S: Floats
@@ -272,7 +272,7 @@ def serving_ranks(sets_MK: Ints, weights_M: Floats, holds_ER: Bools, load_R: Flo
 
 
 def _covered(sets_MK: Ints, holds_ER: Bools, load_R: Floats) -> Ints:
-    """Serve tokens together, in rounds: each adds to every token the rank that serves most of it."""
+    """Serve tokens in rounds: each adds to every token the rank that serves most of it."""
     M, K = sets_MK.shape
     order_R = np.argsort(np.argsort(load_R, kind="stable"))  # 0: the least loaded
     open_MKR = holds_ER[sets_MK]

@@ -23,8 +23,10 @@ Group = tuple[tuple[int, ...], int]  # ranks, number of items
 
 
 def levelled(groups: Sequence[Group], pairs: int, load_R: list[int]) -> list[list[int]]:
-    """How many of its items every group gives to each of its ranks. groups: of items of so many
-    pairs each. load_R grows. All are looked at once more when all have their items."""
+    """Return how many items of every group each of its ranks gets, in two passes.
+
+    groups: items of `pairs` pairs each. load_R grows.
+    """
     parts = [shares(ranks, items, pairs, load_R) for ranks, items in groups]
     for number, (ranks, items) in enumerate(groups if len(groups) > 1 else ()):
         own_part = iter(parts[number])

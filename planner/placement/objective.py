@@ -48,7 +48,7 @@ class Objective(NamedTuple):
     ranks: int
 
     def price(self, copies: Floats | float, busiest: Floats | float) -> Floats:
-        """Of each of them: J. busiest: pairs of the busiest rank."""
+        """Return J for each; busiest: pairs of the busiest rank."""
         link = np.asarray(copies) * (self.costs.copy / self.tokens)
         compute = np.asarray(busiest) * (self.costs.pair / self.tokens)
         price = np.maximum(link, compute) + HIDDEN * np.minimum(link, compute)

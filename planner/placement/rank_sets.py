@@ -46,7 +46,7 @@ class HittingSets(NamedTuple):
     chosen_VS: Bytes
 
     def smallest(self, sets_KT: Ints, first_T: Ints) -> Bytes:
-        """Return a smallest set of ranks per token [T]. first_T: S times its order of preference."""
+        """Return a smallest set of ranks per token [T]; first_T: S times its preference order."""
         at_KT = sets_KT + first_T
         if self.ranks <= _NARROW_RANKS:
             hits_T: Array = np.bitwise_and.reduce(self.hits_WVS[0].take(at_KT), axis=0)

@@ -187,7 +187,7 @@ def _pays(
 
 
 def _within(layers: Sequence[_LayerMove], most: int) -> list[_LayerMove]:
-    """Those that save most for what they load, of which no rank loads more than `most` experts."""
+    """Return the moves that save most per load, with at most `most` loaded experts per rank."""
     chosen: list[_LayerMove] = []
     for each in sorted(layers, key=lambda one: (-one.saved_ms / sum(one.loads), one.layer)):
         loads = [sum(counts) for counts in zip(*(e.loads for e in [*chosen, each]), strict=True)]

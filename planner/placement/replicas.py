@@ -44,7 +44,7 @@ class RoundRobinChooser:
 
 
 class PairwiseChooser:
-    """The rule in a scalar loop, for up to MAX_RANKS ranks; as fast as numpy for about 100 pairs."""
+    """The rule in a scalar loop for up to MAX_RANKS ranks; as fast as numpy for 100 pairs."""
 
     def __init__(self, slot_ER: Array) -> None:  # -1: the rank does not have the expert
         self._slot_ER: list[list[int]] = slot_ER.tolist()
@@ -85,8 +85,7 @@ class PairwiseChooser:
 
 
 def _fewest(left: list[int], load_R: Sequence[int]) -> int:
-    """The ranks that have most of what a token has left, again and again; of equals, the least
-    loaded."""
+    """Return a small set of ranks for `left`: greedily the most common, least loaded rank."""
     chosen = 0
     while left:
         _, ties = most(tuple(left))
@@ -98,7 +97,7 @@ def _fewest(left: list[int], load_R: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=1 << 14)
 def most(sets: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the largest number of sets that share a rank, and the ranks for which it is reached."""
+    """Return the most sets that share a rank, and the ranks for which that is reached."""
     ranks = members(functools.reduce(int.__or__, sets, 0))
     times = [sum(each >> rank & 1 for each in sets) for rank in ranks]
     found = max(times, default=0)

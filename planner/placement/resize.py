@@ -51,7 +51,7 @@ def experts_received(before: Placement, after: Placement) -> tuple[int, ...]:
 
 
 def _slots(placement: Placement, ranks: int) -> tuple[int, ...]:
-    """Divide the experts evenly, and as many spare slots per rank as now, at most one per expert."""
+    """Divide the experts evenly, with as many spare slots per rank as before."""
     experts, had = placement.num_experts, placement.slots_per_rank
     spare = -(-(sum(had) - experts) // placement.ranks)
     base, extra = divmod(experts, ranks)

@@ -27,7 +27,7 @@ class TokenCounts(NamedTuple):
 
 
 class LayerRouting(NamedTuple):
-    """Sample of a layer. sets_PK: experts of each token, in the router's order. ids_P: token ids."""
+    """Sample of a layer: experts of each token in the router's order, and token ids."""
 
     num_experts: int
     sets_PK: Ints
@@ -74,8 +74,10 @@ def measure(routing: LayerRouting, placed: LayerSlots) -> Measured:
 
 
 def local_fraction(routing: LayerRouting, placed: LayerSlots, rank_of_id_V: Ints) -> float:
-    """LAR: the share of (token, expert) pairs whose expert is on the rank that the token's id is
-    given to. Replicas count wherever they are."""
+    """Return the share of pairs whose expert is on the rank of their token's id (LAR).
+
+    Replicas count on every rank.
+    """
     held_ER = placed.held(routing.num_experts)
     here_PK = held_ER[routing.sets_PK, rank_of_id_V[routing.ids_P][:, None]]
     return float(here_PK.mean()) if here_PK.size else 0.0

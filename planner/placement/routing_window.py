@@ -53,7 +53,7 @@ class WindowRouting(NamedTuple):
 
 
 class RoutingWindow:
-    """At most MOST_TOKENS sampled tokens of the last WINDOW_S seconds."""
+    """Sampled tokens of the last WINDOW_S seconds, at most MOST_TOKENS."""
 
     def __init__(self, num_experts: int, layers: int, top_k: int, vocab_size: int) -> None:
         self._num_experts, self._vocab_size = num_experts, vocab_size

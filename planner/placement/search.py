@@ -205,7 +205,7 @@ def balanced(load_E: Floats, homes_R: Ints) -> Ints:
 
 
 def grown(together_EE: Floats, homes_R: Ints) -> Ints:
-    """Fill rank by rank with the hottest expert left, then those that co-occur most for their load."""
+    """Fill each rank with the hottest expert left, then those that co-occur most for their load."""
     E = len(together_EE)
     load_E = np.maximum(1.0, together_EE.diagonal())
     ranks_E = np.full(E, -1)
@@ -220,8 +220,7 @@ def grown(together_EE: Floats, homes_R: Ints) -> Ints:
 
 
 def co_clustered(counts: TokenCounts, ranks_E: Ints, homes_R: Ints) -> Ints:
-    """From `ranks_E` on: token ids go where most of their experts are (load at most 1.1), experts
-    where most of their ids are, in turn."""
+    """Return ranks after moving ids to most of their experts and back, starting at `ranks_E`."""
     R, E = len(homes_R), len(ranks_E)
     ids_N = np.unique(counts.ids_N, return_inverse=True)[1]
     for _ in range(ROUNDS):

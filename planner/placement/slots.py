@@ -207,7 +207,7 @@ def line_of(experts_S: Ints, ranks_S: Ints, slots_per_rank: Sequence[int], start
 def contiguous(
     num_experts: int, ranks: int, *, num_layers: int, moe_layers: Collection[int]
 ) -> Placement:
-    """Return the placement of each expert once, the first ranks with one more; empty without ranks."""
+    """Return the placement of each expert once, the first ranks with one more than the others."""
     if ranks == 0:
         return Placement()
     base, extra = divmod(num_experts, ranks)

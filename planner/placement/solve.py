@@ -193,8 +193,7 @@ SEARCHED_TOKENS = 32_768  # at most so many distinct sets
 
 
 def split(routing: LayerRouting) -> tuple[LayerRouting, LayerRouting]:
-    """What a placement is made of, and what it is judged on: runs of tokens, as those of one text
-    are alike."""
+    """Return the sample to fit on and the held-out one, divided by runs of similar tokens."""
     tokens = len(routing.sets_PK)
     run = max(1, min(RUN_TOKENS, tokens // (2 * HELD_OUT)))
     kept_P = np.arange(tokens) // run % HELD_OUT == HELD_OUT - 1

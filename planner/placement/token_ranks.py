@@ -15,7 +15,7 @@ ID_LOAD = 1.1  # limit of a rank's pairs over the mean, as in the paper
 
 
 def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floats:
-    """Return each id's pairs per rank that has the expert [V, R], and their total in a last column."""
+    """Return each id's pairs per rank with the expert [V, R], and their total in a last column."""
     V, R = int(ids_N.max()) + 1 if len(ids_N) else 0, holds_ER.shape[1]
     here_NR = holds_ER[experts_N] * times_N[:, None]
     columns = [totals(ids_N, column_N, V) for column_N in (*here_NR.T, times_N)]
@@ -46,7 +46,7 @@ def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
 def _give_away(
     label_V: Ints, local_VR: Floats, times_V: Floats, over: int, load_R: Floats, room: float
 ) -> None:
-    """Move ids from an overloaded rank to ranks with room, in order of regret per pair, in place."""
+    """Move ids from an overloaded rank to others in order of regret per pair, in place."""
     ids = np.flatnonzero((label_V == over) & (times_V > 0))
     other_VR = local_VR[ids].copy()
     other_VR[:, over] = -1.0

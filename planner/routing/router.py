@@ -189,15 +189,15 @@ class Router:
         """Return the folded log of the worker, without own unaccepted requests."""
         return self._states[worker].snapshot(worker)
 
-    def lose(self, worker: int, *, for_good: bool = True) -> list[RequestKey]:
+    def lose(self, worker: int, *, permanently: bool = True) -> list[RequestKey]:
         """Drop a worker's state; return this router's requests there, to be routed again.
 
-        for_good: this incarnation does not return; otherwise its next snapshot counts.
+        permanently: this incarnation does not return; otherwise its next snapshot counts.
         """
         state, unaccepted_requests = self._states[worker], self._unaccepted[worker]
         accepted_keys = [key for key in state.requests if key.router == self.config.number]
         unaccepted = list(unaccepted_requests)
-        if for_good:
+        if permanently:
             state.lose()
         else:
             state.forget()

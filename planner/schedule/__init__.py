@@ -1,1 +1,1 @@
-"""Package."""
+"""Plans of batches and deployments, and their makespans."""

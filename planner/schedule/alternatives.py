@@ -1,7 +1,7 @@
-"""Throughput of the same devices without disaggregation, on the same coefficients and memory.
+"""Throughput of the same devices without disaggregation.
 
-Two ways to use N devices without two groups, with the communication volumes of MoE-Prefill's
-Table 1 (per device and layer; its formulas are missing in the text we have and are reconstructed):
+Two ways to use N devices without two groups, on the same coefficients and memory, with the
+communication volumes of MoE-Prefill's Table 1 (per device and layer; reconstructed):
 
     colocated DP+EP    every device attends and holds E/N experts: 2 all-to-alls of activations
     weight gathering   every device attends and computes all experts: 1 all-gather of weights, of
@@ -48,8 +48,11 @@ MAX_SAMPLES = 1024  # per device; beyond, throughput no longer changes
 
 
 class Alternative(NamedTuple):
-    """samples_per_s of all devices together, 0 if it does not fit. samples: of one device and pass.
-    exposed_fraction: of the makespan, in which a device waits for communication. note: in words."""
+    """Throughput of one alternative.
+
+    samples_per_s: of all devices, 0 if it does not fit. samples: per device and pass.
+    exposed_fraction: of the makespan, in which a device waits for communication.
+    """
 
     name: str
     samples_per_s: float
@@ -60,7 +63,7 @@ class Alternative(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is asked of `devices` devices. routing_of: None where routing is uniform."""
+    """The load of `devices` devices; routing_of: None for uniform routing."""
 
     shape: ModelShape
     hardware: Hardware
@@ -73,7 +76,7 @@ class Workload(NamedTuple):
     routing_of: RoutingByRanks | None = None
 
     def routing(self, ranks: int) -> RoutingShape:
-        """With experts divided among so many ranks."""
+        """Return the routing with experts divided among `ranks`."""
         return uniform(self.shape, ranks) if self.routing_of is None else self.routing_of(ranks)
 
     @property
@@ -98,12 +101,12 @@ def alternatives(workload: Workload) -> list[Alternative]:
 
 
 class _Compute(NamedTuple):
-    """Times of one layer on a device that does everything. x of expert: tokens per expert."""
+    """Times of one layer on a device with both roles; x of expert: tokens per expert."""
 
     attention: Linear
     shared: Linear
     expert: Linear
-    tokens_per_expert: float  # that one sample of a device brings
+    tokens_per_expert: float  # per sample of a device
 
     def layer_ms(self, samples: float) -> float:
         return (
@@ -124,8 +127,7 @@ def _compute(workload: Workload, deployment: Deployment, spread: Spread) -> _Com
 
 
 def _colocated(workload: Workload) -> Alternative:
-    """All devices in both roles at once. The better of one batch, and two half-batches of which one
-    computes while the other communicates, at the bound of such an overlap: no straw man."""
+    """Return the better of one batch and two half-batches, at the bound of their overlap."""
     name, devices, shape = "colocated DP+EP", workload.devices, workload.shape
     deployment, routing = workload.deployment(devices, devices), workload.routing(devices)
     memories = rank_memories(shape, deployment, workload.usable_bytes, routing.mean)
@@ -164,10 +166,9 @@ def _colocated_ms(
 
 
 def _weight_gathering(workload: Workload) -> Alternative:
-    """The first layer's experts are everywhere; two more full layers are held, the one that
-    computes and the one that is gathered."""
+    """Return the throughput with the first layer resident and two more full layers buffered."""
     name, devices, shape = "weight gathering", workload.devices, workload.shape
-    # One rank of each kind: all tokens of a device meet all experts on it.
+    # One rank of each kind: all tokens of a device are computed by all experts on it.
     deployment, everything = workload.deployment(1, 1), uniform_spread(shape, 1)
     attention, expert = rank_memories(shape, deployment, workload.usable_bytes)
     layer_bytes = expert.weight_bytes / shape.moe_layers
@@ -193,7 +194,7 @@ def _weight_gathering(workload: Workload) -> Alternative:
 
 
 def prefill_group(workload: Workload) -> PrefillGroup:
-    """The devices as prefill workers. Raises ConfigError where the hardware has no figures."""
+    """Return the devices as prefill workers. Raises ConfigError if the hardware lacks figures."""
     return PrefillGroup(
         workload.shape,
         workload.hardware,
@@ -205,8 +206,7 @@ def prefill_group(workload: Workload) -> PrefillGroup:
 
 
 def any_split(workload: Workload, direction: Direction) -> LinkCost:
-    """Figures for all devices at once; those of the most even split where the file has some for
-    single splits only."""
+    """Return the link's figures for all devices, else those of the most even split in the file."""
     hardware, devices = workload.hardware, workload.devices
     try:
         return find_link(

@@ -1,4 +1,4 @@
-"""The plan of one batch as it is: sequences of any lengths, prompts and single tokens mixed."""
+"""The plan of one batch of sequences of any lengths, prompts and single tokens mixed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ChunkTime = Callable[[int, int], float]
 
 
 class NewTokens(NamedTuple):
-    """Tokens [start, stop) of a sequence are new in this batch; those before are cached."""
+    """New tokens [start, stop) of a sequence; those before are cached."""
 
     start: int
     stop: int
@@ -29,15 +29,15 @@ class NewTokens(NamedTuple):
 def plan_batch(
     spec: PlanSpec, sequences: Sequence[NewTokens], chunk_ms: ChunkTime, *, beyond: bool = False
 ) -> PlannedBatch:
-    """The plan that finishes `sequences` soonest; `samples` of the answer counts sequences.
+    """Return the plan that finishes `sequences` soonest; its `samples` counts sequences.
 
     spec: a sample is one token here: `max_samples` tokens, `tokens_per_expert_per_sample` ag*K/E,
-    shared expert per token; of attention only `alpha_ms` counts. chunk_ms(start, stop): the rest of
-    attention's time in ms for new tokens [start, stop), which grows with the context before them.
+    shared expert per token; of attention only `alpha_ms` counts. chunk_ms(start, stop): further
+    attention time in ms for new tokens [start, stop).
 
     Micro-batches are contiguous ranges of sequences, balanced by attention or by tokens. `beyond`
-    adds what planner/schedule/extended_plans.py lists. ValueError for a batch that is empty or does
-    not fit.
+    adds the plans of planner/schedule/extended_plans.py. Raises ValueError for a batch that is
+    empty or does not fit.
     """
     _check(spec, sequences)
     cuts = list(_cuts(spec, sequences, chunk_ms, ((1.0,),)))
@@ -99,7 +99,7 @@ def _ranges(
 def _pieces(
     spec: PlanSpec, group: Sequence[NewTokens], chunk_ms: ChunkTime, ends: tuple[float, ...]
 ) -> list[Piece]:
-    """The group's chunks in order; one piece where `ends` has one."""
+    """Return the group's chunks in order; one piece without chunks."""
     bounds = [chunk_bounds(stop - start, ends) for start, stop in group]
     pieces = []
     for chunk in range(len(ends)):

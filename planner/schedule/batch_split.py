@@ -1,4 +1,4 @@
-"""Cuts a batch into micro-batches and a micro-batch into token groups."""
+"""Division of a batch into micro-batches, and of a micro-batch into token groups."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from contracts.plan import Plan
 
 
 def sequence_ranges(costs: Sequence[float], plan: Plan) -> list[tuple[int, int]]:
-    """Half-open ranges of sequences that run together, in order; a plan with sequence chunks makes
-    several micro-batches of each.
+    """Return half-open ranges of sequences that run together.
 
     With `plan.micro_batch_samples`, ranges of those sizes if they fit the batch; with `plan.ma`,
-    ranges of ma samples (the last may be shorter). Otherwise as many as the plan has, so that the
-    largest total cost is the least possible. Ranges are contiguous: a sequence that shares blocks
-    with an earlier one of the same batch is never in an earlier micro-batch.
+    ranges of ma samples (the last may be shorter). Otherwise the plan's number of ranges with the
+    least largest cost. Ranges are contiguous: a sequence that shares blocks with an earlier one is
+    never in an earlier micro-batch. Sequence chunks make several micro-batches of each range.
     """
     count, sizes = len(costs), plan.micro_batch_samples
     if sizes and sum(sizes) == count:
@@ -26,7 +25,7 @@ def sequence_ranges(costs: Sequence[float], plan: Plan) -> list[tuple[int, int]]
 
 
 def balanced_ranges(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
-    """At most `parts` contiguous, non-empty ranges over `costs` with the least largest sum."""
+    """Return at most `parts` contiguous, non-empty ranges with the least largest sum."""
     if not costs:
         return []
     if parts <= 1:
@@ -54,14 +53,16 @@ def _greedy(costs: Sequence[float], limit: float) -> list[tuple[int, int]]:
 
 
 def token_group_bounds(tokens: int, r2: int) -> list[tuple[int, int]]:
-    """At most r2 half-open token ranges whose sizes differ by at most one, none empty."""
+    """Return at most r2 half-open token ranges, none empty, with sizes that differ by at most 1."""
     groups = min(r2, tokens)
     edges = [tokens * index // groups for index in range(groups + 1)] if groups else [0]
     return list(itertools.pairwise(edges))
 
 
 def chunk_bounds(tokens: int, ends: Sequence[float]) -> list[tuple[int, int]]:
-    """Half-open token ranges of a sequence cut at `ends` (ascending parts of 1, the last 1.0); some
-    are empty where a sequence has fewer tokens than there are chunks."""
+    """Return half-open token ranges of a sequence cut at `ends`.
+
+    ends: ascending fractions, the last 1.0. Some ranges are empty in a very short sequence.
+    """
     edges = [0, *(round(tokens * end) for end in ends)]
     return list(itertools.pairwise(edges))

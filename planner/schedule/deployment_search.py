@@ -1,4 +1,4 @@
-"""Which split of N devices into attention and expert ranks is best, and whether to split at all."""
+"""The best split of N devices into attention and expert ranks, and whether to split."""
 
 from __future__ import annotations
 

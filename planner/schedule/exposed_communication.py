@@ -1,4 +1,4 @@
-"""What part of the communication no computation hides."""
+"""Communication that is not hidden by computation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _COMPUTE = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT, Stage.FINISH)
 
 
 def busy_seconds(spans: Iterable[TaskSpan], stages: Sequence[Stage]) -> float:
-    """Seconds in which at least one span of `stages` was running."""
+    """Return the seconds in which at least one span of `stages` was running."""
     return length(union([(s.start_s, s.end_s) for s in spans if s.stage in stages]))
 
 
 def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
-    """(seconds in which payloads were under way and no rank computed, that over the makespan).
+    """Return the seconds of exposed communication, and their fraction of the makespan.
 
-    FinDEP's non-overlapped communication, from measured or planned spans: time covered by A2E or
-    E2A spans and by no attention, shared or expert span of any rank in `spans`.
+    FinDEP's non-overlapped communication: time covered by A2E or E2A spans and by no attention,
+    shared or expert span of any rank in `spans`.
     """
     if not spans:
         return 0.0, 0.0
@@ -30,7 +30,7 @@ def exposed_communication(spans: Sequence[TaskSpan]) -> tuple[float, float]:
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals in order that cover the same points."""
+    """Return disjoint ordered intervals that cover the same points."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -41,5 +41,5 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Sum of the lengths of disjoint intervals."""
+    """Return the sum of the lengths of disjoint intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,8 +1,8 @@
-"""Plans that FinDEP's search space lacks: what they can gain on the same stage models.
+"""Plans outside of FinDEP's search space, on the same stage models.
 
 uneven          7 samples as 4 + 3, where the paper has 7 x 1, 1 x 7 or leaves one out
-chunked         a sample cut along its length: more than one micro-batch of one long sample
-late shared     shared experts deferred, so that attention and A2E come sooner
+chunked         a sample cut along its length: several micro-batches of one long sample
+late shared     deferred shared experts, so that attention and A2E run earlier
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from planner.schedule.plan_search import Cut, search
 from planner.schedule.schedule import pieces_of
 from planner.schedule.solver import PlannedBatch, solve
 
-_MOST_MICRO_BATCHES = 16  # more gain nothing that launches do not cost
+_MOST_MICRO_BATCHES = 16  # more cost more launches than they gain
 CHUNK_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
 class PlanExtension(enum.Flag):
-    """Kinds of plans that the paper lacks."""
+    """Kinds of plans beyond the paper."""
 
     UNEVEN = enum.auto()
     CHUNKED = enum.auto()
@@ -33,8 +33,10 @@ ALL_EXTENSIONS = PlanExtension.UNEVEN | PlanExtension.CHUNKED | PlanExtension.LA
 
 
 def solve_extended(spec: PlanSpec, kinds: PlanExtension = ALL_EXTENSIONS) -> PlannedBatch:
-    """The best plan that the given kinds, alone or together, add to FinDEP's; FinDEP's best where
-    none is better. A kind that the spec lacks the numbers for is left out."""
+    """Return the best plan with the given kinds, or FinDEP's best where none is better.
+
+    A kind for which the spec lacks numbers is left out.
+    """
     chunked = PlanExtension.CHUNKED in kinds and spec.attention_quadratic_fraction is not None
     splits = list(_splits(spec.max_samples, uneven=PlanExtension.UNEVEN in kinds))
     cuts = [_cut(spec, sizes, ()) for sizes in splits]
@@ -51,8 +53,11 @@ def solve_extended(spec: PlanSpec, kinds: PlanExtension = ALL_EXTENSIONS) -> Pla
 
 
 def solve_batch(spec: PlanSpec, samples: int) -> PlannedBatch:
-    """The plan that finishes this batch of equal samples soonest: micro-batches of ma samples, the
-    last one short, or of sizes that differ by one at most. ValueError if the batch does not fit."""
+    """Return the plan that finishes this batch of equal samples soonest.
+
+    Micro-batches have ma samples, the last one fewer, or sizes that differ by at most one. Raises
+    ValueError if the batch does not fit.
+    """
     if not 1 <= samples <= spec.max_samples:
         raise ValueError(
             f"samples={samples}: give a number from 1 to max_samples={spec.max_samples}"
@@ -76,7 +81,7 @@ def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut
 
 
 def _splits(max_samples: int, *, uneven: bool) -> Iterator[tuple[int, ...]]:
-    """Sizes of micro-batches, as many samples as fit."""
+    """Yield sizes of micro-batches with as many samples as fit."""
     for r1 in range(1, min(max_samples, _MOST_MICRO_BATCHES) + 1):
         if uneven and max_samples % r1:
             sizes = _even(max_samples, r1)
@@ -97,14 +102,14 @@ def _last_short(samples: int, size: int) -> tuple[int, ...]:
 
 
 def equal_ends(chunks: int) -> tuple[float, ...]:
-    """`sequence_chunks` of equal length."""
+    """Return `sequence_chunks` of equal length."""
     return tuple(index / chunks for index in range(1, chunks + 1))
 
 
 def _chunk_ends(quadratic: float) -> Iterator[tuple[float, ...]]:
-    """Where to cut: into equal lengths, and into equal attention, early chunks being longer.
+    """Yield cuts into equal lengths, and into equal attention with longer early chunks.
 
-    Attention up to v is (1 - q) * v + q * v^2 of all; solved for v at each part of it.
+    Attention up to v is (1 - q) * v + q * v^2 of all, solved for v.
     """
     for chunks in CHUNK_COUNTS:
         yield equal_ends(chunks)

@@ -1,7 +1,7 @@
-"""What a placement makes of a sample of routing, as the cost models take it.
+"""Routing shape of a placement on a sample of routing.
 
-Copies and the busiest rank's shares are means over batches of the sample: a rank that is late in a
-batch is late for all, whatever other batches bring it.
+Copies and the busiest rank's shares are means over batches of the sample: the slowest rank of a
+batch delays all.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from planner.placement.slots import LayerSlots
 
 
 def routing_shape(layers: Sequence[tuple[LayerRouting, LayerSlots]]) -> RoutingShape:
-    """Of every layer with experts, ascending."""
+    """Return the shape of all layers with experts, ascending."""
     return RoutingShape(tuple(spread_of(routing, placed) for routing, placed in layers))
 
 
 def spread_of(routing: LayerRouting, placed: LayerSlots) -> Spread:
-    """Of one layer. A sample without tokens is refused with ValueError."""
+    """Return the spread of one layer. Raises ValueError for a sample without tokens."""
     if not len(routing.sets_PK):
-        raise ValueError("a sample of no tokens says nothing of routing")
+        raise ValueError("a routing sample without tokens: give at least one token")
     ranks, experts = len(placed.bounds), routing.num_experts
     copies, shares = 0, []
     for ranks_TK in batches_of_ranks(routing, placed):
@@ -44,8 +44,10 @@ def spread_of(routing: LayerRouting, placed: LayerSlots) -> Spread:
 
 
 def _at_home(routing: LayerRouting, placed: LayerSlots, copies: float) -> float:
-    """`Spread.at_home` where token t lives on rank t modulo their number, each rank with batches of
-    its own, and prefers the replicas that are there. 1 without replicas: tokens live anywhere."""
+    """Return `Spread.at_home` if token t lives on rank t modulo their number.
+
+    Each rank has its own batches and prefers its own replicas. 1 without replicas.
+    """
     ranks = len(placed.bounds)
     if placed.count == len(placed.slots_of_expert):
         return 1.0
@@ -60,7 +62,7 @@ def _at_home(routing: LayerRouting, placed: LayerSlots, copies: float) -> float:
 
 
 def _distinct(ranks_TK: Array, counted_TK: Bools) -> int:
-    """How many ranks the tokens have among the pairs that count, together."""
+    """Return the number of (token, rank) combinations among the counted pairs."""
     hits_TR = np.zeros((len(ranks_TK), int(ranks_TK.max(initial=0)) + 1), bool)
     token_N, pair_N = counted_TK.nonzero()
     hits_TR[token_N, ranks_TK[token_N, pair_N]] = True

@@ -1,4 +1,4 @@
-"""The plan of a batch when no planner answers."""
+"""The plan of a batch without a planner, and the fit of a plan to a batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from planner.schedule.batch_split import sequence_ranges
 
 
 def default_plan(schedule: ScheduleConfig, tokens: int) -> Plan:
-    """The configured plan, with r1 and r2 lowered until no micro-batch and no token group of a
-    batch of `tokens` is smaller than `min_split_tokens`: each costs a fixed time per layer."""
+    """Return the configured plan, with r1 and r2 lowered for small batches.
+
+    No micro-batch or token group gets smaller than `min_split_tokens`: each has a fixed cost.
+    """
     r1 = max(1, min(schedule.r1, tokens // schedule.min_split_tokens))
     r2 = max(1, min(schedule.r2, tokens // (r1 * schedule.min_split_tokens)))
     if schedule.order is Order.NAIVE:
@@ -20,15 +22,15 @@ def default_plan(schedule: ScheduleConfig, tokens: int) -> Plan:
     return Plan(r1=r1, r2=1 if schedule.order is Order.PPPIPE else r2, order=schedule.order)
 
 
-MORE_TOKENS = 1.25  # than planned, at most: activations and packets grow with them
-UNEVEN = 0.25  # of its planned tokens: how far a micro-batch may be off
+MORE_TOKENS = 1.25  # limit of a batch's tokens over the planned ones
+UNEVEN = 0.25  # limit of a micro-batch's relative deviation from its planned tokens
 
 
 def fit_plan(plan: Plan, planned: Chunks, batch: Chunks, *, max_tokens: int) -> Plan | None:
-    """`plan`, made for `planned`, as `batch` should run it; None where it must not.
+    """Return `plan`, made for the batch `planned`, adapted to `batch`; None if it does not fit.
 
-    Both are new tokens [start, stop) per sequence. The plan's sizes of micro-batches stay where
-    they cut this batch as they cut the planned one; otherwise the executor balances by attention.
+    The plan's micro-batch sizes remain if they cut this batch alike; otherwise the executor
+    balances by attention.
     """
     tokens, planned_tokens = count_tokens(batch), count_tokens(planned)
     groups = plan.r1 // max(1, len(plan.sequence_chunks))

@@ -1,8 +1,7 @@
-"""The best of many plans whose micro-batches differ, without computing them all.
+"""Search for the best of many plans with different micro-batches.
 
-For micro-batches that are not equal there is no closed form. But a lower bound is quick: so plans
-are tried in the order of their bounds, and no more once a bound is above the best makespan found.
-What is found is the best of all plans given.
+There is no closed form for unequal micro-batches, but a fast lower bound: plans are tried in the
+order of their bounds until a bound exceeds the best makespan. The result is the exact optimum.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
 from planner.schedule.solver import PlannedBatch
 
-_FINE = 16  # values of r2 up to here are all tried, beyond it every quarter octave
+_FINE = 16  # all values of r2 up to here are tried, beyond it every quarter octave
 _LAGS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # and r1 - 1
 
 
 class Cut(NamedTuple):
-    """A way to cut a batch into micro-batches. `plan` has that, and r2 and the order still open."""
+    """A cut of a batch into micro-batches; r2 and the order of `plan` are open."""
 
     plan: Plan
     pieces: Sequence[Piece]
@@ -45,9 +44,11 @@ def search(
     late_shared: bool = False,
     start: PlannedBatch | None = None,
 ) -> PlannedBatch:
-    """The plan of least time per sample over all cuts, values of r2, the paper's two orders and,
-    with late_shared, lags of shared experts; `start` where none is better. ValueError where there
-    is nothing to choose from."""
+    """Return the plan of least time per sample, or `start` if none is better.
+
+    Searches all cuts, values of r2, the paper's two orders and, with late_shared, lags of shared
+    experts. Raises ValueError without a candidate.
+    """
     best = start
     for candidate in sorted(_candidates(spec, cuts)):
         if best and candidate.bound_ms_per_sample * best.samples >= best.makespan_ms:
@@ -64,7 +65,7 @@ def search(
 
 
 def _orders(spec: PlanSpec, cut: Cut, r2: int, *, late_shared: bool) -> Iterator[Plan]:
-    """The cut with r2 token groups under every order; `me` is that of the mean micro-batch."""
+    """Yield the cut with r2 token groups under every order; `me` is of the mean micro-batch."""
     mean_amount = sum(piece.amount for piece in cut.pieces) / len(cut.pieces)
     plan = msgspec.structs.replace(cut.plan, r2=r2, me=spec.me(mean_amount, r2))
     yield plan
@@ -86,8 +87,7 @@ def _candidates(spec: PlanSpec, cuts: Iterable[Cut]) -> Iterator[_Candidate]:
 
 
 def _group_counts(spec: PlanSpec, cut: Cut) -> Array:
-    """Values of r2 to try: the smallest micro-batch keeps a token per expert in each group, as far
-    as it has one."""
+    """Return the values of r2 to try; every group keeps a token per expert if possible."""
     least = min(piece.amount for piece in cut.pieces) * spec.tokens_per_expert_per_sample
     most = max(1, min(spec.max_r2, int(least / LEAST_ME)))
     coarse = np.floor(_FINE * 2 ** np.arange(0, 13, 0.25)).astype(np.int64)
@@ -96,8 +96,10 @@ def _group_counts(spec: PlanSpec, cut: Cut) -> Array:
 
 
 def batch_lower_bound(spec: PlanSpec, pieces: Sequence[Piece], r2: Array) -> Array:
-    """Times in ms [values of r2] that no order of the batch's tasks can beat: `lower_bound` of
-    planner/schedule/closed_forms.py for micro-batches that differ."""
+    """Return times in ms [values of r2] that no order of the batch's tasks can beat.
+
+    This is `lower_bound` of planner/schedule/closed_forms.py for different micro-batches.
+    """
     columns = np.array(pieces)
     attention, shared, amount = columns[:, 0, None], columns[:, 1, None], columns[:, 2, None]
     least, total = _server_times(spec, amount, r2)
@@ -115,7 +117,7 @@ def batch_lower_bound(spec: PlanSpec, pieces: Sequence[Piece], r2: Array) -> Arr
 
 
 def _server_times(spec: PlanSpec, amount: Array, r2: Array) -> tuple[Array, Array]:
-    """(least of one token group, total of all) in ms [A2E experts E2A, micro-batches, values]."""
+    """Return (one token group, all groups) in ms [A2E experts E2A, micro-batches, values]."""
     stages, me = spec.stages, amount * spec.tokens_per_expert_per_sample
     models = (stages.a2e, stages.expert, stages.e2a)
     least = [model.alpha_ms + model.beta_ms * me * (1 / r2) for model in models]

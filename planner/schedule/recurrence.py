@@ -1,9 +1,9 @@
-"""Makespan of any schedule in its static order, without its spans: a few layers, then arithmetic.
+"""Makespan of any schedule in its static order, without its spans.
 
-A layer maps the times at which everything is free to the same one layer later, by sums and maxima
-only. So once two layers (or two pairs of layers) differ by one constant in all of these times,
-every later one does, and the rest is a product. A run of equal token groups costs the same whatever
-its length, because equal jobs pass three servers in a row at the pace of the slowest.
+A layer maps the times at which resources are free to those one layer later by sums and maxima. Once
+two layers (or two pairs of layers) differ by one constant in all of these times, all later ones do,
+and the rest is a product. A run of equal token groups is computed at once, because equal jobs pass
+three servers at the pace of the slowest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from contracts.plan import Order
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 from planner.scheduling.task_order import TaskStage, position, static_order
 
-_SAME = 1e-12  # relative: of two times that differ by rounding only
+_SAME = 1e-12  # relative difference of two times that is rounding
 
 
 class _Free:
-    """Times in ms at which the attention group, the three servers behind it, and the next
-    attention of each micro-batch are free to go on."""
+    """Times in ms from which attention group, servers and micro-batches are free."""
 
     __slots__ = ("attention", "returned", "servers")
 
@@ -34,7 +33,7 @@ class _Free:
 
 
 def makespan_ms(schedule: Schedule) -> float:
-    """What `replay` would say, up to rounding."""
+    """Return the makespan of `replay`, up to rounding."""
     times = [_folded(schedule, micro_batch) for micro_batch in schedule.micro_batches]
     first, following, trailing = _tasks(schedule.order, len(times), schedule.shared_lag)
     trailing_ms = sum(times[index].shared_ms for _, index in trailing)
@@ -51,7 +50,7 @@ def makespan_ms(schedule: Schedule) -> float:
 
 
 def makespan_of_layers_ms(layers: Sequence[Schedule]) -> float:
-    """The same of layers that differ in their token groups: a schedule for each, of one plan."""
+    """Return the makespan of layers with different token groups: a schedule each, of one plan."""
     times = [[_folded(layer, each) for each in layer.micro_batches] for layer in layers]
     first, following, trailing = _tasks(layers[0].order, len(times[0]), layers[0].shared_lag)
     free = _Free(len(times[0]))
@@ -64,8 +63,7 @@ def makespan_of_layers_ms(layers: Sequence[Schedule]) -> float:
 def _tasks(
     order: Order, micro_batches: int, shared_lag: int
 ) -> tuple[list[tuple[bool, int]], list[tuple[bool, int]], list[tuple[bool, int]]]:
-    """Tasks (is it a shared expert, micro-batch) during the first layer, during each following one,
-    and after the last."""
+    """Return tasks (is shared, micro-batch) of the first and each further layer, and after all."""
     parts: tuple[list[tuple[bool, int]], ...] = ([], [], [])
     for task in static_order(order, micro_batches, 2, shared_lag):
         parts[position(task)[0]].append((task.stage is TaskStage.SHARED, task.micro_batch))
@@ -73,7 +71,7 @@ def _tasks(
 
 
 def _gain(states: list[list[float]], layers_left: int) -> float | None:
-    """What `layers_left` more layers add to every time in ms, or None if that is not yet plain."""
+    """Return the time that `layers_left` more layers add, or None if it is not determined yet."""
     for period in (1, 2):
         if len(states) > period and layers_left % period == 0:
             gain_ms = _constant_gain(states[-1 - period], states[-1])
@@ -87,7 +85,7 @@ def _last_end(state: list[float], trailing_ms: float) -> float:
 
 
 def _folded(schedule: Schedule, times: MicroBatchTimes) -> MicroBatchTimes:
-    """NAIVE and PPPIPE: the shared expert is part of attention."""
+    """Return the times with the shared expert as part of attention under NAIVE and PPPIPE."""
     if not schedule.order.shared_before_dispatch:
         return times
     return times._replace(attention_ms=times.attention_ms + times.shared_ms, shared_ms=0.0)
@@ -109,10 +107,10 @@ def _layer(free: _Free, tasks: list[tuple[bool, int]], times: list[MicroBatchTim
 def _serve(
     servers: tuple[float, float, float], ready_ms: float, run: GroupRun
 ) -> tuple[float, float, float]:
-    """When each server is done with `run`, whose groups are all there at `ready_ms`.
+    """Return when each server is done with `run`, whose groups are ready at `ready_ms`.
 
-    The last end at a server is reached along some path: wait for a server, pass jobs through it
-    and the servers behind it. Jobs are equal, so all but one pass at the slowest of these.
+    The last end at a server is reached along some path: wait for a server, pass jobs through it and
+    the servers behind it. Jobs are equal, so all but one pass at the slowest of these.
     """
     repeats, c1, e, c2 = run
     more = repeats - 1
@@ -131,7 +129,7 @@ def _serve(
 
 
 def _constant_gain(before: list[float], after: list[float]) -> float | None:
-    """The gain in ms where every time has gained the same, else None."""
+    """Return the gain in ms if it is equal for all times, else None."""
     gain_ms = after[0] - before[0]
     tolerance_ms = _SAME * max(after)
     if all(abs(b - a - gain_ms) <= tolerance_ms for a, b in zip(before, after, strict=True)):

@@ -1,19 +1,14 @@
-"""Exact replay of a schedule: when each task starts and ends on the four resources.
+"""Exact replay of a schedule: start and end of each task on the four resources.
 
     attention group   A(t,0) S(t,0) A(t,1) S(t,1)         A(t+1,0) ...
     A2E link               c(0,0) c(0,1) c(1,0) c(1,1)
     expert group                  e(0,0) e(0,1) e(1,0) ...
     E2A link                             c(0,0) c(0,1) ...
 
-Each resource runs one task at a time. Links and experts serve in the order of sending.
-
-`replay` runs the attention group's tasks in the paper's static order: a task that waits for a
-message holds up all behind it. This is what a plan's makespan means, everywhere in the planner.
-`replay_ready_set` picks among the tasks that can run now, as `actors/engine/executor.py` does.
-Under ASAS of equal micro-batches, both are the same. Under AASS and late shared experts they differ
-when the attention that is next still waits for its experts: the executor runs a shared expert in
-the gap. That mostly helps; where the message comes just after the shared expert has started, it
-costs. What neither shows: expert ranks merge token groups that wait for the same layer.
+Each resource runs one task at a time. Links and experts serve in the order of sending; the
+attention group runs the paper's static order, in which a task that waits for a message delays all
+behind it. This defines a plan's makespan in the planner. The executor picks among runnable tasks
+instead (`actors/engine/executor.py`) and merges token groups at expert ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +28,10 @@ RESOURCES = (ATTENTION_GROUP, A2E_LINK, EXPERT_GROUP, E2A_LINK)
 
 
 class Replay(NamedTuple):
-    """Spans in seconds from 0, in the order in which they were placed; totals in ms, by resource
-    where they are several. `exposed_ms`: payloads under way, and neither group computes."""
+    """Spans in seconds in the order of placing; totals in ms, by resource.
+
+    exposed_ms: communication during which neither group computes.
+    """
 
     spans: list[TaskSpan]
     makespan_ms: float
@@ -44,7 +41,7 @@ class Replay(NamedTuple):
 
 
 class ScheduleSimulator:
-    """When each resource is free, and when the next task of each micro-batch could start."""
+    """Time from which each resource is free, and each micro-batch's next task can start."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -53,7 +50,7 @@ class ScheduleSimulator:
         self.returned_ms = [0.0] * len(schedule.micro_batches)  # last E2A of the layer before
 
     def run(self, layer: int, micro_batch: int, stage: TaskStage) -> None:
-        """Runs one task of the attention group as soon as it can start, and all that it sends."""
+        """Run a task of the attention group as soon as it can start, and all that it sends."""
         times = self.schedule.micro_batches[micro_batch]
         key = (layer, micro_batch)
         if stage is TaskStage.SHARED:
@@ -71,7 +68,7 @@ class ScheduleSimulator:
         self.returned_ms[micro_batch] = self._send(times, end_ms, *key)
 
     def _send(self, times: MicroBatchTimes, ready_ms: float, layer: int, micro_batch: int) -> float:
-        """A2E, experts and E2A of every token group; returns the end of the last."""
+        """Run A2E, experts and E2A of every token group; return the end of the last."""
         groups = (group for group in times.groups for _ in range(group.repeats))
         for number, group in enumerate(groups):
             key = (layer, micro_batch, number)
@@ -108,7 +105,7 @@ class ScheduleSimulator:
 
 
 def replay(schedule: Schedule) -> Replay:
-    """The schedule in its static order (FinDEP Section 4.2)."""
+    """Replay the schedule in its static order (FinDEP Section 4.2)."""
     simulator = ScheduleSimulator(schedule)
     for task in attention_tasks(schedule, schedule.num_layers):
         simulator.run(task.layer, task.micro_batch, task.stage)
@@ -116,7 +113,7 @@ def replay(schedule: Schedule) -> Replay:
 
 
 def attention_tasks(schedule: Schedule, num_layers: int) -> list[Task]:
-    """The attention group's tasks of some layers in the static order, S where it is a task."""
+    """Return the attention group's tasks in the static order."""
     count = len(schedule.micro_batches)
     return [
         task

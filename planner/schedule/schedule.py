@@ -1,4 +1,4 @@
-"""A plan with the times of its tasks: what is replayed, checked and compared."""
+"""A plan with the times of its tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.costs.stages import PlanSpec
 
 
 class GroupRun(NamedTuple):
-    """`repeats` equal token groups in a row; times of one of them in ms."""
+    """Consecutive equal token groups; times of one of them in ms."""
 
     repeats: int
     a2e_ms: float
@@ -20,16 +20,18 @@ class GroupRun(NamedTuple):
 
 
 class MicroBatchTimes(NamedTuple):
-    """One layer's task times of a micro-batch, in ms; token groups in the order of sending."""
+    """One layer's task times of a micro-batch in ms; token groups in the order of sending."""
 
     attention_ms: float
-    shared_ms: float  # 0: there is no such task
+    shared_ms: float  # 0: no such task
     groups: tuple[GroupRun, ...]
 
 
 class Schedule(NamedTuple):
-    """Tasks of every layer and their order on the attention group; links and experts serve in the
-    order of sending. `samples` is what one makespan brings, of one attention rank."""
+    """Tasks of every layer and their order on the attention group.
+
+    samples: of one attention rank per makespan.
+    """
 
     micro_batches: tuple[MicroBatchTimes, ...]
     num_layers: int
@@ -39,8 +41,7 @@ class Schedule(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a micro-batch holds: times of attention and shared expert in ms, and `amount`, its
-    tokens in samples of the spec."""
+    """A micro-batch: attention and shared time in ms; amount: its tokens in samples of the spec."""
 
     attention_ms: float
     shared_ms: float
@@ -48,10 +49,10 @@ class Piece(NamedTuple):
 
 
 def schedule_of(spec: PlanSpec, plan: Plan, samples: int | None = None) -> Schedule:
-    """`plan` on `spec`. Without `plan.micro_batch_samples`, micro-batches have `plan.ma` samples
-    each, the last fewer where `samples` ends earlier (default: all are full).
+    """Return the schedule of `plan`. Raises ValueError if the spec lacks what the plan needs.
 
-    Raises ValueError where the spec lacks what the plan needs.
+    Without `plan.micro_batch_samples`, micro-batches have `plan.ma` samples each, the last fewer if
+    `samples` ends earlier (default: all are full).
     """
     sizes = plan.micro_batch_samples or _sizes(plan, samples)
     return schedule_of_pieces(spec, plan, pieces_of(spec, plan, sizes), sum(sizes))
@@ -60,7 +61,7 @@ def schedule_of(spec: PlanSpec, plan: Plan, samples: int | None = None) -> Sched
 def schedule_of_pieces(
     spec: PlanSpec, plan: Plan, pieces: Sequence[Piece], samples: int
 ) -> Schedule:
-    """`plan` with micro-batches given as they are."""
+    """Return the schedule of `plan` with the given micro-batches."""
     return Schedule(
         tuple(
             MicroBatchTimes(
@@ -76,7 +77,7 @@ def schedule_of_pieces(
 
 
 def pieces_of(spec: PlanSpec, plan: Plan, sizes: Sequence[int]) -> list[Piece]:
-    """Micro-batches of `sizes` samples, each cut into the plan's chunks."""
+    """Return micro-batches of `sizes` samples, each cut into the plan's chunks."""
     return [piece for size in sizes for piece in _chunks(spec, plan, size)]
 
 
@@ -91,10 +92,10 @@ def _sizes(plan: Plan, samples: int | None) -> tuple[int, ...]:
 
 
 def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
-    """The chunks of `size` samples.
+    """Return the chunks of `size` samples.
 
-    A chunk [u, v) of the length has v - u of the tokens and, causally, v^2 - u^2 of the pairs; one
-    behind others reads keys and values up to v back.
+    A chunk [u, v) of the length has v - u of the tokens and, causally, v^2 - u^2 of the pairs; a
+    later chunk reads keys and values up to v back.
     """
     attention, shared = spec.stages.attention, spec.shared
     if not plan.sequence_chunks:
@@ -114,6 +115,6 @@ def _chunks(spec: PlanSpec, plan: Plan, size: int) -> list[Piece]:
 
 
 def token_groups(spec: PlanSpec, amount: float, r2: int) -> GroupRun:
-    """r2 equal token groups of `amount` samples (FinDEP: each has `me` tokens per expert)."""
+    """Return r2 equal token groups of `amount` samples, each with `me` tokens per expert."""
     stages, me = spec.stages, spec.me(amount, r2)
     return GroupRun(r2, stages.a2e.at(me), stages.expert.at(me), stages.e2a.at(me))

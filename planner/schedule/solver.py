@@ -1,9 +1,9 @@
-"""The plan of most samples per second, exactly (FinDEP Section 4, Algorithm 1).
+"""The plan with the most samples per second, exactly (FinDEP Section 4, Algorithm 1).
 
 Throughput grows with ma and with r1, and the makespan is convex in r2: Theorems 1, 3 and 4, which
-hold for both orders (docs/notation.md). So it is enough to look at the pairs (ma, r1) of which
-neither can grow alone, and to narrow r2 down. All pairs are computed at once, as arrays [pairs,
-values of r2].
+hold for both orders (docs/notation.md). So only the pairs (ma, r1) of which neither can grow alone
+are searched, and r2 is narrowed down. All pairs are computed at once, as arrays [pairs, values of
+r2].
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from planner.schedule.closed_forms import (
     pppipe_makespan,
 )
 
-_GRID = 64  # values of r2 looked at in one go
+_GRID = 64  # values of r2 computed at once
 MakespanForm = Callable[[LayerTimes, Any, int], Any]
 
 
 class PlannedBatch(msgspec.Struct, frozen=True):
-    """A plan and what it promises: `samples` of one attention rank in `makespan_ms`."""
+    """A plan with its `samples` of one attention rank in `makespan_ms`."""
 
     plan: Plan
     makespan_ms: float
@@ -40,15 +40,15 @@ class PlannedBatch(msgspec.Struct, frozen=True):
 
     @property
     def samples_per_s(self) -> float:
-        """Of one attention rank: a group of ag ranks answers ag times as many."""
+        """Samples per second of one attention rank."""
         return self.samples / self.makespan_ms * 1e3
 
 
 class Solution(msgspec.Struct, frozen=True):
     """The best plan and the baselines' best plans.
 
-    lower_bound_ms: no plan within the limits of the spec, in whatever order it runs its tasks,
-    needs less for as many samples as `best` has.
+    lower_bound_ms: no plan within the limits of the spec, in any order of tasks, computes as many
+    samples as `best` in less time.
     """
 
     best: PlannedBatch
@@ -58,8 +58,10 @@ class Solution(msgspec.Struct, frozen=True):
 
 
 def solve(spec: PlanSpec) -> Solution:
-    """The best plan of FinDEP's search space for `spec`; of plans equally good, the one with fewer
-    and larger pieces, and ASAS before AASS."""
+    """Return the best plan of FinDEP's search space.
+
+    Of equal plans, the one with fewer and larger pieces, and ASAS before AASS.
+    """
     pairs = _Pairs(spec)
     forms = {Order.ASAS: asas_makespan}
     if spec.has_shared:  # without, both orders are the same
@@ -76,7 +78,7 @@ def solve(spec: PlanSpec) -> Solution:
 
 
 class _Pairs:
-    """The pairs (ma, r1) worth looking at, r1 ascending, as columns [pairs, 1]."""
+    """Candidate pairs (ma, r1), r1 ascending, as columns [pairs, 1]."""
 
     def __init__(self, spec: PlanSpec) -> None:
         ma, r1 = _frontier(spec.max_samples)
@@ -96,7 +98,7 @@ class _Pairs:
         return layer_times(self._attention, self._shared, group, r2)
 
     def objective(self, form: MakespanForm) -> Callable[[Array], Array]:
-        """r2 [pairs, n] to `form` in ms."""
+        """Return a function from r2 [pairs, n] to `form` in ms."""
         return lambda r2: form(self.times(r2), self.r1, self.spec.num_layers)
 
     def planned(self, order: Order, index: int, r2: int, makespan_ms: float) -> PlannedBatch:
@@ -111,7 +113,7 @@ def _at(model: Linear, x: Array) -> Array:
 
 @functools.lru_cache(maxsize=256)
 def _frontier(max_samples: int) -> tuple[Array, Array]:
-    """(ma, r1) columns with r1 * ma <= max_samples where neither can grow alone, ma descending."""
+    """Return (ma, r1), r1 * ma <= max_samples, of which neither can grow alone, ma descending."""
     sizes = {max_samples // r1 for r1 in range(1, int(max_samples**0.5) + 2) if r1 <= max_samples}
     sizes |= {max_samples // size for size in sizes}
     ma = np.array(sorted(sizes, reverse=True), dtype=np.float64)[:, None]
@@ -121,9 +123,9 @@ def _frontier(max_samples: int) -> tuple[Array, Array]:
 
 
 def minimise(objective: Callable[[Array], Array], most: Array) -> tuple[Array, Array]:
-    """(r2 [pairs], least value [pairs]) of a convex objective over 1 .. most [pairs].
+    """Return (r2 [pairs], minimum [pairs]) of a convex objective over 1 .. most [pairs].
 
-    A grid's best point has the minimum between its neighbours: look there next.
+    The minimum lies between the neighbours of a grid's best point, which are the next bounds.
     """
     low, high = np.ones_like(most), most
     while True:
@@ -147,13 +149,13 @@ def _best(pairs: _Pairs, order: Order, form: MakespanForm) -> PlannedBatch:
 
 
 def _pppipe(pairs: _Pairs) -> PlannedBatch:
-    """PPPipe with its own best (ma, r1)."""
+    """Return PPPipe with its own best (ma, r1)."""
     makespans = pairs.objective(pppipe_makespan)(np.ones_like(pairs.ma))[:, 0]
     index = int((makespans / pairs.samples[:, 0]).argmin())
     return pairs.planned(Order.PPPIPE, index, 1, float(makespans[index]))
 
 
 def _naive(pairs: _Pairs) -> PlannedBatch:
-    """Naive with its own best ma: the largest, and that is the first pair."""
+    """Return naive with its own best ma, the largest, which is the first pair."""
     makespans = pairs.objective(pppipe_makespan)(np.ones_like(pairs.ma))[:, 0]
     return pairs.planned(Order.NAIVE, 0, 1, float(makespans[0]))

@@ -1,1 +1,1 @@
-"""Package."""
+"""Policies of batching, task order, preemption, fairness and scaling."""

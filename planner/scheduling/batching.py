@@ -1,5 +1,4 @@
-"""When a rank forms another batch while others run, and of what: a policy over what waits and what
-is live."""
+"""Policies for when a rank forms another batch while others run, and what it contains."""
 
 from __future__ import annotations
 
@@ -10,20 +9,22 @@ from typing import Final, NamedTuple, Protocol
 
 from contracts.requests import Priority
 
-BEST_EFFORT_STARTS: Final = 32  # prompts; to begin one takes about 75 us, in which LS waits
+BEST_EFFORT_STARTS: Final = 32  # prompts; LS waits about 75 us for the start of each
 
 
 class Phase(enum.IntEnum):
-    """Of a sequence: whether more than one of its tokens is still to be computed."""
+    """Phase of a sequence: more than one token to compute, or one."""
 
     PREFILL = 0
     DECODE = 1
 
 
-class Form(NamedTuple):
-    """What a batch is made of: sequences of these classes, the first one's before the others', in
-    that phase (None: any). starts: at most so many begin of those that wait in a class (None: as
-    many as fit). keys: of those sequences, in that order (None: of all)."""
+class BatchSelection(NamedTuple):
+    """Specification of a batch.
+
+    priorities: classes in order of preference. phase: None: any. starts: the most waiting sequences
+    of a class that start (None: as many as fit). keys: the sequences to take, in order (None: all).
+    """
 
     priorities: tuple[Priority, ...] = tuple(Priority)
     phase: Phase | None = None
@@ -32,9 +33,11 @@ class Form(NamedTuple):
 
 
 class LiveBatch(NamedTuple):
-    """A batch in flight. layers_left: of the micro-batch that is furthest behind. phase: None where
-    it has sequences of both. ran_s: of its tasks so far; age_s: since it began; left_s: that it
-    would still take alone, as predicted."""
+    """A batch in flight.
+
+    layers_left: of the slowest micro-batch. phase: None for both. ran_s: time of its tasks so far.
+    age_s: since its start. remaining_s: predicted time that it would still take alone.
+    """
 
     priority: Priority
     tokens: int
@@ -43,12 +46,15 @@ class LiveBatch(NamedTuple):
     phase: Phase | None = None
     ran_s: float = 0.0
     age_s: float = 0.0
-    left_s: float = 0.0
+    remaining_s: float = 0.0
 
 
 class SequenceView(NamedTuple):
-    """A sequence that could be in the next batch. blocks: that it holds. due_s, arrived_s: on the
-    rank's clock; BE is never due (inf). tenant: of its API key, without telling that."""
+    """A sequence for the next batch.
+
+    blocks: that it holds. due_s, arrived_s: on the rank's clock; BE is never due (inf). tenant: an
+    opaque id of its API key.
+    """
 
     key: Hashable
     priority: Priority
@@ -61,72 +67,76 @@ class SequenceView(NamedTuple):
 
 
 class WaitingWork(NamedTuple):
-    """Sequences of one class that have not begun, and their tokens."""
+    """Sequences of one class that have not started, and their tokens."""
 
     sequences: int
     tokens: int
 
 
 class BatchingView(Protocol):
-    """What a policy may look at. Each is worked out when it is asked for."""
+    """The view of a batching policy; properties are computed on access."""
 
     @property
     def in_flight(self) -> int:
-        """How many are `live`."""
+        """Number of `live` batches."""
 
     @property
     def live(self) -> Sequence[LiveBatch]: ...
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of the model's layers."""
 
     @property
     def free_blocks(self) -> int: ...
 
     @property
     def running(self) -> int:
-        """Sequences that have begun, in a batch or not."""
+        """Sequences that have started, in a batch or not."""
 
     @property
     def idle(self) -> Sequence[SequenceView]:
-        """Those that are in no batch."""
+        """Sequences in no batch."""
 
     def count(self, priority: Priority) -> int:
-        """Sequences of that class, whatever they do."""
+        """Return the number of sequences of that class."""
 
     def waiting(self, priority: Priority) -> WaitingWork: ...
 
 
-BatchingPolicy = Callable[[BatchingView], Iterable[Form]]
-"""What to form now, the first of these of which there is something. It is asked again after a batch
-was formed, and when anything has come, gone or ended."""
+BatchingPolicy = Callable[[BatchingView], Iterable[BatchSelection]]
 
-ALL = Form()
-LS_DECODES = Form((Priority.LS,), Phase.DECODE)
-ALL_DECODES = Form((Priority.LS, Priority.BE), Phase.DECODE)
-LS_PROMPTS = Form((Priority.LS,), Phase.PREFILL)
-BE_BATCH = Form((Priority.BE,), starts=BEST_EFFORT_STARTS)
+"""Returns specifications in order of preference; the first that matches any sequence is formed.
+
+Called again after a batch was formed, and when a request arrived or ended.
+"""
+
+ALL = BatchSelection()
+LS_DECODES = BatchSelection((Priority.LS,), Phase.DECODE)
+ALL_DECODES = BatchSelection((Priority.LS, Priority.BE), Phase.DECODE)
+LS_PROMPTS = BatchSelection((Priority.LS,), Phase.PREFILL)
+BE_BATCH = BatchSelection((Priority.BE,), starts=BEST_EFFORT_STARTS)
 SEPARATE_BATCHES = (
     ALL_DECODES,
     LS_PROMPTS,
-    Form((Priority.BE,), Phase.PREFILL, BEST_EFFORT_STARTS),
+    BatchSelection((Priority.BE,), Phase.PREFILL, BEST_EFFORT_STARTS),
 )
-"""The batches that are live at once while both classes are there, as `coalesce_decodes` likes them
-best."""
+
+"""The preferred live batches of `coalesce_decodes` with both classes present."""
 
 
-def one_at_a_time(view: BatchingView) -> Iterable[Form]:
-    """The batch runs alone: whoever comes meanwhile is in the next one. A batch is an iteration
-    (Orca), LS before BE in it."""
+def one_at_a_time(view: BatchingView) -> Iterable[BatchSelection]:
+    """Form a batch only if none runs: an iteration (Orca), LS before BE in it."""
     return (ALL,) if view.in_flight == 0 else ()
 
 
 def joining(*, most: int, within_layers: int) -> BatchingPolicy:
-    """Up to `most` batches, another one only while none has gone through more than `within_layers`:
-    it then catches up, and all wait for one copy of each layer's experts."""
+    """Form up to `most` batches, another one while none has passed `within_layers` layers.
 
-    def policy(view: BatchingView) -> Iterable[Form]:
+    It then catches up, and all share one copy of each layer's experts.
+    """
+
+    def policy(view: BatchingView) -> Iterable[BatchSelection]:
         if view.in_flight == 0:
             return (ALL,)
         if view.in_flight >= most:
@@ -137,20 +147,18 @@ def joining(*, most: int, within_layers: int) -> BatchingPolicy:
     return policy
 
 
-def by_class(view: BatchingView) -> Iterable[Form]:
-    """While both classes are there a batch is of one of them: one of LS decodes, one of LS prompts
-    and one of BE are live at once, and which of their tasks runs is chosen at every yield (QLLM,
-    Section 3). While there is one class only nothing would go first: one at a time, mixed, since
-    then each expert's weights are read once.
+def by_class(view: BatchingView) -> Iterable[BatchSelection]:
+    """Form one batch each of LS decodes, LS prompts and BE while both classes are present.
 
-    BE's batch is of both phases all the same: no time is due in it. Nothing goes first while it is
-    formed, so few prompts begin in one.
+    The task that runs is chosen at every yield (QLLM, Section 3). With one class, one mixed batch
+    at a time, so each expert's weights are read once. BE's batch has both phases, because none of
+    its tokens is due; few prompts start in it, because forming it is not preempted.
     """
     if not (view.count(Priority.LS) and view.count(Priority.BE)):
         return one_at_a_time(view)
     live = [(batch.priority, batch.phase) for batch in view.live]
     forms = [
-        Form((Priority.LS,), phase)
+        BatchSelection((Priority.LS,), phase)
         for phase in (Phase.DECODE, Phase.PREFILL)
         if (Priority.LS, phase) not in live and (Priority.LS, None) not in live
     ]
@@ -159,17 +167,19 @@ def by_class(view: BatchingView) -> Iterable[Form]:
     return forms
 
 
-def coalesce_decodes(left_s: Callable[[], float], places: Callable[[], int]) -> BatchingPolicy:
-    """`by_class`, but while BE runs LS decodes are not formed before their due times want it; and
-    they are filled up with BE's (QLLM, Algorithm 1, lines 10 to 14), so that each expert's weights
-    are read once for both. BE's own batch then leaves its decodes to the next one of LS.
+def coalesce_decodes(remaining_s: Callable[[], float], places: Callable[[], int]) -> BatchingPolicy:
+    """Return `by_class` with delayed LS decodes that are filled with BE decodes.
 
-    left_s: for how long LS decodes that are idle can still wait; inf: there are none. places: how
-    many more sequences may begin while BE's decodes are in LS's batch; negative: they cannot be.
+    While BE runs, LS decodes wait until their due time requires a batch, which is filled with BE
+    decodes (QLLM, Algorithm 1, lines 10 to 14): each expert's weights are read once for both. BE's
+    own batch then leaves its decodes to the next LS batch.
+
+    remaining_s: time for which idle LS decodes can still wait; inf without any. places: sequences
+    that may still start while BE decodes are in LS's batch; negative: no filling.
     """
 
-    def policy(view: BatchingView) -> Iterable[Form]:
-        forms, wait_s = by_class(view), left_s()
+    def policy(view: BatchingView) -> Iterable[BatchSelection]:
+        forms, wait_s = by_class(view), remaining_s()
         if not (view.count(Priority.LS) and view.count(Priority.BE)):
             return forms
         live = [(batch.priority, batch.phase) for batch in view.live]
@@ -188,15 +198,14 @@ def coalesce_decodes(left_s: Callable[[], float], places: Callable[[], int]) -> 
 
 
 def preempt_if_profitable(copy_s: Callable[[], float], be_share: float) -> BatchingPolicy:
-    """`by_class` where layers' experts are copied, one after the other: LS overtakes a BE pass only
-    if what that still takes is more than the copies lost (the layer that was on its way when LS
-    began, and when BE goes on) and those that a pass of few LS tokens does not hide. Meanwhile BE
-    has had its share of its pass.
+    """Return `by_class` for layers whose experts are copied one after the other.
 
-    copy_s: of one layer, as measured.
+    LS preempts a BE pass only if its remaining time exceeds the lost copies (the layers in progress
+    when LS starts and when BE resumes) and the copies that a short LS pass does not hide, and BE
+    has had its share of its pass. copy_s: of one layer, measured.
     """
 
-    def policy(view: BatchingView) -> Iterable[Form]:
+    def policy(view: BatchingView) -> Iterable[BatchSelection]:
         if not (view.count(Priority.LS) and view.count(Priority.BE)) or view.in_flight == 0:
             return one_at_a_time(view)
         if any(batch.priority is Priority.LS for batch in view.live):
@@ -204,9 +213,9 @@ def preempt_if_profitable(copy_s: Callable[[], float], be_share: float) -> Batch
         best_effort_batch = view.live[0]
         copy_cost_s = (2 + view.layers) * copy_s()
         is_profitable = (
-            best_effort_batch.left_s > copy_cost_s
+            best_effort_batch.remaining_s > copy_cost_s
             and best_effort_batch.ran_s >= be_share * best_effort_batch.age_s
         )
-        return (Form((Priority.LS,)),) if is_profitable else ()
+        return (BatchSelection((Priority.LS,)),) if is_profitable else ()
 
     return policy

@@ -1,17 +1,19 @@
-"""How long a queue takes to drain, from how fast it has drained."""
+"""Estimate of the time until a queue has drained."""
 
 from __future__ import annotations
 
 import math
 
-SHORTEST_S, LONGEST_S = 1.0, 600.0  # of what a client is told to wait
+SHORTEST_S, LONGEST_S = 1.0, 600.0  # bounds of Retry-After
 MEMORY_S = 10.0
-BACKLOG = 8  # as many must wait for what leaves to tell how fast more would: they run together
+BACKLOG = 8  # fewer waiting requests run together and do not show the rate
 
 
 class DrainRate:
-    """What has left per second of late (sequences, tokens), over the time in which there was a
-    backlog: an average in which what was MEMORY_S ago counts 1/e. Times are given, in order."""
+    """Amount drained per second while there was a backlog.
+
+    An exponential average with time constant `memory_s`. Times must not decrease.
+    """
 
     def __init__(self, memory_s: float = MEMORY_S) -> None:
         self._memory_s = memory_s
@@ -19,12 +21,11 @@ class DrainRate:
         self._last_s: float | None = None  # None: no backlog
 
     def begin(self, now_s: float) -> None:
-        """There is a backlog, where there was none."""
+        """Start of a backlog."""
         self._last_s = now_s
 
     def leave(self, amount: float, now_s: float, *, last: bool) -> None:
-        """So much has left. last: there is no backlog any more. Without effect where there was
-        none."""
+        """Record a departure during a backlog; last: it ends the backlog."""
         if self._last_s is None:
             return
         passed_s = now_s - self._last_s
@@ -34,15 +35,14 @@ class DrainRate:
         self._last_s = None if last else now_s
 
     def per_second(self, now_s: float) -> float | None:
-        """None: nothing has left yet. A queue that has stood still since counts as slower."""
+        """Return the rate, or None before any departure; idle time lowers it."""
         standing_s = 0.0 if self._last_s is None else now_s - self._last_s
         waited_s = self._waited_s + standing_s
         return self._drained / waited_s if self._drained and waited_s > 0 else None
 
 
 def retry_after_s(excess: float, per_second: float | None) -> float:
-    """When `excess` will have left: within SHORTEST_S and LONGEST_S; the former while nothing is
-    known."""
+    """Return the time in which `excess` drains, within SHORTEST_S and LONGEST_S."""
     if per_second is None:
         return SHORTEST_S
     return min(max(excess / per_second, SHORTEST_S), LONGEST_S)

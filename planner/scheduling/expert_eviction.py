@@ -36,8 +36,10 @@ class LruEviction:
 
 
 class LayerDistanceEviction:
-    """The layer whose next use is farthest away first; within a layer the least recently used
-    (SpecMD's "least stale")."""
+    """Evicts the layer used last from now first; within a layer, least recently used.
+
+    This is SpecMD's "least stale".
+    """
 
     def __init__(self) -> None:
         self._by_layer: dict[int, LruEviction] = {}
@@ -64,6 +66,5 @@ def eviction(kind: Kind) -> EvictionPolicy:
 
 
 def pays(precision: float, hidden_s: float, wait_s: float) -> bool:
-    """Return True if the expected gain of a right prediction exceeds the cost of a wrong one
-    (contracts/expert_eviction.py)."""
+    """Return whether a prefetch is expected to gain more than it costs if it is not needed."""
     return precision * hidden_s > (1.0 - precision) * wait_s

@@ -1,4 +1,4 @@
-"""Which queue an expert rank serves next."""
+"""Choice of the queue that an expert rank serves next."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 
 class QueueHead(NamedTuple):
-    """A non-empty queue of token groups of one class at one layer; or a call of that class that
-    stands at a yield (`is_started`). missing: experts that it needs and that are still to be read.
-    number: of what has begun. generation: of the placement that they came with."""
+    """A queue of token groups of one class at one layer, or a started call at a yield.
+
+    missing: needed experts that are not loaded. number: of the started call. generation: of the
+    placement of the groups.
+    """
 
     priority: int
     layer: int
@@ -17,7 +19,7 @@ class QueueHead(NamedTuple):
     groups: int
     tokens: int = 0
     is_started: bool = False
-    slice_s: float = 0.0  # to its next yield, predicted; 0: not known
+    slice_s: float = 0.0  # predicted time to its next yield; 0: unknown
     missing: int = 0
     number: int = 0
     generation: int = 0
@@ -27,8 +29,7 @@ ExpertQueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]
 
 
 def oldest_of_highest_class(heads: Sequence[QueueHead]) -> QueueHead:
-    """LS before BE; within a class, what misses no expert, then what has begun, then the queue that
-    has waited longest."""
+    """Return the next head: LS first, then by missing experts, started calls, oldest arrival."""
     return min(heads, key=_turn)
 
 

@@ -1,14 +1,12 @@
-"""Whose turn it is among those that wait: first between tenants, then between a tenant's requests,
-then first come, first served among the items of a request.
+"""Fair queueing between tenants, then between a tenant's requests; FIFO within a request.
 
     tenant A   request 1   a a a a a ...
                request 2   b                  a x b a x a x a a ...
     tenant B   request 3   x x x         →
 
-Each level serves whoever has been given least, by cost, while it waited: start-time fair queueing
-with equal weights, in which virtual time advances by what is served over the number of those that
-wait. So who comes new is neither behind all that others have lined up, nor before those that have
-waited for their turn, however many new ones come.
+Each level serves the key that has received least, by cost: start-time fair queueing with equal
+weights, in which virtual time advances by served cost over the number of waiting keys. A new key is
+neither behind all queued work nor ahead of keys that have waited for their turn.
 """
 
 from __future__ import annotations
@@ -23,8 +21,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class _LeastServedFirst(Generic[Key]):
-    """Keys that wait, the one that has been given least first; of equals, who was served or came
-    first. Each operation takes O(log n) amortised."""
+    """Waiting keys, the one that has received least first; ties in order of service or arrival.
+
+    Operations are O(log n) amortised.
+    """
 
     def __init__(self) -> None:
         self._given: dict[Key, tuple[float, int]] = {}  # with a number that breaks ties
@@ -61,7 +61,7 @@ class _LeastServedFirst(Generic[Key]):
 
     def discard(self, key: Key) -> None:
         del self._given[key]
-        if not self._given:  # nobody is there who could have had less
+        if not self._given:
             self._heap.clear()
             self._time = 0.0
         self._compact()
@@ -85,7 +85,7 @@ class _Tenant(Generic[Item]):
 
 
 class FairQueue(Generic[Item]):
-    """What waits. An item is in it once."""
+    """Waiting items, each at most once."""
 
     def __init__(self) -> None:
         self._turns: _LeastServedFirst[Hashable] = _LeastServedFirst()
@@ -107,7 +107,7 @@ class FairQueue(Generic[Item]):
         cost: float = 1.0,
         again: bool = False,
     ) -> None:
-        """again: it has had its turn and comes back: to the head of its request, for nothing."""
+        """Add an item. again: it returns after its turn, to the head of its request, at no cost."""
         if tenant not in self._turns:
             self._turns.add(tenant)
             self._tenants[tenant] = _Tenant()
@@ -122,21 +122,21 @@ class FairQueue(Generic[Item]):
         self._of[item] = tenant, request
 
     def peek(self) -> Item | None:
-        """Whose turn it is."""
+        """Return the next item."""
         if not self._of:
             return None
         queue = self._tenants[self._turns.first()]
         return next(iter(queue.items[queue.turns.first()]))
 
     def pop(self) -> Item:
-        """Takes out whose turn it is; its tenant and request have had that much more."""
+        """Remove and return the next item, and charge its tenant and request."""
         item = self.peek()
         if item is None:
             raise IndexError("nothing waits")
         return self.take(item)
 
     def take(self, item: Item) -> Item:
-        """Takes an item out as if it were its turn."""
+        """Remove an item as if it were its turn."""
         tenant, request = self._of[item]
         cost = self._tenants[tenant].items[request][item]
         self._turns.charge(tenant, cost)
@@ -144,7 +144,7 @@ class FairQueue(Generic[Item]):
         return self.remove(item)
 
     def remove(self, item: Item) -> Item:
-        """Takes an item out; it was nobody's turn. Raises KeyError."""
+        """Remove an item without a charge. Raises KeyError."""
         tenant, request = self._of.pop(item)
         queue = self._tenants[tenant]
         items = queue.items[request]
@@ -158,12 +158,14 @@ class FairQueue(Generic[Item]):
         return item
 
     def __iter__(self) -> Iterator[Item]:
-        """In the order in which they would be popped. Nothing may change meanwhile."""
+        """Iterate in the order of `pop`; the queue must not change meanwhile."""
         return self.ahead(lambda _: False)
 
     def ahead(self, is_skipped: Callable[[Item], bool]) -> Iterator[Item]:
-        """The same without requests of which the next item is `is_skipped` when it has its turn.
-        Those that `take` has taken out of it afterwards, in this order, have had their turns."""
+        """Iterate like `pop`, without requests whose next item `is_skipped`.
+
+        If `take` then removes the yielded items in this order, they have had their turns.
+        """
         tenants = self._turns.copy()
         inner: dict[Hashable, _TenantPreview[Item]] = {}
         while len(tenants):
@@ -183,7 +185,7 @@ class FairQueue(Generic[Item]):
 
 
 class _TenantPreview(Generic[Item]):
-    """What a tenant's requests would be given, one after the other."""
+    """Simulated turns of a tenant's requests."""
 
     def __init__(self, tenant: _Tenant[Item]) -> None:
         self.turns = tenant.turns.copy()
@@ -192,7 +194,7 @@ class _TenantPreview(Generic[Item]):
         self._given: Counter[Hashable] = Counter()
 
     def peek(self) -> tuple[Item, float]:
-        """The next item and its cost. Then `charge` or `skip`."""
+        """Return the next item and its cost; call `charge` or `skip` next."""
         request = self.turns.first()
         if request not in self._iterators:
             self._iterators[request] = iter(self._items[request].items())
@@ -210,8 +212,10 @@ class _TenantPreview(Generic[Item]):
 
 
 def fair_level(counts: Iterable[int], places: int) -> int:
-    """The most places that each of those who want `counts` may have so that all have room in
-    `places`; who wants less leaves the rest to the others. At least 1. O(n log n)."""
+    """Return the largest equal limit per count so that all fit in `places`; at least 1.
+
+    Smaller counts leave their rest to the others. O(n log n).
+    """
     demand = sorted(counts)
     left = places
     for index, count in enumerate(demand):
@@ -223,7 +227,7 @@ def fair_level(counts: Iterable[int], places: int) -> int:
 
 
 class TenantLimit(NamedTuple):
-    """Places of a tenant, and the most that each of its requests may have of them."""
+    """Places of a tenant, and the most per request."""
 
     places: int
     per_request: int
@@ -232,8 +236,10 @@ class TenantLimit(NamedTuple):
 def fair_limits(
     demand: Mapping[Key, Mapping[Hashable, int]], places: int
 ) -> dict[Key, TenantLimit]:
-    """Of each tenant that wants more than its part of `places`, that part. wanted: by tenant and
-    request."""
+    """Return the limit of each tenant that demands more than its part of `places`.
+
+    demand: by tenant and request.
+    """
     totals = {tenant: sum(requests.values()) for tenant, requests in demand.items()}
     if sum(totals.values()) <= places:
         return {}

@@ -1,14 +1,13 @@
-"""What a rank runs next, of both classes: chosen anew at every yield of a task.
+"""Choice of what a rank runs next, at every yield of a task.
 
-    credit of BE > 0 ──> BE                            its share (share.py)
+    credit of BE > 0 ──> BE                            its share
     else LS ready    ──> LS                            by due time, then the plan's order
-    else             ──> BE, unless an LS pass that is with the other group would be late: hold
+    else             ──> BE, unless an LS pass at the other group would be late: hold
 
-Both groups use it: over tasks of micro-batches on an attention rank or a prefill worker
-(planner/scheduling/task_order.py), over queue heads on an expert rank
-(planner/scheduling/expert_queues.py).
-QLLM (Section 4) preempts at layers and experts in one process; here an LS pass visits both groups
-at every layer, so that whole tasks of BE would meet it there each time.
+Used for tasks of micro-batches on attention ranks and prefill workers
+(planner/scheduling/task_order.py), and for queue heads on expert ranks
+(planner/scheduling/expert_queues.py). QLLM (Section 4) preempts at layers and experts in one
+process; here an LS pass visits both groups at every layer and would meet a whole BE task each time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from contracts.requests import Priority
 
 
 class PolicyFallbackError(Exception):
-    """A choice of one's own failed: the default decides."""
+    """A user policy failed; the default decides."""
 
 
 POLL_INTERVAL_S = (
@@ -30,32 +29,32 @@ POLL_INTERVAL_S = (
 
 
 class Work(Protocol):
-    """What could run now, up to its next yield."""
+    """Runnable work up to its next yield."""
 
     @property
     def priority(self) -> int: ...
 
     @property
     def is_started(self) -> bool:
-        """Whether it stands at a yield."""
+        """True if it is suspended at a yield."""
 
     @property
     def slice_s(self) -> float:
-        """Seconds to its next yield, predicted; 0: not known."""
+        """Predicted seconds to its next yield; 0: unknown."""
 
 
 W = TypeVar("W", bound=Work)
 
 
 def _ignore(seconds: float) -> None:
-    """Nobody asks."""
+    """Ignore a notification."""
 
 
 class Preemption(Generic[W]):
-    """Owned by the rank's loop. Times are given, in order.
+    """Preemption on one rank; owned by its loop. Times must not decrease.
 
-    preempted: how often LS work ran while a BE task stood at a yield. held_s: for how long BE was
-    held back while nothing else was there to run.
+    preempted: number of preemptions of a suspended BE task. held_s: time in which BE was held while
+    nothing else was runnable.
     """
 
     def __init__(
@@ -67,24 +66,25 @@ class Preemption(Generic[W]):
         on_blocked: Callable[[float], None] = _ignore,
         on_resumed: Callable[[float], None] = _ignore,
     ) -> None:
-        """order: the choice among work of one class, never empty; of BE, what is begun comes
-        first, so that there is one such task at most. choose: in place of all but the share: among
-        LS work and that of BE which could go on; it may raise PolicyFallbackError. Told in seconds,
-        at each preemption:
-        blocked, since when the step lasted that LS may have waited for; parked, once it is over,
-        for how long BE stood."""
+        """Create the policy.
+
+        order: chooses among work of one class. choose: replaces all but the share; chooses among LS
+        work and runnable BE work, and may raise PolicyFallbackError. on_blocked: called at each
+        preemption with the seconds for which LS may have waited. on_resumed: called with the
+        seconds for which BE was suspended.
+        """
         self._order = order
         self._choose = choose
         self._floor = ShareCredit(be_share)
         self._be_waiting = self._be_ran_last = self._holding = False
         self._on_blocked, self._on_resumed = on_blocked, on_resumed
         self._be_began_s = self._preempted_s = 0.0
-        self._since_s = 0.0  # until when the accounts are kept
+        self._since_s = 0.0  # time of the last accounting
         self.preempted = 0
         self.held_s = 0.0
 
     def pick(self, ready: Sequence[W], live: Iterable[LatencyPass], now_s: float) -> W | None:
-        """One of `ready`; None: none, although some is. live: read only where BE might be held."""
+        """Return one of `ready`, or None to hold; live: read only if BE might be held."""
         self._advance_to(now_s)
         self._be_waiting = False
         latency_sensitive = [work for work in ready if work.priority == Priority.LS]
@@ -95,7 +95,7 @@ class Preemption(Generic[W]):
             return first
         chosen = self._chosen(latency_sensitive, best_effort, first, live, now_s)
         if first is not None and (chosen is None or chosen.priority == Priority.LS):
-            self._be_waiting = True  # until the next choice
+            self._be_waiting = True
             self._record_preemption(first, by=chosen, now_s=now_s)
         return chosen
 
@@ -125,7 +125,7 @@ class Preemption(Generic[W]):
             self._on_blocked(now_s - self._be_began_s)
 
     def ran(self, work: W, start_s: float, end_s: float) -> None:
-        """A slice of what was picked last."""
+        """Record a slice of the last pick."""
         if work.priority == Priority.LS:
             self._advance_to(end_s)
             return
@@ -136,12 +136,11 @@ class Preemption(Generic[W]):
         self._be_ran_last = True
 
     def forget(self) -> None:
-        """Work was dropped. Whether BE still waits is seen at the next choice, which may be long
-        after: until then it is owed nothing."""
+        """Record that work was dropped: BE earns no credit before the next choice."""
         self._be_waiting = self._holding = False
 
     def _advance_to(self, now_s: float) -> None:
-        """Nothing of BE has run since the last time."""
+        """Account for time in which no BE work ran."""
         passed_s = now_s - self._since_s
         self._since_s = now_s
         if self._be_waiting:
@@ -152,44 +151,39 @@ class Preemption(Generic[W]):
 
 
 class ShareCredit:
-    """Credit in seconds. It lies between -(1 - f) of the longest BE slice and f of what else the
-    rank does at a time."""
+    """Credit in seconds: -(1 - f) of the longest BE slice to f of the longest other one."""
 
     def __init__(self, share: float) -> None:
-        """share: f, 0 <= f < 1; 0: BE has no claim."""
+        """Create with share f, 0 <= f < 1."""
         self._share = share
         self.credit_s = 0.0
 
     @property
     def is_owed(self) -> bool:
-        """Whether BE goes first."""
+        """True if BE goes first."""
         return self.credit_s > 0.0
 
     def add_wait(self, seconds: float) -> None:
-        """BE was ready for so long, and did not run."""
+        """Record that BE was ready and did not run."""
         self.credit_s += self._share * seconds
 
     def charge(self, seconds: float) -> None:
-        """A BE slice ran. What it had for nothing, while nobody else wanted the rank, is not held
-        against it beyond that slice."""
+        """Record a BE slice. Free time costs at most this slice."""
         charge_s = (1.0 - self._share) * seconds
         self.credit_s = max(self.credit_s - charge_s, -charge_s)
 
 
 class LatencyPass(NamedTuple):
-    """A live LS batch: when its next token is due, and for how long it would still take if it ran
-    alone, as predicted (both groups, the way there and back)."""
+    """A live LS batch: due time of its next token, and predicted time it still takes alone."""
 
     due_s: float
-    left_s: float
+    remaining_s: float
 
 
 def would_miss_due_time(passes: Iterable[LatencyPass], slice_s: float, now_s: float) -> bool:
-    """Whether a slice of `slice_s` seconds, run now, would cost an LS pass its due time, or make
-    one later that has lost it.
+    """Return whether a slice run now would make an LS pass late, or later.
 
-    Due times decide, not classes: to hold BE for every LS decode costs half of its throughput, for
-    tokens that would have been in time. Where LS is hopelessly late there is too much of it: then
-    it is ready nearly always, and BE has what its share gives.
+    Due times decide, not classes: holding BE for every LS decode would halve its throughput for
+    tokens that are in time. If LS is always late, it is ready nearly always, and BE has its share.
     """
-    return any(now_s + slice_s + each.left_s > each.due_s for each in passes)
+    return any(now_s + slice_s + each.remaining_s > each.due_s for each in passes)

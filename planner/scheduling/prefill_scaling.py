@@ -1,14 +1,15 @@
-"""How many prefill workers there should be, from how full they are.
+"""The number of prefill workers, from their utilization.
 
-fill   work of a worker's open requests over its saturation threshold; 1: its next batch is full
+Utilization is the work of a worker's open requests over its saturation threshold; at 1 its next
+batch is full.
 
-    fill  ┤      ╭─────╮  up_fill ─ ─ ─ ─ ─  above it: one more
-          │     ╱       ╲
-          │────╯         ╰──────── down_fill ─ ─ where the others would stay below it, and have
-          │                                      been for idle_s: one less
+    utilization ┤      ╭─────╮  scale_up_utilization ─ ─  above it: one more
+                │     ╱       ╲
+                │────╯         ╰────── scale_down_utilization ─ ─ below it for the others after
+                │                      downscale_delay_s: one less
 
-Between the two nothing happens, and after a change nothing until the mean has had time to follow:
-so load that stays where it is moves nobody back and forth. Pure: time comes with what is seen.
+Between the two nothing changes, and after a change nothing until the mean has adapted, so steady
+load does not oscillate. Pure: the caller has the clock.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from contracts.config import ScalingConfig
 
 
 class UtilizationScaling:
-    """Decides one step at a time. A fill is a mean over time: batches come and go. least: may be
-    changed, and is reached at once."""
+    """Decides one step at a time, by mean utilization over time; `least` may change."""
 
     def __init__(self, config: ScalingConfig, least: int) -> None:
-        """least: workers that there are at any rate. config.max_prefill_ranks: at most."""
+        """Create with the least number of workers; config.max_prefill_ranks is the most."""
         self._config = config
         self.least = least
         self._max_workers = max(least, config.max_prefill_ranks or least)
@@ -34,8 +34,11 @@ class UtilizationScaling:
         self.utilization = 0.0
 
     def step(self, now_s: float, utilizations: Sequence[float], *, is_steady: bool) -> int:
-        """1: start a worker, -1: end one, 0: neither. To be called every second or so, with the
-        fills of those that serve. is_steady: none is starting, ending or being replaced."""
+        """Return 1 to start a worker, -1 to stop one, else 0; call about every second.
+
+        utilizations: of the serving workers. is_steady: none is starting, stopping or being
+        replaced.
+        """
         if not utilizations or not is_steady:
             self._reset()
             return 0
@@ -76,5 +79,4 @@ class UtilizationScaling:
         return step
 
     def _reset(self) -> None:
-        """What was seen was of other workers."""
         self._sampled_s = self._low_since_s = None

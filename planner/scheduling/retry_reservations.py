@@ -1,12 +1,10 @@
-"""Clients that were told to come again, and when: whoever comes then is let in before others.
+"""Reservations for rejected clients: one that returns in time is admitted before others.
 
-At more than capacity a client who comes when he was told would else find that others, who came
-meanwhile, have taken the places that have become free. What was promised counts as if it waited, so
-that the next one is told a later time: refused clients stand in a line without being there.
+Without them, new clients would take the places that become free before the rejected client returns.
+Reserved work counts as waiting, so the next client gets a later time.
 
-Tenants take turns in that line: a newcomer waits for all that his own tenant was promised, and of
-every other tenant for as much as that, and one more. Whoever asks a thousand times and never comes
-makes a line for himself.
+Tenants take turns: a new request waits for all reservations of its own tenant, and for as many of
+every other tenant plus one. A client that never returns only delays its own tenant.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 MAX_RESERVATIONS = 4096
-GRACE_S = 5.0  # and a fifth of the time told: for so long after it one is expected
+GRACE_S = 5.0  # grace period, plus a fifth of the waiting time
 
 
 class ReservedWork(NamedTuple):
-    """So many requests, of so much work in all."""
+    """Number and total work of reserved requests."""
 
     requests: int = 0
     amount: float = 0.0
@@ -38,7 +36,7 @@ class _ClientKey(NamedTuple):
 
 
 class _TenantReservations:
-    """Of one tenant: his promises, oldest first."""
+    """Reservations of one tenant, oldest first."""
 
     def __init__(self) -> None:
         self.requests: OrderedDict[Hashable, None] = OrderedDict()
@@ -46,7 +44,7 @@ class _TenantReservations:
 
 
 class _TenantsOfLength:
-    """Tenants who were promised equally many requests, and how much all of them in all."""
+    """Tenants with equally many reservations, and their total work."""
 
     def __init__(self) -> None:
         self.tenants: OrderedDict[bytes, None] = OrderedDict()
@@ -54,24 +52,24 @@ class _TenantsOfLength:
 
 
 class RetryReservations:
-    """By tenant, and by whatever names a request of his. Times are given, in order.
+    """Reservations by tenant and request. Times must not decrease.
 
-    Of more than `most` promises, the oldest one of who has most is forgotten. No call looks at all
-    tenants: those with lines of one length count as one, and among n promises there are at most
-    sqrt(2n) different lengths (90 among 4,096), for 1 + 2 + ... + 91 are more than that.
+    Beyond `most`, the oldest reservation of the tenant with most is dropped. Tenants with equally
+    many reservations are grouped: n reservations have at most sqrt(2n) different counts (90 for
+    4,096), so no call visits all tenants.
     """
 
     def __init__(self, most: int = MAX_RESERVATIONS) -> None:
         self._most = most
         self._reservations: OrderedDict[_ClientKey, _Reservation] = OrderedDict()
         self._tenants: dict[bytes, _TenantReservations] = {}
-        self._by_length: dict[int, _TenantsOfLength] = {}  # by length of their lines
+        self._by_length: dict[int, _TenantsOfLength] = {}  # by number of reservations
 
     def __len__(self) -> int:
         return len(self._reservations)
 
     def queued_ahead(self, tenant: bytes) -> ReservedWork:
-        """What a newcomer of this tenant stands behind: in his own line, all of it."""
+        """Return the reserved work ahead of a new request of this tenant."""
         own = self._tenants.get(tenant)
         most = 1 if own is None else 1 + len(own.requests)
         requests, amount = 0, 0.0
@@ -84,7 +82,7 @@ class RetryReservations:
     def reserve(
         self, tenant: bytes, request: Hashable, amount: float, now_s: float, in_s: float
     ) -> None:
-        """To come again in so many seconds, at the latest a grace after them."""
+        """Reserve a retry in `in_s` seconds, with a grace period after it."""
         self.drop(tenant, request)
         while len(self._reservations) >= self._most:
             largest_tenant = next(iter(self._by_length[max(self._by_length)].tenants))
@@ -98,12 +96,12 @@ class RetryReservations:
         self._put_tenant(tenant, own_reservations)
 
     def remaining_s(self, tenant: bytes, request: Hashable, now_s: float) -> float | None:
-        """For how long he is still to stay away; 0: he is expected. None: nothing was promised."""
+        """Return the seconds until the retry is due; 0: due. None: no reservation."""
         reservation = self._reservations.get(_ClientKey(tenant, request))
         return None if reservation is None else max(0.0, reservation.at_s - now_s)
 
     def drop(self, tenant: bytes, request: Hashable) -> None:
-        """Kept, or void. Without effect where nothing was promised."""
+        """Drop a reservation, if there is one."""
         reservation = self._reservations.pop(_ClientKey(tenant, request), None)
         if reservation is None:
             return
@@ -114,8 +112,7 @@ class RetryReservations:
             self._put_tenant(tenant, own_reservations)
 
     def expire(self, now_s: float) -> None:
-        """Those who have not come. They were told in about the order in which they are due: what
-        stands behind one that is not late is looked at later."""
+        """Drop overdue reservations; they are in approximate order of expiry."""
         while self._reservations:
             client, reservation = next(iter(self._reservations.items()))
             if reservation.until_s > now_s:
@@ -123,7 +120,7 @@ class RetryReservations:
             self.drop(*client)
 
     def _take_tenant(self, tenant: bytes) -> _TenantReservations:
-        """His line, taken out of the books: it is about to have another length."""
+        """Remove the tenant from the groups before its count changes."""
         own_reservations = self._tenants.pop(tenant, None)
         if own_reservations is None:
             return _TenantReservations()

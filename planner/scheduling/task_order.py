@@ -1,12 +1,12 @@
-"""Orders of an attention rank's tasks, as policies over the ready set.
+"""Order of an attention rank's tasks, as policies over the ready set.
 
-FinDEP (Section 4.2) fixes a static order; here the order is a preference among the tasks that can
-run now, so that a late message never idles the rank while other work is ready:
+FinDEP (Section 4.2) fixes a static order; here it is a preference among runnable tasks, so that a
+late message never idles the rank:
 
     ASAS        A(t,0) S(t,0) A(t,1) S(t,1) ...        micro-batch by micro-batch
     AASS        A(t,0) A(t,1) ... S(t,0) S(t,1) ...    all attention of a layer first
     ASAS lag 1  A(t,0) A(t,1) S(t,0) ... A(t,r1-1) S(t,r1-2) A(t+1,0) S(t,r1-1) A(t+1,1) ...
-                                                       shared experts late, beyond the paper
+                                                       late shared experts, beyond the paper
 
 NAIVE and PPPIPE have no S tasks of their own (the executor runs S inside A, before A2E).
 """
@@ -28,8 +28,10 @@ class TaskStage(enum.IntEnum):
 
 
 class Task(NamedTuple):
-    """A task that can run now, up to its next yield. `batch` numbers grow with submission; `layer`
-    of FINISH is L."""
+    """A runnable task up to its next yield.
+
+    `batch` numbers grow with submission; `layer` of FINISH is L.
+    """
 
     priority: int
     batch: int
@@ -38,18 +40,21 @@ class Task(NamedTuple):
     stage: TaskStage
     order: Order
     shared_lag: int = 0
-    micro_batches: int = 1  # of its batch; matters with a lag only
-    due_s: float = math.inf  # of its batch: of the sequence whose next token is due first
-    is_started: bool = False  # it stands at a yield
-    slice_s: float = 0.0  # to its next yield, predicted; 0: not known
+    micro_batches: int = 1  # of its batch; used with a lag only
+    due_s: float = math.inf  # earliest due time in its batch
+    is_started: bool = False  # suspended at a yield
+    slice_s: float = 0.0  # predicted time to its next yield; 0: unknown
 
 
 TaskPolicy = Callable[[Sequence[Task]], Task]
 
 
 def position(task: Task) -> tuple[int, int, int, int]:
-    """Where the plan puts the task among those of its batch. The first number is the layer during
-    which it runs: a late shared expert may run during the attention of the next layer."""
+    """Return the plan's position of the task within its batch.
+
+    The first number is the layer during which it runs: a late shared expert may run during the
+    attention of the next layer.
+    """
     if task.order is Order.AASS:
         return (task.layer, task.stage, task.micro_batch, 0)
     layers, slot = 0, task.micro_batch
@@ -59,8 +64,7 @@ def position(task: Task) -> tuple[int, int, int, int]:
 
 
 def by_plan(ready: Sequence[Task]) -> Task:
-    """The next task: latency-sensitive before best-effort, then whose token is due first, older
-    batch before newer, what has begun, then the order of the batch's plan."""
+    """Return the next task: LS first, then by due time, batch, started, and the plan's order."""
     return min(ready, key=_by_plan)
 
 
@@ -69,9 +73,11 @@ def _by_plan(task: Task) -> tuple[float, ...]:
 
 
 def by_layer(ready: Sequence[Task]) -> Task:
-    """The next task where batches share what a layer needs: latency-sensitive before best-effort,
-    what has begun, then whoever is furthest behind, so that all come to a layer before any leaves
-    it."""
+    """Return the next task for batches that share a layer's experts.
+
+    LS first, then started tasks, then the batch furthest behind, so all reach a layer before any
+    leaves it.
+    """
     return min(
         ready, key=lambda task: (task.priority, not task.is_started, *position(task), task.batch)
     )
@@ -80,8 +86,10 @@ def by_layer(ready: Sequence[Task]) -> Task:
 def static_order(
     order: Order, micro_batches: int, num_layers: int, shared_lag: int = 0
 ) -> list[Task]:
-    """The A and S tasks of one batch in the order that `by_plan` follows as long as no task waits
-    for a message. NAIVE and PPPIPE: S right after its A."""
+    """Return the A and S tasks of one batch in the order of `by_plan` without late messages.
+
+    NAIVE and PPPIPE: S right after its A.
+    """
     tasks = [
         Task(0, 0, layer, micro_batch, stage, order, shared_lag, micro_batches)
         for layer in range(num_layers)

@@ -1,13 +1,12 @@
-"""How long work of a kind and size takes, from how long it took: averages that follow the
-machine."""
+"""Predicted task times by kind and size: moving averages of measured times."""
 
 from __future__ import annotations
 
-_NEWEST = 0.2  # the weight of the newest time
+_NEWEST = 0.2  # weight of the latest time
 
 
 class TaskTimes:
-    """Seconds by kind and number of tokens, numbers within a factor of two together."""
+    """Seconds by kind and tokens; token counts within a factor of two share an entry."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, int], float] = {}
@@ -18,5 +17,5 @@ class TaskTimes:
         self._seconds[key] = seconds if known is None else known + _NEWEST * (seconds - known)
 
     def predict(self, kind: str, tokens: int) -> float:
-        """0 where nothing of that kind and size was timed yet."""
+        """Return the predicted seconds; 0 without a measurement."""
         return self._seconds.get((kind, tokens.bit_length()), 0.0)

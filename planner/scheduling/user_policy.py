@@ -1,5 +1,8 @@
-"""A policy of one's own (docs/policies.md): found by its import path, checked before anything runs,
-and given up where it fails, so that it can cost order and never answers."""
+"""User-defined scheduling policies (docs/policies.md).
+
+A policy is loaded by import path, checked before use and disabled if it fails. It affects order,
+never answers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from contracts.requests import Priority
 from planner.scheduling.batching import (
     BatchingPolicy,
     BatchingView,
-    Form,
+    BatchSelection,
     Phase,
     SequenceView,
 )
@@ -24,18 +27,17 @@ from planner.scheduling.expert_queues import QueueHead
 from planner.scheduling.preemption import PolicyFallbackError
 from planner.scheduling.task_order import Task, TaskStage
 
-MAX_FAILURES = 10  # after so many it is not asked again
-SLOW_S, SLOW_CALLS = 0.001, 100  # nor if so many calls took longer than that on average
-MAX_LIVE_BATCHES = 3  # batches at most, where a policy forms them
-MAX_HOLD_S = 1.0  # nor if it has let everything wait for so long
+MAX_FAILURES = 10  # failures after which it is disabled
+SLOW_S, SLOW_CALLS = 0.001, 100  # mean time per call, over this many calls
+MAX_LIVE_BATCHES = 3  # of a user policy
+MAX_HOLD_S = 1.0  # longest hold of all work
 
 
 class UserPolicy(NamedTuple):
-    """What it has of these; for what is None the default stands.
+    """Functions of a user policy; None: the default applies.
 
-    form: of the sequences that are in no batch, the keys of those for the next one, in order (as
-    many are taken as fit); none: there is none now. pick: of the tasks that could run up to their
-    next yield, one; None: nothing runs yet. serve: the same of the queues of an expert rank.
+    form: sequences in no batch → keys of the next batch in order, empty for no batch. pick:
+    runnable tasks → one, or None to run nothing yet. serve: queues of an expert rank → one or None.
     """
 
     form: Callable[[Sequence[SequenceView]], Iterable[Hashable]] | None = None
@@ -48,11 +50,10 @@ R = TypeVar("R")
 
 
 class GuardedPolicy(Generic[G, R]):
-    """A function of a policy. What it raises, what it gives that was not there, and a third thing,
-    that it takes too long, count as failures: then, and after FAILURES for good, a call raises
-    PolicyFallbackError.
+    """A policy function with checks.
 
-    failures: so far. reason: of the last one.
+    Exceptions, unknown results and slowness are failures: the call raises PolicyFallbackError, and
+    after MAX_FAILURES all calls do.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GuardedPolicy(Generic[G, R]):
         failed: Callable[[str], None] = lambda _: None,
         clock: Clock = monotonic_s,
     ) -> None:
-        """is_one: whether what it gave can be. failed: told the reason of each failure."""
+        """Create a guard; is_one: validates a result. failed: called with each failure's reason."""
         self._name, self._function, self._is_one = name, function, is_one
         self._failed, self._clock = failed, clock
         self._calls, self._spent_s = 0, 0.0
@@ -77,11 +78,11 @@ class GuardedPolicy(Generic[G, R]):
         start_s = self._clock()
         try:
             result = self._function(given)
-        except Exception as error:  # noqa: BLE001 - it is somebody else's code
+        except Exception as error:  # noqa: BLE001 - user code
             raise self._fail(f"raised {type(error).__name__}: {error}") from None
         self._take_time(start_s)
         if not self._is_one(given, result):
-            raise self._fail(f"gave what was not there: {result!r:.100}")
+            raise self._fail(f"returned an unknown element: {result!r:.100}")
         return result
 
     def _take_time(self, start_s: float) -> None:
@@ -94,8 +95,7 @@ class GuardedPolicy(Generic[G, R]):
             self._calls, self._spent_s = 0, 0.0
 
     def check_hold(self, *, is_hold: bool) -> None:
-        """Whether its choice was that nothing runs although something could. Raises
-        PolicyFallbackError when that has been so for HELD_S."""
+        """Record a hold. Raises PolicyFallbackError after MAX_HOLD_S."""
         if not is_hold:
             self._hold_since_s = None
             return
@@ -104,12 +104,12 @@ class GuardedPolicy(Generic[G, R]):
             self._hold_since_s = now_s
         elif now_s - self._hold_since_s > MAX_HOLD_S:
             self._hold_since_s = None
-            raise self._fail(f"let everything wait for {MAX_HOLD_S:g} s")
+            raise self._fail(f"held all work for {MAX_HOLD_S:g} s")
 
     def _fail(self, reason: str) -> PolicyFallbackError:
         self.failures += 1
         self._disabled = self._disabled or self.failures >= MAX_FAILURES
-        more = "; it is not asked again" if self._disabled else ""
+        more = "; the policy is disabled" if self._disabled else ""
         self._failed(f"{self._name} {reason}{more}")
         return PolicyFallbackError(reason)
 
@@ -119,14 +119,14 @@ def user_batching(
     default: BatchingPolicy,
     failed: Callable[[str], None] = lambda _: None,
 ) -> BatchingPolicy:
-    """Batches of the sequences that `form` names."""
+    """Return a batching policy that takes the sequences named by `form`."""
 
     def named(given: Sequence[SequenceView]) -> tuple[Hashable, ...]:
         return tuple(form(given))
 
     guarded = GuardedPolicy("form", named, are_keys, failed)
 
-    def policy(view: BatchingView) -> Iterable[Form]:
+    def policy(view: BatchingView) -> Iterable[BatchSelection]:
         idle = view.idle if view.in_flight < MAX_LIVE_BATCHES else ()
         if not idle:
             return ()
@@ -135,8 +135,8 @@ def user_batching(
         except PolicyFallbackError:
             return default(view)
         if keys:
-            return (Form(keys=keys),)
-        return () if view.in_flight else default(view)  # else nothing would ask it again
+            return (BatchSelection(keys=keys),)
+        return () if view.in_flight else default(view)  # else there would be no further call
 
     return policy
 
@@ -145,7 +145,7 @@ def guarded_choice(
     function: Callable[[Sequence[G]], G | None],
     failed: Callable[[str], None] = lambda _: None,
 ) -> Callable[[Sequence[G]], G | None]:
-    """`pick` or `serve`. The result raises PolicyFallbackError where the default is to decide."""
+    """Return the guarded `pick` or `serve`; it raises PolicyFallbackError for the default."""
     guarded = GuardedPolicy(_name_of(function), function, _is_member, failed)
 
     def choice(given: Sequence[G]) -> G | None:
@@ -157,15 +157,14 @@ def guarded_choice(
 
 
 def load_policy(path: str) -> UserPolicy:
-    """package.module:name, of an object or of a class that is made without arguments. Raises
-    ConfigError that says what to change."""
+    """Load package.module:name, an object or a class without arguments. Raises ConfigError."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise _invalid(path, "give package.module:name")
     try:
         found = getattr(importlib.import_module(module), name)
         policy = found() if isinstance(found, type) else found
-    except Exception as error:  # noqa: BLE001 - whatever its import runs into
+    except Exception as error:  # noqa: BLE001 - any error of its import
         message = str(error).partition("\n")[0]
         raise _invalid(path, f"{type(error).__name__}: {message}; is it on PYTHONPATH?") from None
     functions = {field: getattr(policy, field, None) for field in UserPolicy._fields}
@@ -179,7 +178,7 @@ def load_policy(path: str) -> UserPolicy:
 
 
 def _check(path: str, policy: Any, functions: dict[str, Any]) -> None:
-    """On a view that could occur: it gives what is there, and the same again."""
+    """Check that each function returns valid and repeatable results on a sample view."""
     for field, given in sample_views().items():
         if functions[field] is None:
             continue
@@ -192,16 +191,17 @@ def _check(path: str, policy: Any, functions: dict[str, Any]) -> None:
                 raise _invalid(path, f"{field} raised {type(error).__name__}: {error}") from None
         is_one: Any = are_keys if field == "form" else _is_member
         if not is_one(given, results[0]):
-            raise _invalid(path, f"{field} gave what is not there: {results[0]!r:.80}")
+            raise _invalid(path, f"{field} returned an unknown element: {results[0]!r:.80}")
         if results[0] != results[1]:
-            raise _invalid(path, f"{field} gives something else for the same")
+            raise _invalid(
+                path, f"{field} is not repeatable: equal arguments gave different results"
+            )
 
 
 def _copy(policy: Any) -> Any:
-    """So that checking changes nothing that it keeps."""
     try:
         return copy.deepcopy(policy)
-    except Exception:  # noqa: BLE001 - a module, say, which keeps nothing
+    except Exception:  # noqa: BLE001 - a module, for example, has no state
         return policy
 
 
@@ -219,7 +219,7 @@ def _is_member(given: Sequence[object], one: object) -> bool:
 
 
 def sample_views() -> dict[str, Sequence[Any]]:
-    """What each function could be given, by its name."""
+    """Return an example argument of each function, by name."""
     ls, be = Priority.LS, Priority.BE
     tasks = [
         Task(ls, 2, 0, 0, TaskStage.ATTENTION, Order.ASAS, due_s=5.0),

@@ -15,7 +15,14 @@ from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from contracts.block_hash import chain_hashes
 from contracts.requests import Priority
-from planner.scheduling.batching import Form, LiveBatch, Phase, SequenceView, WaitingWork, by_class
+from planner.scheduling.batching import (
+    BatchSelection,
+    LiveBatch,
+    Phase,
+    SequenceView,
+    WaitingWork,
+    by_class,
+)
 from tests.unit.actors.batching.test_scheduler import Simulation
 
 LS, BE = Priority.LS, Priority.BE
@@ -203,7 +210,7 @@ def test_prompt_too_long_for_the_batch_preempts_no_best_effort_work() -> None:
     sim.form()
     for first in (0, 1):
         sim.add([first, 1] * 4, priority=LS)
-    batch = sim.scheduler.next_batch(Form((LS,), Phase.PREFILL))
+    batch = sim.scheduler.next_batch(BatchSelection((LS,), Phase.PREFILL))
     assert batch is not None
     assert len(batch.chunks) == 1
     assert sim.dropped == 0

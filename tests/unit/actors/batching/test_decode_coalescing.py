@@ -20,7 +20,7 @@ from actors.kv.block_manager import BlockManager
 from contracts.config import PriorityConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Priority, Sampling
-from planner.scheduling.batching import ALL_DECODES, BE_BATCH, LS_DECODES, Form, Phase
+from planner.scheduling.batching import ALL_DECODES, BE_BATCH, LS_DECODES, BatchSelection, Phase
 from tests.support.manual_clock import ManualClock
 
 LS = Priority.LS
@@ -130,7 +130,7 @@ def test_be_joins_only_if_ls_uses_at_most_half_a_batch() -> None:
     assert [chunk.sequence.priority for chunk in batch.chunks] == [LS] * 4 + [Priority.BE] * 4
     rank.end(batch)
     rank.scheduler.add(Sequence((0, 99), submit(99), 16))
-    fifth = rank.scheduler.next_batch(Form((LS,), Phase.PREFILL))
+    fifth = rank.scheduler.next_batch(BatchSelection((LS,), Phase.PREFILL))
     assert fifth is not None
     rank.end(fifth)
     assert rank.coalescer.free_places() < 0, "five of LS want more than half of eight places"

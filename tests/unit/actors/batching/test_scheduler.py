@@ -23,7 +23,13 @@ from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
 from contracts.requests import Caller, Priority, Sampling
-from planner.scheduling.batching import ALL, ALL_DECODES, BEST_EFFORT_STARTS, SEPARATE_BATCHES, Form
+from planner.scheduling.batching import (
+    ALL,
+    ALL_DECODES,
+    BEST_EFFORT_STARTS,
+    SEPARATE_BATCHES,
+    BatchSelection,
+)
 
 BLOCK = 4
 POOL_BLOCKS = 10
@@ -78,7 +84,7 @@ class Simulation:
         self.scheduler.add(made)
         return made
 
-    def start(self, form: Form = ALL) -> ScheduledBatch | None:
+    def start(self, form: BatchSelection = ALL) -> ScheduledBatch | None:
         """Form the next batch and check its invariants."""
         before = {s.key for s in self.scheduler.sequences if s.block_table}
         batch = self.running = self.scheduler.next_batch(form)
@@ -621,7 +627,7 @@ def test_run_to_completion_batch_admits_no_sequence() -> None:
     simulation.scheduler.complete(first)
     first.chunks[0].sequence.token_ids.append(7)
     simulation.add([4, 5])
-    alone = simulation.scheduler.next_batch(Form(starts=0))
+    alone = simulation.scheduler.next_batch(BatchSelection(starts=0))
     assert alone is not None
     assert len(alone.chunks) == 1
 
@@ -631,7 +637,7 @@ def test_form_limits_starts_per_batch() -> None:
     for number in range(5):
         simulation.add([10 * number, 1], priority=Priority.BE)
     for started in (2, 2, 1):
-        batch = simulation.scheduler.next_batch(Form((Priority.BE,), starts=2))
+        batch = simulation.scheduler.next_batch(BatchSelection((Priority.BE,), starts=2))
         assert batch is not None
         assert len(batch.chunks) == started
 
@@ -646,7 +652,7 @@ def test_batch_by_keys_keeps_the_order_and_fits() -> None:
     be = simulation.add(range(10, 16), priority=Priority.BE)
     ls = simulation.add(range(20, 28), priority=Priority.LS)
     simulation.add([30])
-    batch = simulation.scheduler.next_batch(Form(keys=(be.key, running.key, ls.key)))
+    batch = simulation.scheduler.next_batch(BatchSelection(keys=(be.key, running.key, ls.key)))
     assert batch is not None
     assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [
         (be, 6),
@@ -654,7 +660,9 @@ def test_batch_by_keys_keeps_the_order_and_fits() -> None:
         (ls, 3),
     ]
     assert batch.priority is Priority.LS
-    assert simulation.scheduler.next_batch(Form(keys=(be.key, "gone"))) is None, "in a batch"
+    assert simulation.scheduler.next_batch(BatchSelection(keys=(be.key, "gone"))) is None, (
+        "in a batch"
+    )
 
 
 def test_next_batch_of_each_class_is_forecast() -> None:
@@ -678,7 +686,7 @@ def test_ls_decodes_precede_earlier_be_decodes() -> None:
     sim.start()
     sim.finish()
     ls = sim.add([3], 8)
-    sim.start(Form((Priority.LS,)))
+    sim.start(BatchSelection((Priority.LS,)))
     sim.finish()
     batch = sim.start(ALL_DECODES)
     assert batch is not None

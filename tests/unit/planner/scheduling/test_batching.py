@@ -15,7 +15,7 @@ from planner.scheduling.batching import (
     BEST_EFFORT_STARTS,
     LS_DECODES,
     LS_PROMPTS,
-    Form,
+    BatchSelection,
     LiveBatch,
     Phase,
     SequenceView,
@@ -126,7 +126,7 @@ def test_of_one_class_there_is_one_batch_at_a_time_of_all_phases(ls: int, be: in
     ],
 )
 def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
-    running: tuple[LiveBatch, ...], forms: list[Form]
+    running: tuple[LiveBatch, ...], forms: list[BatchSelection]
 ) -> None:
     assert list(by_class(Classes(2, 2, running))) == forms
 
@@ -141,13 +141,13 @@ def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
     ],
 )
 def test_while_be_runs_ls_decodes_wait_for_one_another_as_long_as_they_are_in_time(
-    running: tuple[LiveBatch, ...], left_s: float, forms: list[Form]
+    running: tuple[LiveBatch, ...], left_s: float, forms: list[BatchSelection]
 ) -> None:
     assert list(coalesce_decodes(lambda: left_s, lambda: -1)(Classes(2, 2, running))) == forms
 
 
-def be_prompts(starts: int) -> Form:
-    return Form((Priority.BE,), Phase.PREFILL, starts)
+def be_prompts(starts: int) -> BatchSelection:
+    return BatchSelection((Priority.BE,), Phase.PREFILL, starts)
 
 
 LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
@@ -170,7 +170,7 @@ LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
     ],
 )
 def test_decodes_of_be_ride_along_with_those_of_ls(
-    running: tuple[LiveBatch, ...], left_s: float, places: int, forms: list[Form]
+    running: tuple[LiveBatch, ...], left_s: float, places: int, forms: list[BatchSelection]
 ) -> None:
     policy = coalesce_decodes(lambda: left_s, lambda: places)
     assert list(policy(Classes(2, 2, running))) == forms
@@ -183,7 +183,7 @@ def test_single_class_batch_is_not_filled_up() -> None:
 
 
 def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:
-    return LiveBatch(Priority.BE, 4096, 8, ran_s=ran_s, age_s=age_s, left_s=left_s)
+    return LiveBatch(Priority.BE, 4096, 8, ran_s=ran_s, age_s=age_s, remaining_s=left_s)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_ls_overtakes_a_pass_with_copies_where_that_costs_less_than_it_saves(
 ) -> None:
     policy = preempt_if_profitable(lambda: copy_s, 0.1)
     running = best_effort(ran_s, 1.0, left_s)
-    forms = [Form((Priority.LS,))] if overtakes else []
+    forms = [BatchSelection((Priority.LS,))] if overtakes else []
     assert list(policy(Classes(1, 1, (running,)))) == forms
     overtaking = LiveBatch(Priority.LS, 64, 8)
     assert not list(policy(Classes(1, 1, (running, overtaking)))), "nobody overtakes who overtakes"

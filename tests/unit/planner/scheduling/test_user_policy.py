@@ -11,7 +11,7 @@ import pytest
 
 from contracts.errors import ConfigError
 from contracts.requests import Priority
-from planner.scheduling.batching import ALL, Form, SequenceView, one_at_a_time
+from planner.scheduling.batching import ALL, BatchSelection, SequenceView, one_at_a_time
 from planner.scheduling.preemption import PolicyFallbackError, Preemption
 from planner.scheduling.task_order import Task
 from planner.scheduling.user_policy import (
@@ -88,8 +88,8 @@ def test_a_class_or_an_object_is_found_and_what_it_lacks_is_the_default() -> Non
         ("mine:is_hold", "none of form, pick, serve"),
         ("mine:wrong", "its serve cannot be called"),
         ("mine:Raises", "form raised KeyError"),
-        ("mine:Invents", "form gave what is not there"),
-        ("mine:Random", "pick gives something else for the same"),
+        ("mine:Invents", "form returned an unknown element"),
+        ("mine:Random", "pick is not repeatable"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_that_names_the_field(
@@ -123,7 +123,7 @@ def test_raising_policy_falls_back_and_is_disabled_after_max_failures() -> None:
             choice(TASKS)
     assert len(calls) == len(reasons) == MAX_FAILURES
     assert reasons[0] == "pick raised ValueError: what"
-    assert reasons[-1].endswith("; it is not asked again")
+    assert reasons[-1].endswith("; the policy is disabled")
 
 
 def test_slow_policy_is_disabled() -> None:
@@ -141,7 +141,7 @@ def test_slow_policy_is_disabled() -> None:
     for _ in range(2):
         with pytest.raises(PolicyFallbackError):
             guarded(TASKS)
-    assert reasons == ["pick takes 2.0 ms a call; it is not asked again"]
+    assert reasons == ["pick takes 2.0 ms a call; the policy is disabled"]
 
 
 def test_one_that_lets_everything_wait_gives_way_for_once() -> None:
@@ -191,9 +191,9 @@ def test_batches_are_of_the_sequences_that_are_named_or_as_by_default() -> None:
 
     named = policy_of(lambda views: (view.key for view in reversed(views)))
     keys = tuple(each.key for each in reversed(SEQUENCES))
-    assert list(named(Classes(2, 1, idle=idle))) == [Form(keys=keys)]
+    assert list(named(Classes(2, 1, idle=idle))) == [BatchSelection(keys=keys)]
     running = live(Priority.LS)
-    assert list(named(Classes(2, 1, (running,), idle=idle))) == [Form(keys=keys)]
+    assert list(named(Classes(2, 1, (running,), idle=idle))) == [BatchSelection(keys=keys)]
     assert not list(named(Classes(2, 1, (running,) * MAX_LIVE_BATCHES, idle=idle)))
     none = policy_of(lambda _: ())
     assert list(none(Classes(2, 1, idle=idle))) == [ALL], "nothing would ask it again"
