@@ -129,7 +129,7 @@ def _check_slot_kernels(kernels: ModuleType) -> None:
     gate_up, down = (torch.randn(2, *s, device="cuda").bfloat16() for s in ((2 * F, D), (D, F)))
     slots_TK = torch.ones(T, 1, device="cuda", dtype=torch.int32)
     found_ND = torch.empty(T, D, device="cuda").bfloat16()
-    kernels.gpu_experts(x_TD, slots_TK, gate_up, down, found_ND)
+    kernels.slot_experts(x_TD, slots_TK, gate_up, down, found_ND)
     expected_ND = experts.gated(x_TD @ gate_up[1].t()) @ down[1].t()
     largest = expected_ND.abs().max().float()
     torch.testing.assert_close(

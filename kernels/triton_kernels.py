@@ -106,7 +106,15 @@ def _take(x_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
 
 @triton.jit
 def _slot_gated(
-    x_ptr, slots_ptr, w_ptr, out_ptr, K, D, F, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+    x_ptr,
+    slots_ptr,
+    w_ptr,
+    out_ptr,
+    K,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + n).to(tl.int64)
@@ -130,7 +138,14 @@ def _slot_gated(
 
 @triton.jit
 def _slot_product(
-    x_ptr, slots_ptr, w_ptr, out_ptr, D, F, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr
+    x_ptr,
+    slots_ptr,
+    w_ptr,
+    out_ptr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + n).to(tl.int64)

@@ -61,7 +61,9 @@ class Side:
         self.wires: dict[str, Mover] = {"memcpy": MemcpyWire()}
 
     def listen(self, backend: str, control: Connection) -> None:
-        """Makes the wire of rank 0, and waits for the other. Raises ChannelError."""
+        """Make the wire of rank 0 and wait for the other. Raises ChannelError."""
+        if backend == "nccl" and torch.cuda.device_count() < 2:
+            raise ChannelError("nccl needs two GPUs")
         end = self._endpoint(backend)
         control.send((backend, end.listen()))
         while not any(isinstance(channel_event, PeerJoined) for channel_event in end.poll(POLL_S)):

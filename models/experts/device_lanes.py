@@ -176,6 +176,7 @@ class CudaLane:
 
     @property
     def copies(self) -> int:
+        self._settle()
         return self._copies
 
     @property

@@ -36,11 +36,12 @@ class ForkServer:
 
     def start(self) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", str(other.fileno())],
                 pass_fds=[other.fileno()],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
                 cwd=ROOT,
             )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -109,3 +113,18 @@ def test_missing_fused_kernels_are_logged_with_reason(caplog: pytest.LogCaptureF
     fused_ops._triton_kernels.cache_clear()
     assert fused_ops._triton_kernels() is None
     assert "fused_kernels_disabled reason=" in caplog.text
+
+
+def test_fused_ops_call_only_functions_of_the_triton_kernels() -> None:
+    """Imported by name where triton works; elsewhere neither mypy nor a test would notice."""
+    triton_source = Path(inspect.getfile(fused_ops)).with_name("triton_kernels.py").read_text()
+    defined = {n.name for n in ast.parse(triton_source).body if isinstance(n, ast.FunctionDef)}
+    called = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(fused_ops)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("own", "kernels")
+    }
+    assert called <= defined
+    assert called >= {"slot_experts", "rms_norm"}
