@@ -68,7 +68,7 @@ def test_what_stays_on_the_rank_that_a_token_lives_on() -> None:
 
 
 def test_empty_sample_is_rejected() -> None:
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match="without tokens"):
         spread_of(routing_of([], 4), LayerSlots(range(4), [(0, 4)]))
 
 
