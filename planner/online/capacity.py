@@ -17,8 +17,7 @@ from typing import NamedTuple
 from contracts.planner_messages import BatchReport, TrafficReport
 from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.stages import PlanSpec
-from planner.online.planned_batch import planned_batch, replayed_ms
-from planner.schedule.batch_plan import ChunkTime
+from planner.schedule.batch_plan import ChunkTime, planned_batch, replayed_ms
 from planner.schedule.solver import PlannedBatch
 
 WINDOW_S = 60.0

@@ -25,8 +25,8 @@ from planner.costs.stages import FREE, Linear, PlanSpec
 from planner.online.buckets import BatchBucket, bucket_of
 from planner.online.capacity import GroupSetup, TrafficMix, fullest_tokens, other_sizes
 from planner.online.models import OnlineModels, OnlineSetup
-from planner.online.planned_batch import planned_batch, replayed_ms
 from planner.online.stages import SizedStage
+from planner.schedule.batch_plan import planned_batch, replayed_ms
 from planner.schedule.solver import PlannedBatch
 
 DRIFT = 0.15  # relative change of a stage at a reference size that starts a new version
@@ -100,11 +100,6 @@ class OnlinePlanner:
         self._reports = 0
         self._solo_line = OnlineLinear(Linear(0.0, 1.0), _EVEN)
         self._between = SizedStage(None, _TYPICAL_SEQUENCES)
-
-    @property
-    def uses_file_models(self) -> bool:
-        """True if plans use the hardware file's stages unchanged."""
-        return self._models is not self._following
 
     @property
     def _view(self) -> _ModelView:

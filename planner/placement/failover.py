@@ -25,11 +25,6 @@ def is_failover(generation: int) -> bool:
     return generation >> MAX_FAILOVER_RANKS > 0
 
 
-def failover_source(generation: int) -> int:
-    """Return the generation that a failover placement was derived from."""
-    return (generation >> MAX_FAILOVER_RANKS) - 1
-
-
 def failover_placement(placement: Placement, lost: Collection[int]) -> Placement | None:
     """Return `placement` without the ranks `lost`, or None if no rank is left or no number fits.
 

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
-from planner.costs.model_shape import count_tokens
+from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.stages import PlanSpec
 from planner.schedule.batch_split import balanced_ranges, chunk_bounds
 from planner.schedule.extended_plans import CHUNK_COUNTS, equal_ends
 from planner.schedule.plan_search import Cut, search
-from planner.schedule.schedule import Piece
+from planner.schedule.recurrence import makespan_ms
+from planner.schedule.schedule import Piece, schedule_of_pieces
 from planner.schedule.solver import PlannedBatch
 
 _R1 = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+
+LEAST_GAIN = 0.1  # of the makespan; stage models are no more accurate than this
 
 ChunkTime = Callable[[int, int], float]
 
@@ -112,3 +115,27 @@ def _pieces(
         launch_ms = spec.stages.attention.alpha_ms
         pieces.append(Piece(launch_ms + attention_ms, spec.shared.at(tokens), tokens))
     return pieces
+
+
+def planned_batch(
+    spec: PlanSpec, batch: Chunks, chunk_ms: ChunkTime, *, beyond: bool = False
+) -> PlannedBatch:
+    """Return the best plan, or no cut if that gains little. Raises ValueError like `plan_batch`."""
+    sequences = [NewTokens(start, stop) for start, stop in batch]
+    planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
+    uncut_ms = replayed_ms(spec, chunk_ms, Plan(), [batch])
+    if planned.makespan_ms > (1 - LEAST_GAIN) * uncut_ms:
+        return PlannedBatch(Plan(me=spec.me(count_tokens(batch), 1)), uncut_ms, len(batch))
+    return planned
+
+
+def replayed_ms(
+    spec: PlanSpec, chunk_ms: ChunkTime, plan: Plan, micro_batches: Sequence[Chunks]
+) -> float:
+    """Return the makespan of a plan on these micro-batches."""
+    pieces = []
+    for batch in micro_batches:
+        tokens = count_tokens(batch)
+        attention_ms = spec.stages.attention.alpha_ms + sum(chunk_ms(*c) for c in batch)
+        pieces.append(Piece(attention_ms, spec.shared.at(tokens), tokens))
+    return makespan_ms(schedule_of_pieces(spec, plan, pieces, 1))

@@ -52,24 +52,6 @@ def solve_extended(spec: PlanSpec, kinds: PlanExtension = ALL_EXTENSIONS) -> Pla
     )
 
 
-def solve_batch(spec: PlanSpec, samples: int) -> PlannedBatch:
-    """Return the plan that finishes this batch of equal samples soonest.
-
-    Micro-batches have ma samples, the last one fewer, or sizes that differ by at most one. Raises
-    ValueError if the batch does not fit.
-    """
-    if not 1 <= samples <= spec.max_samples:
-        raise ValueError(
-            f"samples={samples}: give a number from 1 to max_samples={spec.max_samples}"
-        )
-    splits = {
-        sizes
-        for number in range(1, samples + 1)
-        for sizes in (_even(samples, number), _last_short(samples, number))
-    }
-    return search(spec, [_cut(spec, sizes, ()) for sizes in sorted(splits)])
-
-
 def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut:
     plan = Plan(
         r1=len(sizes) * max(1, len(ends)),
@@ -94,11 +76,6 @@ def _splits(max_samples: int, *, uneven: bool) -> Iterator[tuple[int, ...]]:
 def _even(samples: int, parts: int) -> tuple[int, ...]:
     size, more = divmod(samples, parts)
     return (size + 1,) * more + (size,) * (parts - more)
-
-
-def _last_short(samples: int, size: int) -> tuple[int, ...]:
-    full, rest = divmod(samples, size)
-    return (size,) * full + ((rest,) if rest else ())
 
 
 def equal_ends(chunks: int) -> tuple[float, ...]:

@@ -36,7 +36,6 @@ class Replay(NamedTuple):
     spans: list[TaskSpan]
     makespan_ms: float
     busy_ms: dict[str, float]
-    idle_ms: dict[str, float]
     exposed_ms: float
 
 
@@ -99,7 +98,6 @@ class ScheduleSimulator:
             self.spans,
             makespan_ms,
             busy_ms,
-            {resource: makespan_ms - busy for resource, busy in busy_ms.items()},
             1e3 * exposed_communication(self.spans)[0],
         )
 

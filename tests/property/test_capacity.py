@@ -16,7 +16,6 @@ from planner.costs.cost_model import Deployment, resized
 from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
 from planner.online.capacity import Capacity, TrafficMix, capacity, plan_inefficiency
-from planner.online.planned_batch import planned_batch, replayed_ms
 from planner.online.planner import OnlinePlanner
 from planner.online.prefill_capacity import (
     Batch,
@@ -24,6 +23,7 @@ from planner.online.prefill_capacity import (
     ReferenceCurve,
     ReferenceTime,
 )
+from planner.schedule.batch_plan import planned_batch, replayed_ms
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of
 from tests.support.simulated_serving import Report, SimulatedServing, Traffic

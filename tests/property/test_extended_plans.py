@@ -18,10 +18,9 @@ from planner.schedule.closed_forms import layer_times, lower_bound
 from planner.schedule.extended_plans import (
     ALL_EXTENSIONS,
     PlanExtension,
-    solve_batch,
     solve_extended,
 )
-from planner.schedule.plan_search import batch_lower_bound
+from planner.schedule.plan_search import Cut, batch_lower_bound, search
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import replay
 from planner.schedule.schedule import (
@@ -151,24 +150,21 @@ def test_no_way_to_run_a_finite_batch_is_sooner_than_the_planned_one(
     spec: PlanSpec, data: st.DataObject
 ) -> None:
     samples = data.draw(st.integers(1, spec.max_samples))
-    planned = solve_batch(spec, samples)
+    splits = _splits(samples)
+    plans = [Plan(r1=len(s), ma=max(s), micro_batch_samples=s) for s in splits]
+    pieces = [pieces_of(spec, plan, s) for plan, s in zip(plans, splits, strict=True)]
+    cuts = [Cut(plan, each, samples) for plan, each in zip(plans, pieces, strict=True)]
+    planned = search(spec, cuts)
     assert planned.samples == samples
     assert makespan_ms(schedule_of(spec, planned.plan)) == pytest.approx(planned.makespan_ms)
     for sizes, r2, order in itertools.product(
-        _splits(samples), range(1, spec.max_r2 + 1), (Order.ASAS, Order.AASS)
+        splits, range(1, spec.max_r2 + 1), (Order.ASAS, Order.AASS)
     ):
         if r2 > 1 and min(sizes) * spec.tokens_per_expert_per_sample < r2:
             continue
         plan = Plan(r1=len(sizes), r2=r2, order=order, micro_batch_samples=sizes)
         other_ms = makespan_ms(schedule_of(spec, plan))
         assert planned.makespan_ms <= other_ms * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("samples", [0, -1, 9])
-def test_a_batch_that_does_not_fit_is_refused(samples: int) -> None:
-    spec = _token_spec(8)
-    with pytest.raises(ValueError, match=f"samples={samples}: give a number from 1 to max_samples"):
-        solve_batch(spec, samples)
 
 
 def _token_spec(max_tokens: int) -> PlanSpec:

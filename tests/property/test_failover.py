@@ -11,7 +11,7 @@ from hypothesis.strategies import DrawFn
 from actors.moe.dispatch import RankSlice, plan_dispatch
 from actors.moe.remote_pending import recut
 from contracts.placement import Placement
-from planner.placement.failover import failover_placement, failover_source, is_failover
+from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
 from planner.placement.slots import ExpertPlacement, LayerSlots
 
 
@@ -54,7 +54,7 @@ def test_failover_keeps_every_expert_and_surviving_slots(
         return
     assert found is not None  # made, so all its rules hold: every expert is in a slot
     assert is_failover(found.generation)
-    assert failover_source(found.generation) == placement.generation
+    assert (found.generation >> MAX_FAILOVER_RANKS) - 1 == placement.generation
     extra = [found.slots_per_rank[r] - placement.slots_per_rank[r] for r in left]
     assert max(extra) - min(extra) <= 1
     for rank in range(placement.ranks):

@@ -130,7 +130,6 @@ def test_after_a_shift_and_back_the_file_is_believed_again() -> None:
         2 * slower.makespan_ms(batches, Plan(r1=2)), rel=0.1
     )
     errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 4), 200)
-    assert planner.uses_file_models
     found = errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 5), JUDGED)
     assert statistics.median(found) < 0.06
 

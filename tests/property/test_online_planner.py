@@ -14,9 +14,8 @@ from contracts.planner_messages import Batch, MicroBatchReport
 from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import OnlineModels
-from planner.online.planned_batch import LEAST_GAIN
 from planner.online.planner import REPORTS_BETWEEN, NoPlanError, OnlinePlanner
-from planner.schedule.batch_plan import NewTokens, plan_batch
+from planner.schedule.batch_plan import LEAST_GAIN, NewTokens, plan_batch
 from planner.schedule.plan_fit import MORE_TOKENS, fit_plan
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of

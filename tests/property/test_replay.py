@@ -73,12 +73,10 @@ def test_a_ready_set_follows_the_static_order_under_asas(spec: PlanSpec, plan: P
 
 
 @given(schedules())
-def test_busy_and_idle_time_of_a_resource_are_the_makespan(schedule: Schedule) -> None:
+def test_busy_time_of_a_resource_is_within_the_makespan(schedule: Schedule) -> None:
     result = replay(schedule)
     for resource in RESOURCES:
-        together = result.busy_ms[resource] + result.idle_ms[resource]
-        assert together == pytest.approx(result.makespan_ms)
-        assert result.idle_ms[resource] >= -1e-9 * result.makespan_ms
+        assert result.busy_ms[resource] <= result.makespan_ms * (1 + 1e-9)
     compute = (Stage.ATTENTION, Stage.SHARED)
     busy_ms = busy_seconds(result.spans, compute) * 1e3
     assert busy_ms == pytest.approx(result.busy_ms[ATTENTION_GROUP])
