@@ -7,8 +7,8 @@ presence_penalty. Temperature, min_p, top_k and top_p follow in actors/batching/
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, abc
+from collections.abc import Iterable
 
 import torch
 
@@ -31,7 +31,7 @@ class LogitsProcessor:
         self._masked: torch.Tensor | None = None
         self._biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def process(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> torch.Tensor:
+    def process(self, logits_V: torch.Tensor, token_ids: abc.Sequence[int]) -> torch.Tensor:
         """Return the changed logits for the token after `token_ids`, as a new tensor.
 
         `token_ids` begin with those of every earlier call. All logits are minus infinity if no
@@ -56,7 +56,7 @@ class LogitsProcessor:
             self._seen.apply(shaped_V, sampling)
         return shaped_V
 
-    def has_chosen(self, token_ids: Sequence[int]) -> bool:
+    def has_chosen(self, token_ids: abc.Sequence[int]) -> bool:
         """Return whether a choice is complete and no longer one can follow."""
         if self._matcher is None:
             return False
@@ -64,10 +64,10 @@ class LogitsProcessor:
         return self._matcher.is_complete
 
     @property
-    def _prompt(self) -> Sequence[int]:
+    def _prompt(self) -> abc.Sequence[int]:
         return self._submit.token_ids[: self._submit.prompt_tokens]
 
-    def _update(self, token_ids: Sequence[int]) -> None:
+    def _update(self, token_ids: abc.Sequence[int]) -> None:
         new = token_ids[self._num_seen :]
         if self._matcher is not None:
             for token in new:
@@ -102,7 +102,7 @@ class TokenPenalties:
         self._ids_N[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
         self._counts_N = torch.zeros(capacity, device=device)
 
-    def count_generated(self, tokens: Sequence[int]) -> None:
+    def count_generated(self, tokens: abc.Sequence[int]) -> None:
         """Count new tokens: one, or all that another rank generated."""
         for token, count in Counter(tokens).items():
             place = self._place_of.setdefault(token, len(self._place_of))
