@@ -8,8 +8,8 @@ place. A request that is alone may use everything.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections import Counter, abc, defaultdict
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 from contracts.config import ScheduleConfig
@@ -69,13 +69,13 @@ class SequenceCounts:
         """Return the number of sequences of a class."""
         return self._totals[priority]
 
-    def shared(self, priority: Priority, batch: int, classes: Sequence[Priority]) -> bool:
+    def shared(self, priority: Priority, batch: int, classes: abc.Sequence[Priority]) -> bool:
         """Return whether a class shares this batch with other requests, or did recently."""
         if self._has_several(priority, classes):
             self._shared_until[priority] = batch + SHARED_BATCHES
         return batch < self._shared_until[priority]
 
-    def _has_several(self, lowest: Priority, classes: Sequence[Priority]) -> bool:
+    def _has_several(self, lowest: Priority, classes: abc.Sequence[Priority]) -> bool:
         """Return whether these classes, down to the lowest, have more than one request."""
         seen = None
         for priority in classes:
@@ -89,7 +89,7 @@ class SequenceCounts:
         return False
 
     def parts(
-        self, priority: Priority, places: int, classes: Sequence[Priority]
+        self, priority: Priority, places: int, classes: abc.Sequence[Priority]
     ) -> Mapping[bytes, TenantLimit]:
         """Return the limits of those tenants of a class that exceed their part of a batch."""
         before = (self._counts[each] for each in classes if each < priority)
@@ -120,7 +120,7 @@ class BatchBudget:
         config: ScheduleConfig,
         sequence_counts: SequenceCounts,
         batch: int,
-        classes: Sequence[Priority] = tuple(Priority),
+        classes: abc.Sequence[Priority] = tuple(Priority),
     ) -> None:
         """classes: those of the batch, in order."""
         self.tokens = config.max_batch_tokens
