@@ -14,10 +14,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 class LaunchLimiter:
-    """Keeps the calling thread at most `ahead` steps ahead of a GPU.
-
-    The GPU stays busy, and the thread can do other work in the meantime.
-    """
+    """Keeps the calling thread at most `ahead` steps ahead of a GPU, and so responsive."""
 
     def __init__(self, device: torch.device, ahead: int) -> None:
         self._device, self._ahead = device, ahead

@@ -21,10 +21,7 @@ RUN_PAIRS = 512  # of some experts, to be computed at once
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClampedGate:
-    """Parameters of (up + 1) * gate * sigmoid(alpha * gate).
-
-    `limit` clamps gate from above, and up on both sides.
-    """
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate <= limit and -limit <= up <= limit."""
 
     alpha: float
     limit: float
@@ -72,10 +69,7 @@ def weighted_run(
     weights_N: Tensor,
     clamped: ClampedGate | None = None,
 ) -> Tensor:
-    """Return [N, D]: the weighted outputs of a run of r experts with counts_r pairs each.
-
-    x_ND may have some additional rows.
-    """
+    """Return [N, D]: the weighted outputs of r experts with counts_r pairs; x_ND may be longer."""
     h_NF2 = _per_expert(x_ND, gate_up_r, counts_r)
     h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
     weights_N1 = weights_N.unsqueeze(1)

@@ -66,11 +66,7 @@ def gpu_experts(
 
 
 class Pairs:
-    """Pairs sorted by expert, then by token.
-
-    rows_N: token of each. ends_e int32: number of pairs of experts 0 .. e. places_TK: places of
-    each token's pairs.
-    """
+    """Pairs by expert, then token: rows_N (tokens), ends_e int32 (pairs of 0 .. e), places_TK."""
 
     def __init__(self, ids_TK: Tensor, num_experts: int) -> None:
         T, K = ids_TK.shape
@@ -122,10 +118,7 @@ FEW_PAIRS: Final = 64  # beyond, tokens share experts, and each is read once for
 def supports_slots(
     x_TD: Tensor, ids_TK: Tensor, gate_up_S: ExpertLinears, clamped: ClampedGate | None
 ) -> bool:
-    """Return whether `slot_experts` applies, which depends on the number of pairs, not on slots.
-
-    On a GPU it needs the triton kernels.
-    """
+    """Return whether `slot_experts` applies to this number of pairs (GPU: with triton only)."""
     if ids_TK.numel() > FEW_PAIRS or clamped is not None or gate_up_S.weight_eNK is None:
         return False
     return not x_TD.is_cuda or fused_ops.fused_kernels(x_TD) is not None

@@ -51,10 +51,7 @@ def latent_attention_steps(
     *,
     scale: float,
 ) -> Steps[Tensor]:
-    """Return [T, H, v]; a step is a tile, or a group of decode rows.
-
-    The new tokens' entries must already be in the pool.
-    """
+    """Return [T, H, v] by tiles and decode groups. New entries must already be in the pool."""
     T, H, _ = q_THd.shape
     out_THv = torch.empty(T, H, up.value_dim, dtype=q_THd.dtype, device=q_THd.device)
     for part in plan.prefill:

@@ -61,10 +61,7 @@ class PackedLinear:
 
     @property
     def layout(self) -> bytes:
-        """Description of a packed weight by oneDNN.
-
-        Weights with equal ones can exchange `memory`.
-        """
+        """Description of a packed weight by oneDNN; weights with equal ones can swap `memory`."""
         description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)
         return description.numpy().tobytes()
 
@@ -108,24 +105,17 @@ def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def rounded_up(rows: int) -> int:
-    """Return a number of rows for which a product is probably compiled.
-
-    At least `rows`, at most a quarter more, usually a tenth.
-    """
+    """Return a probably compiled number of rows: at least `rows`, at most a quarter more."""
     step = 1 if rows <= 16 else next((step for most, step in _STEPS if rows <= most), 1)
     return rows + -rows % step
 
 
 def _missing(rows: int) -> int:
-    """Return the rows to pad with."""
     return rounded_up(rows) - rows if rows <= _LARGEST_PADDED else 0
 
 
 class ExpertLinears(Sequence[Product]):
-    """One product for each of e experts.
-
-    weight_eNK: all weights in one tensor; None if they were reordered or have biases.
-    """
+    """Products of e experts. weight_eNK: all weights; None if reordered or with biases."""
 
     def __init__(self, products: Sequence[Product], weight_eNK: Tensor | None) -> None:
         self._products = tuple(products)
@@ -143,14 +133,12 @@ class ExpertLinears(Sequence[Product]):
 
 
 def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    """Return one `PackedLinear` for each of e experts."""
     whole = bias_eN is None and _product_of(weight_eNK) is not _onednn
     products = list(map(PackedLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if whole else None)
 
 
 def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    """Return one `PlainLinear` for each of e experts."""
     products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if bias_eN is None else None)
 

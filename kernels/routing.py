@@ -13,10 +13,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GroupLimit:
-    """Restricts the choice to the `kept` best of `groups` equal groups of experts.
-
-    A group's score is the sum of its `best` best experts' scores.
-    """
+    """Limits the choice to the `kept` of `groups` whose `best` best experts have the top sum."""
 
     groups: int
     kept: int

@@ -146,10 +146,7 @@ def _causal(q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, scale: float) -> Te
 def _masked(
     q_BQGRd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor, mask_B1QS: Tensor, scale: float
 ) -> Tensor:
-    """Return [B * Q, G, R, d].
-
-    The R queries of a KV head and token are consecutive rows, so that no head is repeated.
-    """
+    """Return [B * Q, G, R, d]; the R queries of a KV head and token are consecutive rows."""
     B, Q, G, R, d = q_BQGRd.shape
     S = k_BGSd.shape[2]
     q_BGNd = q_BQGRd.transpose(1, 2).reshape(B, G, Q * R, d)

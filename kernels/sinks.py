@@ -83,10 +83,7 @@ def _by_key_blocks(
     step: int,
     causal: bool,
 ) -> Tensor:
-    """Attend over pieces of `step` keys, with a running maximum that starts at the sink.
-
-    causal: the rows are the last ones of the keys.
-    """
+    """Attend over pieces of `step` keys, starting at the sink. causal: rows are the last ones."""
     *x, R, T, d = q_xRTd.shape
     S = k_xSd.shape[-2]
     largest = sinks_xR.float()[..., None, None].expand(*x, R, T, 1)

@@ -109,10 +109,7 @@ def tile_steps(
     scale: float,
     sinks_GR: Tensor | None = None,
 ) -> Steps[None]:
-    """Write the attention of one sequence's queries [T, G, R, d] to out_TGRd.
-
-    A step is a tile, or one KV head of a large tile.
-    """
+    """Write one sequence's attention of [T, G, R, d] to out_TGRd; large tiles by KV head."""
     largest = max(tiles, key=_scores)
     if sinks_GR is not None:
         yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)

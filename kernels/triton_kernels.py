@@ -173,10 +173,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tenso
 def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """Apply the RMS norm of each head (weight None: none), then rope.
-
-    Tokens of x may be strided.
-    """
+    """Apply each head's RMS norm (weight None: none), then rope. x may be strided by token."""
     T, H, d = x_THd.shape
     out_THd = torch.empty((T, H, d), dtype=x_THd.dtype, device=x_THd.device)
     _rope[(T, triton.cdiv(H, _HEADS))](

@@ -53,10 +53,7 @@ class GroupedQueryAttention:
         kv: KvPool,
         last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
-        """Add the attention of the normed x_TD to hidden_TD in place; write K and V to the pool.
-
-        last: only of those rows, which are then hidden_TD's.
-        """
+        """Add attention to hidden_TD in place, and write K and V. last: only for those rows."""
         if last is None:
             q_THd, k_TGd, v_TGd = yield from self._project(x_TD, metadata)
         else:

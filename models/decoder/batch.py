@@ -24,10 +24,7 @@ from kernels.rows import SequenceRows
 
 
 class BlockCopy(NamedTuple):
-    """Copy of K and V at offsets first ..
-
-    last-1 of block `source` to the same offsets of `block`.
-    """
+    """Copy of K and V at offsets first .. last-1 of `source` to the same offsets of `block`."""
 
     source: int
     block: int
@@ -37,11 +34,7 @@ class BlockCopy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """New tokens of one sequence.
-
-    Positions 0..start-1 are in the blocks of block_table: cached, or written or copied in the same
-    pass.
-    """
+    """New tokens of a sequence; block_table has positions 0..start-1 (cached or of this pass)."""
 
     token_ids: Sequence[int]
     start: int
@@ -51,10 +44,7 @@ class SequenceSlice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotCopies:
-    """Pool slots from_C and to_C, int64, disjoint.
-
-    Copied at every layer after the new tokens' K and V are written.
-    """
+    """Disjoint pool slots from_C and to_C, int64, copied at every layer after `KvPool.write`."""
 
     from_C: Tensor
     to_C: Tensor
@@ -111,7 +101,7 @@ class AttentionBatch:
     def build(
         slices: Sequence[SequenceSlice], *, block_tokens: int, device: torch.device | str = "cpu"
     ) -> AttentionBatch:
-        """Raise ValueError for an empty slice or a block table shorter than the context."""
+        """Build the batch. Raises ValueError for an empty slice or a short block table."""
         device = torch.device(device)
         token_ids: list[int] = []
         positions, slots, sequences = [], [], []

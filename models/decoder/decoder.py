@@ -31,10 +31,7 @@ from models.weights.loading import Loader, Progress, total_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionOutput:
-    """The residual stream hidden_TD.
-
-    If `routed` is given, the experts' output must be added (`hidden_TD.add_(out)`).
-    """
+    """The residual hidden_TD; with `routed`, the experts' output must be added to it."""
 
     hidden_TD: Tensor
     routed: RoutedTokens | None
@@ -183,7 +180,6 @@ class AttentionHalf:
         return self._norm(hidden_TD, self._layers[layer].mlp_norm)
 
     def has_shared(self, layer: int) -> bool:
-        """Return whether `layer` has a shared expert."""
         return self._layers[layer].shared is not None
 
     def shared(self, layer: int, x_TD: Tensor) -> Tensor | None:

@@ -25,10 +25,7 @@ _EPS = 1e-6  # of the norms of q and of the latent: `transformers` does not take
 
 
 class LatentAttention:
-    """Rows that rope rotates are reordered on load, from interleaved pairs to halves.
-
-    The permutation is common to q and k and leaves their product unchanged.
-    """
+    """Rotated rows are reordered on load, from interleaved pairs to halves, alike in q and k."""
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         assert spec.latent is not None
@@ -59,10 +56,7 @@ class LatentAttention:
         kv: KvPool,
         last: LastRowsMetadata | None = None,
     ) -> Steps[None]:
-        """Add the attention of the normed x_TD to hidden_TD in place; write latents to the pool.
-
-        last: only of those rows, which are then hidden_TD's.
-        """
+        """Add attention to hidden_TD in place, and write latents. last: only for those rows."""
         latent_T1C = (yield from map_tiles(self._kv_a, x_TD)).unsqueeze(1)
         rank = self._latent.kv_rank
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)

@@ -25,10 +25,7 @@ class AcquiredExpert(NamedTuple):
 
 
 class ExpertRequest:
-    """The experts that a micro-batch needs at a layer.
-
-    left: experts still to compute, with their places in its order. ready: those of them in a slot.
-    """
+    """Experts of a micro-batch at a layer. left: to compute, by place; ready: in a slot."""
 
     __slots__ = ("error", "layer", "left", "number", "priority", "ready", "started_s")
 
@@ -47,10 +44,7 @@ class ExpertRequest:
 
 
 class PrefetchHints:
-    """Predicted experts that are not in a slot yet, by owner and layer.
-
-    lead_time_s: mean time from a hint to the demand; 0: unknown.
-    """
+    """Pending hints by owner and layer. lead_time_s: mean time until the demand; 0: unknown."""
 
     def __init__(self) -> None:
         self.lead_time_s = 0.0

@@ -58,10 +58,7 @@ class CopyingStore:
         observe: Observe | None = None,
         clock: Clock = monotonic_s,
     ) -> None:
-        """resident: layers that are not copied.
-
-        observe: called with every copy, by either thread.
-        """
+        """resident: layers that are not copied. observe: called with copies, by either thread."""
         self._host_waited_s = 0.0
         self._source, self._resident = source, resident
         self._deadline_s, self._clock = deadline_s, clock
@@ -87,7 +84,6 @@ class CopyingStore:
 
     @property
     def copied_s(self) -> float:
-        """Total copy time."""
         return self._lane.copied_s
 
     @property
@@ -101,7 +97,6 @@ class CopyingStore:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the buffers."""
         held = [] if self._held is None else [self._held[1]]
         return sum(lease.buffer.num_bytes for lease in [*self._free, *self._filled.values(), *held])
 

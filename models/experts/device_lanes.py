@@ -154,10 +154,7 @@ class _Fetched:
 
 
 class CudaLane:
-    """Times are measured on the GPU and collected when work is complete.
-
-    A second thread may use `run`.
-    """
+    """Times are measured on the GPU when work is complete. A second thread may use `run`."""
 
     def __init__(self, device: torch.device, clock: Clock = monotonic_s) -> None:
         self._device, self._clock, self._numbers = device, clock, itertools.count(1)

@@ -39,8 +39,6 @@ _MIN_S: Final = 1e-9
 
 
 class _RowRange(NamedTuple):
-    """Rows of a piece."""
-
     piece: int
     first: int
     last: int
@@ -61,10 +59,7 @@ class _SlotContent(NamedTuple):
 
 
 class InSlot(NamedTuple):
-    """Experts of a layer that can be computed with at once.
-
-    slots: by expert. slots_E int32, on the device: the same, -1 for missing experts.
-    """
+    """Computable experts of a layer. slots_E int32: their slots on the device, -1: missing."""
 
     slots: Mapping[int, int]
     slots_E: Tensor

@@ -145,10 +145,7 @@ class ExpertCache:
         return request
 
     def merge(self, requests: Sequence[ExpertRequest], experts: Sequence[int]) -> ExpertRequest:
-        """Replace requests of one layer and class by one for `experts`, in that order.
-
-        None of their experts has been acquired.
-        """
+        """Replace unacquired requests of one layer and class by one for `experts` in order."""
         first = min(requests, key=attrgetter("number"))
         merged = ExpertRequest(first.layer, experts, first.priority, first.number, first.started_s)
         merged.ready = set().union(*(request.ready for request in requests))
@@ -191,7 +188,7 @@ class ExpertCache:
         return acquired
 
     def acquire_ready(self, request: ExpertRequest) -> list[AcquiredExpert]:
-        """Return all available experts of the request; otherwise as `acquire`."""
+        """Acquire all available experts of the request."""
         self._advance()
         if request.error:
             raise ChannelError(request.error)
@@ -217,15 +214,11 @@ class ExpertCache:
         self._advance()
 
     def release(self, request: ExpertRequest, acquired: Sequence[AcquiredExpert]) -> None:
-        """Return acquired experts that are still needed.
-
-        More urgent requests may take their slots.
-        """
+        """Return acquired experts that are still needed; they may lose their slots."""
         self._pinned.difference_update(ExpertKey(request.layer, expert) for expert, _ in acquired)
         self._is_settled = self._is_settled and not self._lacks_slots
 
     def cancel(self, request: ExpertRequest) -> None:
-        """Cancel a request."""
         for expert in list(request.left):
             key = ExpertKey(request.layer, expert)
             self._pinned.discard(key)
@@ -242,9 +235,9 @@ class ExpertCache:
         guesses: Iterable[PredictedExpert],
         priority: Priority = Priority.LS,
     ) -> None:
-        """Replace the owner's hints for a layer, the most likely expert first.
+        """Replace the owner's hints for a layer, the likeliest first.
 
-        Hints of BE are ignored while LS is live.
+        BE: ignored while LS is live.
         """
         if priority is Priority.BE and self._is_ls_live():
             return
@@ -262,10 +255,7 @@ class ExpertCache:
         self._cancel_unneeded()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for progress, up to `timeout_s` or `wake`; True: a request is ready.
-
-        Raises ChannelError if a request made no progress until the deadline.
-        """
+        """Wait for a ready request, `wake` or `timeout_s`. Raises ChannelError without progress."""
         self._advance()
         if self._is_any_ready():
             return True

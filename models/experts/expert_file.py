@@ -29,15 +29,11 @@ PART_BYTES: Final = 1 << 20  # enough for a disk's full rate, with two in flight
 
 
 class FileRange(NamedTuple):
-    """A range of a file in bytes."""
-
     offset: int
     size: int
 
 
 class _TensorSlice(NamedTuple):
-    """Bytes of a tensor, and their offset in a part."""
-
     tensor: int
     first: int
     last: int
@@ -69,17 +65,14 @@ class ExpertFile:
 
     @property
     def parts(self) -> int:
-        """Number of parts of an expert."""
         return len(self._ranges)
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
         return len(self._first_of) * self._experts * self.record_bytes
 
     @property
     def is_direct(self) -> bool:
-        """True if the file is read past the page cache."""
         return self._direct is not None
 
     @property

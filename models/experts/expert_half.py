@@ -61,10 +61,7 @@ def _by_layer(
 
 
 class ExpertHalf:
-    """Experts `expert_ids` of each MoE layer, for all layers or by layer.
-
-    The local index is the position in that list.
-    """
+    """Experts `expert_ids`, for all layers or by layer; local indices are list positions."""
 
     def __init__(
         self,

@@ -73,10 +73,7 @@ class ExpertLayout:
     def pieces(
         self, tensors: Sequence[Tensor | Sequence[Tensor]], first: int, last: int
     ) -> list[Tensor]:
-        """Return the pieces of experts [first, last).
-
-        tensors: those of `empty`, or lists of their rows.
-        """
+        """Return the pieces of experts [first, last); tensors: of `empty`, or their rows."""
         parts = [tensor[first:last] for tensor in tensors]
         if not self.packed:
             return [part for part in parts if isinstance(part, Tensor)]
@@ -102,10 +99,7 @@ def expert_pieces(pieces: Sequence[Tensor], expert: int, experts: int) -> list[T
 
 
 class CheckpointParts:
-    """Reads, dequantises and lays out experts at every call.
-
-    keep: leave the pages that were read in memory.
-    """
+    """Reads, dequantises and lays out experts. keep: leave the pages that were read mapped."""
 
     def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout, *, keep: bool = False) -> None:
         self._checkpoint, self._layout, self._keep = checkpoint, layout, keep

@@ -45,7 +45,7 @@ def load_experts(
 def load_separately(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
-    """Read each expert into memory of its own, which can be freed by itself."""
+    """Read each expert into memory of its own."""
     each = [load_experts(checkpoint, spec, layer, [expert], loader) for expert in ids]
     return join_layers(each) if each else load_experts(checkpoint, spec, layer, ids, loader)
 
@@ -149,10 +149,7 @@ def _deinterleave(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
 
 
 def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:
-    """Return one expert's [out rows, in columns].
-
-    Clamped floats are stored transposed, MXFP4 is not.
-    """
+    """Return [out rows, in columns]. Clamped floats are stored transposed, MXFP4 is not."""
     if f"{role}_blocks" in stored:
         return dequantize_mxfp4(stored[f"{role}_blocks"], stored[f"{role}_scales"])
     if f"{role}_scale" in stored:

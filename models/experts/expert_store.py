@@ -106,10 +106,7 @@ class ExpertStore(Protocol):
         """
 
     def release(self) -> None:
-        """Return the fetched layer before the next `fetch` (on a GPU: once all uses are queued).
-
-        Its buffer can be filled during the next layer's attention.
-        """
+        """Release the fetched layer (on a GPU: once all uses are queued) for the next copy."""
 
     def close(self) -> None:
         """Stop threads and connections."""

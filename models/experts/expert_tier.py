@@ -17,10 +17,7 @@ class CompletedRead(NamedTuple):
 
 
 class ExpertTier(Protocol):
-    """Reads parts of experts beside its owner's thread.
-
-    parts: of an expert. room: number of further reads that it accepts now.
-    """
+    """Reads experts in `parts` beside the owner's thread; `room` is what it accepts now."""
 
     @property
     def parts(self) -> int: ...

@@ -87,10 +87,7 @@ def open_host_source(
 def open_expert_memory(
     folder: Path, layout: ExpertLayout, *, store: Path | None, deadline_s: float
 ) -> ExpertMemory:
-    """Map the shared file of all experts, pinned for a GPU. Arguments as `open_host_source`.
-
-    Raises CheckpointError, ResourceError.
-    """
+    """Map the shared file of all experts (pinned for a GPU) as `open_host_source`."""
     with _open_file(Checkpoint(folder), layout, store, deadline_s) as file:
         memory = _mapped(file, layout)
     pinned = [memory] if layout.device.type == "cuda" else []
@@ -98,10 +95,7 @@ def open_expert_memory(
 
 
 class ExpertMemory:
-    """The experts of all layers in the node's memory.
-
-    tensors: of each layer, in the layout. pinned: memory to unpin at `close`.
-    """
+    """All experts in the node's memory, by layer. pinned: memory to unpin at `close`."""
 
     def __init__(
         self,
@@ -201,10 +195,7 @@ def open_host_file(
     *,
     deadline_s: float,
 ) -> IO[bytes]:
-    """Open a shared file in `store` (None: the temporary folder), see `open_shared_file`.
-
-    Raises ResourceError, also if the file does not fit.
-    """
+    """Open a shared file in `store` (None: temporary). Raises ResourceError, also without room."""
     parent = store or Path(tempfile.gettempdir())
 
     def write_if_it_fits(path: Path) -> None:

@@ -20,10 +20,7 @@ Times = NDArray[np.int64]
 
 
 class BoundedCounts:
-    """Counts of keys of one sortable dtype.
-
-    Holds at most 2 * limit keys, and `limit` pending ones.
-    """
+    """Counts of keys of a sortable dtype: at most 2 * limit, and `limit` pending ones."""
 
     def __init__(self, limit: int, dtype: np.dtype[Any] | type[np.int64]) -> None:
         self._limit = limit
@@ -55,10 +52,7 @@ class BoundedCounts:
         self._short += removed
 
     def counted(self) -> tuple[Keys, Times, int]:
-        """Return (ascending keys, counts, largest shortfall of a count); at most `limit` keys.
-
-        The arrays are not changed later.
-        """
+        """Return (ascending keys, counts, largest shortfall), at most `limit`, as new arrays."""
         self._count()
         keys, times, removed = truncate_counts(self._keys, self._times, self._limit)
         return keys, times, self._short + removed

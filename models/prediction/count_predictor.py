@@ -146,19 +146,13 @@ _AT_ONCE: Final = 256  # unseen ids; bounds the similarity matrix
 
 
 class NearestTokens:
-    """Nearest token ids by the cosine of input embeddings (Speculative MoE, Section 3.3).
-
-    Of equals the lowest id.
-    """
+    """Nearest ids by cosine of embeddings (Speculative MoE, Section 3.3); of equals the lowest."""
 
     def __init__(self, embedding_VD: Tensor) -> None:
         self._embedding_VD = embedding_VD
 
     def profiled(self, ids_W: NDArray[Any], profiled_N: NDArray[Any]) -> NDArray[np.int64]:
-        """Return each id if it is profiled, otherwise the nearest profiled one.
-
-        profiled_N: ascending.
-        """
+        """Return each id if it is in profiled_N (ascending), otherwise the nearest that is."""
         found_W = ids_W.astype(np.int64)
         unseen = np.flatnonzero(~np.isin(found_W, profiled_N))
         if len(unseen) == 0 or len(profiled_N) == 0:

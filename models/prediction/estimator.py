@@ -84,10 +84,7 @@ def train_estimator(
     sigmoid: bool,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Estimator:
-    """Train on samples by layer. progress: called with the completed fraction.
-
-    sigmoid: routers turn logits into scores by sigmoids, otherwise by a softmax.
-    """
+    """Train on samples by layer. sigmoid: kind of the routers' scores. progress: fraction."""
     q_ND = torch.cat([each.q_ND for each in samples.values()])
     logits_NE = torch.cat([each.logits_NE for each in samples.values()])
     layer_N = torch.cat([torch.full((len(each.q_ND),), layer) for layer, each in samples.items()])

@@ -37,10 +37,7 @@ class Precision:
         self.by_layer = known
 
     def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
-        """Return the experts to read for the layer, the most likely first.
-
-        An expert's confidence is the probability that some token needs it.
-        """
+        """Return experts with the probability that some token needs them, the likeliest first."""
         doubts: dict[int, float] = {}
         for ids in predicted_routing:
             for expert, precision in zip(ids, self.by_layer[layer], strict=True):
@@ -109,10 +106,7 @@ class ExpertPredictor:
         *,
         speculation: Speculation | None = None,
     ) -> None:
-        """kind: None: the most precise one at each layer.
-
-        speculation: None: layers run their routers' choice.
-        """
+        """kind: None: the most precise one at each layer. speculation: None: routers' choice."""
         self._half, self._profile, self._speculation = half, profile, speculation
         spec = half.spec
         self._next_of = dict(zip(spec.moe_layers, spec.moe_layers[1:], strict=False))
@@ -141,10 +135,7 @@ class ExpertPredictor:
     def predict(
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
     ) -> PredictedRouting | None:
-        """Predict the MoE layer after `layer`; large batches are subsampled.
-
-        hidden_TD: the residual that the experts of `layer` are added to.
-        """
+        """Predict the MoE layer after `layer`, from a subsample of hidden_TD before its experts."""
         found = self.predict_on_device(layer, hidden_TD, routed)
         return None if found is None else self.resolve(found, found.routed.topk_ids_TK.tolist())
 

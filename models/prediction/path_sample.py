@@ -71,10 +71,7 @@ def subsample(paths: RoutingPaths, limit: int) -> RoutingPaths:
 def merge_samples(
     one: RoutingPaths, seen: int, other: RoutingPaths, other_seen: int, limit: int
 ) -> RoutingPaths:
-    """Merge two samples into one of all their tokens.
-
-    seen, other_seen: tokens that each sample represents; all of them if it has as many.
-    """
+    """Merge two samples of `seen` and `other_seen` tokens into one of all tokens."""
     if len(one.ids_P2) + len(other.ids_P2) <= limit and (
         len(one.ids_P2) == seen and len(other.ids_P2) == other_seen
     ):

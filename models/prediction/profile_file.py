@@ -66,10 +66,7 @@ def check_fingerprint(file: SafetensorsFile, name: str, digest: bytes, folder: P
 def checked_tensor(
     file: SafetensorsFile, name: str, dtype: str, shape: Sequence[int | None], limit: int = 0
 ) -> Tensor:
-    """Return a copy of the tensor `name`. shape: None: any size up to `limit`.
-
-    Raises CheckpointError if it is missing or differs.
-    """
+    """Return a copy of a tensor; shape None: up to `limit`. Raises CheckpointError otherwise."""
     entry = file.entries.get(name)
     if (
         entry is None

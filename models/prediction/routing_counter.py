@@ -68,10 +68,9 @@ class RoutingCounter:
         self.tokens = 0
 
     def add(self, ids_T2: NDArray[Any], paths_TLK: NDArray[Any]) -> None:
-        """Count tokens. Raises ValueError for impossible routing.
+        """Count tokens [id, previous id or -1] with their paths.
 
-        ids_T2: token ids and previous ones (-1: none). paths_TLK: experts of each at all MoE
-        layers.
+        Raises ValueError if impossible.
         """
         for name, wrong in self._wrong(ids_T2, paths_TLK):
             if wrong:

@@ -125,7 +125,6 @@ class RoutingCounts:
         return len(next(iter(self.layers.values())).load)
 
     def layer(self, layer: int) -> LayerSample:
-        """Return one layer's counts and sample."""
         E, layer_counts = self.num_experts, self.layers[layer]
         position = list(self.layers).index(layer)
         return LayerSample(
@@ -138,10 +137,7 @@ class RoutingCounts:
         )
 
     def merge(self, other: RoutingCounts, limits: CountLimits = COUNT_LIMITS) -> RoutingCounts:
-        """Return the counts of both; below the limits exactly those of all tokens.
-
-        Raises CheckpointError for counts of another model.
-        """
+        """Return the sum, exact below the limits. Raises CheckpointError for another model."""
         for name, is_same in (
             ("checkpoint", self.checkpoint == other.checkpoint),
             ("tokenizer", self.tokenizer == other.tokenizer),
@@ -202,10 +198,7 @@ class RoutingCounts:
     def read(
         path: Path, folder: Path, spec: ModelSpec, *, min_tokens: int = MIN_TOKENS
     ) -> RoutingCounts:
-        """Read counts of the checkpoint in `folder`.
-
-        Raises CheckpointError for another checkpoint or fewer tokens than `min_tokens`.
-        """
+        """Read counts of `folder`. Raises CheckpointError, also for fewer than `min_tokens`."""
         file = open_profile(path, folder)
         if _COUNTED not in file.entries:
             raise CheckpointError(

@@ -42,10 +42,7 @@ from models.spec.safetensors_file import SafetensorsFile
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutingProfile:
-    """The predictors of each layer with experts; `maps` has none for the last of them.
-
-    precision: by predictor kind.
-    """
+    """Predictors by layer (`maps`: not of the last one); precision: by predictor kind."""
 
     means: Mapping[int, Tensor]
     frequencies: Mapping[int, Tensor]
@@ -71,10 +68,7 @@ class RoutingProfile:
         )
 
     def write(self, path: Path, folder: Path, counts: RoutingCounts | None = None) -> None:
-        """Write the profile of the checkpoint in `folder`, with its counts if given.
-
-        Raises CheckpointError.
-        """
+        """Write the profile of `folder`, with counts if given. Raises CheckpointError."""
         tensors = {
             **{f"mean.{layer}": tensor for layer, tensor in self.means.items()},
             **{f"frequency.{layer}": tensor for layer, tensor in self.frequencies.items()},

@@ -210,10 +210,7 @@ def _clamp(config: ConfigFields) -> ClampSpec:
 
 
 def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
-    """Return the larger of max_position_embeddings and YaRN's extended context.
-
-    Published recipes that add YaRN leave max_position_embeddings unchanged.
-    """
+    """Return the larger of max_position_embeddings and YaRN's context: recipes change only one."""
     return max(config.positive_int("max_position_embeddings"), rope.context_tokens)
 
 

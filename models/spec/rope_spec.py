@@ -78,10 +78,7 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
 
 
 def _rope_fields(config: ConfigFields, default_theta: float) -> ConfigFields:
-    """Return the fields of rope_scaling if it has any, otherwise of rope_parameters.
-
-    `transformers` then takes theta from elsewhere, so both must agree on it.
-    """
+    """Return the fields of rope_scaling, or of rope_parameters; both must agree on theta."""
     new, old = config.section("rope_parameters"), config.section("rope_scaling")
     meant = old if any(True for _ in old.items()) else new
     for key, value in meant.items():

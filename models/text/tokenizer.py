@@ -96,10 +96,7 @@ class Tokenizer:
         return ids
 
     def _length_steps(self, text: str, max_tokens: int | None, param: str) -> EncodingSteps[None]:
-        """Raise TooLongError for a text with far more tokens.
-
-        Its pieces have about as many tokens: only words at the ends of pieces are cut.
-        """
+        """Raise TooLongError for far more tokens; pieces have about as many as the whole text."""
         if max_tokens is None or len(text) <= PIECE_CHARACTERS:
             return
         tokens = 0
@@ -297,10 +294,7 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_level_alphabet() -> dict[int, str]:
-    """Return the printable character of each byte (GPT-2).
-
-    Printable bytes map to themselves, the others to U+0100 onwards, in order.
-    """
+    """Return GPT-2's character of each byte: itself if printable, else U+0100 onwards."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {byte: chr(byte) for byte in printable}

@@ -27,10 +27,7 @@ _FP8 = "F8_E4M3"
 
 
 class Checkpoint:
-    """The tensors of `folder`. Opening it reads every shard's header and no data.
-
-    Raises CheckpointError for a missing, truncated or damaged file.
-    """
+    """The tensors of `folder`, by the headers of all shards. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,10 +55,7 @@ class Checkpoint:
         return self._file_of[name].entries[name]
 
     def get(self, name: str) -> Tensor:
-        """Return the tensor over memory-mapped pages.
-
-        Do not write to it; copy what outlives `release`.
-        """
+        """Return a read-only tensor over mapped pages; copy what outlives `release`."""
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing from the checkpoint")
         return self._file_of[name].tensor(name)
@@ -168,10 +162,7 @@ def expert_weight_specs(
 
 
 def fused_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> WeightSpecs | None:
-    """Return the tensors over all experts of a layer; None: experts are stored one by one.
-
-    Clamped experts are floats or MXFP4. Raises CheckpointError.
-    """
+    """Return the tensors over all experts, or None if stored singly. Raises CheckpointError."""
     if spec.clamp is None:
         fused = layout.fused_expert_tensors(spec, layer)
         return fused if checkpoint.has(fused["gate_up"].names[0]) else None

@@ -20,10 +20,7 @@ from models.spec.model import ModelSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A tensor's possible names (the first that exists counts) and its shape.
-
-    float32: loaded as float32 for any model dtype. packed: stored as bytes.
-    """
+    """Possible names (the first match counts) and shape. packed: bytes; float32: kept so."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -198,7 +195,6 @@ def packed_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def expert_elements(spec: ModelSpec) -> int:
-    """Return the elements of one expert of one layer."""
     D, F = spec.hidden_size, spec.expert_ffn_size
     return 3 * D * F + (0 if spec.clamp is None else 2 * F + D)
 
