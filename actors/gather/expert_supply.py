@@ -26,9 +26,9 @@ from contracts.traces import Stage, TaskSpan
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore, split_layers
 from models.experts.expert_half import ExpertHalf
-from models.experts.expert_layout import CheckpointParts, ExpertLayout
+from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
-from models.experts.host_experts import HostSource, open_host_source
+from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import progress_line

@@ -104,8 +104,7 @@ def random_model(config: dict[str, Any], dtype: torch.dtype, device: torch.devic
         held[layer] = ExpertLayer(linears(gate_up), linears(down))
 
     memory = _experts(layout, keep)
-    host = HostSource(memory, spec.num_experts, memory.close)
-    return RandomModel(layout, attention, ExpertHalf(spec, range(spec.num_experts), held), host)
+    return RandomModel(layout, attention, ExpertHalf(spec, range(spec.num_experts), held), memory)
 
 
 def random_offloaded(
@@ -114,8 +113,7 @@ def random_offloaded(
     """The same without experts on the device."""
     layout, attention = _halves(config, dtype, device)
     memory = _experts(layout, lambda layer, made: None)
-    host = HostSource(memory, layout.spec.num_experts, memory.close)
-    return OffloadedModel(layout, attention, memory, host)
+    return OffloadedModel(layout, attention, memory, memory)
 
 
 def _halves(

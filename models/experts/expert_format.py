@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contracts.errors import CheckpointError
 from kernels.linear import PlainLinear, Product
-from models.experts.expert_layout import CheckpointParts, ExpertLayout
+from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import (
     StoredLayer,
     lay_out_down,
@@ -23,6 +23,7 @@ from models.experts.expert_loading import (
     lay_out_gate_up_bias,
 )
 from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import CheckpointParts
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint
 

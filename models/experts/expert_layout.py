@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.linear import PackedLinear, is_packed
-from models.experts.expert_loading import copy_experts, expert_shapes
+from models.experts.expert_loading import expert_shapes
 from models.spec.model import ModelSpec
-from models.weights.checkpoint import Checkpoint
-from models.weights.loading import Loader
 
 _MATRICES = 2  # gate_up and down; the biases are never packed
 
@@ -96,31 +94,3 @@ def expert_pieces(pieces: Sequence[Tensor], expert: int, experts: int) -> list[T
     """Return one expert's pieces of the packed pieces of `experts`."""
     matrices, biases = pieces[: _MATRICES * experts], pieces[_MATRICES * experts :]
     return [*matrices[expert::experts], *(bias[expert : expert + 1] for bias in biases)]
-
-
-class CheckpointParts:
-    """Reads, dequantises and lays out experts. keep: leave the pages that were read mapped."""
-
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout, *, keep: bool = False) -> None:
-        self._checkpoint, self._layout, self._keep = checkpoint, layout, keep
-        self._loader = Loader(checkpoint, layout.dtype, torch.device("cpu"), None, 0)
-
-    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fill `into`, the pieces of experts [first, last). Raises CheckpointError."""
-        experts = range(first, last)
-        if self._layout.packed:
-            self._pack(layer, experts, into)
-        else:
-            self._copy(layer, experts, into)
-        if not self._keep:
-            self._loader.finish_layer()
-
-    def _pack(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
-        shapes = self._layout.plain_shapes
-        plain = [torch.empty((1, *shape), dtype=self._layout.dtype) for shape in shapes]
-        for number, expert in enumerate(experts):
-            self._copy(layer, range(expert, expert + 1), plain)
-            self._layout.pack(plain, expert_pieces(into, number, len(experts)))
-
-    def _copy(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
-        copy_experts(self._checkpoint, self._layout.spec, layer, experts, self._loader.copy, into)

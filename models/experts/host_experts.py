@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from torch import Tensor
 from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
-from models.experts.expert_layout import CheckpointParts, ExpertLayout
+from models.experts.expert_layout import ExpertLayout, expert_pieces
+from models.experts.expert_loading import copy_experts
 from models.experts.expert_store import ExpertBuffer
 from models.experts.shared_file import open_shared_file
 from models.spec.checkpoint_files import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_weight_specs
+from models.weights.loading import Loader
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -35,28 +37,47 @@ _FORMAT = 1
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-class ExpertParts(Protocol):
-    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        """Fill `into`, the pieces of experts [first, last)."""
-
-
 class HostSource:
     """An ExpertSource that also copies parts of layers."""
 
-    def __init__(
-        self, parts: ExpertParts, num_experts: int, close: Callable[[], None] = lambda: None
-    ) -> None:
-        self._parts, self._num_experts, self._close = parts, num_experts, close
+    _layout: ExpertLayout
 
     def copy(self, layer: int, into: ExpertBuffer) -> None:
-        self._parts.copy_part(layer, 0, self._num_experts, into.pieces)
+        self.copy_part(layer, 0, self._layout.spec.num_experts, into.pieces)
 
     def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
-        self._parts.copy_part(layer, first, last, into)
+        """Fill `into`, the pieces of experts [first, last). Raises CheckpointError."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Unpin the memory; no copy to a GPU may be in flight."""
-        self._close()
+        """Free resources; no copy to a GPU may be in flight. Idempotent."""
+
+
+class CheckpointParts(HostSource):
+    """Reads, dequantises and lays out experts. keep: leave the pages that were read mapped."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertLayout, *, keep: bool = False) -> None:
+        self._checkpoint, self._layout, self._keep = checkpoint, layout, keep
+        self._loader = Loader(checkpoint, layout.dtype, torch.device("cpu"), None, 0)
+
+    def copy_part(self, layer: int, first: int, last: int, into: Sequence[Tensor]) -> None:
+        experts = range(first, last)
+        if self._layout.packed:
+            self._pack(layer, experts, into)
+        else:
+            self._copy(layer, experts, into)
+        if not self._keep:
+            self._loader.finish_layer()
+
+    def _pack(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
+        shapes = self._layout.plain_shapes
+        plain = [torch.empty((1, *shape), dtype=self._layout.dtype) for shape in shapes]
+        for number, expert in enumerate(experts):
+            self._copy(layer, range(expert, expert + 1), plain)
+            self._layout.pack(plain, expert_pieces(into, number, len(experts)))
+
+    def _copy(self, layer: int, experts: range, into: Sequence[Tensor]) -> None:
+        copy_experts(self._checkpoint, self._layout.spec, layer, experts, self._loader.copy, into)
 
 
 def open_host_source(
@@ -71,17 +92,14 @@ def open_host_source(
     checkpoint = Checkpoint(folder)
     on_cpu = layout.device.type == "cpu"
     can_map = on_cpu and _is_stored_as_computed(checkpoint, layout)
-    experts = layout.spec.num_experts
     if layout.packed or not can_map:
         try:
-            memory = open_expert_memory(folder, layout, store=store, deadline_s=deadline_s)
+            return open_expert_memory(folder, layout, store=store, deadline_s=deadline_s)
         except ResourceError as error:
             if not can_map:
                 raise
             event(log, "experts_packed_on_read", logging.WARNING, reason=error.message)
-        else:
-            return HostSource(memory, experts, memory.close)
-    return HostSource(CheckpointParts(checkpoint, layout, keep=True), experts)
+    return CheckpointParts(checkpoint, layout, keep=True)
 
 
 def open_expert_memory(
@@ -94,7 +112,7 @@ def open_expert_memory(
     return ExpertMemory(_layers(memory, layout), layout, pinned)
 
 
-class ExpertMemory:
+class ExpertMemory(HostSource):
     """All experts in the node's memory, by layer. pinned: memory to unpin at `close`."""
 
     def __init__(
@@ -116,7 +134,6 @@ class ExpertMemory:
         return self._layout.pieces(self._tensors[layer], expert, expert + 1)
 
     def close(self) -> None:
-        """Unpin the memory; no copy to a GPU may be in flight. Idempotent."""
         for memory in self._pinned:
             unpin(memory)
         self._pinned = ()

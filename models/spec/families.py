@@ -44,18 +44,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_keys: Names
     expert_ffn_key: str
     router: Names
-    experts: ExpertNames | None
-    qk_norm: bool
-    always_norm_topk: bool
-    rounds_topk_weights: bool
-    may_have_dense_layers: bool
-    reads_attention_bias: bool
-    window_switch_key: str | None
+    experts: ExpertNames | None = None
+    qk_norm: bool = False
+    always_norm_topk: bool = False
+    rounds_topk_weights: bool = False
+    may_have_dense_layers: bool = False
+    reads_attention_bias: bool = False
+    window_switch_key: str | None = None
     reads_window: bool = True
     default_window: int | None = None
-    default_rope_theta: float
-    default_rms_norm_eps: float
-    default_top_k: int | None
+    default_rope_theta: float = 10_000.0
+    default_rms_norm_eps: float = 1e-6
+    default_top_k: int | None = None
     default_kv_heads: int = 0
     attention: Literal["grouped", "latent"] = "grouped"
     routing: Literal["plain", "deepseek_v2", "deepseek_v3"] = "plain"
@@ -88,7 +88,6 @@ _QWEN3_MOE = Family(
         down="model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
     ),
     qk_norm=True,
-    always_norm_topk=False,
     rounds_topk_weights=True,
     may_have_dense_layers=True,
     reads_attention_bias=True,
@@ -96,8 +95,6 @@ _QWEN3_MOE = Family(
     default_window=4096,
     default_kv_heads=4,
     default_top_k=8,
-    default_rope_theta=10_000.0,
-    default_rms_norm_eps=1e-6,
 )
 
 _MIXTRAL = Family(
@@ -114,12 +111,7 @@ _MIXTRAL = Family(
         up="model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight",
         down="model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight",
     ),
-    qk_norm=False,
     always_norm_topk=True,
-    rounds_topk_weights=False,
-    may_have_dense_layers=False,
-    reads_attention_bias=False,
-    window_switch_key=None,
     default_kv_heads=8,
     default_top_k=2,
     default_rope_theta=1_000_000.0,
@@ -133,12 +125,8 @@ _DEEPSEEK_V2 = Family(
     expert_ffn_key="moe_intermediate_size",
     router=_QWEN3_MOE.router,
     experts=_QWEN3_MOE.experts,
-    qk_norm=False,
-    always_norm_topk=False,
-    rounds_topk_weights=False,
     may_have_dense_layers=True,
     reads_attention_bias=True,
-    window_switch_key=None,
     reads_window=False,
     attention="latent",
     routing="deepseek_v2",
@@ -146,9 +134,6 @@ _DEEPSEEK_V2 = Family(
     first_moe_key="first_k_dense_replace",
     shared="model.layers.{layer}.mlp.shared_experts",
     default_shared_experts=2,
-    default_top_k=None,
-    default_rope_theta=10_000.0,
-    default_rms_norm_eps=1e-6,
 )
 
 _DEEPSEEK_V3 = msgspec.structs.replace(
@@ -171,14 +156,10 @@ _GPT_OSS = Family(
     num_experts_keys=("num_local_experts", "num_experts"),
     expert_ffn_key="intermediate_size",
     router=("model.layers.{layer}.mlp.router.weight",),
-    experts=None,
-    qk_norm=False,
     always_norm_topk=True,
     rounds_topk_weights=True,
-    may_have_dense_layers=False,
     reads_attention_bias=True,
     default_attention_bias=True,
-    window_switch_key=None,
     router_bias="model.layers.{layer}.mlp.router.bias",
     sinks=True,
     norm_rounds_once=True,

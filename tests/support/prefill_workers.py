@@ -14,8 +14,9 @@ from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.ranks.rendezvous import contiguous_placements
 from contracts.ranks import Group, RankSpec
-from models.experts.expert_layout import CheckpointParts, ExpertLayout
+from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
+from models.experts.host_experts import CheckpointParts
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import group_config
 

@@ -26,8 +26,8 @@ from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceFormat, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_layout import CheckpointParts, ExpertLayout
-from models.experts.host_experts import ExpertMemory
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import CheckpointParts, ExpertMemory
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import DevicePrediction, ExpertPredictor, PredictedRouting
 from models.weights.checkpoint import Checkpoint
