@@ -83,14 +83,6 @@ def test_earliest_idle_decode_sets_the_slack() -> None:
     assert rank.coalescer.slack_s() == math.inf, "nobody waits"
 
 
-def test_slow_pass_decays_over_some_passes() -> None:
-    rank = Rank(1)
-    rank.run(0.05)
-    for _ in range(3):
-        rank.run(0.001)
-    assert rank.coalescer.slack_s() == pytest.approx(0.2 - MARGIN_PASSES * 0.05 * 0.9**3)
-
-
 def test_loop_forms_batches_again_when_slack_ends() -> None:
     rank = Rank(1)
     rank.run(0.05)

@@ -23,7 +23,7 @@ from actors.channels.nccl import NcclEndpoint, UniqueId, open_lanes
 from actors.channels.segments import FLAG_BYTES
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
-from contracts.errors import ChannelError, PeerDeadError, PeerHungError
+from contracts.errors import ChannelError, PeerHungError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     TOKEN,
@@ -344,15 +344,6 @@ def test_replacement_rank_creates_its_own_communicators(
         assert fake_nccl.aborted == gone == 8, "of the lost one, on both sides"
 
 
-def test_each_class_has_its_own_communicator_and_stream(fake_nccl: FakeNccl) -> None:
-    with pair_of(NcclEndpoint) as (left, right):
-        for end, peer in ((left, "right"), (right, "left")):
-            lanes = end._links[peer]._lanes  # type: ignore[attr-defined]
-            for pair in (lanes.outgoing, lanes.incoming):
-                assert [lane.stream.priority for lane in pair] == [-1, 0]
-        assert len(fake_nccl.queues) == 4
-
-
 def test_nccl_memory_is_kept_until_sent(fake_nccl: FakeNccl) -> None:
     with pair_of(NcclEndpoint) as (left, right):
         FakeEvent.reached = False
@@ -374,15 +365,6 @@ def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: FakeNccl) -> None:
         assert isinstance(lost, PeerLost)
         assert "unhandled system error" in str(lost.error)
         assert lost.peer == "right"
-
-
-def test_lost_peer_aborts_its_communicators(fake_nccl: FakeNccl) -> None:
-    with pair_of(NcclEndpoint) as (left, right):
-        left.close()
-        assert fake_nccl.aborted == 4
-        lost = wait_for(right, PeerLost)[0]
-        assert isinstance(lost.error, PeerDeadError)
-        assert fake_nccl.aborted == 8
 
 
 def test_communicator_timeout_names_the_peer() -> None:

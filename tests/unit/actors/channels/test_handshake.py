@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,10 @@ from actors.channels import handshake, pending_handshakes
 from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import Identity, Remote
+from actors.channels.link import LinkSockets
+from actors.channels.link_setup import _DATA, _HEARTBEAT, LinkSetup, _Extra
 from actors.channels.listener import dial
+from actors.channels.pending_handshakes import MAX_PER_ADDRESS, MAX_UNPROVEN, PendingHandshakes
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError
@@ -76,49 +80,31 @@ def test_both_sides_receive_the_identity_and_extra_of_the_other() -> None:
     assert acceptor_result == Remote(name="left", epoch=3, purpose="test", extra=b"\x00more")
 
 
-def test_wrong_token_is_refused_by_both_sides() -> None:
-    initiator_result, acceptor_result = greet(Identity(name="left", token=b"guess", epoch=3))
-    assert isinstance(initiator_result, HandshakeError)
-    assert isinstance(acceptor_result, HandshakeError)
-    assert "wrong token" in str(acceptor_result)
+def full(remote: Remote) -> bytes:
+    raise HandshakeError(f"no room for {remote.name}")
 
 
-def test_rank_refuses_peer_without_epoch() -> None:
-    initiator_result, acceptor_result = greet(Identity(name="left", token=TOKEN, epoch=None))
-    assert "epoch None, right is at epoch 3" in str(initiator_result)
-    assert isinstance(acceptor_result, HandshakeError)
-
-
-def test_answer_judges_the_epoch_of_the_peer() -> None:
-    initiator_result, acceptor_result = greet(Identity(name="left", token=TOKEN, epoch=4))
-    assert isinstance(initiator_result, Remote)
-    assert isinstance(acceptor_result, Remote)
-    assert acceptor_result.epoch == 4
-
-
-def test_connections_without_epoch_are_accepted() -> None:
-    initiator_result, acceptor_result = greet(
-        Identity(name="ingress", token=TOKEN, epoch=None),
-        Identity(name="right", token=TOKEN, epoch=None),
-        to=None,
-    )
-    assert isinstance(initiator_result, Remote)
-    assert isinstance(acceptor_result, Remote)
-
-
-def test_unexpected_acceptor_name_is_refused() -> None:
-    initiator_result, acceptor_result = greet(to="attention-7")
-    assert "expects attention-7, this is right" in str(initiator_result)
-    assert isinstance(acceptor_result, HandshakeError)
-
-
-def test_acceptor_refuses_with_a_reason() -> None:
-    def full(remote: Remote) -> bytes:
-        raise HandshakeError(f"no room for {remote.name}")
-
-    initiator_result, acceptor_result = greet(answer=full)
-    assert "no room for left" in str(initiator_result)
-    assert "no room for left" in str(acceptor_result)
+@pytest.mark.parametrize(
+    ("left", "options", "at_initiator", "at_acceptor"),
+    [
+        (Identity(name="left", token=b"guess", epoch=3), {}, "", "wrong token"),
+        (
+            Identity(name="left", token=TOKEN, epoch=None),
+            {},
+            "epoch None, right is at epoch 3",
+            "",
+        ),
+        (LEFT, {"to": "attention-7"}, "expects attention-7, this is right", ""),
+        (LEFT, {"answer": full}, "no room for left", "no room for left"),
+    ],
+    ids=["token", "epoch", "name", "reason"],
+)
+def test_refusal_reaches_both_sides(
+    left: Identity, options: dict[str, Any], at_initiator: str, at_acceptor: str
+) -> None:
+    for result, words in zip(greet(left, **options), (at_initiator, at_acceptor), strict=True):
+        assert isinstance(result, HandshakeError)
+        assert words in str(result)
 
 
 def test_acceptor_without_token_is_rejected() -> None:
@@ -208,31 +194,6 @@ def test_hello_is_bound_to_one_challenge() -> None:
             handshake.accept(d, RIGHT, deadline_s=5.0)
 
 
-def test_asyncio_initiator_runs_the_same_handshake() -> None:
-    a, b = socket.socketpair()
-    accepted: list[Remote] = []
-
-    def accept() -> None:
-        accepted.append(handshake.accept(b, RIGHT, deadline_s=5.0))
-
-    async def initiate() -> Remote:
-        reader, writer = await asyncio.open_connection(sock=a)
-        try:
-            return await handshake.initiate_async(
-                reader, writer, LEFT, purpose="requests", to="right", deadline_s=5.0
-            )
-        finally:
-            writer.close()
-            await writer.wait_closed()
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    assert asyncio.run(initiate()).name == "right"
-    thread.join(5)
-    b.close()
-    assert (accepted[0].name, accepted[0].purpose) == ("left", "requests")
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_peer_with_wrong_token_is_refused_during_traffic(backend: str) -> None:
     right, left = endpoint("right", backend), endpoint("left", backend)
@@ -250,26 +211,28 @@ def test_peer_with_wrong_token_is_refused_during_traffic(backend: str) -> None:
             end.close()
 
 
-def test_placement_mismatch_is_refused_with_both_digests() -> None:
-    right = endpoint("right", "tcp", placement="1a2b")
-    left = endpoint("left", "tcp", placement="3c4d")
-    refusal = "right refused left: it has its experts placed as 3c4d, here they are as 1a2b: launch"
+@pytest.mark.parametrize(
+    ("right", "left", "message"),
+    [
+        (
+            {"backend": "tcp", "placement": "1a2b"},
+            {"backend": "tcp", "placement": "3c4d"},
+            "right refused left: it has its experts placed as 3c4d, here they are as 1a2b: launch",
+        ),
+        ({"backend": "tcp"}, {"backend": "shm"}, "backend shm, right uses tcp"),
+    ],
+    ids=["placement", "backend"],
+)
+def test_mismatch_is_refused_with_both_values(
+    right: dict[str, str], left: dict[str, str], message: str
+) -> None:
+    ends = endpoint("right", **right), endpoint("left", **left)
     try:
-        with pytest.raises(HandshakeError, match=refusal):
-            left.connect("right", right.listen())
+        with pytest.raises(HandshakeError, match=message):
+            ends[1].connect("right", ends[0].listen())
     finally:
-        left.close()
-        right.close()
-
-
-def test_backend_mismatch_is_refused_with_both_names() -> None:
-    right, left = endpoint("right", "tcp"), endpoint("left", "shm")
-    try:
-        with pytest.raises(HandshakeError, match="backend shm, right uses tcp"):
-            left.connect("right", right.listen())
-    finally:
-        left.close()
-        right.close()
+        for end in ends:
+            end.close()
 
 
 def test_close_does_not_wait_for_silent_strangers() -> None:
@@ -304,3 +267,96 @@ def test_unfit_backend_error_is_one_line(backend: str, device: str, message: str
 def exchange(left: Endpoint, right: Endpoint) -> None:
     send(left, "right", [torch.ones(3)], header())
     first_packet(right).release()
+
+
+class Crowd:
+    """Connections by name; `cut` has the evicted ones."""
+
+    def __init__(self) -> None:
+        self.gate = PendingHandshakes("rank")
+        self.cut: list[str] = []
+        self.numbers: dict[str, int] = {}
+
+    def enter(self, address: str, name: str) -> None:
+        self.numbers[name] = self.gate.enter(address, lambda: self.cut.append(name))
+
+    def fill(self, address: str, count: int) -> None:
+        for number in range(count):
+            self.enter(address, f"{address} {number}")
+
+
+def test_address_at_its_limit_loses_its_own_oldest() -> None:
+    crowd = Crowd()
+    crowd.enter("10.0.0.2", "other")
+    crowd.fill("10.0.0.1", MAX_PER_ADDRESS)
+    assert crowd.cut == []
+    crowd.enter("10.0.0.1", "newest")
+    assert crowd.cut == ["10.0.0.1 0"]
+    assert crowd.gate.count == MAX_PER_ADDRESS + 1
+
+
+def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
+    crowd = Crowd()
+    crowd.enter("10.0.0.9", "early")
+    crowd.fill("10.0.0.1", MAX_PER_ADDRESS)
+    for number in range(MAX_UNPROVEN - MAX_PER_ADDRESS - 1):
+        crowd.enter(f"10.1.0.{number}", f"one of {number}")
+    assert crowd.cut == []
+    crowd.enter("10.0.0.2", "newest")
+    assert crowd.cut == ["10.0.0.1 0"]
+    assert crowd.gate.count == MAX_UNPROVEN
+
+
+def test_connections_from_many_addresses_are_bounded_in_total() -> None:
+    crowd = Crowd()
+    for number in range(5 * MAX_UNPROVEN):
+        crowd.enter(f"10.{number}", f"{number}")
+    assert crowd.gate.count == MAX_UNPROVEN
+    assert crowd.cut == [f"{number}" for number in range(4 * MAX_UNPROVEN)]
+
+
+def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
+    crowd = Crowd()
+    crowd.enter("10.0.0.1", "peer")
+    assert crowd.gate.leave(crowd.numbers["peer"])
+    crowd.fill("10.0.0.1", MAX_PER_ADDRESS + 1)
+    assert crowd.cut == ["10.0.0.1 0"]
+    assert not crowd.gate.leave(crowd.numbers["10.0.0.1 0"])
+    assert crowd.gate.leave(crowd.numbers["10.0.0.1 1"])
+    assert crowd.gate.count == MAX_PER_ADDRESS - 1
+
+
+@pytest.fixture
+def joined() -> list[LinkSockets]:
+    return []
+
+
+@pytest.fixture
+def joiner(joined: list[LinkSockets]) -> Iterator[LinkSetup]:
+    me = Identity(name="expert-0", token=secrets.token_bytes(16), epoch=1)
+    made = LinkSetup(
+        me, "shm", 5.0, monotonic_s, linked=lambda name, epoch: False, joined=joined.append
+    )
+    yield made
+    made.close()
+
+
+def half(purpose: str, link_id: bytes, name: str = "attention-0") -> tuple[socket.socket, Remote]:
+    extra = msgspec.msgpack.encode(_Extra("shm", link_id, b"offer"))
+    return socket.socketpair()[0], Remote(name=name, epoch=1, purpose=purpose, extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("second", "name"),
+    [(_DATA, "attention-0"), (_HEARTBEAT, "attention-1")],
+    ids=["same kind", "another peer"],
+)
+def test_unfit_second_socket_does_not_join(
+    joiner: LinkSetup, joined: list[LinkSockets], second: str, name: str
+) -> None:
+    link_id = secrets.token_bytes(16)
+    halves = [half(_DATA, link_id), half(second, link_id, name)]
+    for sock, remote in halves:
+        joiner._on_accepted(sock, remote)
+    assert joined == []
+    assert [sock.fileno() for sock, _ in halves] == [-1, -1], "both are closed"

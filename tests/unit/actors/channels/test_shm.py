@@ -11,7 +11,6 @@ from actors.channels.base import Packet, TensorSpec
 from actors.channels.segments import IDLE_S, check_memfd, create_memfd
 from contracts.errors import ChannelError
 from tests.support.channels_support import (
-    endpoint,
     first_packet,
     header,
     linked,
@@ -73,17 +72,6 @@ def test_empty_tensor_can_follow_the_end_of_the_segment() -> None:
         packet.release()
 
 
-def test_released_memory_is_reused() -> None:
-    before = segments()
-    with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
-        for number in range(200):
-            send(left, "right", [torch.full((8 << 10,), float(number))], header(number))
-            packet = first_packet(right)
-            assert bool((packet.tensors[0] == number).all())
-            packet.release()
-        assert segments() - before == 2
-
-
 def test_held_packet_holds_its_own_bytes_only() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):
@@ -140,12 +128,3 @@ def test_segment_cannot_shrink() -> None:
         assert not check_memfd(plain, 4096)
     finally:
         os.close(plain)
-
-
-def test_address_is_free_for_the_next_endpoint_of_that_name() -> None:
-    addresses = set()
-    for _ in range(3):
-        end = endpoint("one", "shm")
-        addresses.add(end.listen())
-        end.close()
-    assert len(addresses) == 3

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from actors.channels import tcp
 from actors.channels.base import Packet, TensorSpec
+from actors.channels.buffers import BufferPool
 from actors.channels.link import LinkSockets, PayloadFrame, encode
 from actors.channels.tcp import (
     BEST_EFFORT_INTERVAL,
@@ -26,10 +27,12 @@ from actors.channels.tcp import (
     TcpLink,
 )
 from contracts.clock import monotonic_s
-from contracts.errors import PeerError
+from contracts.errors import ChannelError, PeerError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     DEADLINE_S,
+    endpoint,
+    first_packet,
     header,
     linked,
     nothing_leaks,  # noqa: F401
@@ -236,3 +239,36 @@ def test_link_to_lost_peer_closes_with_unsent_packets_in_both_lanes(link: Link) 
     assert isinstance(link.news.get(timeout=DEADLINE_S), PeerError)
     link.close()
     assert not any(thread.is_alive() for thread in threading.enumerate() if "far" in thread.name)
+
+
+def test_payload_is_received_into_reused_memory() -> None:
+    with linked("tcp") as (left, right):
+        pointers = set()
+        for number in range(20):
+            send(left, "right", [torch.full((50_000,), float(number))], header(number))
+            packet = first_packet(right)
+            pointers.add(packet.tensors[0].data_ptr())
+            assert bool((packet.tensors[0] == number).all())
+            packet.release()
+        assert len(pointers) == 1
+
+
+def test_pool_keeps_bounded_idle_bytes() -> None:
+    pool = BufferPool()
+    buffers = [pool.acquire(48 << 20) for _ in range(3)]
+    for buffer in buffers:
+        pool.release(buffer)
+    assert pool.acquire(48 << 20) is buffers[0]
+    assert pool.acquire(48 << 20) not in buffers
+
+
+def test_listen_error_names_the_foreign_address() -> None:
+    end = endpoint("one", "tcp")
+    try:
+        with pytest.raises(ChannelError, match=r"cannot listen on 203\.0\.113\.7"):
+            end.listen("203.0.113.7")
+        assert end.listen("127.0.0.1").startswith("tcp:127.0.0.1:")
+        with pytest.raises(ChannelError, match="listens already"):
+            end.listen()
+    finally:
+        end.close()
