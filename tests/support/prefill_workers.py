@@ -13,6 +13,7 @@ import torch
 from actors.gather.peer_source import PeerSource, own_part
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.ranks.rendezvous import contiguous_placements
+from contracts.errors import TandemError
 from contracts.ranks import Group, RankSpec
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertBuffer
@@ -67,7 +68,11 @@ def make_source(
     shard = (
         WindowedShard(layers, part, host, window) if window else ResidentShard(layers, part, host)
     )
-    return PeerSource(spec, part, shard, checkpoint)
+    try:
+        return PeerSource(spec, part, shard, checkpoint)
+    except TandemError:
+        shard.close()
+        raise
 
 
 def join_all(sources: Sequence[PeerSource]) -> dict[str, str]:

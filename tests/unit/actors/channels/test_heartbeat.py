@@ -292,37 +292,6 @@ def test_time_in_which_the_process_was_stopped_counts_little() -> None:
     assert loop.check_for(2 * CHECK_PERIOD_S) != ""
 
 
-def test_stacks_of_a_stalled_loop_are_logged_once_per_stall(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    held, holding = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        holding.set()
-        held.wait(10.0)
-
-    thread = threading.Thread(target=hold, name="expert-3-loop")
-    thread.start()
-    holding.wait(10.0)
-    loop = Watched()
-    try:
-        loop.watch.record_progress()
-        loop.check_for(STACKS_S)
-        assert not caplog.records, "not yet"
-        loop.check_for(STACKS_S)
-        assert loop.watch.problem == "", "its peers are told later"
-        loop.check_for(CHECK_PERIOD_S, moves=True)
-        loop.check_for(STACKS_S + 2 * CHECK_PERIOD_S)
-    finally:
-        held.set()
-        thread.join()
-    logged = [record.getMessage() for record in caplog.records]
-    assert [line.split()[0] for line in logged] == ["event_loop_blocked", "event_loop_blocked"]
-    assert "rank=expert-3" in logged[0]
-    assert "thread expert-3-loop:" in logged[0]
-    assert "held.wait(10.0)" in logged[0], "the line that it stands in"
-
-
 def test_stalled_event_loop_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     logged = threading.Event()
 

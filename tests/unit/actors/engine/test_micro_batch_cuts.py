@@ -34,19 +34,6 @@ def cut(batch: ScheduledBatch, plan: Plan) -> list[BatchPart]:
     return cut_batch(batch, plan, [float(chunk.stop - chunk.start) for chunk in batch.chunks])
 
 
-def test_pieces_of_long_sequence_depend_on_previous_piece() -> None:
-    parts = cut(batch_of([(16, 116)]), Plan(r1=3, sequence_chunks=(0.5, 0.8, 1.0)))
-    assert shape(parts) == [[(0, 16, 66)], [(0, 66, 96)], [(0, 96, 116)]]
-    assert [(part.after, part.previous) for part in parts] == [
-        (frozenset(), None), (frozenset({0}), 0), (frozenset({1}), 1),
-    ]  # fmt: skip
-
-
-def test_empty_pieces_are_omitted() -> None:
-    parts = cut(batch_of([(0, 1), (0, 40)]), Plan(r1=2, sequence_chunks=(0.5, 1.0)))
-    assert shape(parts) == [[(1, 0, 20)], [(0, 0, 1), (1, 20, 40)]]
-
-
 def test_sequences_sharing_blocks_are_not_cut_lengthwise() -> None:
     batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
     parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
@@ -60,14 +47,6 @@ def test_only_first_piece_makes_copies() -> None:
     parts = cut(batch, Plan(r1=2, sequence_chunks=(0.5, 1.0)))
     assert shape(parts) == [[(1, 5, 25)], [(0, 0, 1), (1, 25, 45)]]
     assert [[chunk.copies for chunk in part.chunks] for part in parts] == [[copies], [(), ()]]
-
-
-def test_micro_batch_waits_for_every_piece_it_reads() -> None:
-    batch = batch_of([(0, 64), (32, 96)], after={1: {0}})
-    plan = Plan(r1=4, ma=1, sequence_chunks=(0.5, 1.0))
-    parts = cut(batch, plan)
-    assert shape(parts) == [[(0, 0, 32)], [(0, 32, 64)], [(1, 32, 64)], [(1, 64, 96)]]
-    assert [part.after for part in parts] == [set(), {0}, {0, 1}, {0, 1, 2}]
 
 
 def test_unsuitable_sizes_are_balanced() -> None:

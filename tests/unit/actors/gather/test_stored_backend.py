@@ -20,7 +20,6 @@ from contracts.errors import ChannelError
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
-from contracts.traces import Stage
 from models.decoder.decoder import AttentionHalf
 from models.decoder.kv_pool import KvPool
 from models.experts.copying_store import CopyingStore
@@ -153,21 +152,6 @@ def test_concurrent_batches_match_sequential_ones_bit_for_bit(
         together.submit(number, Priority.BE if number == 1 else Priority.LS)
     assert sorted(together.run()) == [0, 1, 2]
     assert together.answers() == alone(opened(), [0, 1, 2])
-
-
-def test_another_batch_attends_during_a_copy(opened: Callable[..., Rig]) -> None:
-    rig = opened()
-    rig.submit(0)
-    assert rig.run(steps=12) == []
-    attended = [s.layer for s in rig.timeline.spans() if s.stage is Stage.ATTENTION]
-    assert attended == [0, 1], "it waits for the experts of layer 1"
-    rig.submit(1)
-    assert rig.run(steps=12) == []
-    spans = [s for s in rig.timeline.spans() if s.stage is Stage.ATTENTION and s.batch == 1]
-    assert [span.layer for span in spans] == [0, 1]
-    for _ in range(50):
-        rig.source.gate.release()
-    assert sorted(rig.run()) == [0, 1]
 
 
 def test_concurrent_batches_share_one_copy_of_each_layer(

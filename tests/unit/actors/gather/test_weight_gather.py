@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-import actors.gather.peer_dialer
-from actors.gather.weight_link import bytes_of
-from contracts.errors import ChannelError, HandshakeError, ResourceError
+import actors.gather.peer_source
+from actors.channels.listener import ADDRESS_SEPARATOR
+from actors.gather import peer_dialer
+from actors.gather.peer_source import PeerSource
+from actors.gather.weight_link import WeightLink, join
+from contracts.errors import ChannelError, HandshakeError, PeerDeadError, ResourceError
 from models.weights.checkpoint import check_checkpoint
+from tests.support.channels_support import nothing_leaks  # noqa: F401
+from tests.support.group_harness import group_config, until
 from tests.support.prefill_workers import (
     assert_layer,
     gathering,
@@ -24,35 +33,6 @@ from tests.support.prefill_workers import (
 
 Checkpoints = Callable[..., Path]
 LAYERS = {"num_hidden_layers": 4}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "window", "backend"),
-    [
-        ("qwen3_moe", None, "shm"),
-        ("qwen3_moe", 1, "tcp"),
-        ("mixtral", None, "tcp"),
-        ("mixtral", 2, "shm"),
-        ("deepseek_v3", None, "shm"),
-        ("deepseek_v3", 2, "tcp"),
-        ("gpt_oss", None, "tcp"),
-        ("gpt_oss", 1, "shm"),
-    ],
-)
-def test_every_worker_gathers_every_layer_bit_for_bit(
-    tiny_checkpoint: Checkpoints, family: str, window: int | None, backend: str
-) -> None:
-    folder = tiny_checkpoint(family, **LAYERS)
-    layers = check_checkpoint(folder).moe_layers[1:]
-    for workers in (1, 2, 3):
-        with gathering(folder, workers, backend=backend, window=window) as sources:
-            for layer in (*layers, *layers):
-                for source in sources:
-                    buffer = new_buffer(folder)
-                    source.copy(layer, buffer)
-                    assert_layer(folder, buffer, layer)
-            assert all(not source.lost and source.fallbacks == 0 for source in sources)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -76,19 +56,6 @@ def test_more_workers_than_experts_leave_some_without_a_part(tiny_checkpoint: Ch
             buffer = new_buffer(folder)
             source.copy(1, buffer)
             assert_layer(folder, buffer, 1)
-
-
-def test_window_holds_at_most_its_configured_layers(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("qwen3_moe", num_hidden_layers=9)
-    with gathering(folder, 2, backend="shm", window=3) as sources:
-        for source in sources:
-            slots = source.shard.slots
-            assert len(slots.pieces) == 3
-            assert slots.payload_bytes < 4 * sum(tensor.nbytes for tensor in slots.pieces[0])
-        for layer in range(1, 9):
-            buffer = new_buffer(folder)
-            sources[1].copy(layer, buffer)
-            assert_layer(folder, buffer, layer)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -173,31 +140,6 @@ def test_replaced_worker_is_rejoined_at_its_new_address(
         third.close()
 
 
-def test_unreachable_peer_is_replaced_by_the_fallback_until_it_answers(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first replacement knows only the second worker's old address."""
-    monkeypatch.setattr(actors.gather.peer_dialer, "REDIAL_S", 0.01)
-    folder = tiny_checkpoint("qwen3_moe", **LAYERS)
-    first, gone = (make_source(worker_spec(folder, rank, 2, backend="tcp")) for rank in (0, 1))
-    nowhere = gone.listen("127.0.0.1")
-    gone.close()
-    first.listen("127.0.0.1")
-    first.connect({"prefill-1": nowhere})
-    assert "cannot connect" in first.lost["prefill-1"]
-    buffer = new_buffer(folder)
-    first.copy(1, buffer)
-    assert_layer(folder, buffer, 1)
-    second = make_source(worker_spec(folder, 1, 2, backend="tcp", epoch=2))
-    first.connect({"prefill-1": second.listen("127.0.0.1")})
-    first.copy(2, buffer)
-    assert_layer(folder, buffer, 2)
-    assert not first.lost
-    assert first.fallbacks == 1
-    first.close()
-    second.close()
-
-
 def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
     tiny_checkpoint: Checkpoints,
 ) -> None:
@@ -227,8 +169,126 @@ def test_weights_are_gathered_between_cpus_only(tiny_checkpoint: Checkpoints) ->
             make_source(worker_spec(folder, 0, 2, backend=backend, device=device))
 
 
-def test_bfloat16_buffer_is_viewed_as_bytes() -> None:
-    tensors = (torch.ones(2, 3, dtype=torch.bfloat16), torch.empty(0, 3))
-    (view,) = bytes_of(tensors)
-    view[:] = bytes(12)
-    assert torch.equal(tensors[0], torch.zeros(2, 3, dtype=torch.bfloat16))
+@contextlib.contextmanager
+def mute(*, hangs_up: bool) -> Iterator[str]:
+    """Address of a peer that is silent or disconnects at once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken: list[socket.socket] = []
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # closed below
+                while True:
+                    taken.append(server.accept()[0])
+                    if hangs_up:
+                        taken[-1].close()
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield f"tcp:127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join(20.0)
+        for sock in taken:
+            sock.close()
+
+
+@contextlib.contextmanager
+def sources(folder: Path, count: int, **spec: Any) -> Iterator[list[PeerSource]]:
+    spec.setdefault("backend", "tcp")
+    made = [make_source(worker_spec(folder, rank, count, **spec)) for rank in range(count)]
+    try:
+        yield made
+    finally:
+        for source in made:
+            source.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_unresponsive_peer_is_skipped_and_others_are_joined(
+    tiny_checkpoint: Checkpoints, hangs_up: bool
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    config = group_config(
+        prefill={"experts": "gathered"},
+        channel={"heartbeat_timeout_s": 1.0, "heartbeat_interval_s": 0.2, "connect_timeout_s": 3.0},
+    )
+    with mute(hangs_up=hangs_up) as address, sources(folder, 3, config=config) as made:
+        first, _, third = made
+        first.connect({"prefill-1": address, "prefill-2": third.listen("127.0.0.1")})
+        buffer = new_buffer(folder)
+        first.copy(1, buffer)
+        assert_layer(folder, buffer, 1)
+        assert list(first.lost) == ["prefill-1"]
+        assert first.fallbacks == 1
+
+
+def test_failed_peer_is_joined_once_it_answers(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_dialer, "REDIAL_S", 0.05)
+    failures = [PeerDeadError("not yet", "prefill-1")] * 3
+
+    def fail_first(*arguments: Any) -> WeightLink:
+        if failures:
+            raise failures.pop()
+        return join(*arguments)
+
+    monkeypatch.setattr(peer_dialer, "join", fail_first)
+    folder = tiny_checkpoint("qwen3_moe")
+    with sources(folder, 2) as (first, second):
+        first.connect({"prefill-1": second.listen("127.0.0.1")})
+        assert first.lost == {"prefill-1": "cannot join prefill-1: not yet"}
+        until(lambda: not failures)
+        buffer = new_buffer(folder)
+
+        def joined() -> bool:
+            first.copy(1, buffer)
+            return not first.lost
+
+        until(joined)
+        assert_layer(folder, buffer, 1)
+
+
+def test_worker_moved_to_another_node_uses_tcp(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.gather.peer_source, "_is_far", lambda host: True)
+    folder = tiny_checkpoint("qwen3_moe")
+    with sources(folder, 2, backend="shm") as (stayed, moved):
+        for source in (stayed, moved):
+            source.listen("127.0.0.1")
+        stayed.connect({"prefill-1": elsewhere(moved.address)})
+        moved.connect({"prefill-0": elsewhere(stayed.address)})
+        for source in (stayed, moved):
+            buffer = new_buffer(folder)
+            source.copy(1, buffer)
+            assert_layer(folder, buffer, 1)
+            assert not source.lost
+            assert source.fallbacks == 0
+        (link,) = stayed._links.values()
+        assert link._sock.family == socket.AF_INET
+
+
+def elsewhere(address: str) -> str:
+    """The address as seen from another node, without the Unix socket."""
+    unix, tcp = address.split(ADDRESS_SEPARATOR)
+    assert unix.startswith("unix:@")
+    return ADDRESS_SEPARATOR.join((unix + "-gone", tcp))
+
+
+def test_running_local_peer_is_lost_after_four_timeouts(
+    tiny_checkpoint: Checkpoints,
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    with sources(folder, 2) as (source, _):
+        ours, theirs = socket.socketpair()  # the process behind it is this one: it runs
+        link = WeightLink("prefill-1", ours, 1, None)
+        source._links["prefill-1"] = link
+        heartbeat_timeout_s = source._config.heartbeat_timeout_s
+        link.progress_s = time.monotonic() - 2 * heartbeat_timeout_s
+        assert not source._advance(link, overdue=True)
+        assert "prefill-1" in source._links
+        link.progress_s = time.monotonic() - 4 * heartbeat_timeout_s
+        assert source._advance(link, overdue=True)
+        assert "sent nothing" in source.lost["prefill-1"]
+        theirs.close()

@@ -178,36 +178,6 @@ def test_answers_equal_resident_experts_under_any_hints_and_losses(
         rig.experts.close()
 
 
-def test_waiting_groups_of_one_layer_are_merged(
-    opened: Callable[..., Rig],
-) -> None:
-    rig = opened(slots=12)
-    layer = rig.spec.moe_layers[0]
-    with torch.inference_mode():
-        for number, peer in enumerate(PEERS * 3):
-            rig.send_tokens(peer, layer, 3, LS, number)
-        rig.finish()
-    rig.check()
-    assert len(rig.server._timeline.spans()) > 0
-    assert rig.cache.traffic.requested[layer] > 0
-
-
-def test_groups_with_more_experts_than_slots_complete(
-    opened: Callable[..., Rig],
-) -> None:
-    rig = opened(slots=2)
-    layer = rig.spec.moe_layers[0]
-    with torch.inference_mode():
-        rig.send_tokens(PEERS[0], layer, 30, LS, 1)
-        while not rig.server._running:
-            rig.server.step(0.1)
-        for number in range(4):
-            rig.send_tokens(PEERS[1], layer, 30, LS, number)
-            rig.server.step(0.0)
-        rig.finish()
-    rig.check()
-
-
 def test_calls_without_missing_experts_run_first_in_their_class(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=100)
     first, second = rig.spec.moe_layers[:2]
@@ -248,19 +218,6 @@ def test_hint_names_experts_by_local_index(opened: Callable[..., Rig]) -> None:
         assert monotonic_s() < end_s
         rig.server.step(0.01)
     assert rig.own[layer][0] != 0
-
-
-def test_loop_does_not_block_on_reads(opened: Callable[..., Rig]) -> None:
-    rig = opened(slots=4)
-    with torch.inference_mode():
-        rig.send_tokens(PEERS[0], rig.spec.moe_layers[0], 1, LS, 1)
-        start_s = monotonic_s()
-        rig.server.step(0.0)
-        assert rig.server._lacks_experts
-        assert monotonic_s() - start_s < 10.0
-        rig.finish()
-    rig.check()
-    assert rig.cache.traffic.waited_s > 0
 
 
 def test_hints_of_old_micro_batches_are_dropped(opened: Callable[..., Rig]) -> None:

@@ -23,7 +23,6 @@ from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels import experts
 from kernels.routing import local_index
 from kernels.steps import run_to_end
 from models.decoder.decoder import AttentionHalf
@@ -273,28 +272,6 @@ def test_interleaved_micro_batches_are_bit_equal(
     backend._cache.close()
 
 
-def test_steps_are_bounded_and_cover_all_pairs(
-    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, ran = opened(), list[int]()
-
-    def weighted_run(x_ND: torch.Tensor, *rest: Any) -> torch.Tensor:
-        ran.append(len(x_ND))
-        return experts.weighted_run(x_ND, *rest)
-
-    monkeypatch.setattr(cached_sum, "RUN_PAIRS", 4)
-    monkeypatch.setattr(cached_sum, "weighted_run", weighted_run)
-    layer = rig.spec.moe_layers[0]
-    routed = rig.routed(40, 1)
-    hidden_TD = torch.zeros_like(routed.x_TD)
-    with torch.inference_mode():
-        backend = rig.backend(12)
-        run_to_end(backend.combine(hidden_TD, rig.begin(backend, layer, routed, 0), None))
-    assert sum(ran) == routed.topk_ids_TK.numel()
-    assert max(ran) == 4
-    assert torch.equal(hidden_TD, rig.expected(layer, routed))
-
-
 def test_pending_is_complete_while_an_expert_is_ready(opened: Callable[..., Rig]) -> None:
     rig = opened()
     backend, layer = rig.backend(100), rig.spec.moe_layers[0]
@@ -306,27 +283,6 @@ def test_pending_is_complete_while_an_expert_is_ready(opened: Callable[..., Rig]
         while not pending.is_complete:
             backend.poll(0.1, idle=False)
         rig.finish(backend, pending)
-
-
-def test_wake_ends_waiting_poll(opened: Callable[..., Rig]) -> None:
-    backend = opened().backend(8)
-    backend.wake()
-    start_s = monotonic_s()
-    backend.poll(20.0, idle=True)
-    assert monotonic_s() - start_s < 10.0
-
-
-def test_dropped_micro_batch_has_no_hints(opened: Callable[..., Rig]) -> None:
-    rig = opened()
-    backend = rig.backend(100, seed=2)
-    with torch.inference_mode():
-        pending = rig.begin(backend, rig.spec.moe_layers[0], rig.routed(5, 1))
-    assert isinstance(backend._prefetcher, ExpertPrefetcher)
-    assert len(backend._prefetcher)
-    backend.drop(pending)
-    assert not len(backend._prefetcher)
-    assert not backend._cache._hints
-    assert not backend._pending
 
 
 def test_predictions_of_dropped_batches_are_bounded(
@@ -367,18 +323,6 @@ def test_speculated_layer_runs_predicted_experts(
         rig.finish(backend, rig.begin(backend, first, one))
         found = rig.finish(backend, rig.begin(backend, second, routed))
         assert torch.equal(found, rig.expected(second, routed)), "prompts are exact"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_router_reweighs_its_own_choice_identically(
-    opened: Callable[..., Rig], family: str
-) -> None:
-    rig = opened(family)
-    for layer in rig.spec.moe_layers:
-        router = _router(rig.local.attention, layer)
-        routed = router(torch.randn(20, rig.spec.hidden_size))
-        again = router.weigh(routed.x_TD, routed.topk_ids_TK)
-        assert torch.equal(again.topk_weights_TK, routed.topk_weights_TK)
 
 
 def _router(half: AttentionHalf, layer: int) -> ExpertRouter:

@@ -247,24 +247,6 @@ def shared(tiny_checkpoint: Checkpoints) -> Rig:
     return Rig(tiny_checkpoint("qwen3_moe", num_hidden_layers=3))
 
 
-def test_cached_experts_run_before_ids_reach_host(
-    opened: Callable[..., Rig],
-) -> None:
-    rig = opened()
-    lane = FakeLane(0)
-    backend, layer = rig.backend(100, lane), rig.spec.moe_layers[0]
-    routed = rig.routed(2, seed=0)
-    with torch.inference_mode():
-        rig.check(backend, layer, rig.begin(backend, layer, routed))
-        lane.drain()
-        copies, waits = lane.number, lane.waits
-        pending = rig.begin(backend, layer, routed)
-        assert pending.resident >= set(routed.topk_ids_TK.flatten().tolist())
-        rig.check(backend, layer, pending)
-        assert lane.waits == waits, "the compute waits for nothing"
-        assert lane.copies <= copies
-
-
 def test_host_does_not_wait_for_copies(opened: Callable[..., Rig]) -> None:
     rig = opened()
     lane = FakeLane(0)

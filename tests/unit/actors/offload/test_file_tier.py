@@ -20,7 +20,7 @@ from contracts.errors import ChannelError, ConfigError
 from contracts.loading import load_config
 from contracts.requests import Priority
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import PART_BYTES, open_expert_file
+from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import ComputeFormat, ComputeSlots
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
@@ -97,18 +97,6 @@ def test_slots_match_checkpoint(folder: Path, opened: Callable[..., Rig], direct
             assert found[expert] == list(map(bytes, whole.memory(expert)))
         rig.cache.check()
     source.close()
-
-
-def test_expert_of_several_parts_is_complete(
-    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("models.experts.expert_file", "actors.offload.file_tier"):
-        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
-    rig = opened(direct_io=True, slots=8)
-    assert rig.tier.parts == -(-rig.file.record_bytes // 4096) > 1
-    one = rig.compute(1, [3])
-    monkeypatch.undo()
-    assert opened(slots=8).compute(1, [3]) == one
 
 
 def test_unsupported_direct_io_is_logged_and_falls_back(
@@ -207,26 +195,6 @@ def test_reader_continues_without_waiter(opened: Callable[..., Rig]) -> None:
             os.write(rig.tier._awake, bytes(1 << 16))
     rig.compute(rig.model.moe_layers[0], [0, 1, 2])
     assert rig.tier._process.poll() is None
-
-
-def test_part_bytes_are_whole_pages() -> None:
-    assert PART_BYTES % 4096 == 0
-
-
-@pytest.mark.parametrize(
-    ("experts", "slots"),
-    [({"slots": 9}, 9), ({"slots": 10_000}, 21), ({"bytes": 5_000_000}, 21)],
-)
-def test_budget_gives_number_of_slots(folder: Path, experts: dict[str, int], slots: int) -> None:
-    model = check_checkpoint(folder)
-    config = load_config(None, [f"experts.{key}={value}" for key, value in experts.items()])
-    assert slot_count(config.experts, 20_000, model) == slots
-
-
-def test_rank_with_few_experts_needs_few_slots(folder: Path) -> None:
-    config, model = load_config(None, ["experts.slots=2"]), check_checkpoint(folder)
-    own = dict.fromkeys(model.moe_layers, (0, 4))
-    assert slot_count(config.experts, 20_000, model, own) == 2
 
 
 @pytest.mark.parametrize(

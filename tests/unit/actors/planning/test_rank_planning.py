@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
+from actors.planning.planner_inputs import layer_routing
 from actors.planning.planner_link import PlannerLink
 from actors.planning.rank_planning import RankPlanning
+from actors.planning.stage_report import micro_batch_times
 from actors.telemetry.telemetry import Telemetry
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
-from contracts.planner_messages import BatchReport, ExpertReport, PlanRequest, PlanResponse
+from contracts.planner_messages import BatchReport, PlanRequest, PlanResponse
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
+from models.prediction.routing_counts import RoutingCounts
+from models.spec.model import read_spec
+from planner.placement.routing import measure
+from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
-from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of
-from tests.support.local_model import LocalModel
+from tests.support.group_harness import group_config
 from tests.support.simulated_group import hardware
-from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 CHOSEN = Plan(r1=3, r2=2)
@@ -164,13 +167,6 @@ def test_upcoming_batch_is_predicted_exactly(rank: Rank) -> None:
         rank.run(following)
 
 
-def test_ending_sequences_are_not_in_upcoming_batch(rank: Rank) -> None:
-    rank.submit(20, max_tokens=1)
-    rank.submit(30, max_tokens=5)
-    rank.form()
-    assert rank.scheduler.upcoming() == [[(30, 31)]]
-
-
 def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank: Rank) -> None:
     """A long prompt arrives while the last short batch runs."""
     folder = tiny_checkpoint("qwen3_moe", max_position_embeddings=8192)
@@ -256,22 +252,6 @@ def test_overdue_planner_is_slow_and_gets_no_query() -> None:
         assert planner.received.empty()
 
 
-def test_each_change_of_state_is_logged_once(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "tandem.planning")
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
-        rank.submit(50)
-        for _ in range(3):
-            rank.run(rank.form()[0])
-    until(lambda: rank.planning.state == "lost")
-    for _ in range(3):
-        rank.run(rank.form()[0])
-    start = "planner_state rank=attention-0 state="
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == [f"{start}ready", f"{start}lost"]
-
-
 def test_lost_planner_answers_are_discarded(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
@@ -291,110 +271,6 @@ def test_returning_planner_is_reconnected(rank: Rank) -> None:
         planner.hang_up()
         until(lambda: rank.planning.state == "lost")
         until(lambda: rank.planning.state == "ready")
-
-
-def test_silent_planner_delays_no_batch(tiny_checkpoint: Checkpoints) -> None:
-    started, release = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        started.set()
-        release.wait()
-
-    folder = tiny_checkpoint("qwen3_moe")
-    config = group_config(planner={"answer_timeout_s": 1e-6, "report_interval_s": 0})
-    with ThreadGroup(folder, config) as group, FakePlanner(never, group.token) as planner:
-        group.join_planner(planner.address)
-        worker = group.attention[0]
-        (planning, *_) = loop_of(worker)._observers
-        assert isinstance(planning, RankPlanning)
-        joined = ("ready", "slow")  # slow after the first request
-        until(lambda: worker.status().notes["planner"] in joined)
-        link = planning._link
-        assert link is not None
-        try:
-            link.report(stuck)
-            while not started.wait(1.0):  # the connection was lost meanwhile: again on the next one
-                until(lambda: worker.status().notes["planner"] in joined)
-                link.report(stuck)
-            with group.client() as client:
-                lengths = [5, 90, 33]
-                requests = [client.submit(ids, sampling=greedy(8)) for ids in prompts(1, lengths)]
-                answers = [client.generated(request)[0] for request in requests]
-        finally:
-            release.set()
-    assert [len(tokens) for tokens in answers] == [8, 8, 8]
-    assert worker.status().sections["chosen_by"].keys() <= {
-        "default off",
-        "default new_shape",
-        "default slow",
-    }
-
-
-ANY_PLAN = [
-    Plan(r1=2, r2=2),
-    Plan(r1=3, micro_batch_samples=(1, 1, 1)),
-    Plan(r1=4, r2=2, sequence_chunks=(0.5, 1.0)),
-    Plan(r1=3, r2=3, shared_lag=2),
-    Plan(order=Order.AASS, r1=2, r2=2),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_greedy_tokens_are_equal_under_every_plan(
-    tiny_checkpoint: Checkpoints, family: str
-) -> None:
-    folder = tiny_checkpoint(family)
-    local = LocalModel.load(folder, dtype="float32")
-    sequences = prompts(2, [5, 40, 33, 120])
-    queries = []
-
-    def any_plan(query: PlanRequest) -> PlanResponse:
-        queries.append(query)
-        return always(ANY_PLAN[len(queries) % len(ANY_PLAN)])(query)
-
-    expected = [_greedy(local, ids, 12) for ids in sequences]
-    with (
-        ThreadGroup(folder, group_config(1, 2, planner={"report_interval_s": 0})) as group,
-        FakePlanner(any_plan, group.token) as planner,
-        group.client() as client,
-    ):
-        group.join_planner(planner.address)
-        for _ in range(4):
-            requests = [client.submit(ids, sampling=greedy(12)) for ids in sequences]
-            assert [client.generated(request)[0] for request in requests] == expected
-        assert group.attention[0].status().sections["chosen_by"]["planner"] > 0
-
-
-def _greedy(local: LocalModel, ids: list[int], count: int) -> list[int]:
-    ids, prompt = list(ids), len(ids)
-    for _ in range(count):
-        ids.append(int(local.forward([ids])[0][-1].argmax()))
-    return ids[prompt:]
-
-
-def test_ranks_report_stage_times(tiny_checkpoint: Checkpoints) -> None:
-    folder = tiny_checkpoint("deepseek_v2")
-    found: dict[type, object] = {}
-    with (
-        ThreadGroup(folder, group_config(planner={"report_interval_s": 0})) as group,
-        FakePlanner(never, group.token) as planner,
-        group.client() as client,
-    ):
-        group.join_planner(planner.address)
-        while found.keys() != {BatchReport, ExpertReport}:
-            client.generated(client.submit(prompts(3, [70])[0], sampling=greedy(3)))
-            while not planner.received.empty():
-                message = planner.received.get()
-                if isinstance(message, BatchReport | ExpertReport):
-                    found[type(message)] = message
-    batch, experts = found[BatchReport], found[ExpertReport]
-    assert isinstance(batch, BatchReport)
-    assert isinstance(experts, ExpertReport)
-    assert sum(times.attention_ms + times.shared_ms for times in batch.micro_batches) > 0
-    assert all(times.shared_ms > 0 for times in batch.micro_batches)
-    assert batch.measured_ms > sum(times.attention_ms for times in batch.micro_batches)
-    assert experts.experts[0].rows >= 1
 
 
 def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
@@ -427,19 +303,45 @@ def test_gap_between_batches_is_reported_for_continuing_sequence() -> None:
     assert found[1].between_ms == pytest.approx(500), "a second from end to end, half of it tasks"
 
 
-def test_connecting_planner_is_not_reported_lost(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the call, and says nothing yet
-        address = f"tcp:127.0.0.1:{silent.getsockname()[1]}"
-        rank = Rank()
-        rank.planning.join(address)
-        rank.submit(8)
-        with caplog.at_level(logging.INFO, "tandem.planning"), closing(rank.planning):
-            rank.run(rank.form()[0])
-            assert rank.planning.state == "joining"
-            silent.accept()[0].close()
-            until(lambda: rank.planning.state == "lost")
-            rank.run(rank.form()[0])
-    messages = [(r.levelname, r.getMessage().split()[-1]) for r in caplog.records]
-    assert messages == [("INFO", "state=joining"), ("WARNING", "state=lost")]
+def spans_of(micro_batch: int, times_ms: list[tuple[Stage, int, float]]) -> list[TaskSpan]:
+    """Return consecutive spans (stage, layer, ms)."""
+    found, now_s = [], 0.0
+    for stage, layer, ms in times_ms:
+        end_s = now_s + ms / 1e3
+        found.append(TaskSpan("attention-0", stage, now_s, end_s, 7, layer, micro_batch))
+        now_s = end_s
+    return found
+
+
+def test_send_and_finish_times_are_reported_beside_attention() -> None:
+    times = [(Stage.ATTENTION, 0, 9.0), (Stage.SEND, 0, 1.0)]
+    times += [(Stage.ATTENTION, 1, 4.0), (Stage.SEND, 1, 0.5)]
+    times += [(Stage.ATTENTION, 2, 4.2), (Stage.SEND, 2, 0.7)]
+    times += [(Stage.FINISH, 3, 2.0), (Stage.FINISH, 3, 1.0)]  # it was interrupted
+    other = spans_of(1, [(Stage.ATTENTION, 1, 50.0), (Stage.SEND, 1, 5.0)])
+    first, second = micro_batch_times(
+        spans_of(0, times) + other, 7, [[(0, 20), (5, 6)], [(0, 900)]]
+    )
+    assert first.batch == [(0, 20), (5, 6)]
+    assert first.attention_ms == pytest.approx((4.5 + 4.9) / 2)  # the first layer embeds
+    assert first.send_ms == pytest.approx(0.6)
+    assert first.finish_ms == pytest.approx(3.0)
+    assert second.finish_ms == 0.0
+    assert second.send_ms == pytest.approx(5.0)
+
+
+FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
+
+
+def test_planner_uses_counted_routing() -> None:
+    spec = read_spec(FOLDER)
+    counts = RoutingCounts.read(FOLDER / "routing.safetensors", FOLDER, spec)
+    for layer in spec.moe_layers:
+        routing = layer_routing(counts, layer)
+        assert routing.num_experts == spec.num_experts
+        assert len(routing.sets_PK) == len(routing.ids_P) == 4096
+        assert routing.counts.times_N.min() > 0
+        sampled, counted = routing.load() / 4096, counts.layers[layer].load / counts.counted
+        assert np.abs(sampled - counted).max() < 0.05
+        contiguous = LayerSlots(range(spec.num_experts), ((0, 8), (8, 16)))
+        assert 1.0 < measure(routing, contiguous).copies < 2.0

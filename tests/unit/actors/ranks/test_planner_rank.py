@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from actors.channels.listener import dial
 from actors.ranks.rank import Rank
 from contracts.errors import HandshakeError
 from contracts.plan import Order, Plan
@@ -22,7 +20,7 @@ from contracts.planner_messages import (
     PlanResponse,
     RowsTime,
 )
-from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
+from tests.support.fake_planner import PlannerConnection, real_planner
 from tests.support.group_harness import group_config
 from tests.support.simulated_group import hardware
 
@@ -90,17 +88,6 @@ def test_all_ranks_receive_models_changed(cold_planner: Rank) -> None:
         assert rank.read() == other.read() == ModelsChanged(2)
 
 
-def test_metrics_show_latest_batch(planner: Rank) -> None:
-    with PlannerConnection(address_of(planner)) as rank:
-        rank.send(report(64, 2.0))
-        rank.answer(PlanRequest(1, [(0, 300)]))  # so the report has been taken
-    text = planner.metrics()
-    assert "tandem_plan_measured_seconds 0.01\n" in text
-    assert "tandem_plan_predicted_seconds" in text
-    assert 'tandem_plan{field="r1"} 1.0' in text
-    assert 'tandem_plan_info{order="asas"} 1.0' in text
-
-
 def test_stranger_is_refused(planner: Rank) -> None:
     with pytest.raises(HandshakeError, match="wrong token"):
         PlannerConnection(address_of(planner), token=b"another token of 32 bytes.......")
@@ -164,22 +151,3 @@ def test_unplannable_batch_gets_a_reason(planner: Rank, batch: list[tuple[int, i
         answer = rank.answer(PlanRequest(1, batch))
         assert (answer.plan, bool(answer.reason)) == (None, True)
         assert isinstance(rank.answer(PlanRequest(2, [(0, 9)])), PlanResponse)
-
-
-def test_silent_handshake_blocks_no_other_rank(
-    planner: Rank,
-) -> None:
-    with dial(address_of(planner), DEADLINE_S), PlannerConnection(address_of(planner)) as rank:
-        assert rank.answer(PlanRequest(1, [(0, 10)])).plan is not None
-
-
-def test_stop_closes_connections_and_listener(tiny_checkpoint: Checkpoints) -> None:
-    with real_planner(tiny_checkpoint("qwen3_moe"), group_config(), None) as planner:
-        address = address_of(planner)
-        rank = PlannerConnection(address)
-    assert isinstance(rank.read(), ModelsChanged)
-    with pytest.raises(EOFError):
-        rank.read()
-    host, _, port = address.removeprefix("tcp:").rpartition(":")
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=DEADLINE_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.messages import Cancel
+from contracts.requests import Caller
 from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
@@ -76,34 +79,6 @@ def test_all_clients_receive_every_report_and_late_ones_a_snapshot(
             assert isinstance(snapshot, WorkerSnapshot)
             assert len(snapshot.committed) == 3
             assert snapshot.requests == ()
-
-
-def test_applied_log_ends_without_load_and_with_cached_blocks(
-    tiny_checkpoint: Checkpoints,
-) -> None:
-    """With few blocks sequences wait, are requeued, evict blocks and are cancelled."""
-    config = prefill_config(kv={"pool_tokens": 16 * 12}, prefill={"max_batch_tokens": 48})
-    with PrefillThreads(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
-        ids = []
-        for number in range(40):
-            base = 3 + number % 5
-            prompt = [base] * 33 + [4 + number] * (number % 50)
-            if number % 7 == 3:
-                ids.append(client.submit(prompt, sampling=greedy(20)))
-            else:
-                ids.append(client.submit(prompt, candidates=[0], key=RequestKey(0, number)))
-            if number % 9 == 8:
-                client.send(Cancel(ids.pop()))
-        client.wait(*ids)
-        blocks = loop_of(group.workers[0]).scheduler.blocks
-        with group.client() as late:
-            wait_for_report(late, client.log[-1].number)
-            routers = [router_of(client), router_of(late)]
-        assert blocks.evicted_total > 0, "the pool was meant to be too small"
-        assert routers[0].snapshot(0) == routers[1].snapshot(0)
-        for router in routers:
-            assert router.load(0) == 0
-            assert set(router.snapshot(0).committed) == set(blocks._block_of)
 
 
 def test_open_or_invalid_key_is_rejected(tiny_checkpoint: Checkpoints) -> None:
@@ -200,3 +175,45 @@ def test_failing_worker_reports_before_it_fails_requests(
         assert "out of memory" in failed.message
         assert connection.state is not None
         assert not connection.state.healthy
+
+
+def test_stalled_loop_logs_its_stack_and_continues(
+    tiny_checkpoint: Checkpoints,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged = threading.Event()
+
+    def on_record(record: logging.LogRecord) -> bool:
+        if record.getMessage().startswith("event_loop_blocked"):
+            logged.set()
+        return True
+
+    config = prefill_config(log={"stall_threshold_s": 0.3})
+    with PrefillThreads(tiny_checkpoint(), config) as group, group.client() as connection:
+        executor = loop_of(group.workers[0]).executor
+        step = executor.step
+
+        def a_step_that_holds(timeout_s: float) -> object:
+            logged.wait(20.0)
+            return step(timeout_s)
+
+        caplog.handler.addFilter(on_record)
+        monkeypatch.setattr(executor, "step", a_step_that_holds)
+        connection.wait(connection.submit([1, 2, 3]))
+        caplog.handler.removeFilter(on_record)
+    (line,) = (m for m in caplog.messages if m.startswith("event_loop_blocked"))
+    assert "rank=prefill-0" in line
+    assert "thread prefill-0-loop:" in line
+    assert "a_step_that_holds" in line
+
+
+def test_trace_names_the_requests_of_a_batch(tiny_checkpoint: Checkpoints) -> None:
+    with PrefillThreads(tiny_checkpoint(), prefill_config()) as group, group.client() as client:
+        (worker,) = group.workers
+        since_s = worker.clock_s()
+        client.wait(client.submit([1, 2, 3], caller=Caller(request=1, name="mine")))
+        trace = worker.trace(since_s)
+        assert trace.rank == "prefill-0"
+        assert [batch.requests for batch in trace.batches] == [("mine",)]
+        assert worker.trace(worker.clock_s()).batches == []

@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 
-from actors.batching.scheduler import Scheduler
-from actors.batching.sequence import Sequence
-from actors.kv.block_manager import BlockManager
-from contracts.config import ScheduleConfig
-from contracts.messages import Submit
-from contracts.requests import Priority, Sampling
+from contracts.requests import Sampling
 from tests.support.group_harness import (
     PrefillThreads,
     RankConnection,
     ThreadGroup,
-    greedy,
     group_config,
     prefill_config,
     rank_of,
@@ -171,35 +165,3 @@ def test_seed_gives_equal_tokens_on_both_kinds_of_ranks(
     config = prefill_config(prefill={"disable_kv_cache": False})
     with PrefillThreads(folder, config) as workers, workers.client() as third:
         assert third.generated(third.submit(PROMPT, sampling=sampling))[0] == wanted
-
-
-def sequence_of(number: int, priority: Priority, tokens: int) -> Sequence:
-    submit = Submit(
-        request_id=number,
-        token_ids=[number * 100 + i for i in range(tokens)],
-        sampling=greedy(50),
-        priority=priority,
-    )
-    return Sequence((0, number), submit, 4)
-
-
-@pytest.mark.parametrize("order", [(Priority.LS, Priority.BE), (Priority.BE, Priority.LS)])
-def test_requeue_victim_is_of_lowest_class(order: tuple[Priority, ...]) -> None:
-    blocks = BlockManager(4, prefix_cache=False)
-    scheduler = Scheduler(ScheduleConfig(max_batch_tokens=16, max_batch_sequences=4), blocks)
-    sequences = [sequence_of(number, cls, 8) for number, cls in enumerate(order, 1)]
-    for sequence in sequences:  # one batch each, so that they run in this order
-        scheduler.add(sequence)
-        batch = scheduler.next_batch()
-        assert batch is not None
-        for chunk in batch.chunks:
-            chunk.sequence.token_ids.append(7)
-        scheduler.complete(batch)
-        blocks.check([s.block_table for s in scheduler.sequences])
-        if len(scheduler.sequences) == 1:
-            sequence.token_ids.pop()  # it waits for the other, at eight tokens
-    ls, be = sorted(sequences, key=lambda s: s.priority)
-    scheduler.next_batch()  # one of them needs a block, and there is none
-    assert scheduler.requeued_total > 0
-    assert ls.block_table, "the latency-sensitive one gave its blocks back"
-    assert not be.block_table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.ranks.rank import Rank
 from contracts.messages import Failed
 from contracts.requests import Sampling
 from tests.support.group_harness import (
+    PrefillThreads,
     RankConnection,
+    ThreadGroup,
     greedy,
+    group_config,
     half_of,
     loop_of,
     meeting,
+    prefill_config,
     rank_of,
 )
 
@@ -64,24 +70,6 @@ def alone(client: RankConnection, sampling: Sampling) -> list[list[int]]:
     return [client.generated(client.submit(ids, sampling=sampling))[0] for ids in PROMPTS]
 
 
-@pytest.mark.parametrize(
-    "hot",
-    [
-        {"temperature": 1e-38},
-        {"temperature": 1.4e-45},
-        {"temperature": 1.0, "top_p": 1e-46},
-        {"temperature": 1e-6, "top_p": 1e-46, "top_k": 3},
-    ],
-)
-def test_extreme_sampling_values_take_likeliest_token(
-    rank: tuple[Rank, RankConnection], hot: dict[str, Any]
-) -> None:
-    _, client = rank
-    wanted, _ = client.generated(client.submit(PROMPTS[0], sampling=greedy(4)))
-    sampling = Sampling(max_tokens=4, ignore_eos=True, seed=3, **hot)
-    assert client.generated(client.submit(PROMPTS[0], sampling=sampling))[0] == wanted
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nonfinite_logits_fail_only_their_sequence(
@@ -118,16 +106,6 @@ def test_prefix_with_nonfinite_logits_is_not_cached(
     ]
     assert cached == [0, 49]
     loop_of(worker).scheduler.blocks.check([])
-
-
-def test_empty_distribution_fails_its_sequence(
-    rank: tuple[Rank, RankConnection],
-) -> None:
-    worker, client = rank
-    with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(-math.inf)):
-        failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(2)))
-    assert failed.code == "sampling_failed"
-    assert worker.status().healthy
 
 
 @pytest.mark.parametrize(
@@ -191,3 +169,54 @@ def test_only_the_request_with_failing_admission_fails(
     assert worker.status().healthy
     assert worker.status().waiting == 0
     client.generated(client.submit(PROMPTS[0], sampling=greedy(1)))
+
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.mark.parametrize(("pool_tokens", "has_own"), [(16 * 512, True), (32, False)])
+def test_first_batch_is_warm_up_if_it_fits(
+    tiny_checkpoint: Checkpoints, pool_tokens: int, has_own: bool
+) -> None:
+    config = group_config(kv={"pool_tokens": pool_tokens})
+    with ThreadGroup(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
+        client.scored(client.submit([1, 2, 3], candidates=[0]))
+        batches = sum(group.attention[0].status().sections["plans"].values())
+        assert (batches > 1) is has_own  # our request is one batch at most
+
+
+@pytest.fixture
+def damaged(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    """Return a checkpoint whose final norm is NaN."""
+    folder = Path(shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "damaged"))
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def assert_names_checkpoint(worker: Rank, client: RankConnection, folder: Path) -> None:
+    failed = client.failed(client.submit([1, 2, 3], candidates=[0]))
+    for message in (failed.message, worker.status().reason):
+        assert str(folder) in message
+        assert "not finite" in message
+        assert "model.dtype" in message
+    assert not worker.status().healthy
+
+
+def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(
+    damaged: Path,
+) -> None:
+    with ThreadGroup(damaged, group_config()) as group, group.client() as client:
+        client.read_until(lambda: client.state is not None and not client.state.healthy)
+        assert_names_checkpoint(group.attention[0], client, damaged)
+
+
+def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(
+    damaged: Path,
+) -> None:
+    config = prefill_config(prefill={"saturation": None})
+    with PrefillThreads(damaged, config) as workers, workers.client() as client:
+        client.read_until(lambda: client.state is not None and not client.state.healthy)
+        assert_names_checkpoint(workers.workers[0], client, damaged)

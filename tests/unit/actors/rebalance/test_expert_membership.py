@@ -47,25 +47,6 @@ def number(*lost: int, of: Placement = LAUNCH) -> int:
     return found.generation
 
 
-def test_rank_is_not_used_before_it_reports_ready() -> None:
-    membership = ExpertMembership(LAUNCH)
-    assert not any(membership.can_serve(name, 0) for name in NAMES)
-    for name in NAMES:
-        membership.add_peer(name)
-        assert not membership.can_serve(name, 0)
-        report_ready(membership, name, 0, 0.0)
-        assert membership.can_serve(name, 0)
-    assert not membership.absent
-
-
-def test_late_ranks_are_not_lost_immediately() -> None:
-    membership = ExpertMembership(LAUNCH)
-    for name in NAMES:
-        membership.add_peer(name)
-    report_ready(membership, "expert-0", 0, 0.0)
-    assert not membership.poll(1000.0)
-
-
 def test_rank_that_never_links_is_replaced_after_grace_period() -> None:
     membership = ExpertMembership(
         msgspec.structs.replace(
@@ -105,16 +86,6 @@ def test_stand_in_starts_when_all_are_ready_and_ends_on_return(
     assert not present.release_unused(set())
 
 
-def test_second_loss_acquires_new_stand_in_from_survivors(present: ExpertMembership) -> None:
-    lose(present, "expert-1")
-    assert lose(present, "expert-2") == [("expert-0", number(1, 2))]
-    report_ready(present, "expert-0", number(1), 1.5)
-    assert present.placement == LAUNCH
-    report_ready(present, "expert-0", number(1, 2), 1.6)
-    assert present.placement == failover_placement(LAUNCH, [1, 2])
-    assert [message.generation for message in present.release_unused(set())] == [number(1)]
-
-
 def test_no_stand_in_when_one_rank_has_no_room(present: ExpertMembership) -> None:
     lose(present, "expert-1")
     report_ready(present, "expert-0", number(1), 1.1)
@@ -137,14 +108,6 @@ def test_replacement_rank_acquires_current_generation(present: ExpertMembership)
     report_ready(present, "expert-1", 1, 3.0)
     assert not present.absent
     assert present.placement == LATER
-
-
-def test_older_generations_are_not_acquired(present: ExpertMembership) -> None:
-    lose(present, "expert-1")
-    present.switch_to(LATER, ("expert-0", "expert-2"), 2.0)
-    assert present.placement == LATER
-    assert present.can_serve("expert-0", 1)
-    assert not present.can_serve("expert-1", 1)
 
 
 def test_draining_rank_serves_until_stand_in_is_ready(
@@ -188,17 +151,6 @@ def test_draining_rank_serves_to_its_end_without_stand_in(present: ExpertMembers
     )
 
 
-def test_unused_rank_may_leave_at_once() -> None:
-    membership = ExpertMembership(LAUNCH)
-    for name in (*NAMES, "expert-3"):
-        membership.add_peer(name)
-        report_ready(membership, name, 0, 0.0)
-    assert not membership.start_draining("expert-3", 1.0)
-    assert membership.has_unused
-    assert membership.release_unused({0}) == [PlacementMessage("expert-3", PacketKind.DRAINING, 0)]
-    assert not membership.absent
-
-
 def resized(ranks: int, generation: int) -> Placement:
     return msgspec.structs.replace(
         LAUNCH,
@@ -214,49 +166,6 @@ def test_loss_of_unused_rank_is_ignored(present: ExpertMembership) -> None:
     assert not present.absent
     assert present.placement == present.base
     assert lose(present, "expert-1") == [("expert-0", number(1, of=present.base))]
-
-
-def test_added_rank_counts_from_next_generation(
-    present: ExpertMembership,
-) -> None:
-    present.add_peer("expert-3")
-    assert not report_ready(present, "expert-3", 0, 1.0)
-    assert not present.absent
-    present.switch_to(resized(4, 1), (*NAMES, "expert-3"), 2.0)
-    assert not present.absent
-    assert present.can_serve("expert-3", 1)
-    assert len(lose(present, "expert-3")) == 3
-
-
-def test_rank_lost_before_scale_down_is_not_missing(
-    present: ExpertMembership,
-) -> None:
-    lose(present, "expert-2")
-    report_ready(present, "expert-0", number(2), 1.1)
-    report_ready(present, "expert-1", number(2), 1.2)
-    present.switch_to(resized(2, 1), NAMES[:2], 2.0)
-    assert not present.absent
-    assert present.placement == present.base
-    assert {message.generation for message in present.release_unused(set())} == {number(2)}
-
-
-def test_late_answer_to_released_lease_is_ignored(
-    present: ExpertMembership,
-) -> None:
-    requested = number(1)
-    first = present.remove_peer("expert-1", "gone", 1, 1.0)
-    present.add_peer("expert-1")
-    present.mark_ready("expert-1", 0, 2.0)
-    assert {message.kind for message in present.release_unused(())} == {PacketKind.RELEASE}
-    again = present.remove_peer("expert-1", "gone", 2, 3.0)
-    assert [message[:3] for message in again] == [message[:3] for message in first]
-    for message in first:
-        present.mark_ready(message.peer, requested, 4.0, message.attempt)
-        assert not present.can_serve(message.peer, requested)
-    assert present.placement == LAUNCH
-    for message in again:
-        present.mark_ready(message.peer, requested, 5.0, message.attempt)
-    assert present.placement.generation == requested
 
 
 def test_unrequested_ready_is_ignored(present: ExpertMembership) -> None:

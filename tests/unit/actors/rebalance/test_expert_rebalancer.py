@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +12,24 @@ import pytest
 import torch
 
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
-from actors.rebalance.expert_generations import PlacementMessage
-from actors.rebalance.expert_loading import LoadResult
-from actors.rebalance.expert_rebalancer import ExpertRebalancer
+from actors.rebalance.expert_generations import (
+    ExpertGenerations,
+    FreeExperts,
+    PlacementMessage,
+    TransitionReport,
+)
+from actors.rebalance.expert_loading import LoadResult, RateLimiter, StoppedError
+from actors.rebalance.expert_rebalancer import ExpertRebalancer, MoveRecorder
 from actors.rebalance.placement_client import PlacementClient
 from actors.rebalance.placement_leases import MOST
 from actors.rebalance.placement_messages import PlacementSender
+from actors.rebalance.placement_transition import AttentionGenerations
 from contracts.errors import PeerDeadError
 from contracts.placement import Placement
+from contracts.planner_messages import MoveOutcome, PlacementReport
 from contracts.requests import Priority
 from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement
+from tests.support.manual_clock import ManualClock
 
 LAUNCH = Placement(num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),))
 NUMBER = (
@@ -155,3 +165,133 @@ def test_unsolicited_ready_activates_no_failover(
     receive_ready("expert-0", STAND_IN, wanted.header.batch)
     assert following.uses_stand_in
     assert wanted.header.priority is Priority.LS
+
+
+def test_rate_limiter_waits_and_ends_when_stopped() -> None:
+    clock, stopped = ManualClock(), threading.Event()
+    waited: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        clock.advance(seconds)
+        return stopped.is_set()
+
+    gate = threading.Event()
+    gate.wait = wait  # type: ignore[method-assign, assignment]
+    limiter = RateLimiter(1000.0, gate, clock)
+    for _ in range(10):
+        limiter.acquire(100)
+    assert abs(clock() - 1.0) < 0.02
+    clock.advance(60.0)  # what was not used is not made up for
+    limiter.acquire(1000)
+    assert waited[-1] > 0.9
+    stopped.set()
+    with pytest.raises(StoppedError):
+        limiter.acquire(1)
+
+
+def test_move_is_counted_and_reported_with_loaded_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes_sent: list[PlacementReport] = []
+    outcomes = MoveRecorder("expert-0", outcomes_sent.append)
+    result = LoadResult(3, [1], loaded_bytes=5, seconds=0.25)
+    outcomes.add_result(result)
+    with caplog.at_level(logging.INFO, "tandem.experts"):
+        outcomes.record(TransitionReport(3, MoveOutcome.READY), result)
+    assert (outcomes.loaded_bytes, outcomes.load_s) == (5, 0.25)
+    assert outcomes.counts[MoveOutcome.READY] == 1
+    [one] = outcomes_sent
+    assert (one.rank, one.generation, one.loaded_bytes, one.seconds) == ("expert-0", 3, 5, 0.25)
+    assert "placement_ready" in caplog.text
+    assert outcomes.failures == {}
+
+
+DEADLINE_S = 10.0
+
+
+def on(ranks: int, generation: int = 0) -> Placement:
+    return Placement(
+        num_experts=1,
+        generation=generation,
+        slots_per_rank=(1,) * ranks,
+        expert_of_slot=((0,) * ranks,),
+    )
+
+
+def linked(launch: Placement, ranks: int) -> AttentionGenerations:
+    made = AttentionGenerations(launch, DEADLINE_S)
+    for rank in range(ranks):
+        made.add_peer(f"expert-{rank}")
+    return made
+
+
+def peer_kinds(messages: list[PlacementMessage]) -> list[tuple[str, PacketKind]]:
+    return [(message.peer, message.kind) for message in messages]
+
+
+def test_added_and_removed_ranks_take_part_in_transition() -> None:
+    for before, after in ((2, 3), (3, 2)):
+        machine = linked(on(before), 3)
+        for rank in (0, 1):
+            assert not machine.prepared(f"expert-{rank}", on(after, 1), 0, 0.0)
+        assert machine.generation == 0
+        committed = machine.prepared("expert-2", on(after, 1), 0, 0.0)
+        assert machine.generation == 1
+        assert peer_kinds(committed) == [
+            (f"expert-{rank}", PacketKind.COMMITTED) for rank in range(3)
+        ]
+
+
+def test_loss_of_uninvolved_rank_keeps_transition() -> None:
+    machine = linked(on(2), 3)
+    machine.prepared("expert-0", on(2, 1), 0, 0.0)
+    assert not machine.remove_peer("expert-2")
+    machine.prepared("expert-1", on(2, 1), 0, 0.0)
+    assert machine.generation == 1
+
+
+def test_transition_needing_lost_rank_is_aborted_with_its_name() -> None:
+    machine = linked(on(2), 3)
+    machine.remove_peer("expert-2")
+    (first, *_) = machine.prepared("expert-0", on(3, 1), 0, 0.0)
+    assert (first.kind, first.reason) == (PacketKind.ABORTED, "expert-2 is lost")
+    machine.add_peer("expert-2")
+    for rank in range(3):
+        machine.prepared(f"expert-{rank}", on(3, 2), 0, 0.0)
+    assert machine.generation == 2
+
+
+def test_rank_joining_after_abort_is_notified() -> None:
+    machine = linked(on(2), 2)
+    machine.add_abort_vote(1, "expert-0 has no memory", 0.0)
+    machine.add_peer("expert-2")
+    (message,) = machine.prepared("expert-2", on(3, 1), 0, 0.0)
+    assert message == PlacementMessage(
+        "expert-2", PacketKind.ABORTED, 1, 1, "expert-0 has no memory"
+    )
+    assert not machine.prepared("expert-2", on(3, 1), 0, 0.0)  # that one crossed the word
+
+
+def test_longer_timeout_of_placement_is_honoured() -> None:
+    machine = linked(on(2), 3)
+    machine.prepared("expert-0", on(3, 1), 0, 0.0, within_s=60.0)
+    assert not machine.poll(59.0)
+    (message, *_) = machine.poll(60.0)
+    assert message.reason == "no word of expert-1, expert-2 within 60 s (placement.move_timeout_s)"
+
+
+def test_rank_behind_frees_unused_generation() -> None:
+    for loads_first in (False, True):
+        machine = ExpertGenerations(0, DEADLINE_S)
+        machine.add_peer("attention-0")
+        machine.proposed(on(3, 1), 0.0)
+        if loads_first:
+            machine.loaded(1)
+        actions = [
+            action
+            for priority in Priority
+            for action in machine.committed("attention-0", 2, priority)
+        ]
+        assert FreeExperts(1) in actions
+        ends = [action.outcome for action in actions if isinstance(action, TransitionReport)]
+        assert ends == [MoveOutcome.FAILED]
+        assert (machine.under_way, machine.current) == (None, 0)

@@ -95,10 +95,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
     rank.server.close()
 
 
-def test_answer_above_the_limit_fails_its_request_only(
-    rank: _Rank,
-) -> None:
-
+def test_message_above_the_limit_fails_its_request_only(rank: _Rank) -> None:
     async def main() -> None:
         me = Identity(name="ingress-0", token=TOKEN, epoch=None)
         client = RankClient("attention-0", rank.address, me, QUICK)
@@ -106,6 +103,8 @@ def test_answer_above_the_limit_fails_its_request_only(
         await client.wait_until(lambda client: client.problem is None)
         submit = Submit(request_id=0, token_ids=[1], sampling=None)
         large, small = await open_stream(client, submit), await open_stream(client, submit)
+        with pytest.raises(TooCostlyError, match="2000"):
+            await open_stream(client, Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
         number, first = await asyncio.to_thread(rank.next_submit)
         _, second = await asyncio.to_thread(rank.next_submit)
         events: list[Event] = [answer(first.request_id, 1_000), answer(second.request_id, 3)]
@@ -114,26 +113,6 @@ def test_answer_above_the_limit_fails_its_request_only(
         (scored,) = await small.next_batch()
         assert isinstance(failed, Failed)
         assert "bytes" in failed.message
-        assert isinstance(scored, Scored)
-        assert client.connections == 1
-        await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def test_prompt_above_the_limit_is_refused_alone(rank: _Rank) -> None:
-
-    async def main() -> None:
-        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
-        client = RankClient("attention-0", rank.address, me, QUICK)
-        client.start()
-        await client.wait_until(lambda client: client.problem is None)
-        small = await open_stream(client, Submit(request_id=0, token_ids=[1], sampling=None))
-        with pytest.raises(TooCostlyError, match="2000"):
-            await open_stream(client, Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
-        number, first = await asyncio.to_thread(rank.next_submit)
-        rank.server.send(number, Events([answer(first.request_id, 3)]))
-        (scored,) = await small.next_batch()
         assert isinstance(scored, Scored)
         assert client.connections == 1
         await client.close()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
-import itertools
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as open_metrics_families,
 )
@@ -21,8 +22,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.telemetry import exporter
 from actors.telemetry.exporter import MAX_CONNECTIONS, Exporter
+from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.scrape_key import SETTLE_S, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.timeline import Timeline
 from contracts import metrics
+from contracts.config import HttpConfig
+from contracts.metrics import STAGE
+from contracts.ranks import Group, RankSpec
+from contracts.traces import Stage, TaskSpan
+from tests.support.manual_clock import ManualClock
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
 DEADLINE_S = 20.0
@@ -119,14 +128,6 @@ def test_client_without_http_is_disconnected_and_others_are_served(
     assert exporting.get().status_code == 200
 
 
-def test_delete_is_not_allowed(exporting: Exporting) -> None:
-    host = exporting.address.partition("/")[0]
-    connection = http.client.HTTPConnection(host, timeout=DEADLINE_S)
-    connection.request("DELETE", "/metrics")
-    assert connection.getresponse().status == 405
-    connection.close()
-
-
 def test_slow_scrapers_are_disconnected_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch, exporting: Exporting
 ) -> None:
@@ -138,23 +139,6 @@ def test_slow_scrapers_are_disconnected_and_the_next_one_is_served(
     for connection in slow:
         assert connection.recv(1) == b""
         connection.close()
-
-
-def test_close_does_not_wait_for_slow_scrapers() -> None:
-    exporting = Exporting()
-    slow = [exporting.connect() for _ in range(MAX_CONNECTIONS + 1)]
-    started_s = time.monotonic()
-    exporting.exporter.close()
-    assert time.monotonic() - started_s < exporter.READ_TIMEOUT_S
-    for connection in slow:
-        connection.close()
-
-
-def test_scraper_that_does_not_read_does_not_block_others(exporting: Exporting) -> None:
-    deaf = exporting.connect()
-    deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-    assert exporting.get().status_code == 200
-    deaf.close()
 
 
 def test_metrics_of_a_loop_are_collected_in_that_loop() -> None:
@@ -178,20 +162,6 @@ def test_metrics_of_a_loop_are_collected_in_that_loop() -> None:
     assert set(threads) == {threading.get_ident()}
 
 
-def test_endless_scrapes_take_a_bounded_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(exporter, "sleep", pauses.append)
-    ticks = itertools.count()
-    monkeypatch.setattr(exporter, "monotonic_s", lambda: 0.01 * next(ticks))
-    exporting = Exporting()
-    try:
-        for _ in range(3):
-            assert exporting.get().status_code == 200
-    finally:
-        exporting.exporter.close()
-    assert pauses == pytest.approx([0.0, 0.18, 0.18])  # a page of 0.01 s, then 19 times as long
-
-
 def test_unavailable_port_is_logged_and_does_not_stop_the_process(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -201,3 +171,118 @@ def test_unavailable_port_is_logged_and_does_not_stop_the_process(
     broken.close()
     (record,) = caplog.records
     assert record.getMessage().startswith("exporter_failed name=expert-1 host=192.0.2.1 reason=")
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(["api_keys: [sk-secret]", *lines]))
+    return path
+
+
+def followed(path: Path, time: ManualClock, configured: str | None = None) -> ScrapeKey:
+    return ScrapeKey(HttpConfig(keys_file=str(path), metrics_key=configured), time)
+
+
+@pytest.mark.parametrize(("configured", "needed"), [(None, None), ("configured", "configured")])
+def test_configured_key_applies_without_a_key_in_the_file(
+    tmp_path: Path, configured: str | None, needed: str | None
+) -> None:
+    assert ScrapeKey(HttpConfig(metrics_key=configured))() == needed
+    assert followed(written(tmp_path / "keys"), ManualClock(), configured)() == needed
+    assert followed(tmp_path / "on another machine", ManualClock(), configured)() == needed
+
+
+def test_key_of_the_file_takes_precedence_and_changes_after_settling(tmp_path: Path) -> None:
+    time, path = ManualClock(), written(tmp_path / "keys", "metrics_key: first")
+    key = followed(path, time, "configured")
+    assert key() == "first"
+    written(path, "metrics_key: second")
+    assert key() == "first"
+    time.advance(SETTLE_S)
+    assert key() == "second"
+
+
+def test_incomplete_file_keeps_the_key(tmp_path: Path) -> None:
+    time, path = ManualClock(), written(tmp_path / "keys", "metrics_key: first")
+    key = followed(path, time)
+    written(path)
+    assert key() == "first"
+    time.advance(SETTLE_S / 2)
+    written(path, "metrics_key: second-one")
+    time.advance(SETTLE_S / 2)
+    assert key() == "first"
+    time.advance(SETTLE_S)
+    assert key() == "second-one"
+
+
+@pytest.mark.parametrize("damage", ["gone", "no keys"])
+def test_invalid_file_keeps_the_key(tmp_path: Path, damage: str) -> None:
+    time, path = ManualClock(), written(tmp_path / "keys", "metrics_key: first")
+    key = followed(path, time)
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_text("api_keys: []")
+    for _ in range(3):
+        time.advance(SETTLE_S)
+        assert key() == "first"
+
+
+def made(time: ManualClock) -> RankMetrics:
+    spec = RankSpec(
+        group=Group.EXPERT,
+        rank=1,
+        attention_ranks=1,
+        expert_ranks=2,
+        model_folder="m",
+        token=b"",
+        epoch=3,
+        device="cpu",
+        backend="shm",
+    )
+    return RankMetrics(spec, time)
+
+
+def value(metrics: RankMetrics, name: str) -> float:
+    families = text_string_to_metric_families(metrics.exposition())
+    (found,) = [s.value for family in families for s in family.samples if s.name == name]
+    return float(found)
+
+
+def test_busy_fraction_covers_time_since_last_scrape() -> None:
+    time = ManualClock()
+    metrics = made(time)
+    timeline = Timeline(10, metrics.span)
+    metrics.attach(timeline, lambda: (0, 0))
+    for busy_s, expected in ((0.5, 0.25), (2.0, 1.0), (0.0, 0.0)):
+        timeline.add(TaskSpan("expert-1", Stage.EXPERT, time(), time() + busy_s))
+        timeline.add(TaskSpan("expert-1", Stage.WAIT, time(), time() + 1.0))
+        time.advance(2.0)
+        assert value(metrics, "tandem_rank_busy_fraction") == pytest.approx(expected)
+    assert value(metrics, "tandem_rank_busy_fraction") == 0.0  # no time has passed
+    assert value(metrics, "tandem_stage_seconds_sum") == pytest.approx(2.5)
+
+
+def shown(telemetry: Telemetry) -> dict[str, float]:
+    """Every series."""
+    lines = [line for line in telemetry.exposition().splitlines() if line[0] != "#"]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from((0.0, 1e-5, 2e-5, 0.1, 0.3, 1.0, 5.0)), min_size=1), min_size=1
+    )
+)
+def test_buffered_observations_equal_direct_ones(scrapes: list[list[float]]) -> None:
+    """In the buckets' bounds and beyond them, however often somebody asks between, and however many
+    there are."""
+    noted, observed = Telemetry(), Telemetry()
+    note = noted.buffered_observer(STAGE, "expert", "expert-1")
+    for values in scrapes:
+        with patch("actors.telemetry.telemetry.MAX_BUFFERED", 3):
+            for value in values:
+                note(value)
+                observed.observe(STAGE, "expert", "expert-1", value=value)
+        found, wanted = shown(noted), shown(observed)
+        assert found.keys() == wanted.keys()
+        assert found == pytest.approx(wanted), "sums are added up in another order"
