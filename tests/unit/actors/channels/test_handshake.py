@@ -224,7 +224,7 @@ def test_peer_with_wrong_token_is_refused_during_traffic(backend: str) -> None:
     ids=["placement", "backend"],
 )
 def test_mismatch_is_refused_with_both_values(
-    right: dict[str, str], left: dict[str, str], message: str
+    right: dict[str, Any], left: dict[str, Any], message: str
 ) -> None:
     ends = endpoint("right", **right), endpoint("left", **left)
     try:

@@ -171,9 +171,6 @@ def test_only_the_request_with_failing_admission_fails(
     client.generated(client.submit(PROMPTS[0], sampling=greedy(1)))
 
 
-Checkpoints = Callable[..., Path]
-
-
 @pytest.mark.parametrize(("pool_tokens", "has_own"), [(16 * 512, True), (32, False)])
 def test_first_batch_is_warm_up_if_it_fits(
     tiny_checkpoint: Checkpoints, pool_tokens: int, has_own: bool
