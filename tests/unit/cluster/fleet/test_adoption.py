@@ -1,12 +1,11 @@
-"""What a launcher writes down of its ranks, and who may take them over with it."""
+"""Record of a launcher's ranks, and their adoption by another launcher."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Collection
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +13,6 @@ import pytest
 import ray
 
 from actors.channels.local_process import own_identity
-from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
 from cluster.fleet import adoption, fleet_store
 from cluster.fleet.fleet_store import FleetRecord, FleetStore, RoomRecord
@@ -22,98 +20,83 @@ from cluster.fleet.member import Member, RankBundle
 from cluster.fleet.nodes import Node, RankPlacement, RankRequest
 from cluster.fleet.rank_group import RankGroup
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, ResourceError
+from contracts.errors import ResourceError
 from contracts.loading import load_config
-from contracts.ranks import Group, RankReady, RankSpec
+from contracts.ranks import Group
 from contracts.scaling import ScaleCheckpoint
 from tests.support.process_identity import process_identity_of
+from tests.support.started_ranks import NODE, StartedRank, rank_of, started_member
 
 TOKEN = b"of this launch"
 CONFIG = load_config(None, ["groups.expert_ranks=2"])
 
 
-class FakeRank(RayRank):
-    """Says who it is; silent: nothing."""
-
-    def __init__(self, spec: RankSpec, key: str) -> None:
-        super().__init__(spec.name, self, key)
-        self.spec = spec
-        self.silent = False
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if self.silent:
-            answer.set_exception(LaunchError(f"{self.name}: its actor died"))
-        elif method == "identity":
-            digest = hashlib.sha256(self.spec.token).digest()
-            answer.set_result((self.spec.name, self.spec.epoch, digest))
-        return answer
-
-
-class FakePlaced(RankPlacement):
-    def start(self, bundle: int) -> RayRank:
-        """A process that knows nothing."""
-        raise AssertionError("every rank of these tests is there")
-
-
-class FakeFleet(tuple[Any, ...]):
-    """What it is made of."""
-
-    def __new__(cls, *arguments: Any) -> FakeFleet:
-        return super().__new__(cls, arguments)
-
-
 class Cluster:
-    """Ray's GCS, and the actors and rooms that it knows."""
+    """Ray's GCS, and its actors and placement groups.
+
+    kept: the store. removed: applications of which everything was killed. kept_names: what was
+    exempt from the last kill.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kept: dict[bytes, bytes] = {}
         self.writes = 0
-        self.remnants_ended: list[str] = []
-        self.actors: dict[str, FakeRank] = {}
-        self.rooms: set[str] = set()
-        monkeypatch.setattr(fleet_store, "_internal_kv_put", self._put)
-        monkeypatch.setattr(
-            fleet_store, "_internal_kv_get", lambda key, namespace: self.kept.get(key)
-        )
-        monkeypatch.setattr(
-            fleet_store, "_internal_kv_del", lambda key, namespace: self.kept.pop(key, None)
-        )
+        self.removed: list[str] = []
         self.kept_names: set[str] = set()
-        monkeypatch.setattr(adoption, "kill_orphans", self._end_remnants)
-        monkeypatch.setattr(adoption, "restore_placement", self._room)
+        self.actors: dict[str, StartedRank] = {}
+        self.rooms: set[str] = set()
+        pop = self.kept.pop
+        for name, function in (
+            ("put", self._put),
+            ("get", lambda key, namespace: self.kept.get(key)),
+            ("del", lambda key, namespace: pop(key, None)),
+        ):
+            monkeypatch.setattr(fleet_store, f"_internal_kv_{name}", function)
+        monkeypatch.setattr(adoption, "kill_orphans", self._kill_orphans)
+        monkeypatch.setattr(adoption, "restore_placement", self._restore)
         monkeypatch.setattr(ray, "get_actor", self._actor)
         monkeypatch.setattr(adoption, "RayRank", lambda name, actor, key: actor)
         monkeypatch.setattr(adoption, "create_scrape_targets", lambda config: None)
-        monkeypatch.setattr(adoption, "Fleet", FakeFleet)
+        monkeypatch.setattr(adoption, "Fleet", lambda *arguments: arguments)
 
-    def launch(self, launch_id: str = "one") -> list[RankGroup]:
+    def launch(self) -> list[RankGroup]:
+        """Launch a group of three ranks and a planner, and save them."""
         seats = [Seat("cpu", "127.0.0.1", 1)]
         group_spec = GroupSpec(CONFIG, "folder", TOKEN, 3, "shm")
         specs = make_specs(group_spec, seats, seats * 2, seats)
         requests = [RankRequest(spec.group, spec.rank, {"CPU": 0.5}) for spec in specs]
-        node = Node("a", "10.0.0.1", "127.0.0.1")
-        placed = FakePlaced(requests, None, "cpu", [node] * 4, "tandem", "tandem/room")
-        self.rooms.add("tandem/room")
+        placed = RankPlacement(requests, None, "cpu", [NODE] * 4, "tandem", "tandem/room")
+        self.rooms.add(placed.name)
         members = []
         for place, spec in enumerate(specs):
-            key = f"tandem/room/{spec.name}/1"
-            self.actors[key] = rank = FakeRank(spec, key)
-            ready = RankReady(name=spec.name, pid=place, channel_address="tcp:here")
-            members.append(Member(spec, RankBundle(placed, place), rank, ready))
+            key = f"{placed.name}/{spec.name}/1"
+            members.append(started_member(spec, RankBundle(placed, place), key))
+            self.actors[key] = rank_of(members[-1])
         groups = [RankGroup(members[:3], group_spec), RankGroup(members[3:], group_spec)]
-        FleetStore("tandem", launch_id, CONFIG).write(TOKEN, groups)
+        FleetStore("tandem", "one", CONFIG).write(TOKEN, groups)
         return groups
 
-    def launched_by(self, pid: int) -> FleetStore:
-        """The ledger of another process, which has launched."""
-        book = FleetStore("tandem", "one", CONFIG)
-        book._writer = process_identity_of(pid)
-        book.write(TOKEN, self.launch())
-        return book
+    def add(self, group: RankGroup) -> Member:
+        """Add an attention rank in a placement group of its own."""
+        spec = msgspec.structs.replace(group.members[0].spec, rank=1, epoch=4, attention_ranks=2)
+        node = Node("b", "10.0.0.2", "10.0.0.2")
+        request = RankRequest(Group.ATTENTION, 1, {"CPU": 0.5})
+        own = RankPlacement([request], None, "cpu", [node], "tandem", "tandem/more")
+        member = started_member(spec, RankBundle(own, 0), "tandem/more/attention-1")
+        self.rooms.add("tandem/more")
+        self.actors["tandem/more/attention-1"] = rank_of(member)
+        group.join(member)
+        return member
 
-    def dies(self) -> None:
-        """Whoever has launched."""
+    def launched_by(self, pid: int) -> FleetStore:
+        """Launch as another process, and return its store."""
+        store = FleetStore("tandem", "one", CONFIG)
+        store._writer = process_identity_of(pid)
+        store.write(TOKEN, self.launch())
+        return store
+
+    def end_launcher(self) -> None:
+        """Replace the writer of the record by a process that is gone."""
         for key, body in self.kept.items():
             record = msgspec.msgpack.decode(body, type=FleetRecord)
             gone = process_identity_of(os.getppid(), later_ticks=1)
@@ -121,27 +104,28 @@ class Cluster:
             self.kept[key] = msgspec.msgpack.encode(record)
 
     def adopted(self, launch_id: str = "one", config: TandemConfig = CONFIG) -> Any:
+        """Return the arguments of the adopted `Fleet`, or None."""
         return adoption.adopt(config, "folder", FleetStore("tandem", launch_id, config))
 
-    def _end_remnants(self, application: str, kept: Collection[str] = ()) -> None:
+    def _kill_orphans(self, application: str, kept: Collection[str] = ()) -> None:
         if kept:
             self.kept_names = set(kept)
         else:
-            self.remnants_ended.append(application)
+            self.removed.append(application)
 
     def _put(self, key: bytes, value: bytes, namespace: bytes) -> None:
         self.writes += 1
         self.kept[key] = value
 
-    def _actor(self, name: str, namespace: str) -> FakeRank:
+    def _actor(self, name: str, namespace: str) -> StartedRank:
         if name not in self.actors:
             raise ValueError(name)
         return self.actors[name]
 
-    def _room(self, room: RoomRecord, application: str) -> RankPlacement:
+    def _restore(self, room: RoomRecord, application: str) -> RankPlacement:
         if room.name not in self.rooms:
             raise ResourceError(f"{room.name}: no such placement group")
-        return FakePlaced(room.requests, None, room.device, room.nodes, application, room.name)
+        return RankPlacement(room.requests, None, room.device, room.nodes, application, room.name)
 
 
 @pytest.fixture
@@ -149,8 +133,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster(monkeypatch)
 
 
-def test_another_launcher_has_the_same_ranks_in_the_same_places(cluster: Cluster) -> None:
+def attention_names(group: RankGroup) -> list[str]:
+    return [one.name for one in group.of_kind(Group.ATTENTION)]
+
+
+def test_new_launcher_adopts_the_same_ranks_in_the_same_places(cluster: Cluster) -> None:
     before = cluster.launch()
+    silent = rank_of(before[0].members[1])
+    silent.answers["identity"] = silent.death  # left to the supervisor
     token, groups, _, config, *_ = cluster.adopted()
     assert (token, config) == (TOKEN, CONFIG)
     for old, new in zip(before, groups, strict=True):
@@ -160,66 +150,47 @@ def test_another_launcher_has_the_same_ranks_in_the_same_places(cluster: Cluster
             assert one.handle is other.handle
             assert one.place.bundle == other.place.bundle
             assert one.place.needs == other.place.needs
-    assert not cluster.remnants_ended
+    assert not cluster.removed
 
 
-def test_a_group_that_was_scaled_is_taken_over_as_it_is(cluster: Cluster) -> None:
-    """Not as it was configured: with one more attention rank, in a room of its own."""
+def test_scaled_group_is_adopted_with_its_current_ranks(cluster: Cluster) -> None:
     groups = cluster.launch()
-    attention, first = groups[0], groups[0].members[0]
-    spec = msgspec.structs.replace(first.spec, rank=1, epoch=4, attention_ranks=2)
-    node = Node("b", "10.0.0.2", "10.0.0.2")
-    request = RankRequest(Group.ATTENTION, 1, {"CPU": 0.5})
-    own = FakePlaced([request], None, "cpu", [node], "tandem", "tandem/more")
-    cluster.rooms.add("tandem/more")
-    cluster.actors["tandem/more/attention-1"] = rank = FakeRank(spec, "tandem/more/attention-1")
-    ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
-    attention.join(Member(spec, RankBundle(own, 0), rank, ready))
-    attention.next_epoch()
+    added = cluster.add(groups[0])
     FleetStore("tandem", "one", CONFIG).write(TOKEN, groups)
     _, (found, _), *_ = cluster.adopted()
-    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0", "attention-1"]
+    assert attention_names(found) == ["attention-0", "attention-1"]
     (_, new) = found.of_kind(Group.ATTENTION)
     assert (new.place.placed.name, new.spec.attention_ranks) == ("tandem/more", 2)
-    attention.leave(attention.of_kind(Group.ATTENTION)[1])
+    groups[0].members.remove(added)
     FleetStore("tandem", "one", CONFIG).write(TOKEN, groups)
     cluster.rooms.discard("tandem/more")
     _, (found, _), *_ = cluster.adopted()
-    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
-    assert not cluster.remnants_ended
+    assert attention_names(found) == ["attention-0"]
+    assert not cluster.removed
 
 
-@pytest.mark.parametrize("there", ["all", "room", "nothing"])
-def test_a_rank_that_was_leaving_is_taken_over_as_one_where_it_is_there(
-    cluster: Cluster, there: str
+@pytest.mark.parametrize("present", ["all", "room", "nothing"])
+def test_draining_rank_is_adopted_as_draining_if_it_is_present(
+    cluster: Cluster, present: str
 ) -> None:
-    """Nobody starts another in its place."""
     groups = cluster.launch()
-    attention, first = groups[0], groups[0].members[0]
-    node = Node("b", "10.0.0.2", "10.0.0.2")
-    request = RankRequest(Group.ATTENTION, 1, {"CPU": 0.5})
-    own = FakePlaced([request], None, "cpu", [node], "tandem", "tandem/more")
-    spec = msgspec.structs.replace(first.spec, rank=1, epoch=4)
-    ready = RankReady(name=spec.name, pid=9, channel_address="tcp:there")
-    draining = Member(spec, RankBundle(own, 0), FakeRank(spec, "tandem/more/attention-1"), ready)
-    attention.join(draining)
-    attention.leave(draining)
+    groups[0].leave(cluster.add(groups[0]))
     FleetStore("tandem", "one", CONFIG).write(TOKEN, groups, ScaleCheckpoint(resumed=1))
-    if there != "nothing":
-        cluster.rooms.add("tandem/more")
-    if there == "all":
-        cluster.actors["tandem/more/attention-1"] = FakeRank(spec, "tandem/more/attention-1")
-    _, (found, _), _, _, _, kept = cluster.adopted()
-    assert kept == ScaleCheckpoint(resumed=1)
-    assert [one.name for one in found.of_kind(Group.ATTENTION)] == ["attention-0"]
-    assert [one.name for one in found.draining] == ["attention-1"] * (there == "all")
-    assert not cluster.remnants_ended
-    names = {"tandem/room", "tandem/more", "tandem/more/attention-1", *cluster.actors}
-    assert cluster.kept_names == names, "all else is ended"
+    names = {"tandem/room", "tandem/more", *cluster.actors}
+    if present == "nothing":
+        cluster.rooms.discard("tandem/more")
+    if present != "all":
+        del cluster.actors["tandem/more/attention-1"]
+    _, (found, _), _, _, _, scale = cluster.adopted()
+    assert scale == ScaleCheckpoint(resumed=1)
+    assert attention_names(found) == ["attention-0"]
+    assert [one.name for one in found.draining] == ["attention-1"] * (present == "all")
+    assert not cluster.removed
+    assert cluster.kept_names == names, "all else is killed"
 
 
 @pytest.mark.parametrize("other", ["launch", "configuration", "room", "garbage"])
-def test_what_does_not_fit_is_ended_and_not_taken_over(cluster: Cluster, other: str) -> None:
+def test_mismatching_record_is_removed_with_its_ranks(cluster: Cluster, other: str) -> None:
     cluster.launch()
     config = CONFIG
     if other == "configuration":
@@ -227,84 +198,68 @@ def test_what_does_not_fit_is_ended_and_not_taken_over(cluster: Cluster, other: 
     elif other == "room":
         cluster.rooms.clear()
     elif other == "garbage":
-        cluster.kept = dict.fromkeys(cluster.kept, b"\xc1")
+        cluster.kept.update(dict.fromkeys(cluster.kept, b"\xc1"))
     assert cluster.adopted("two" if other == "launch" else "one", config) is None
-    assert cluster.remnants_ended == ["tandem"]
+    assert cluster.removed == ["tandem"]
     assert not cluster.kept
 
 
-@pytest.mark.parametrize("field", ["rank", "epoch", "token"])
-def test_rank_with_other_identity_is_not_adopted(cluster: Cluster, field: str) -> None:
-    groups = cluster.launch()
-    rank = groups[0].members[1].handle
-    assert isinstance(rank, FakeRank)
-    value: Any = {"rank": 7, "epoch": 2, "token": b"of another launch"}[field]
-    rank.spec = msgspec.structs.replace(rank.spec, **{field: value})
+@pytest.mark.parametrize(
+    "fields", [{"rank": 7}, {"epoch": 2}, {"token": b"of another launch"}], ids=str
+)
+def test_rank_with_other_identity_is_not_adopted(cluster: Cluster, fields: dict[str, Any]) -> None:
+    rank = rank_of(cluster.launch()[0].members[1])
+    rank.spec = msgspec.structs.replace(rank.spec, **fields)
     assert cluster.adopted() is None
-    assert cluster.remnants_ended == ["tandem"]
-
-
-def test_a_rank_that_does_not_answer_is_the_supervisors_business(cluster: Cluster) -> None:
-    rank = cluster.launch()[0].members[1].handle
-    assert isinstance(rank, FakeRank)
-    rank.silent = True
-    assert cluster.adopted() is not None
+    assert cluster.removed == ["tandem"]
 
 
 def test_only_changes_are_saved(cluster: Cluster) -> None:
     groups = cluster.launch()
-    book = FleetStore("tandem", "one", CONFIG)
-    book.write(TOKEN, groups)
+    store = FleetStore("tandem", "one", CONFIG)
+    write = partial(store.write, TOKEN, groups)
+    write()
     written = cluster.writes
-    book.write(TOKEN, groups)
+    write()
     assert cluster.writes == written
     member = groups[0].members[0]
     spec = msgspec.structs.replace(member.spec, epoch=4)
     member.assign(spec, member.handle, msgspec.structs.replace(member.ready, pid=99))
-    book.write(TOKEN, groups)
+    write()
     assert cluster.writes == written + 1
-    record = book.read()
-    assert isinstance(record, FleetRecord)
+    record = store.read()
+    assert record is not None
     assert record.groups[0].ranks[0].ready.pid == 99
-    assert record.groups[0].ranks[0].spec.group is Group.ATTENTION
-    book.forget()
-    assert book.read() is None
+    store.forget()
+    assert store.read() is None
 
 
-def test_ranks_of_a_launcher_that_lives_and_ends_are_let_alone(cluster: Cluster) -> None:
-    """Serve has deployed the application anew: the replica before answers what it has."""
+def test_ranks_of_a_draining_launcher_are_kept_and_not_adopted(cluster: Cluster) -> None:
+    """Serve has deployed the application anew: the previous replica completes its requests."""
     before = cluster.launched_by(os.getppid())
     before.end()
     assert cluster.adopted() is None, "although it is the same configuration"
     assert cluster.kept_names == {*cluster.actors, *cluster.rooms}
-    groups = cluster.launch()
-    before.write(TOKEN, groups)
+    before.write(TOKEN, cluster.launch())
     before.leave()
     record = FleetStore("tandem", "one", CONFIG).read()
-    assert record is not None, "the one before neither writes over the next one's, nor forgets it"
+    assert record is not None, "the previous launcher neither overwrites nor removes the new record"
     assert record.writer == own_identity()
 
 
-def test_launcher_with_reused_pid_counts_as_dead(cluster: Cluster) -> None:
-    cluster.launched_by(os.getppid())
-    book = FleetStore("tandem", "one", CONFIG)
-    assert book.other() is not None
-    cluster.dies()
-    assert book.other() is None
-    assert cluster.adopted() is not None
-
-
-def test_a_launcher_that_lives_and_does_not_end_is_waited_for_until_it_is_gone(
+def test_launcher_that_does_not_drain_is_awaited_until_it_ends(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A process that reuses its pid does not count as the launcher."""
     cluster.launched_by(os.getppid())
     sleeps: list[float] = []
 
     def record_sleep(period_s: float) -> None:
         sleeps.append(period_s)
-        cluster.dies()
+        cluster.end_launcher()
 
     monkeypatch.setattr(time, "sleep", record_sleep)
+    assert FleetStore("tandem", "one", CONFIG).other() is not None
     assert cluster.adopted() is not None
     assert len(sleeps) == 1
-    assert not cluster.remnants_ended
+    assert not cluster.removed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,18 +31,19 @@ from contracts.errors import (
 )
 from contracts.loading import load_config
 from contracts.ranks import Group, RankReady, RankSpec
+from tests.support.started_ranks import StartedRank
 
 PIPELINES = ("attention", "expert", "prefill")
 
 
-def test_auto_takes_gpus_only_where_there_is_one_for_each_rank() -> None:
+def test_auto_device_is_gpu_only_with_one_for_each_rank() -> None:
     config = load_config(None, ["groups.attention_ranks=2", "groups.expert_ranks=2"])
     assert resolve_device(config, {"CPU": 8}) == "cpu"
     assert resolve_device(config, {"CPU": 8, "GPU": 3}) == "cpu"
     assert resolve_device(config, {"CPU": 8, "GPU": 4}) == "cuda"
 
 
-def test_the_backend_follows_placement_unless_it_is_set() -> None:
+def test_backend_follows_placement_unless_configured() -> None:
     auto = TandemConfig()
     assert resolve_backend(auto, "cpu", ["a", "a"]) == "shm"
     assert resolve_backend(auto, "cpu", ["a", "b"]) == "tcp"
@@ -69,7 +71,7 @@ def placed(config: TandemConfig, groups: Sequence[Group], nodes: str, device: st
     return RankPlacement(requests, None, device, [Node(id, f"at-{id}", f"at-{id}") for id in nodes])
 
 
-def test_a_nodes_memory_for_kv_is_shared_by_all_its_ranks_of_both_pipelines() -> None:
+def test_ranks_of_both_pipelines_share_the_kv_memory_of_their_node() -> None:
     config = load_config(None, [f"groups.{kind}_ranks=2" for kind in PIPELINES])
     generating = placed(config, (Group.ATTENTION, Group.EXPERT), "aabb", "cpu")
     prefilling = placed(config, (Group.PREFILL,), "ac", "cpu")
@@ -100,7 +102,7 @@ def test_rank_with_own_gpu_has_all_its_memory() -> None:
         (["groups.expert_resources={eg: 1}"], "cpu", ["1 eg", "has 0"]),
     ],
 )
-def test_resources_that_the_cluster_could_never_give_are_named(
+def test_resources_beyond_the_cluster_are_named(
     overrides: list[str], device: str, parts: list[str]
 ) -> None:
     requests = rank_requests(load_config(None, overrides), device)
@@ -110,85 +112,41 @@ def test_resources_that_the_cluster_could_never_give_are_named(
         assert part in caught.value.message
 
 
-def test_exactly_enough_is_enough() -> None:
-    config = load_config(None, ["groups.cpus_per_rank=0.1", "groups.expert_ranks=9"])
-    check_resources(rank_requests(config, "cpu"), {"CPU": 1.0})
-
-
 # --- formation
 
 
-class FakeRank:
-    """A worker handle whose calls answer at once, fail, or never answer."""
-
-    def __init__(self, spec: RankSpec, log: list[str], answers: dict[str, Any]) -> None:
-        self.spec = spec
-        self._log = log
-        self._answers = answers
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._log.append(f"{self.spec.name} {method} {arguments[0]}" if method == "connect" else "")
-        ready = RankReady(name=self.spec.name, pid=1, channel_address=f"addr-{self.spec.name}")
-        answer = self._answers.get(method, ready if method == "prepare" else None)
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        elif answer != "never":
-            future.set_result(answer)
-        return future
-
-
-def group_of(
-    answers: dict[str, dict[str, Any]],
-) -> tuple[list[RankSpec], list[FakeRank], list[str]]:
+def specs_of_four() -> list[RankSpec]:
     seats = [Seat("cpu", "127.0.0.1", 1)] * 2
-    specs = make_specs(GroupSpec(TandemConfig(), "folder", b"t", 1, "shm"), seats, seats)
-    log: list[str] = []
-    return specs, [FakeRank(spec, log, answers.get(spec.name, {})) for spec in specs], log
+    return make_specs(GroupSpec(TandemConfig(), "folder", b"t", 1, "shm"), seats, seats)
 
 
-def test_attention_ranks_connect_to_every_expert_rank() -> None:
-    specs, ranks, log = group_of({})
-    ready = form_group(specs, ranks, timeout_s=5.0)
-    assert [answer.name for answer in ready] == [spec.name for spec in specs]
-    addresses = {"expert-0": "addr-expert-0", "expert-1": "addr-expert-1"}
-    connects = [line for line in log if line]
-    assert connects == [f"attention-{rank} connect {addresses}" for rank in range(2)]
+def addresses_of(specs: Sequence[RankSpec], *names: str) -> list[RankReady]:
+    """Return what these ranks report when they have loaded."""
+    ranks = [StartedRank(spec.name, spec=spec) for spec in specs if spec.name in names]
+    return [rank.ready for rank in ranks]
 
 
 @pytest.mark.parametrize(
     ("rank", "method", "answer", "error", "parts"),
     [
-        ("expert-1", "prepare", "never", LaunchError, ["expert-1", "load its weights in time"]),
-        ("attention-0", "connect", "never", LaunchError, ["attention-0", "ready_timeout_s"]),
-        ("expert-0", "start", "never", LaunchError, ["expert-0", "start its loop in time"]),
-        (
-            "expert-1",
-            "prepare",
-            CheckpointError("a.safetensors: truncated"),
-            CheckpointError,
-            ["expert-1", "a.safetensors: truncated"],
-        ),
+        ("expert-1", "prepare", None, LaunchError, ["load its weights in time"]),
+        ("attention-0", "connect", None, LaunchError, ["ready_timeout_s"]),
+        ("expert-0", "start", None, LaunchError, ["start its loop in time"]),
         (
             "attention-1",
             "connect",
             ChannelError("cannot join expert-0: no handshake"),
             TandemError,
-            ["attention-1", "expert-0", "no handshake"],
-        ),
-        (
-            "expert-0",
-            "prepare",
-            LaunchError("expert-0: its process ended"),
-            LaunchError,
-            ["expert-0: its process ended"],
+            ["expert-0", "no handshake"],
         ),
     ],
 )
-def test_a_rank_that_keeps_a_group_from_forming_is_named(
+def test_rank_that_prevents_formation_is_named(
     rank: str, method: str, answer: Any, error: type[TandemError], parts: list[str]
 ) -> None:
-    specs, ranks, _ = group_of({rank: {method: answer}})
+    specs = specs_of_four()
+    ranks = [StartedRank(spec.name) for spec in specs]
+    next(one for one in ranks if one.name == rank).answers[method] = answer or Future()
     with pytest.raises(error) as caught:
         form_group(specs, ranks, timeout_s=0.2)
     for part in parts:
@@ -197,57 +155,51 @@ def test_a_rank_that_keeps_a_group_from_forming_is_named(
 
 
 def test_failure_is_reported_while_an_earlier_rank_is_busy() -> None:
-    broken = {"prepare": CheckpointError("a.safetensors: truncated")}
-    specs, ranks, _ = group_of({"attention-0": {"prepare": "never"}, "expert-1": broken})
+    specs = specs_of_four()
+    ranks = [StartedRank(spec.name) for spec in specs]
+    ranks[0].answers["prepare"] = Future()
+    ranks[-1].answers["prepare"] = CheckpointError("a.safetensors: truncated")
     with pytest.raises(CheckpointError, match=r"expert-1: a\.safetensors: truncated"):
         form_group(specs, ranks, timeout_s=60.0)
 
 
-def loaded(specs: Sequence[RankSpec], *names: str) -> list[RankReady]:
-    wanted = [spec.name for spec in specs if spec.name in names]
-    return [RankReady(name=name, pid=1, channel_address=f"addr-{name}") for name in wanted]
+def rank_without_link() -> tuple[list[RankSpec], StartedRank]:
+    """Return a rank that cannot connect to expert-1."""
+    specs = specs_of_four()
+    rank = StartedRank(specs[0].name)
+    rank.answers["connect"] = lambda addresses: (
+        ChannelError("cannot join expert-1: refused") if "expert-1" in addresses else None
+    )
+    return specs, rank
 
 
-class Unreached(FakeRank):
-    """Cannot join expert-1, as long as it is told to."""
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        self._answers = {}
-        if method == "connect" and "expert-1" in arguments[0]:
-            self._answers = {"connect": ChannelError("cannot join expert-1: nobody is there")}
-        return super().call(method, *arguments)
-
-
-def test_what_has_been_loaded_is_kept_though_another_rank_is_lost_meanwhile() -> None:
-    specs, _, log = group_of({})
-    known = [loaded(specs, "expert-0", "expert-1"), loaded(specs, "expert-0")]
+def test_loaded_rank_is_kept_if_another_is_lost_meanwhile() -> None:
+    specs, rank = rank_without_link()
+    known = [addresses_of(specs, "expert-0", "expert-1"), addresses_of(specs, "expert-0")]
     replies = iter(known)
-    rank = Unreached(specs[0], log, {})
     (ready,) = form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: next(replies))
     assert ready.name == "attention-0"
-    assert [line for line in log if line] == [
-        f"attention-0 connect { ({each.name: each.channel_address for each in some}) }"
-        for some in known
+    assert rank.calls_of("connect") == [
+        [{each.name: each.channel_address for each in some}] for some in known
     ]
 
 
 @pytest.mark.parametrize("allow_unreachable", [False, True])
-def test_one_that_stays_out_of_reach_is_gone_without_or_named(
+def test_unreachable_rank_is_omitted_if_allowed_or_named(
     allow_unreachable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actors.ranks.rendezvous.REACH_TIMEOUT_S", 0.2)
     monkeypatch.setattr("actors.ranks.rendezvous.DEGRADED_REACH_TIMEOUT_S", 0.2)
-    specs, _, log = group_of({})
-    rank, there = Unreached(specs[0], log, {}), loaded(specs, "expert-0", "expert-1")
+    specs, rank = rank_without_link()
+    present = addresses_of(specs, "expert-0", "expert-1")
+    form = partial(form_group, specs[:1], [rank], timeout_s=60.0, others=lambda: present)
     if allow_unreachable:
-        (ready,) = form_group(
-            specs[:1], [rank], timeout_s=60.0, others=lambda: there, allow_unreachable=True
-        )
+        (ready,) = form(allow_unreachable=True)
         assert ready.name == "attention-0"
         return
-    with pytest.raises(LaunchError, match=r"attention-0 could not connect .* expert-1: nobody"):
-        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there)
-    assert len([line for line in log if line]) > 1
+    with pytest.raises(LaunchError, match=r"attention-0 could not connect .* expert-1: refused"):
+        form()
+    assert len(rank.calls_of("connect")) > 1
 
 
 @pytest.mark.parametrize(
@@ -258,9 +210,12 @@ def test_one_that_stays_out_of_reach_is_gone_without_or_named(
     ],
 )
 def test_lost_or_refused_rank_is_reported_at_once(error: TandemError) -> None:
-    specs, _, log = group_of({})
-    rank = FakeRank(specs[0], log, {"connect": error})
-    there = loaded(specs, "expert-0")
+    specs = specs_of_four()
+    rank = StartedRank(specs[0].name)
+    rank.answers["connect"] = error
+    present = addresses_of(specs, "expert-0")
     with pytest.raises(LaunchError, match=error.message):
-        form_group(specs[:1], [rank], timeout_s=60.0, others=lambda: there, allow_unreachable=True)
-    assert len([line for line in log if line]) == 1
+        form_group(
+            specs[:1], [rank], timeout_s=60.0, others=lambda: present, allow_unreachable=True
+        )
+    assert len(rank.calls_of("connect")) == 1

@@ -1,21 +1,33 @@
-"""A placement file at launch: which group it is for, and what it takes."""
+"""Model folders and placement files at launch."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
+from cluster.fleet import model_folder
 from cluster.fleet.model_folder import resolve_model_folder
-from cluster.fleet.placements import check_placement_file, configured_placements, write_placement
+from cluster.fleet.placements import (
+    check_placement_file,
+    configured_placements,
+    read_placement,
+    write_placement,
+)
 from cluster.serving.server import preflight
 from cluster.tools.bulk.workers import own_workers
 from cluster.tools.doctor.config_checks import check_config
 from cluster.tools.doctor.findings import Finding
 from cluster.tools.doctor.weight_bytes import group_weight_bytes, prefill_weight_bytes
 from contracts.config import BUNDLED, TandemConfig
-from contracts.errors import ConfigError
+from contracts.errors import CheckpointError, ConfigError
 from contracts.loading import load_config
 from contracts.placement import PlacementFile
 from contracts.ranks import Group
@@ -31,18 +43,124 @@ LAYERS = list(SPEC.moe_layers)
 PLACED = msgspec.structs.replace(
     replicated(16, [2, 2], num_layers=SPEC.num_layers, moe_layers=LAYERS, seed=3), generation=7
 )
+EVEN = contiguous(16, 4, num_layers=SPEC.num_layers, moe_layers=LAYERS)
 EXPERT_BYTES = 3 * 192 * 96 * 2
+
+
+# --- model.path
+
+
+def test_folder_is_found_and_a_missing_one_is_one_line_without_a_hub_request(
+    tmp_path: Path,
+) -> None:
+    assert (FOLDER / "config.json").is_file()
+    assert resolve_model_folder(str(tmp_path)) == tmp_path.resolve()
+    with pytest.raises(CheckpointError, match="no such folder; give a Hugging Face") as caught:
+        resolve_model_folder(str(tmp_path / "absent"))
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_id_is_downloaded_without_pickles_or_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[tuple[str, list[str]]] = []
+
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        requests.append((hub_id, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
+    assert resolve_model_folder("organisation/model") == tmp_path
+    assert requests == [("organisation/model", ["*.json", "*.safetensors", "*.jinja"])]
+
+
+def test_unreachable_hub_is_one_line_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        raise httpx.ConnectError("Name or service\nnot known")
+
+    monkeypatch.setattr(model_folder, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match="not to be had from the hub") as caught:
+        resolve_model_folder("organisation/model")
+    assert "\n" not in str(caught.value)
+    assert "organisation/model" in str(caught.value)
+
+
+# --- placement files
+
+
+def write(placement: Any, folder: Path) -> Path:
+    file = PlacementFile(
+        checkpoint=checkpoint_digest(FOLDER).hex(),
+        tokenizer=tokenizer_digest(FOLDER).hex(),
+        placement=placement,
+    )
+    write_placement(file, folder / "placement.json")
+    return folder / "placement.json"
+
+
+@pytest.fixture
+def even(tmp_path: Path) -> Path:
+    return write(EVEN, tmp_path)
+
+
+def _with(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda tree: tree["placement"].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree.pop("tokenizer"), "tokenizer: missing"),
+        (lambda tree: tree.update(checkpoint="0" * 64), "a placement for another checkpoint"),
+        (lambda tree: tree.update(tokenizer="0" * 64), "a placement for another tokenizer"),
+        (lambda tree: tree.update(tokenizer="x" * 64), "tokenizer: expected str matching regex"),
+        (_with(num_experts=10**12), "16 slots for 10{12} experts: too few"),
+        (_with(slots_per_rank=[4, 4, 4, 3]), "has 16 slots, slots_per_rank adds up to 15"),
+        (_with(slots_per_rank=[4, 4, 8]), "on 3 ranks, the model has 16 in 5 and the group 4"),
+        (_with(expert_of_slot=[]), "16 experts in 0 layers on 4 ranks"),
+        (_with(expert_of_slot=[[0] * 16] * 5), "expert 1 is not placed"),
+    ],
+)
+def test_invalid_file_is_refused_in_one_line(
+    change: Callable[[dict[str, Any]], object], message: str, even: Path
+) -> None:
+    tree = json.loads(even.read_text())
+    change(tree)
+    even.write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(even))}: .*{message}") as raised:
+        read_placement(even, FOLDER, SPEC, ranks=4)
+    assert "\n" not in raised.value.message
+
+
+def test_unreadable_file_is_refused_and_a_valid_one_is_read_as_written(even: Path) -> None:
+    assert read_placement(even, FOLDER, SPEC, ranks=4) == EVEN
+    even.write_bytes(even.read_bytes()[:100])
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_placement(even, FOLDER, SPEC, ranks=4)
+    even.unlink()
+    with pytest.raises(ConfigError, match=r"cannot be read: No such file"):
+        read_placement(even, FOLDER, SPEC, ranks=4)
+    with pytest.raises(ConfigError, match=r"--output .*: cannot be written"):
+        write(EVEN, even / "no folder")
+
+
+def test_tokenizer_digest_depends_on_token_ids(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "tokenizer.json", tmp_path)
+    assert tokenizer_digest(tmp_path) == tokenizer_digest(FOLDER)
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = tree["model"]["vocab"]
+    one, other = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    assert tokenizer_digest(tmp_path) != tokenizer_digest(FOLDER)
+
+
+# --- placements of a launch
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    file = PlacementFile(
-        checkpoint=checkpoint_digest(FOLDER).hex(),
-        tokenizer=tokenizer_digest(FOLDER).hex(),
-        placement=PLACED,
-    )
-    write_placement(file, tmp_path / "placement.json")
-    return tmp_path / "placement.json"
+    return write(PLACED, tmp_path)
 
 
 def _config(path: Path, *settings: str) -> TandemConfig:
@@ -53,7 +171,7 @@ def _finding(config: TandemConfig) -> Finding:
     return next(one for one in check_config(config, {}) if one.check == "placement")
 
 
-def test_it_is_for_the_expert_ranks_and_begins_with_generation_0(path: Path) -> None:
+def test_file_is_for_the_expert_ranks_and_begins_with_generation_0(path: Path) -> None:
     config = _config(path, "groups.expert_ranks=2", "groups.prefill_ranks=2")
     placements = configured_placements(config, FOLDER, SPEC)
     assert placements[Group.EXPERT] == msgspec.structs.replace(PLACED, generation=0)
@@ -61,7 +179,7 @@ def test_it_is_for_the_expert_ranks_and_begins_with_generation_0(path: Path) -> 
     assert placements[Group.EXPERT].digest == PLACED.digest
 
 
-def test_without_expert_ranks_it_is_for_workers_of_all_to_all(path: Path) -> None:
+def test_file_is_for_all_to_all_workers_without_expert_ranks(path: Path) -> None:
     alone = ("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2")
     config = _config(path, *alone, "prefill.experts=all_to_all")
     assert configured_placements(config, FOLDER, SPEC)[Group.PREFILL].digest == PLACED.digest
@@ -72,7 +190,7 @@ def test_without_expert_ranks_it_is_for_workers_of_all_to_all(path: Path) -> Non
         configured_placements(_config(path, *alone, "prefill.experts=gathered"), FOLDER, SPEC)
 
 
-def test_one_for_other_ranks_is_refused_before_anything_starts(path: Path) -> None:
+def test_file_for_other_ranks_is_refused_before_anything_starts(path: Path) -> None:
     config = _config(path, "groups.expert_ranks=4", "http.port=0")
     message = "on 2 ranks, the model has 16 in 5 and the group 4 ranks"
     with pytest.raises(ConfigError, match=message):
@@ -83,7 +201,7 @@ def test_one_for_other_ranks_is_refused_before_anything_starts(path: Path) -> No
     assert message in _finding(config).found
 
 
-def test_more_slots_than_memory_are_refused_with_both_numbers(
+def test_slots_beyond_memory_are_refused_with_both_numbers(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _config(path, "groups.expert_ranks=2")
@@ -97,22 +215,21 @@ def test_more_slots_than_memory_are_refused_with_both_numbers(
     assert check_placement_file(config, FOLDER, SPEC) is not None
 
 
-def test_doctor_counts_replicas_and_slots_that_following_will_fill(path: Path) -> None:
+def test_doctor_counts_replicas_and_spare_slots(path: Path) -> None:
     config = _config(path, "groups.expert_ranks=2")
     assert group_weight_bytes(config, SPEC)[1] == 5 * 20 * EXPERT_BYTES
     assert _finding(config).found == f"{path}: 20 replicas, 2 MiB"
     settings = ["model.dtype=bfloat16", "groups.expert_ranks=2", "placement.spare_slots=1"]
     assert group_weight_bytes(load_config(None, settings), SPEC)[1] == 5 * 16 * EXPERT_BYTES
-    settings.append("placement.rebalance=continuous")
-    following = load_config(None, settings)
-    assert group_weight_bytes(following, SPEC)[1] == 5 * 18 * EXPERT_BYTES
-    assert "with 1 spare slots a rank" in _finding(following).found
+    rebalanced = load_config(None, [*settings, "placement.rebalance=continuous"])
+    assert group_weight_bytes(rebalanced, SPEC)[1] == 5 * 18 * EXPERT_BYTES
+    assert "with 1 spare slots a rank" in _finding(rebalanced).found
 
 
-def test_spare_slots_have_replicas_from_the_first_where_experts_follow() -> None:
+def test_spare_slots_hold_replicas_from_the_start_if_experts_are_rebalanced() -> None:
     settings = ["groups.expert_ranks=4", "placement.spare_slots=2"]
     still = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
-    assert still == contiguous(16, 4, num_layers=5, moe_layers=LAYERS)
+    assert still == EVEN
     settings.append("placement.rebalance=continuous")
     placement = configured_placements(load_config(None, settings), FOLDER, SPEC)[Group.EXPERT]
     assert placement.slots_per_rank == (6, 6, 6, 6)
@@ -123,7 +240,7 @@ def test_spare_slots_have_replicas_from_the_first_where_experts_follow() -> None
     assert max(replicas) <= 2
 
 
-def test_more_spare_slots_than_a_rank_has_a_use_for_are_refused() -> None:
+def test_more_spare_slots_than_other_experts_are_refused() -> None:
     settings = ["groups.expert_ranks=4", "placement.spare_slots=13", "placement.rebalance=once"]
     with pytest.raises(ConfigError, match="use for 12 more at most"):
         configured_placements(load_config(None, settings), FOLDER, SPEC)

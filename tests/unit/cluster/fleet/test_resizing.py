@@ -1,12 +1,11 @@
-"""Ranks that come and go while others serve, without Ray: who is in the directory when, who is told
-of whom, and what is left of those that fail, hang or are lost meanwhile."""
+"""Ranks that are added and removed while others serve, by request and by load, without Ray."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,25 +13,24 @@ import pytest
 import ray
 
 from actors.ranks.expert_resize import RunningRank
-from actors.ranks.rendezvous import GroupSpec
-from cluster.fleet import membership, resizing
-from cluster.fleet.launch import launch_pipeline
-from cluster.fleet.nodes import RankRequest
+from cluster.fleet import autoscaler, membership, resizing
+from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.resizing import Resizer
 from cluster.fleet.supervisor import Supervisor
-from contracts.errors import NotReadyError, OverloadError, RequestError, ResourceError
+from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
-from contracts.ranks import Group, RankReady
+from contracts.ranks import Group
 from contracts.scaling import ScaleCheckpoint, ScaleState, ScaleTarget
 from planner.placement.slots import contiguous
-from tests.support.started_ranks import StartedRanks
+from tests.support.started_ranks import StartedRank, StartedRanks
 from tests.support.waiting import wait_until
 
-CPU = 0.5  # of each rank
+wait = partial(wait_until, deadline_s=20.0, look_period_s=0.002)
 
 
 class Rig(StartedRanks):
-    """Two attention ranks, two expert ranks. free: CPUs of the cluster."""
+    """Two attention ranks, two expert ranks. free: CPUs of the cluster. moves: rank counts and
+    names of expert ranks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(monkeypatch)
@@ -40,18 +38,14 @@ class Rig(StartedRanks):
         monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": self.free})
         monkeypatch.setattr(membership, "REPLY_TIMEOUT_S", 0.01)
         monkeypatch.setattr(membership, "LATE_S", 0.05)
-        self.config = config_from(
-            {"groups": {"attention_ranks": 2, "expert_ranks": 2, "drain_timeout_s": 0.1}},
-            source="test",
-        )
-        kinds = [(Group.ATTENTION, 0), (Group.ATTENTION, 1), (Group.EXPERT, 0), (Group.EXPERT, 1)]
-        placed = self.place([RankRequest(*each, {"CPU": CPU}) for each in kinds])
+        groups = {"attention_ranks": 2, "expert_ranks": 2, "drain_timeout_s": 0.1}
+        self.config = config_from({"groups": groups}, source="test")
         self.moves: list[tuple[int, list[str]]] = []
         self.move_fails = ""
         monkeypatch.setattr(resizing, "place_experts", self.move)
         experts = {Group.EXPERT: contiguous(4, 2, num_layers=1, moe_layers=[0])}
-        group_spec = GroupSpec(self.config, "", b"", 1, "shm", None, experts)
-        (self.group,) = launch_pipeline(group_spec, placed, Counter())
+        kinds = [Group.ATTENTION] * 2 + [Group.EXPERT] * 2
+        self.group = self.launch(self.config, *kinds, placements=experts)
         self.kept: list[ScaleCheckpoint] = []
         self.resizing = Resizer([self.group], self.config, keep=self.keep)
 
@@ -59,7 +53,6 @@ class Rig(StartedRanks):
         self.kept.append(self.resizing.kept)
 
     def move(self, find: Callable[[], list[RunningRank]], ranks: int, *_: Any) -> None:
-        """Experts, to so many ranks of those that work."""
         names = [one.ready.name for one in find()]
         self.moves.append((ranks, [name for name in names if name.startswith("expert")]))
         if self.move_fails:
@@ -70,8 +63,26 @@ class Rig(StartedRanks):
         return self.ended()
 
     def ended(self) -> ScaleState:
-        wait_until(lambda: self.resizing.state.state != "running", "it never ended", 20.0, 0.002)
+        wait(lambda: self.resizing.state.state != "running", "it never ended")
         return self.resizing.state
+
+    def hold_next(self, name: str) -> Future[Any]:
+        """Hold the start of the next rank with that name until the result."""
+        held: Future[Any] = Future()
+
+        def hold(rank: StartedRank) -> None:
+            if rank.name == name:
+                rank.answers["prepare"] = held
+
+        self.next = hold
+        return held
+
+    def adopted(self, state: ScaleState, *, resumed: int = 0) -> ScaleState:
+        """Continue as another launcher, with what the previous one has saved."""
+        self.kept.clear()
+        self.resizing = Resizer([self.group], self.config, keep=self.keep)
+        self.resizing.resume(ScaleCheckpoint(state, resumed))
+        return self.ended()
 
     @property
     def killed(self) -> list[str]:
@@ -79,144 +90,138 @@ class Rig(StartedRanks):
 
     @property
     def names(self) -> list[str]:
-        """Those that take requests."""
+        """Return the ranks that accept requests."""
         return list(self.group.client_addresses)
+
+    @property
+    def expert_names(self) -> list[str]:
+        return [member.name for member in self.group.of_kind(Group.EXPERT)]
 
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: 2)
     return Rig(monkeypatch)
 
 
-def test_added_rank_joins_under_higher_epoch_and_no_other_starts(rig: Rig) -> None:
+def running(**requested: int) -> ScaleState:
+    return ScaleState(state="running", number=7, requested=ScaleTarget(**requested))
+
+
+def assert_drained(rank: StartedRank) -> None:
+    calls = [each[0] for each in rank.calls]
+    assert calls.index("leave") < calls.index("stop")
+
+
+def test_added_ranks_serve_and_removed_ones_leave_first(rig: Rig) -> None:
     state = rig.scale(attention_ranks=3)
     assert (state.state, state.ranks) == ("done", {"attention_ranks": 3, "expert_ranks": 2})
     assert rig.names == ["attention-0", "attention-1", "attention-2"]
-    assert [rank.name for rank in rig.started[4:]] == ["attention-2"]
+    assert [rank.name for rank in rig.started[4:]] == ["attention-2"], "no other starts"
     new = rig.rank("attention-2")
     assert (new.spec.rank, new.spec.epoch, new.spec.group) == (2, 2, Group.ATTENTION)
     assert set(new.calls_of("connect")[0][0]) == {"expert-0", "expert-1"}
-    assert [step.partition(",")[0] for step in state.steps] == [
-        "attention-2 starts",
-        "attention-2 serves",
-    ]
-
-
-def test_those_that_go_leave_first_and_only_room_of_their_own_is_free_again(rig: Rig) -> None:
-    rig.scale(attention_ranks=3)
     state = rig.scale(attention_ranks=1)
     assert (state.state, rig.names) == ("done", ["attention-0"])
-    for name in ("attention-2", "attention-1"):
-        calls = [each[0] for each in rig.rank(name).calls]
-        assert calls.index("leave") < calls.index("stop")
-        assert rig.rank(name).calls_of("leave")[0][0] <= 0.1
     assert rig.killed == ["attention-2", "attention-1"]
-    assert rig.released == [["attention-2"]], "the other's is among those of the launch"
+    for name in rig.killed:
+        assert_drained(rig.rank(name))
+        assert rig.rank(name).calls_of("leave")[0][0] <= 0.1
+    assert rig.released == [["attention-2"]], "the other bundle is of the launch"
+    assert [step for step in state.steps if step.endswith("; its seat is kept (CPU=0.5)")]
     rig.free = 0.0
-    assert rig.scale(attention_ranks=2).state == "done", "its place was kept"
+    assert rig.scale(attention_ranks=2).state == "done", "its bundle was kept"
     assert rig.rank("attention-1").spec.epoch == 3
+    assert rig.scale(attention_ranks=2).steps == ["there are so many already"]
 
 
-def test_what_cannot_be_is_refused_by_name_and_number(rig: Rig) -> None:
+def test_impossible_scale_is_refused_with_the_key_and_both_numbers(rig: Rig) -> None:
     for requested, message in (
         ({}, "give one of attention_ranks, expert_ranks, prefill_workers"),
         ({"attention_ranks": 0}, "attention_ranks=0: give 1 to 1024"),
         ({"prefill_workers": 2}, "prefill_workers=2: this server was started without any"),
+        ({"expert_ranks": 5}, "expert_ranks=5: the model has 4 experts per layer"),
     ):
         with pytest.raises(RequestError, match=message):
             rig.resizing.begin(ScaleTarget(**requested))
     rig.free = 0.9
-    with pytest.raises(
-        NotReadyError, match=r"attention_ranks=4: 2 more need 1 CPU, the Ray cluster has 0.9 free"
-    ):
+    message = r"attention_ranks=4: 2 more need 1 CPU, the Ray cluster has 0.9 free"
+    with pytest.raises(NotReadyError, match=message):
         rig.resizing.begin(ScaleTarget(attention_ranks=4))
     assert rig.resizing.state == ScaleState(ranks={"attention_ranks": 2, "expert_ranks": 2})
     assert len(rig.started) == 4
 
 
-def test_so_many_that_are_there_already_are_no_work(rig: Rig) -> None:
-    state = rig.scale(attention_ranks=2)
-    assert (state.state, state.number) == ("done", 1)
-    assert state.steps == ["there are so many already"]
-    assert len(rig.started) == 4
-
-
-def test_a_second_one_is_refused_while_one_is_under_way(rig: Rig) -> None:
-    held: Future[Any] = Future()
-    rig.next = lambda rank: setattr(rank, "hold", held)
+def test_second_scale_is_refused_while_one_is_in_progress(rig: Rig) -> None:
+    held = rig.hold_next("attention-2")
     rig.resizing.begin(ScaleTarget(attention_ranks=3))
-    with pytest.raises(
-        OverloadError, match=r"another scale is in progress \(attention_ranks=3, for"
-    ):
+    message = r"another scale is in progress \(attention_ranks=3, for"
+    with pytest.raises(OverloadError, match=message):
         rig.resizing.begin(ScaleTarget(attention_ranks=1))
-    held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
+    wait(lambda: rig.started[-1].spec is not None, "it never started")
+    held.set_result(rig.started[-1].ready)
     assert rig.ended().state == "done"
     assert rig.scale(attention_ranks=2).number == 2
 
 
-def test_one_that_dies_while_it_starts_leaves_nothing(rig: Rig) -> None:
-    rig.next = lambda rank: setattr(rank, "fails", True)
+def test_rank_that_fails_to_start_leaves_nothing(rig: Rig) -> None:
+    rig.next = lambda rank: rank.answers.update(prepare=rank.death)
     state = rig.scale(attention_ranks=4)
     assert (state.state, state.reason) == ("failed", "attention-2: its actor died")
     assert state.ranks["attention_ranks"] == 2
     assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
     rig.next = lambda rank: None
+    rig.has_no_room = True
+    assert rig.scale(attention_ranks=3).reason == "1 ranks could not be placed within 3 s"
+    rig.has_no_room = False
     assert rig.scale(attention_ranks=3).state == "done"
 
 
-def test_one_that_finds_no_room_fails_by_name(rig: Rig) -> None:
-    rig.has_no_room = True
-    assert rig.scale(attention_ranks=3).reason == "1 ranks could not be placed within 3 s"
-
-
 @pytest.mark.parametrize("fault", ["hangs", "dies"])
-def test_one_that_hangs_or_dies_while_it_leaves_is_ended_in_its_time(rig: Rig, fault: str) -> None:
+def test_rank_that_hangs_or_dies_while_leaving_is_killed_at_its_deadline(
+    rig: Rig, fault: str
+) -> None:
     setattr(rig.rank("attention-1"), fault, True)
     state = rig.scale(attention_ranks=1)
     assert (state.state, rig.names) == ("done", ["attention-0"])
     assert rig.killed == ["attention-1"]
 
 
-def test_a_rank_that_is_being_replaced_is_left_out_and_may_be_let_go_of(rig: Rig) -> None:
-    """The second attention rank is lost, and whoever comes in its place loads for ever."""
+def test_rank_removed_during_its_replacement_does_not_return(rig: Rig) -> None:
     lost = rig.group.members[1]
-    held: Future[Any] = Future()
-    rig.next = lambda rank: setattr(rank, "hold", held if rank.name == lost.name else None)
+    held = rig.hold_next(lost.name)
     supervisor = Supervisor([rig.group])
     lost.replacement_reason = "its actor died"
     replacing = threading.Thread(target=supervisor._replace, args=(rig.group, [lost]))
     replacing.start()
-    wait_until(lambda: len(rig.started) == 5, "it was not replaced", 20.0, 0.002)
+    wait(lambda: len(rig.started) == 5 and rig.started[4].spec is not None, "it was not replaced")
     assert rig.scale(attention_ranks=3).state == "done"
     assert rig.scale(attention_ranks=1).state == "done"
-    assert not rig.started[1].calls_of("leave"), "nobody is there who could"
-    ready = RankReady(name=lost.name, pid=7, channel_address="tcp:x", client_address="tcp:y")
-    held.set_result(ready)
+    assert not rig.started[1].calls_of("leave"), "its process is lost"
+    held.set_result(rig.started[4].ready)
     replacing.join(20.0)
     assert not replacing.is_alive()
-    assert rig.names == ["attention-0"], "nobody has come back"
-    assert rig.started[4] in rig.ended_ranks, "the late one is ended"
+    assert rig.names == ["attention-0"]
+    assert rig.started[4] in rig.ended_ranks, "the late one is killed"
 
 
-def test_when_all_end_a_scale_ends(rig: Rig) -> None:
-    held: Future[Any] = Future()
-    rig.next = lambda rank: setattr(rank, "hold", held)
+def test_scale_ends_when_the_fleet_closes(rig: Rig) -> None:
+    held = rig.hold_next("attention-2")
     rig.resizing.begin(ScaleTarget(attention_ranks=3))
     closing = threading.Thread(target=rig.resizing.close, args=(20.0,))
     closing.start()
-    wait_until(lambda: len(rig.started) == 5, "none has started", 20.0, 0.002)
-    wait_until(lambda: rig.resizing._closing.is_set(), "it does not end", 20.0, 0.002)
-    held.set_result(RankReady(name="attention-2", pid=1, channel_address="tcp:here"))
+    wait(lambda: len(rig.started) == 5 and rig.started[4].spec is not None, "none has started")
+    wait(lambda: rig.resizing._closing.is_set(), "it does not end")
+    held.set_result(rig.started[4].ready)
     closing.join(20.0)
     assert rig.names == ["attention-0", "attention-1"]
     assert rig.released == [["attention-2"]]
 
 
-def test_the_wanted_number_of_prefill_workers_has_a_bound(rig: Rig) -> None:
+def test_number_of_prefill_workers_is_bounded(rig: Rig) -> None:
     groups = msgspec.structs.replace(rig.config.groups, prefill_ranks=2)
     config = msgspec.structs.replace(rig.config, groups=groups)
-    placed = rig.place([RankRequest(Group.PREFILL, rank, {"CPU": CPU}) for rank in range(2)])
-    (workers,) = launch_pipeline(GroupSpec(config, "", b"", 1, "auto"), placed, Counter())
+    workers = rig.launch(config, *[Group.PREFILL] * 2, backend="auto")
     made = Resizer([rig.group, workers], config)
     with pytest.raises(RequestError, match=r"prefill_workers=3: .* 2 at most \(groups.prefill_ran"):
         made.begin(ScaleTarget(prefill_workers=3))
@@ -225,78 +230,49 @@ def test_the_wanted_number_of_prefill_workers_has_a_bound(rig: Rig) -> None:
     with pytest.raises(RequestError, match=r"prefill.experts=gathered: its workers divide"):
         Resizer([workers], divided).begin(ScaleTarget(prefill_workers=1))
     made.begin(ScaleTarget(prefill_workers=1))
-    wait_until(lambda: made.state.state == "done", "it never ended", 20.0, 0.002)
+    wait(lambda: made.state.state == "done", "it never ended")
     assert list(workers.client_addresses) == ["prefill-0"]
 
 
-def expert_ranks(rig: Rig) -> list[str]:
-    return [member.name for member in rig.group.of_kind(Group.EXPERT)]
-
-
-def test_experts_move_to_those_that_have_come_and_from_those_that_go_first(rig: Rig) -> None:
+def test_experts_move_after_ranks_are_added_and_before_they_are_removed(rig: Rig) -> None:
     three = ["expert-0", "expert-1", "expert-2"]
     assert rig.scale(expert_ranks=3).state == "done"
-    assert (expert_ranks(rig), rig.moves) == (three, [(3, three)])
-    assert "experts move to 3 ranks" in rig.resizing.state.steps
+    assert (rig.expert_names, rig.moves) == (three, [(3, three)])
     assert rig.scale(expert_ranks=1).state == "done"
-    assert rig.moves[1:] == [(1, three)], "before anybody has gone"
-    assert expert_ranks(rig) == ["expert-0"]
+    assert rig.moves[1:] == [(1, three)], "before any is removed"
+    assert rig.expert_names == ["expert-0"]
     assert rig.killed == ["expert-2", "expert-1"]
     assert rig.names == ["attention-0", "attention-1"]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_where_experts_cannot_move_all_is_as_it_was(rig: Rig, ranks: int) -> None:
+def test_ranks_are_restored_if_experts_cannot_move(rig: Rig, ranks: int) -> None:
     rig.move_fails = "expert-0 has 5 MB free, 9 MB are needed"
     state = rig.scale(expert_ranks=ranks)
     assert (state.state, state.reason) == ("failed", rig.move_fails)
-    assert expert_ranks(rig) == ["expert-0", "expert-1"]
+    assert rig.expert_names == ["expert-0", "expert-1"]
     assert sorted(rig.killed) == ["expert-2", "expert-3"][: max(0, ranks - 2)]
     assert len(rig.released) == max(0, ranks - 2)
 
 
-def test_more_expert_ranks_than_experts_are_refused(rig: Rig) -> None:
-    with pytest.raises(RequestError, match=r"expert_ranks=5: the model has 4 experts per layer"):
-        rig.resizing.begin(ScaleTarget(expert_ranks=5))
+# --- another launcher continues
 
 
-def taken_over(
-    rig: Rig, state: ScaleState, monkeypatch: pytest.MonkeyPatch, *, used: int = 2, resumed: int = 0
-) -> ScaleState:
-    """By another launcher, to which one that had come so far has left that. used: expert ranks that
-    attention ranks ask."""
-    monkeypatch.setattr(resizing, "expert_ranks_in_use", lambda find: used)
-    rig.kept.clear()
-    rig.resizing = Resizer([rig.group], rig.config, keep=rig.keep)
-    rig.resizing.resume(ScaleCheckpoint(state, resumed))
-    return rig.ended()
-
-
-def test_change_is_saved_before_start_and_at_end(rig: Rig) -> None:
+def test_scale_is_saved_before_start_and_at_end(rig: Rig) -> None:
     at_start: list[ScaleCheckpoint] = []
     rig.next = lambda rank: at_start.append(rig.kept[-1])
     rig.scale(attention_ranks=3)
-    (first_save,) = at_start
-    assert (first_save.state.state, first_save.state.requested) == (
-        "running",
-        ScaleTarget(attention_ranks=3),
-    )
+    (first,) = at_start
+    assert first.state.state == "running"
+    assert first.state.requested == ScaleTarget(attention_ranks=3)
     assert (rig.kept[-1].state.state, rig.kept[-1].state.number) == ("done", 1)
     assert rig.kept[-1] == rig.resizing.kept
 
 
-def test_new_launcher_resumes_from_present_ranks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its predecessor had started one of two."""
+def test_new_launcher_resumes_from_present_ranks(rig: Rig) -> None:
     rig.scale(attention_ranks=3)
-    half = ScaleState(
-        state="running",
-        number=7,
-        requested=ScaleTarget(attention_ranks=4),
-        steps=["attention-2 ..."],
-    )
-    state = taken_over(rig, half, monkeypatch)
+    state = rig.adopted(running(attention_ranks=4))
     assert (state.state, state.number) == ("done", 7)
-    assert state.steps[:2] == ["attention-2 ...", "another launcher of the ranks has taken over"]
     assert rig.names == [f"attention-{rank}" for rank in range(4)]
     assert [rank.name for rank in rig.started[5:]] == ["attention-3"]
     assert rig.kept[0].resumed == 1, "before anything is done"
@@ -305,60 +281,109 @@ def test_new_launcher_resumes_from_present_ranks(rig: Rig, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("fails", ["", "no memory"])
-def test_experts_go_on_to_ranks_that_had_come_for_them_or_these_go_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, fails: str
-) -> None:
+def test_new_launcher_moves_experts_to_added_ranks_or_removes_these(rig: Rig, fails: str) -> None:
     rig.scale(expert_ranks=3)
     rig.moves.clear()
     rig.move_fails = fails
-    half = ScaleState(state="running", number=1, requested=ScaleTarget(expert_ranks=3))
-    state = taken_over(rig, half, monkeypatch, used=2)
+    state = rig.adopted(running(expert_ranks=3))
     assert [count for count, _ in rig.moves] == [3]
     assert (state.state, state.reason) == ("failed" if fails else "done", fails)
-    assert expert_ranks(rig) == ["expert-0", "expert-1", "expert-2"][: 2 if fails else 3]
+    assert rig.expert_names == ["expert-0", "expert-1", "expert-2"][: 2 if fails else 3]
 
 
-def test_a_change_that_ends_one_launcher_after_the_other_is_given_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Expert ranks that nobody asks go; what else has come stays."""
+def test_scale_during_which_launchers_end_repeatedly_is_abandoned(rig: Rig) -> None:
+    """Unused expert ranks are removed; other added ranks stay."""
     rig.scale(attention_ranks=3, expert_ranks=3)
-    requested = ScaleTarget(attention_ranks=4, expert_ranks=3)
-    half = ScaleState(state="running", number=1, requested=requested)
-    state = taken_over(rig, half, monkeypatch, resumed=resizing.MAX_RESUMES)
+    state = rig.adopted(running(attention_ranks=4, expert_ranks=3), resumed=resizing.MAX_RESUMES)
     assert state.state == "failed"
     assert "launchers of the ranks have ended 3 times in this change" in state.reason
-    assert expert_ranks(rig) == ["expert-0", "expert-1"]
+    assert rig.expert_names == ["expert-0", "expert-1"]
     assert len(rig.names) == 3
 
 
 @pytest.mark.parametrize("progress", ["running", "done"])
-def test_a_rank_that_was_leaving_goes_on_leaving_and_its_room_is_free_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, progress: Any
-) -> None:
+def test_leaving_rank_continues_to_leave_under_a_new_launcher(rig: Rig, progress: Any) -> None:
     rig.scale(attention_ranks=3)
     rig.group.leave(rig.group.members[-1])
     half = ScaleState(state=progress, number=1, requested=ScaleTarget(attention_ranks=2))
-    assert taken_over(rig, half, monkeypatch).state == "done"
-    wait_until(lambda: not rig.group.draining, "it leaves for ever", 20.0, 0.002)
-    calls = [each[0] for each in rig.rank("attention-2").calls]
-    assert calls.index("leave") < calls.index("stop")
+    assert rig.adopted(half).state == "done"
+    wait(lambda: not rig.group.draining, "it never left")
+    assert_drained(rig.rank("attention-2"))
     assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
     assert rig.names == ["attention-0", "attention-1"]
 
 
-def test_one_that_is_over_stays_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = ScaleState(
-        state="failed", number=3, requested=ScaleTarget(expert_ranks=3), reason="no room"
-    )
-    state = taken_over(rig, over, monkeypatch)
+def test_failed_scale_is_not_resumed(rig: Rig) -> None:
+    requested = ScaleTarget(expert_ranks=3)
+    over = ScaleState(state="failed", number=3, requested=requested, reason="no room")
+    state = rig.adopted(over)
     assert (state.state, state.number, state.reason) == ("failed", 3, "no room")
     assert len(rig.started) == 4
     assert rig.resizing.kept.resumed == 0
 
 
-def test_step_reports_kept_bundle(rig: Rig) -> None:
-    rig.scale(attention_ranks=3)
-    last, launched = [step for step in rig.scale(attention_ranks=1).steps if "is gone" in step]
-    assert "seat" not in last
-    assert launched.endswith("; its seat is kept (CPU=0.5)")
+# --- prefill workers by load
+
+FULL, EMPTY = 900.0, 0.0  # of a threshold of 1,000
+
+
+class LoadRig(StartedRanks):
+    """One prefill worker, three at most. Started workers are full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.now_s = 0.0
+        self.next = lambda rank: setattr(rank, "load", FULL)
+        monkeypatch.setattr(autoscaler, "POLL_PERIOD_S", 0.001)
+        scaling = {"max_prefill_ranks": 3, "look_back_period_s": 2, "downscale_delay_s": 5}
+        groups = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 1}
+        config = config_from({"groups": groups, "scaling": scaling}, source="test")
+        self.group = self.launch(config, Group.PREFILL, backend="auto")
+        self.scaler = Autoscaler(self.group, config)
+
+    def poll(self, count: int) -> list[str]:
+        """Return the workers in the directory after some polls, a second apart."""
+        for _ in range(count):
+            self.now_s += 1.0
+            for member in self.group.members:
+                for _ in range(2):  # requested, then received
+                    member.check(self.now_s, 0.0)
+            self.scaler.poll(self.now_s)
+        return list(self.group.client_addresses)
+
+
+@pytest.fixture
+def load_rig(monkeypatch: pytest.MonkeyPatch) -> LoadRig:
+    return LoadRig(monkeypatch)
+
+
+def test_workers_are_added_when_full_and_removed_when_idle_last_first(load_rig: LoadRig) -> None:
+    rig = load_rig
+    assert rig.poll(1) == ["prefill-0"]
+    assert rig.poll(20) == ["prefill-0", "prefill-1", "prefill-2"]
+    assert [rank.spec.epoch for rank in rig.started] == [1, 2, 3]
+    for rank in rig.started:
+        rank.load = EMPTY
+    rig.started[2].open = 500  # it completes its requests first
+    assert rig.poll(60) == ["prefill-0"]
+    assert [rank.ends for rank in rig.started] == [[], *[["stop, 0 open", "killed"]] * 2]
+    assert len(rig.released) == 2
+    rig.started[0].load = FULL
+    assert rig.poll(5) == ["prefill-0", "prefill-1"]
+    assert rig.started[-1].spec.epoch == 4
+
+
+def test_failed_start_of_a_worker_is_retried(load_rig: LoadRig) -> None:
+    rig, start = load_rig, load_rig.next
+    rig.next = lambda rank: rank.answers.update(prepare=rank.death)
+    with pytest.raises(LaunchError, match="its actor died"):
+        rig.poll(10)
+    assert rig.started[1].ends == ["killed"]
+    assert len(rig.released) == 1
+    rig.next = start
+    assert rig.poll(10)[:2] == ["prefill-0", "prefill-1"]
+
+
+def test_no_worker_is_added_during_a_replacement(load_rig: LoadRig) -> None:
+    load_rig.group.members[0].replacement_reason = "it hung"
+    assert load_rig.poll(50) == ["prefill-0"]

@@ -1,10 +1,9 @@
-"""A Prometheus is told of all who are there, of nobody else, and of no other cluster's."""
+"""Scrape targets of a cluster in the file that Prometheus reads."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,12 @@ def test_entry_has_address_and_labels(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_cluster_of_the_same_name_has_a_file_and_a_name_of_its_own(tmp_path: Path) -> None:
+def test_second_cluster_of_the_same_name_gets_its_own_file_and_name(tmp_path: Path) -> None:
     one, other = TargetsFile(tmp_path, "tandem"), TargetsFile(tmp_path, "tandem")
     one.write([target("expert-0")])
     other.write([target("expert-0", 2)])
     assert (one.cluster, other.cluster) == ("tandem", "tandem-2")
-    assert [e["labels"]["cluster"] for f in (one, other) for e in entries(f)] == [
+    assert [e["labels"]["cluster"] for e in (*entries(one), *entries(other))] == [
         "tandem",
         "tandem-2",
     ]
@@ -65,7 +64,7 @@ def test_a_second_cluster_of_the_same_name_has_a_file_and_a_name_of_its_own(tmp_
     third.close()
 
 
-def test_what_a_killed_launcher_has_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_files_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: Path) -> None:
     for name in ("gone_service_discovery.json", "gone.lock"):
         (tmp_path / name).write_text("[]")
     rays = tmp_path / "prom_metrics_service_discovery.json"
@@ -81,7 +80,6 @@ def test_what_a_killed_launcher_has_left_goes_with_the_next_one(tmp_path: Path) 
 def test_unwritable_folder_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a file system that is read-only."""
     clock, folder = ManualClock(), tmp_path / "targets"
     folder.write_text("in the way")
     file = TargetsFile(folder, "tandem", clock)
@@ -106,17 +104,6 @@ def test_foreign_symlink_is_not_followed(tmp_path: Path) -> None:
     file.write([target("expert-0")])
     file.close()
     assert precious.read_text() == "mine"
-
-
-def test_the_file_is_replaced_only_where_something_has_changed(tmp_path: Path) -> None:
-    file = TargetsFile(tmp_path, "tandem")
-    file.write([target("expert-0")])
-    before = os.stat(file.path).st_ino
-    file.write([target("expert-0")])
-    assert os.stat(file.path).st_ino == before
-    file.write([target("expert-0", 2)])
-    assert entries(file)[0]["targets"] == ["127.0.0.1:2"]
-    file.close()
 
 
 def test_leased_target_is_listed_until_its_lease_expires(tmp_path: Path) -> None:

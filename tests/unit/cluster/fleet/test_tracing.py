@@ -1,9 +1,8 @@
-"""Traces of ranks whose clocks differ, which are slow, or say nothing."""
+"""Traces of ranks whose clocks differ, or that do not answer."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from actors.telemetry.timeline import Timeline
 from cluster.fleet import tracing
 from cluster.fleet.tracing import (
-    TracedRank,
     TraceLock,
     estimate_offset,
     gather_traces,
@@ -22,46 +20,30 @@ from cluster.fleet.tracing import (
 from contracts.clock import monotonic_s
 from contracts.traces import BatchSpan, Stage, TaskSpan, boot_identity
 from tests.support.manual_clock import ManualClock
+from tests.support.started_ranks import StartedRank
 
 AHEAD_S = 1000.0
 
 
-class FakeRank:
-    """ahead_s: its clock, before ours. boot: what it says of its kernel."""
-
-    def __init__(self, name: str, ahead_s: float = 0.0, boot: str = "") -> None:
-        self.name, self.ahead_s, self.boot = name, ahead_s, boot
-        self.timeline = Timeline(4)
-        self.since_s: list[float] = []
-
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        if method == "clock_s":
-            answer.set_result(monotonic_s() + self.ahead_s)
-        else:
-            self.since_s.append(arguments[0])
-            trace = self.timeline.since(self.name, arguments[0])
-            answer.set_result(msgspec.structs.replace(trace, boot=self.boot))
-        return answer
+def traced_rank(name: str, ahead_s: float = 0.0, boot: str = "") -> tuple[StartedRank, Timeline]:
+    """Return a rank whose clock is ahead of ours; boot: the identity of its kernel."""
+    timeline = Timeline(4)
+    rank = StartedRank(name)
+    rank.answers = {
+        "clock_s": lambda: monotonic_s() + ahead_s,
+        "trace": lambda since_s: msgspec.structs.replace(timeline.since(name, since_s), boot=boot),
+    }
+    return rank, timeline
 
 
-class Silent(FakeRank):
-    def call(self, method: str, *arguments: Any) -> Future[Any]:
-        return Future()
+round_trips = st.tuples(st.floats(0, 1e5), st.floats(0, 0.01), st.floats(0, 0.01))
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0, 1e5), st.floats(0, 0.01), st.floats(0, 0.01)),
-        min_size=1,
-        max_size=12,
-    ),
-    st.floats(-1e5, 1e5),
-)
+@given(st.lists(round_trips, min_size=1, max_size=12), st.floats(-1e5, 1e5))
 def test_offset_is_within_its_uncertainty(
     ways: list[tuple[float, float, float]], ahead_s: float
 ) -> None:
-    """ways: when each was asked, and how long the question and the answer took."""
+    """ways: time of each request, and how long it and its reply took."""
     rounds = [
         (sent_s, sent_s + there_s + ahead_s, sent_s + there_s + back_s)
         for sent_s, there_s, back_s in ways
@@ -80,22 +62,22 @@ def test_clock_of_one_kernel_is_shared_unless_round_trips_contradict() -> None:
     assert contradicted.applied_s == pytest.approx(8.0, abs=0.001)
 
 
-def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests() -> None:
-    attention, expert = FakeRank("attention-0", AHEAD_S), FakeRank("expert-0", boot=boot_identity())
+def test_spans_are_shifted_to_our_clock_and_name_their_requests() -> None:
+    attention, attention_timeline = traced_rank("attention-0", AHEAD_S)
+    expert, expert_timeline = traced_rank("expert-0", boot=boot_identity())
     now_s = monotonic_s()
     there_s = now_s + AHEAD_S
-    attention.timeline.add(
+    attention_timeline.add(
         TaskSpan("attention-0", Stage.ATTENTION, there_s, there_s + 0.5, batch=3, tokens=9)
     )
-    attention.timeline.add_batch(
+    attention_timeline.add_batch(
         BatchSpan("attention-0", 3, there_s, there_s + 1.0, 9, "ls", ("request-a",))
     )
-    expert.timeline.add(
+    expert_timeline.add(
         TaskSpan("expert-0", Stage.EXPERT, now_s, now_s + 0.25, batch=3, of=(("attention-0", 3),))
     )
-    expert.timeline.add(TaskSpan("attention-0>expert-0", Stage.A2E, now_s, now_s + 0.1, batch=3))
-    ranks: list[TracedRank] = [attention, expert]
-    found = gather_traces(ranks, now_s - 1.0, monotonic_s, spans=True)
+    expert_timeline.add(TaskSpan("attention-0>expert-0", Stage.A2E, now_s, now_s + 0.1, batch=3))
+    found = gather_traces([attention, expert], now_s - 1.0, monotonic_s, spans=True)
     answer = trace_answer(found, 1.0, 2)
     events = msgspec.json.decode(answer.events)
     tasks = {event["cat"]: event for event in events if event["ph"] == "X"}
@@ -116,36 +98,16 @@ def test_spans_of_ranks_with_other_clocks_come_onto_ours_and_name_their_requests
     assert answer.note.missing == {}
 
 
-def test_silent_rank_is_named_and_delays_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_silent_rank_is_named_and_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOCK_TIMEOUT_S", 0.05)
-    well = FakeRank("attention-0")
-    answer = trace_answer(
-        gather_traces([Silent("expert-0"), well], 0.0, monotonic_s, spans=True), 1.0, 2
-    )
+    silent, (answering, _) = StartedRank("expert-0"), traced_rank("attention-0")
+    silent.answers = {"clock_s": Future(), "trace": Future()}
+    found = gather_traces([silent, answering], 0.0, monotonic_s, spans=True)
+    answer = trace_answer(found, 1.0, 2)
     assert list(answer.note.missing) == ["expert-0"]
     assert "no answer" in answer.note.missing["expert-0"]
     assert list(answer.note.ranks) == ["attention-0"]
     assert b"expert-0: missing, no answer" in bytes(answer.events)
-
-
-def test_overwritten_spans_are_reported_and_older_are_omitted() -> None:
-    timeline = Timeline(4)
-    for number in range(4):
-        timeline.add(TaskSpan("expert-0", Stage.EXPERT, number, number + 0.5))
-    assert not timeline.since("expert-0", 1.0).is_cut
-    assert [span.start_s for span in timeline.since("expert-0", 1.0).spans] == [1, 2, 3]
-    timeline.add(TaskSpan("expert-0", Stage.EXPERT, 4, 4.5))
-    assert timeline.since("expert-0", 0.0).is_cut
-    assert len(timeline.since("expert-0", 0.0).spans) == 4
-
-
-def test_clock_only_trace_has_no_spans() -> None:
-    rank = FakeRank("expert-0")
-    rank.timeline.add(TaskSpan("expert-0", Stage.EXPERT, 1.0, 1e9))
-    answer = trace_answer(gather_traces([rank], 0.0, monotonic_s, spans=False), 0.0, 2)
-    assert answer.note.ranks["expert-0"].spans == 0
 
 
 def test_one_trace_is_made_at_a_time() -> None:
