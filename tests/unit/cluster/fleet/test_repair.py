@@ -101,8 +101,8 @@ def test_half_cut_link_replaces_no_rank_before_timeout() -> None:
 
 def test_timeout_starts_anew_when_a_link_is_back() -> None:
     watched = Watched(attention=2)
-    for lost in ({"expert-1": 1}, {}, {"expert-1": 1}):
-        watched.ranks["attention-0"].lost = lost
+    for lost in (["expert-1"], [], ["expert-1"]):
+        watched.ranks["attention-0"].lost = dict.fromkeys(lost, 1.0)
         assert not watched.problems(TIE_TIMEOUT_S - 1)
 
 
