@@ -24,8 +24,8 @@ from kernels.sinks import attend_with_sinks
 from kernels.steps import Steps
 from kernels.tiles import Masks, Tile, tile_bounds, tile_steps
 
-_MIN_FILL = 0.75  # a decode group is cut where padding would exceed a quarter
-_GROUP_SLOTS = 4096  # and where its gathered keys would leave the cache
+_MIN_FILL = 0.75  # smallest fraction of a decode group that is not padding
+_GROUP_SLOTS = 4096  # bound of a group's gathered keys, for the cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class AttentionPlan:
     prefill: tuple[PrefillPart, ...]
     decode: tuple[DecodePart, ...]
     short: tuple[ShortPart, ...] = ()
-    packed: PackedPart | None = None  # then there are no others
+    packed: PackedPart | None = None  # then all other parts are empty
 
 
 def plan_attention(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from kernels.linear import PackedLinear, Product, rounded_up
 from kernels.steps import Steps, zero_tiled
 
-RUN_PAIRS = 512  # of some experts, to be computed at once
+RUN_PAIRS = 512  # pairs of a run of experts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,8 +125,7 @@ def clamped_gated(h_NF2: Tensor, clamped: ClampedGate) -> Tensor:
     gate, up = h_NF2.chunk(2, dim=-1)
     gate = gate.clamp(max=clamped.limit)
     up = up.clamp(min=-clamped.limit, max=clamped.limit)
-    # Row by row: of odd lengths the last elements have other bits, so those of a row must not
-    # depend on the rows before it.
+    # Row by row: vectorised loops compute the last elements of odd lengths with other bits.
     scaled_NF = torch.empty_like(h_NF2)[:, : gate.shape[1]]
     torch.mul(gate, clamped.alpha, out=scaled_NF)
     return torch.sigmoid(scaled_NF).mul_(gate).mul_(up.add_(1))

@@ -20,8 +20,8 @@ from kernels import experts, norm, rope
 
 log = logging.getLogger(f"tandem.{__name__}")
 
-_CHECK_SHAPE = (5, 6, 16)  # T, H, d of the trial
-_TOLERANCE = 0.1  # of values of order 1 to 10 in bfloat16
+_CHECK_SHAPE = (5, 6, 16)  # T, H, d
+_TOLERANCE = 0.1  # for values of 1 to 10 in bfloat16
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
@@ -78,7 +78,7 @@ def fused_kernels(x: Tensor) -> ModuleType | None:
     """Return kernels/triton_kernels.py if it supports tensors such as `x`, or None."""
     if not x.is_cuda or x.dtype is not torch.bfloat16 or x.numel() == 0:
         return None
-    here = x.device.index == torch.cuda.current_device()  # triton launches nowhere else
+    here = x.device.index == torch.cuda.current_device()  # triton launches only there
     return _triton_kernels() if here else None
 
 

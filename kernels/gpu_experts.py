@@ -26,8 +26,8 @@ from kernels import fused_ops
 from kernels.experts import ClampedGate, clamped_gated, gated
 from kernels.linear import ExpertLinears, Product
 
-PIECE_TOKENS = 32_768  # enough for the products' full rate; bounds what the pairs take of memory
-_ALIGNED_BYTES = 16  # of every row of the grouped product's operands
+PIECE_TOKENS = 32_768  # enough for the full rate; bounds the pairs' memory
+_ALIGNED_BYTES = 16  # of the grouped product's rows
 _GROUPED_MAJOR = (9, 10)  # on other architectures torch's grouped product waits for the counts
 
 
@@ -71,7 +71,7 @@ class Pairs:
     def __init__(self, ids_TK: Tensor, num_experts: int) -> None:
         T, K = ids_TK.shape
         device = ids_TK.device
-        short_N = ids_TK.to(torch.int16).flatten()  # a fourth of the digits to sort by
+        short_N = ids_TK.to(torch.int16).flatten()  # four times faster to sort
         sorted_N, order_N = torch.sort(short_N, stable=True)
         nexts_e = torch.arange(1, num_experts + 1, dtype=torch.int16, device=device)
         self.ends_e = torch.searchsorted(sorted_N, nexts_e, out_int32=True)
@@ -112,7 +112,7 @@ def _has_grouped_product(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJOR
 
 
-FEW_PAIRS: Final = 64  # beyond, tokens share experts, and each is read once for all of them
+FEW_PAIRS: Final = 64  # above, tokens share experts, and sorting pays
 
 
 def supports_slots(

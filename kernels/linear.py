@@ -23,11 +23,11 @@ from torch.nn import functional
 Product = Callable[[Tensor], Tensor]
 """x [T, K] → x @ weight.T + bias, [T, N]."""
 
-# Up to so many rows, rounded to these. An expert's two products then have a hundred sizes, which
-# stay within what ranks keep; finer steps compile more than they save.
+# (rows up to, rounded to): about a hundred sizes for an expert's two products, which ranks keep
+# compiled; finer steps compile more than they save.
 _STEPS = ((64, 4), (128, 8), (512, 32), (1024, 64), (4096, 128))
 _LARGEST_PADDED = 512
-_PACK_FOR_ROWS = 16  # the layout is the same for any number; a hint is wanted
+_PACK_FOR_ROWS = 16  # a hint that does not change the layout
 
 
 class PackedLinear:

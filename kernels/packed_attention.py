@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.rows import Keys, SequenceRows, take
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_STEP, _LARGEST = 8, 256  # of head dims that the kernel has
+_STEP, _LARGEST = 8, 256  # head dims of the kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

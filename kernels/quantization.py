@@ -10,7 +10,7 @@ from torch import Tensor
 
 FP8_BLOCK = 128  # rows and columns that share one scale
 MXFP4_GROUP = 32  # elements that share one exponent
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
 
 
 def dequantize_fp8_blocks(weight_RC: Tensor, scale_inv: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Keys = slice | Tensor  # pool slots: a run of them (a view, no copy) or a list (a gather)
+Keys = slice | Tensor  # consecutive pool slots (a view) or a list (a gather)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

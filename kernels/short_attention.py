@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from kernels.rows import SequenceRows, padded_slots
 
-_SHORT_SCORES = 1 << 14  # of one head: from there on a call of its own costs little
-_MIN_FILL = 0.75  # of queries, and of keys
+_SHORT_SCORES = 1 << 14  # of one head; above, a call of its own costs little
+_MIN_FILL = 0.75  # of queries and of keys
 _GROUP_SLOTS = 4096
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ROWS = 256  # of a piece of queries
-_SCORES = 1 << 25  # of a piece of queries against a piece of keys, all heads: they are float32
+_ROWS = 256  # queries of a piece
+_SCORES = 1 << 25  # float32 scores of a piece, all heads
 _LEAST_KEYS = 256
 
 

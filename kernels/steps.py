@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-TILE_ROWS = 512  # of a batch, between two yields: a few milliseconds of a product
-LIGHT_ROWS = 2048  # of what is no product, or a narrow one
+TILE_ROWS = 512  # between two yields: a few milliseconds of a product
+LIGHT_ROWS = 2048  # for operations without a large product
 
 T = TypeVar("T")
 

@@ -21,9 +21,9 @@ from kernels.linear import linear
 from kernels.sinks import attend_with_sinks
 from kernels.steps import Steps
 
-_TILE_ROWS = 128  # smaller ones skip more and cost more calls
-_LONG_SCORES = 1 << 18  # of one KV head: a millisecond or more, so a step of its own
-_FUSED_SCORES = 1 << 15  # of one KV head: below, the fused kernel's single call is the cheaper one
+_TILE_ROWS = 128  # smaller tiles skip more but need more calls
+_LONG_SCORES = 1 << 18  # of one KV head: a step of its own, a millisecond or more
+_FUSED_SCORES = 1 << 15  # of one KV head; below, the fused kernel is cheaper
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HEADS = 16  # of one program
-_OUTPUTS, _INPUTS = 8, 256  # of a product, of one program and at once
+_HEADS = 16  # per program
+_OUTPUTS, _INPUTS = 8, 256  # of a product, per program and iteration
 
 
 @triton.jit

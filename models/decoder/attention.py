@@ -36,7 +36,7 @@ class GroupedQueryAttention:
         )
         self._o = loader.linear(weight_specs["o"], bias=[weight_specs["o_bias"]] if biased else [])
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
-        self._qk_norm_Hd: Tensor | None = None  # of query heads, then of KV heads
+        self._qk_norm_Hd: Tensor | None = None  # query heads, then KV heads
         if spec.qk_norm:
             q_norm, k_norm = (
                 loader.load(weight_specs["q_norm"]),
@@ -59,7 +59,7 @@ class GroupedQueryAttention:
         else:
             q_THd, k_TGd, v_TGd = yield from self._project_last(x_TD, metadata, last)
         yield
-        # All rows first, then attention: sequences may read what others of this batch write here.
+        # All rows before attention: sequences may read entries of others in this batch.
         kv.write(self._layer, batch, k_TGd, v_TGd)
         if last is not None:
             metadata = last.metadata

@@ -21,7 +21,7 @@ from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
 from models.weights.loading import Loader
 
-_EPS = 1e-6  # of the norms of q and of the latent: `transformers` does not take config.json's
+_EPS = 1e-6  # of the norms of q and latent, fixed as in `transformers`
 
 
 class LatentAttention:
@@ -62,7 +62,7 @@ class LatentAttention:
         latent_T1C[..., :rank] = rms_norm(latent_T1C[..., :rank], self._kv_norm, _EPS)
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], metadata.cos, metadata.sin)
         yield
-        # All rows first, then attention: sequences may read what others of this batch write here.
+        # All rows before attention: sequences may read entries of others in this batch.
         kv.write(self._layer, batch, latent_T1C)
         if last is not None:
             metadata = last.metadata

@@ -21,13 +21,11 @@ import torch
 from torch import Tensor
 
 from contracts.expert_eviction import ExpertKey
-from kernels.linear import Product
 from models.experts.device_lanes import DeviceLane, Mark
 from models.experts.expert_cache import HINT_URGENCY
-from models.experts.expert_format import SlotMemory
+from models.experts.expert_format import ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_store import ExpertBuffer
 from models.experts.expert_tier import CompletedRead
 from models.experts.host_experts import ExpertMemory
 
@@ -261,23 +259,14 @@ class DeviceSlot(NamedTuple):
     pieces: Sequence[Tensor]
 
 
-class DeviceSlots:
-    """An `ExpertSlots`."""
-
-    def __init__(self, layout: ExpertLayout, count: int) -> None:
-        self._buffer = ExpertBuffer(layout, count)
-        self.num_bytes = self._buffer.num_bytes
-
+class DeviceSlots(ComputeSlots):
     @property
     def layer(self) -> ExpertLayer:
         """The contents of all slots, of any layers."""
-        return self._buffer.layer
+        return self.buffer.layer
 
     def memory(self, slot: int) -> DeviceSlot:
-        return DeviceSlot(slot, self._buffer.part(slot, slot + 1))
-
-    def products(self, slot: int) -> tuple[Product, Product]:
-        return self.layer.gate_up[slot], self.layer.down[slot]
+        return DeviceSlot(slot, self.buffer.part(slot, slot + 1))
 
 
 class DeviceFormat:

@@ -130,7 +130,7 @@ class CheckpointFormat:
                 if list(map(_kind_of, self._stored(layer, expert).items())) != like:
                     raise CheckpointError(
                         f"{checkpoint.folder}: expert {expert} of layer {number} is stored "
-                        "otherwise than the first one: set experts.storage_format to false"
+                        "differently from the first one: set experts.storage_format to false"
                     )
 
     def _stored(self, layer: StoredLayer, expert: int) -> dict[str, Tensor]:

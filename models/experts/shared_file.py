@@ -67,7 +67,7 @@ def _private_folder(parent: Path) -> Path:
     elif found.st_uid != os.getuid():
         wrong = f"belongs to user {found.st_uid}, not to {os.getuid()}"
     elif found.st_mode & 0o077:
-        wrong = f"can be entered by others (mode {stat.S_IMODE(found.st_mode):04o}, wanted 0700)"
+        wrong = f"can be entered by others (mode {stat.S_IMODE(found.st_mode):04o}, not 0700)"
     else:
         return folder
     raise ResourceError(

@@ -10,7 +10,7 @@ from models.spec.safetensors_file import SafetensorsFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ROUTING = "routing.safetensors"  # what foretells routing (models/foresight): none of the weights
+ROUTING = "routing.safetensors"  # a routing profile (models/prediction), no weights
 HEAD = "lm_head.weight"
 
 

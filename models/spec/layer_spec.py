@@ -75,7 +75,7 @@ def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tupl
     return tuple(window if kind == _SLIDING else None for kind in types)
 
 
-_DEFAULT_Q_RANK = 1536  # where the key is missing; null says that there is none
+_DEFAULT_Q_RANK = 1536  # if the key is missing; null: none
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):

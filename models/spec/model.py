@@ -34,7 +34,7 @@ _DTYPES: dict[str, StoredDtype] = {
     "float32": "float32",
 }
 
-# What `transformers` reads, and we have no code for.
+# Fields that `transformers` implements and we do not.
 _REQUIRED_VALUES: dict[str, object] = {"is_causal": True, "per_layer_config": {}, "mlp_bias": False}
 
 

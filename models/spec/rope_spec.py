@@ -60,7 +60,7 @@ def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta=theta, kind="linear", factor=scaling.number("factor"))
     longest = config.positive_int("max_position_embeddings")
-    # The outer one goes first, as in `transformers`.
+    # The outer field takes precedence, as in `transformers`.
     outer = config.is_present("original_max_position_embeddings")
     original = (config if outer else scaling).positive_int(
         "original_max_position_embeddings", default=None if outer else longest

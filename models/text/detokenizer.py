@@ -71,15 +71,15 @@ class WindowDetokenizer:
         if not self._visible(token_id):
             return ""
         self._pending.append(token_id)
-        # Neighbouring byte tokens are one run: if a later one of them is no UTF-8, none of them is
-        # shown as a character. So nothing of a run is certain before it has ended.
+        # Neighbouring byte tokens form a run: if a later one is invalid UTF-8, none is shown
+        # as a character, so a run is certain only after its end.
         return "" if self._fallback_byte(token_id) is not None else self._emit()
 
     def _emit(self) -> str:
         before = self._decode(self._context)
         piece = self._decode(self._context + self._pending)[len(before) :]
-        # A piece without text (a lone space that the decoder strips) stays in the window: what
-        # comes next may need it to know that it is not the first.
+        # A piece without text (a lone space that the decoder strips) stays in the window: the next
+        # piece may need it as its predecessor.
         self._context = self._pending if piece else self._context + self._pending
         self._pending = []
         return piece

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-PIECE_CHARACTERS = 1 << 18  # of text that are tokenised in one step: a fraction of a second
+PIECE_CHARACTERS = 1 << 18  # per step: a fraction of a second
 PIECE_TEXTS = 64
 
-# Yields after each step: the tokens that it made and that are kept. Ends with the result.
+# Yields the number of kept tokens after each step, and returns the result.
 EncodingSteps = Generator[int, None, Result]
 Charge = Callable[[int], None]
 

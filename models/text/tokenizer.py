@@ -16,11 +16,11 @@ from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokeni
 from models.text.encoding_steps import PIECE_CHARACTERS, EncodingSteps, finish, pieces_of
 from models.text.tokenizer_files import read_tokenizer_files
 
-THREAD_ABOVE_CHARACTERS = 16_384  # below it, encoding costs less than handing it to a thread
-POOL_ABOVE_CHARACTERS = 2_048  # below it, encoding costs less than waking threads of the library
+THREAD_ABOVE_CHARACTERS = 16_384  # below, encoding costs less than a thread switch
+POOL_ABOVE_CHARACTERS = 2_048  # below, encoding costs less than waking library threads
 MAX_CACHED_TEXTS = 4096
-NORMALISED_CHARACTERS = 4  # so many may become one (NFC: three letters of Hangul)
-CUT_TOKENS = 64  # more than a word that is cut in two can have more than the whole word
+NORMALISED_CHARACTERS = 4  # that may become one (NFC: three letters of Hangul)
+CUT_TOKENS = 64  # upper bound of additional tokens of a cut word
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
