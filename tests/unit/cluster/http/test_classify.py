@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from cluster.classification.classify import (
     ClassifyTask,
-    check_task,
+    applicable_labels,
     classify_row,
+    label_tasks,
     render_prompt,
     softmax,
 )
-from contracts.errors import RankError, RequestError, TooLongError
+from contracts.errors import RankError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
@@ -139,11 +140,6 @@ def test_template_is_filled_once_and_literally(text: str, prefix: str) -> None:
     assert render_prompt(wanted, text) == f"{prefix}|{text}|{{0}}|{{{text}}}"
 
 
-def test_placeholders_inside_text_or_prefix_are_plain_text() -> None:
-    assert render_prompt(task(["a"], prefix="P"), "{prefix}{text}") == "P{prefix}{text}"
-    assert render_prompt(task(["a"], prefix="{text}"), "T") == "{text}T"
-
-
 @pytest.mark.parametrize("prompt", ["Answer:", "Answer: "])
 @pytest.mark.parametrize("label", ["yes", " yes"])
 def test_prompt_and_label_are_separated_by_one_space(
@@ -154,33 +150,6 @@ def test_prompt_and_label_are_separated_by_one_space(
     row = tokenize_row(tokenizer, task([label]), prompt)
     (only,) = row.labels.passes
     assert tokenizer.decode([*row.prompt_ids, *only.path, *only.candidates]) == "Answer: yes"
-
-
-@pytest.mark.parametrize(
-    ("labels", "fields"),
-    [
-        ([], {}),
-        (["a", "a"], {}),
-        (["a", ""], {}),
-        (["a"], {"template": "nothing"}),
-        (["a"], {"template": "{text}", "prefix": "p"}),
-    ],
-)
-def test_invalid_labels_and_templates_are_rejected(
-    labels: list[str], fields: dict[str, object]
-) -> None:
-    with pytest.raises(RequestError):
-        check_task(task(labels, **fields))
-
-
-def test_whitespace_prompt_is_rejected(tokenizer: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="empty"):
-        tokenize_row(tokenizer, task(["a"]), " \n")
-
-
-def test_prompt_and_label_beyond_context_are_rejected(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TooLongError):
-        tokenize_row(tokenizer, task(["a"], max_context_tokens=1), "long text")
 
 
 @pytest.mark.parametrize("logprobs", [None, [], [float("nan")] * 9])
@@ -204,3 +173,100 @@ def test_softmax_sums_to_one_and_keeps_order(scores: list[float]) -> None:
     for i, left in enumerate(scores):
         for j, right in enumerate(scores):
             assert left < right or probs[i] >= probs[j]
+
+
+QUESTION_LABELS = ["fox", "dog", "{text}"]
+QUESTION = "{prefix}{text} Is it {label}? Answer:"
+
+
+@pytest.fixture
+def classified(api: Api) -> dict[str, Any]:
+    while not api.rank.submits.empty():
+        api.rank.submits.get()
+    body = {"input": ["x", "y"], "labels": QUESTION_LABELS, "prefix": "Say: ", "multi_label": True}
+    response = api.post("/v1/classify", **body, template=QUESTION)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def answer_ids(api: Api, prompt: str) -> list[list[int]]:
+    return continuations(api.tokenizer, prompt, [" yes", " no"])[1]
+
+
+def expected(api: Api, prompt: str) -> float:
+    """Return the probability of " yes" against " no" from the fake rank's scores."""
+    totals = [sum(map(token_logprob, ids)) for ids in answer_ids(api, prompt)]
+    return softmax(totals)[0]
+
+
+def test_label_probability_is_yes_against_no(api: Api, classified: dict[str, Any]) -> None:
+    for row, text in zip(classified["data"], ["x", "y"], strict=True):
+        prompts = [f"Say: {text} Is it {label}? Answer:" for label in QUESTION_LABELS]
+        assert row["probs"] == pytest.approx([expected(api, prompt) for prompt in prompts])
+        assert row["num_classes"] == len(QUESTION_LABELS)
+        assert row["label"] == applicable_labels(QUESTION_LABELS, row["probs"])
+    assert [row["index"] for row in classified["data"]] == [0, 1]
+
+
+def test_single_token_answers_take_one_pass_per_text_and_label(
+    api: Api, classified: dict[str, Any]
+) -> None:
+    seen = []
+    while not api.rank.submits.empty():
+        seen.append(api.rank.submits.get())
+    prompts = [f"Say: {text} Is it {label}? Answer:" for text in "xy" for label in QUESTION_LABELS]
+    yes, no = answer_ids(api, prompts[0])
+    single = len(yes) == len(no) == 1
+    assert len(seen) == len(prompts) * (1 if single else 2)
+    if single:
+        assert [submit.candidates for submit in seen] == [[yes[0], no[0]]] * len(prompts)
+        assert [submit.token_ids for submit in seen] == [api.tokenizer.encode(p) for p in prompts]
+    usage = classified["usage"]
+    assert usage["prompt_tokens"] == sum(len(submit.token_ids) for submit in seen)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == len(seen) * CACHED_TOKENS
+
+
+def test_labels_and_texts_are_filled_in_once() -> None:
+    task = ClassifyTask(labels=("{text}", "b"), template="{text}|{label}|{label}")
+    assert [render_prompt(each, "{label}") for each in label_tasks(task)] == [
+        "{label}|{text}|{text}",
+        "{label}|b|b",
+    ]
+
+
+def test_labels_apply_from_probability_one_half() -> None:
+    assert applicable_labels(("a", "b", "c"), (0.5, 0.49, 0.9)) == ["a", "c"]
+    assert applicable_labels(("a",), (0.1,)) == []
+
+
+LABELS = [60, 61, 65]
+
+
+def score(api: Api, **body: object) -> Any:
+    return api.http.post("/v1/score", json={"label_token_ids": LABELS, **body})
+
+
+def prompts(api: Api) -> list[list[int]]:
+    return [api.rank.submits.get().token_ids for _ in range(api.rank.submits.qsize())]
+
+
+def test_scores_are_probabilities_over_vocabulary(api: Api) -> None:
+    answer = score(api, query="Is it good? ", items=["yes", "no"]).json()
+    assert answer["scores"] == [[math.exp(token_logprob(label)) for label in LABELS]] * 2
+    encode = api.tokenizer.encode
+    assert prompts(api) == [encode("Is it good? yes"), encode("Is it good? no")]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_apply_softmax_normalizes_among_labels(api: Api) -> None:
+    answer = score(api, query="q", items="i", apply_softmax=True).json()
+    assert answer["scores"] == [softmax([token_logprob(label) for label in LABELS])]
+    prompts(api)
+
+
+def test_item_first_places_item_before_query(api: Api) -> None:
+    score(api, query="query", items=["item "], item_first=True)
+    score(api, query=[70, 71], items=[[72]], item_first=True)
+    score(api, query=[70, 71], items=[[72]])
+    assert prompts(api) == [api.tokenizer.encode("item query"), [72, 70, 71], [70, 71, 72]]

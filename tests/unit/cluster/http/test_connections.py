@@ -12,7 +12,6 @@ import pytest
 
 from cluster.http.connections import (
     DEFAULT_CONNECTIONS,
-    LOG_EVERY_S,
     ConnectionTable,
     WaitState,
     connection_limit,
@@ -58,65 +57,6 @@ def table(clock: Time) -> ConnectionTable:
     return ConnectionTable(LIMIT, None, dict.fromkeys(WaitState, 10.0), clock)
 
 
-def filled(table: ConnectionTable) -> list[FakeConnection]:
-    lines = [FakeConnection() for _ in range(LIMIT)]
-    assert all(table.admit(line) for line in lines)
-    return lines
-
-
-def test_oldest_unproven_connection_closes_first(table: ConnectionTable) -> None:
-    first, second, third, fourth = filled(table)
-    for proven in (first, second):
-        table.prove(proven)
-        table.wait_for(proven, WaitState.IDLE)
-    table.prove(fourth)
-    table.wait_for(fourth, None)
-    assert table.admit(FakeConnection())
-    assert [line.is_cut for line in (first, second, third, fourth)] == [False, False, True, False]
-    assert len(table) == LIMIT
-
-
-def test_longest_idle_proven_connection_closes_next(table: ConnectionTable) -> None:
-    lines = filled(table)
-    for line in lines:
-        table.prove(line)
-        table.wait_for(line, None)
-    table.wait_for(lines[2], WaitState.IDLE)
-    table.wait_for(lines[1], WaitState.IDLE)
-    new = [FakeConnection(), FakeConnection(), FakeConnection()]
-    admitted = []
-    for line in new:
-        admitted.append(table.admit(line))
-        table.prove(line)
-        table.wait_for(line, None)
-    assert admitted == [True, True, False]
-    assert [line.is_cut for line in lines] == [False, True, True, False]
-
-
-def test_continued_wait_keeps_its_start(table: ConnectionTable, clock: Time) -> None:
-    line = FakeConnection()
-    table.admit(line)
-    for clock.now_s in range(12):
-        table.wait_for(line, WaitState.HEAD)
-        table.sweep()
-    assert line.timed_out == [WaitState.HEAD]
-
-
-def test_wait_times_out_once_at_its_limit(table: ConnectionTable, clock: Time) -> None:
-    early, late = FakeConnection(), FakeConnection()
-    table.admit(early)
-    clock.now_s = 5.0
-    table.admit(late)
-    for clock.now_s in (9.9, 10.0, 14.9):
-        table.sweep()
-    assert (early.timed_out, late.timed_out) == ([WaitState.HEAD], [])
-    table.leave(late)
-    clock.now_s = 99.0
-    table.sweep()
-    assert late.timed_out == []
-    assert len(table) == 1
-
-
 def test_connections_per_address_are_limited(clock: Time) -> None:
     table = ConnectionTable(LIMIT, 2, dict.fromkeys(WaitState, 10.0), clock)
     held = [FakeConnection("a"), FakeConnection("a")]
@@ -125,25 +65,6 @@ def test_connections_per_address_are_limited(clock: Time) -> None:
     assert table.admit(FakeConnection("b"))
     table.leave(held[0])
     assert table.admit(FakeConnection("a"))
-
-
-def test_rejected_connections_are_logged_at_limited_rate(
-    table: ConnectionTable, clock: Time, caplog: pytest.LogCaptureFixture
-) -> None:
-    for line in filled(table):
-        table.prove(line)
-        table.wait_for(line, None)
-    with caplog.at_level(logging.WARNING, logger="tandem.front"):
-        for number in range(1000):
-            clock.now_s = number * 0.001
-            assert not table.admit(FakeConnection())
-            table.sweep()
-        clock.now_s += LOG_EVERY_S
-        table.sweep()
-    assert [record.getMessage() for record in caplog.records] == [
-        "connection_limit_reached open=4 limit=4 refused=1",
-        "connection_limit_reached open=4 limit=4 refused=999",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -275,13 +196,6 @@ def test_second_server_on_port_is_rejected() -> None:
             other.bind(("127.0.0.1", front.port))
         assert front.exchange(get("/echo")).status == 200
     bind("127.0.0.1", front.port).close()
-
-
-def test_one_of_two_simultaneous_binds_is_rejected() -> None:
-    with bind("127.0.0.1", 0) as one:
-        port = one.getsockname()[1]
-        with pytest.raises(ResourceError, match=f"port={port}: Address already in use"):
-            bind("127.0.0.1", port)
 
 
 def test_replicas_share_a_port_exclusively() -> None:

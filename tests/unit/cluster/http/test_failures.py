@@ -47,12 +47,6 @@ def test_disconnect_from_stream_cancels_sequence_on_rank(api: Api, rank: FakeRan
     assert rank.cancels.get(timeout=5) == 1
 
 
-def test_disconnect_cancels_sequence_on_rank(api: Api, rank: FakeRank) -> None:
-    rank.hold_after = 0
-    leave_once_submitted(api, "/v1/completions", 1, {"prompt": "Hello"})
-    assert rank.cancels.get(timeout=5) == 1
-
-
 def test_disconnect_cancels_all_passes_of_classification(api: Api, rank: FakeRank) -> None:
     rank.hold_scores = True
     body = {"input": ["a", "b"], "labels": ["yes indeed", "no"]}
@@ -123,28 +117,6 @@ def leave_once_submitted(api: Api, path: str, submits: int, body: Mapping[str, o
     sending.cancel()
 
 
-@pytest.mark.parametrize("hold_after", [0, 1])
-def test_503_names_rank_with_repeated_connection_losses(
-    api: Api, rank: FakeRank, hold_after: int
-) -> None:
-    rank.hold_after = hold_after
-    rank.on_submit = rank.drop_connections
-    response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
-    assert response.status_code == 503
-    assert response.json()["error"]["code"] == "peer_dead"
-    assert "attention-0" in response.json()["error"]["message"]
-
-
-def test_silent_rank_is_named_in_503(folder: Path, rank: FakeRank) -> None:
-    rank.hold_after = 1
-    with serve_api(folder, [rank], no_rank_timeout_s=0.3) as api:
-        rank.silent = True
-        response = api.post("/v1/completions", prompt="Hello", max_tokens=5)
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "not_ready"
-        assert "attention-0" in response.json()["error"]["message"]
-
-
 def test_ranks_lost_during_stream_yield_error_event(api: Api, rank: FakeRank) -> None:
     rank.hold_after = 1
     stream = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=5, stream=True)
@@ -176,16 +148,6 @@ def test_response_is_unchanged_when_another_rank_resumes_it(folder: Path) -> Non
             ranks[0].hold_after = held
             assert streamed_response(api) == whole
             assert ranks[1].submits.get(timeout=5)
-
-
-def test_restarted_rank_serves_again(api: Api, rank: FakeRank) -> None:
-    rank.hold_after = 0
-    rank.on_submit = rank.drop_connections
-    assert api.post("/v1/completions", prompt="Hello").status_code == 503
-    rank.hold_after, rank.on_submit = None, None
-    api.wait_ready()
-    assert api.http.get("/health").status_code == 200
-    assert api.post("/v1/completions", prompt="Hello").status_code == 200
 
 
 def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.http.admin import version
 from cluster.http.app import App
-from contracts.config import LogConfig
+from contracts.config import HttpConfig, LogConfig
 from contracts.logs import set_up_logging
-from tests.support.api_harness import Api, serve_api
+from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
-from tests.support.tiny_tokenizer import write_byte_level
 
 SECRET = "xyzzy-plugh"
 PROMPT = f"my password is {SECRET}"
@@ -33,11 +34,6 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {SECRET: PROMPT}),
     (f"/v1/{SECRET}", {"prompt": PROMPT}),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -104,24 +100,6 @@ def test_log_contains_no_prompt_text(
     assert ("ValueError" in text) == has_bug
 
 
-def test_failed_stream_is_logged_by_id_without_text(
-    folder: Path, tmp_path: Path, everything: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = set_up(tmp_path, prompts=False)
-    monkeypatch.setattr("cluster.http.generation._Run._usage", _bug)
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    rank = FakeRank("attention-0", lambda submit: [60, 61, 62])
-    with (
-        serve_api(folder, [rank]) as api,
-        contextlib.suppress(httpx.HTTPError),
-    ):  # closed by the server
-        api.http.post("/v1/completions", json=body, headers={"x-request-id": "broken"})
-    text = logged(everything, path)
-    assert SECRET not in text
-    assert "answer_failed request_id=broken error=ValueError" in text
-
-
 def test_log_prompts_logs_bodies_and_error_messages(
     folder: Path, tmp_path: Path, everything: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,3 +130,110 @@ def test_request_id_is_sent_with_each_sequence(folder: Path) -> None:
     assert names[:2] == ["mine/1", "mine/1"]
     assert names[2] == names[3] == odd.headers["x-request-id"]
     assert len(names[2]) == 32
+
+
+FRESH = re.compile(r"[0-9a-f]{32}")
+PRIVATE = "nobody may read this"
+
+
+@pytest.fixture(scope="module")
+def rank() -> FakeRank:
+    return FakeRank("attention-0", lambda submit: [60, 61])
+
+
+@pytest.fixture(scope="module")
+def api(folder: Path, rank: FakeRank) -> Iterator[Api]:
+    with serve_api(folder, [rank], HttpConfig(api_keys=["secret-key"], root_path="/llm")) as api:
+        api.http.headers["Authorization"] = "Bearer secret-key"
+        yield api
+
+
+def send_chat(api: Api, request_id: str | None) -> list[httpx.Response]:
+    """Send requests of every outcome: valid, streamed, rejected, unknown route, method, key."""
+    headers = {"X-Request-Id": request_id} if request_id is not None else {}
+    good = {"model": MODEL, "prompt": PRIVATE}
+    http = api.http
+    return [
+        http.post("/v1/completions", json=good, headers=headers),
+        http.post("/v1/completions", json={**good, "stream": True}, headers=headers),
+        http.post("/v1/completions", json={**good, "n": -1}, headers=headers),
+        http.post("/v1/completions", content=b"{", headers=headers),
+        http.get("/v1/completions", headers=headers),
+        http.get("/nowhere", headers=headers),
+        http.get("/v1/models", headers={**headers, "Authorization": "Bearer wrong-key"}),
+        http.get("/metrics", headers=headers),
+    ]
+
+
+def test_every_response_has_its_request_id(api: Api) -> None:
+    given = "req-1:a/b+c=d@e_f.g"
+    answers = send_chat(api, given)
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 400, 405, 404, 401, 200]
+    assert {answer.headers["x-request-id"] for answer in answers} == {given}
+
+
+@pytest.mark.parametrize("given", [None, "", "two words", "a" * 129, 'quo"te', "ä".encode()])
+def test_invalid_request_id_is_replaced(api: Api, given: str | bytes | None) -> None:
+    headers = {} if given is None else {"X-Request-Id": given}
+    answers = [api.http.get("/health", headers=headers) for _ in range(2)]  # type: ignore[arg-type]
+    ids = {answer.headers["x-request-id"] for answer in answers}
+    assert len(ids) == 2
+    assert all(FRESH.fullmatch(one) for one in ids)
+
+
+def lines_of_log(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
+    """Return the lines of the access log once there are `count`."""
+    lines: list[str] = []
+    deadline_s = time.monotonic() + 10.0
+    while len(lines) < count and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        records = [record for record in caplog.records if record.name == "tandem.access"]
+        lines = "\n".join(record.getMessage() for record in records).splitlines()
+    return lines
+
+
+def test_log_has_one_line_per_request_without_text_or_key(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="tandem.access"):
+        send_chat(api, "mine")
+        api.http.get("/v1/models/a%0Ab?prompt=" + PRIVATE.replace(" ", "+"))
+        lines = lines_of_log(caplog, 9)
+    assert len(lines) == 9
+    pattern = r"method=POST path=/llm/v1/completions status=200 ms=\d+(\.\d)? request_id=mine"
+    assert re.fullmatch(pattern, lines[0])
+    assert "path=/llm/v1/models/a%0Ab status=404" in lines[-1]
+    for line in lines:
+        assert "\n" not in line
+        for secret in (PRIVATE, "nobody", "secret-key", "wrong-key"):
+            assert secret not in line
+
+
+def test_version_is_public(api: Api) -> None:
+    answer = api.http.get("/version", headers={"Authorization": ""})
+    assert answer.json() == {"version": version()}
+    assert re.fullmatch(r"\d+\.\d+.*", version())
+
+
+def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
+    rank = FakeRank("attention-0", lambda submit: [60, 61])
+    rank.hold_after = 0
+    with serve_api(folder, [rank]) as api:
+        idle = {"requests": 0, "waiting": {"ls": 0, "be": 0}}
+        load = api.http.get("/load").json()
+        assert load == {"server_load": 0, "pipelines": {"generation": idle, "prefill": idle}}
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 9, "priority": "be"}
+        request = api.http.build_request("POST", "/v1/completions", json=body)
+        waiting = api.loop.start(api.send(request))
+        rank.submits.get(timeout=TIMEOUT_S)
+        load = api.http.get("/load").json()
+        assert load["server_load"] == 1
+        assert load["pipelines"]["generation"] == {"requests": 1, "waiting": {"ls": 0, "be": 1}}
+        waiting.cancel()
+        rank.cancels.get(timeout=TIMEOUT_S)
+
+
+def test_root_path_is_documented_behind_proxy(api: Api) -> None:
+    document = api.http.get("/openapi.json").json()
+    assert document["servers"] == [{"url": "/llm"}]
+    assert api.http.get("/v1/models").status_code == 200

@@ -33,34 +33,32 @@ def api(folder: Path) -> Iterator[Api]:
         yield api
 
 
+def complete(api: Api, **fields: Any) -> Any:
+    return api.openai.completions.create(model=MODEL, **fields)
+
+
+def chat(api: Api, **fields: Any) -> Any:
+    return api.openai.chat.completions.create(model=MODEL, messages=CHAT, **fields)
+
+
 def text_tokens(api: Api, text: str) -> int:
     return len(api.tokenizer.encode(text))
 
 
 def test_completion_has_text_reason_and_usage(api: Api) -> None:
-    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200)
+    done = complete(api, prompt="Hello", max_tokens=200)
     assert done.object == "text_completion"
     assert done.choices[0].text == TEXT
     assert done.choices[0].finish_reason == "stop"
-    assert done.usage is not None
     assert done.usage.prompt_tokens == text_tokens(api, "Hello")
     assert done.usage.completion_tokens == text_tokens(api, TEXT) + 1  # eos counts
     assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
-    assert done.usage.prompt_tokens_details is not None
     assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
 
 
-def test_max_tokens_ends_completion_with_reason_length(api: Api) -> None:
-    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=3)
-    assert done.choices[0].finish_reason == "length"
-    assert TEXT.startswith(done.choices[0].text)
-    assert done.usage is not None
-    assert done.usage.completion_tokens == 3
-
-
 def test_streamed_completion_has_same_text(api: Api) -> None:
-    stream = api.openai.completions.create(
-        model=MODEL,
+    stream = complete(
+        api,
         prompt="Hello",
         max_tokens=200,
         stream=True,
@@ -79,7 +77,7 @@ def test_streamed_completion_has_same_text(api: Api) -> None:
 def test_chat_completion_uses_rendered_template(api: Api) -> None:
     while not api.rank.submits.empty():
         api.rank.submits.get()
-    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT)
+    done = chat(api)
     assert done.choices[0].message.role == "assistant"
     assert done.choices[0].message.content == TEXT
     assert done.choices[0].finish_reason == "stop"
@@ -90,9 +88,7 @@ def test_chat_completion_uses_rendered_template(api: Api) -> None:
 
 
 def test_streamed_chat_starts_with_role_and_ends_with_usage(api: Api) -> None:
-    stream = api.openai.chat.completions.create(
-        model=MODEL, messages=CHAT, stream=True, stream_options={"include_usage": True}
-    )
+    stream = chat(api, stream=True, stream_options={"include_usage": True})
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[0].choices[0].delta.content == ""
@@ -104,39 +100,21 @@ def test_streamed_chat_starts_with_role_and_ends_with_usage(api: Api) -> None:
 
 
 def test_stop_string_ends_text_and_cancels_rest(api: Api) -> None:
-    done = api.openai.completions.create(
-        model=MODEL, prompt="Hello", max_tokens=200, stop=["\n\nQuestion", "never"]
-    )
+    done = complete(api, prompt="Hello", max_tokens=200, stop=["\n\nQuestion", "never"])
     assert done.choices[0].text == "The answer is 42. 你好 😀"
     assert done.choices[0].finish_reason == "stop"
-    assert done.usage is not None
     assert done.usage.completion_tokens < text_tokens(api, TEXT)
-    assert done.usage.prompt_tokens_details is not None
     assert done.usage.prompt_tokens_details.cached_tokens == CACHED_TOKENS
 
 
 def test_stream_never_contains_part_of_stop_string(api: Api) -> None:
-    stream = api.openai.chat.completions.create(
-        model=MODEL, messages=CHAT, stop="\n\nQuestion", stream=True
-    )
+    stream = chat(api, stop="\n\nQuestion", stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(pieces) == "The answer is 42. 你好 😀"
 
 
-def test_each_choice_has_its_own_seed(api: Api) -> None:
-    done = api.openai.completions.create(
-        model=MODEL, prompt="Hello", max_tokens=50, seed=7, n=3, temperature=1.0
-    )
-    assert [choice.text for choice in done.choices] == ["seed 7", "seed 8", "seed 9"]
-    assert [choice.index for choice in done.choices] == [0, 1, 2]
-    assert done.usage is not None
-    assert done.usage.prompt_tokens == text_tokens(api, "Hello")  # once, not three times
-
-
 def test_streamed_choices_keep_their_index(api: Api) -> None:
-    stream = api.openai.completions.create(
-        model=MODEL, prompt=["One", "Two"], max_tokens=50, seed=1, n=2, stream=True
-    )
+    stream = complete(api, prompt=["One", "Two"], max_tokens=50, seed=1, n=2, stream=True)
     texts = ["", "", "", ""]
     reasons: dict[int, str] = {}
     for chunk in stream:
@@ -150,22 +128,16 @@ def test_streamed_choices_keep_their_index(api: Api) -> None:
 
 def test_token_id_prompts_are_accepted(api: Api) -> None:
     ids = api.tokenizer.encode("Hello there")
-    one = api.openai.completions.create(model=MODEL, prompt=ids, max_tokens=5)
-    many = api.openai.completions.create(model=MODEL, prompt=[ids, ids[:1]], max_tokens=5)
-    assert one.usage is not None
+    one = complete(api, prompt=ids, max_tokens=5)
+    many = complete(api, prompt=[ids, ids[:1]], max_tokens=5)
     assert one.usage.prompt_tokens == len(ids)
     assert len(many.choices) == 2
-    assert many.usage is not None
     assert many.usage.prompt_tokens == len(ids) + 1
 
 
 def test_completion_logprobs_match_text(api: Api) -> None:
-    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=6, logprobs=2)
+    done = complete(api, prompt="Hello", max_tokens=6, logprobs=2)
     choice = done.choices[0]
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens is not None
-    assert choice.logprobs.text_offset is not None
-    assert choice.logprobs.top_logprobs is not None
     assert "".join(choice.logprobs.tokens) == choice.text
     for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         assert choice.text[offset:].startswith(token)
@@ -173,80 +145,43 @@ def test_completion_logprobs_match_text(api: Api) -> None:
 
 
 def test_chat_logprobs_have_bytes_and_alternatives(api: Api) -> None:
-    done = api.openai.chat.completions.create(
-        model=MODEL, messages=CHAT, logprobs=True, top_logprobs=2
-    )
+    done = chat(api, logprobs=True, top_logprobs=2)
     logprobs = done.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
     data = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
     assert data.decode() == TEXT
     assert all(len(entry.top_logprobs) == 2 for entry in logprobs.content)
 
 
 def test_streamed_logprobs_equal_whole_answer(api: Api) -> None:
-    whole = api.openai.completions.create(model=MODEL, prompt="Hi", max_tokens=99, logprobs=1)
-    stream = api.openai.completions.create(
-        model=MODEL, prompt="Hi", max_tokens=99, logprobs=1, stream=True
-    )
+    whole = complete(api, prompt="Hi", max_tokens=99, logprobs=1)
+    stream = complete(api, prompt="Hi", max_tokens=99, logprobs=1, stream=True)
     tokens: list[str] = []
     for chunk in stream:
         if chunk.choices[0].logprobs:
             tokens += chunk.choices[0].logprobs.tokens or []
-    assert whole.choices[0].logprobs is not None
     assert tokens == whole.choices[0].logprobs.tokens
 
 
 def test_echo_without_generation_scores_prompt(api: Api) -> None:
-    done = api.openai.completions.create(
-        model=MODEL, prompt="The quick brown", max_tokens=0, echo=True, logprobs=1
-    )
+    done = complete(api, prompt="The quick brown", max_tokens=0, echo=True, logprobs=1)
     choice = done.choices[0]
     assert choice.text == "The quick brown"
     assert choice.finish_reason == "length"
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens is not None
-    assert choice.logprobs.token_logprobs is not None
     assert "".join(choice.logprobs.tokens) == "The quick brown"
     assert choice.logprobs.token_logprobs[0] is None
     assert all(value is not None for value in choice.logprobs.token_logprobs[1:])
-    assert done.usage is not None
     assert done.usage.completion_tokens == 0
     assert done.usage.prompt_tokens == len(choice.logprobs.tokens)
 
 
-def test_echo_precedes_generated_text(api: Api) -> None:
-    done = api.openai.completions.create(
-        model=MODEL, prompt="Hello ", max_tokens=200, echo=True, logprobs=0
-    )
-    choice = done.choices[0]
-    assert choice.text == "Hello " + TEXT
-    assert choice.logprobs is not None
-    assert choice.logprobs.text_offset is not None
-    assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
-    assert choice.logprobs.text_offset[text_tokens(api, "Hello ")] == len("Hello ")
-
-
 def test_eos_of_completion_is_listed_without_text(api: Api) -> None:
     """Clients such as lm-eval count generated tokens from the end."""
-    done = api.openai.completions.create(model=MODEL, prompt="Hello", max_tokens=200, logprobs=0)
+    done = complete(api, prompt="Hello", max_tokens=200, logprobs=0)
     choice = done.choices[0]
     assert choice.text == TEXT
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens is not None
-    assert choice.logprobs.text_offset is not None
     assert choice.logprobs.tokens[-1] == EOS
     assert choice.logprobs.text_offset[-1] == len(TEXT)
-    assert done.usage is not None
     assert len(choice.logprobs.tokens) == done.usage.completion_tokens
-
-
-def test_eos_of_chat_is_not_listed(api: Api) -> None:
-    done = api.openai.chat.completions.create(model=MODEL, messages=CHAT, logprobs=True)
-    logprobs = done.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert "".join(entry.token for entry in logprobs.content) == TEXT
 
 
 def test_models_are_listed_and_retrieved_by_name(api: Api) -> None:

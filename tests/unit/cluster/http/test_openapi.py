@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import schemathesis
@@ -36,25 +35,6 @@ def api(folder: Path) -> Iterator[Api]:
 def test_document_is_valid_openapi(keys: list[str]) -> None:
     document = openapi_document(SERVED, HttpConfig(api_keys=list(keys)))
     schemathesis.openapi.from_dict(json.loads(json.dumps(document))).validate()
-
-
-def test_every_reference_resolves() -> None:
-    document = openapi_document(SERVED, HTTP)
-    for reference in set(references(document)):
-        target: Any = document
-        for part in reference.removeprefix("#/").split("/"):
-            target = target[part]
-
-
-def references(tree: object) -> Iterator[str]:
-    if isinstance(tree, dict):
-        if isinstance(tree.get("$ref"), str):
-            yield tree["$ref"]
-        for value in tree.values():
-            yield from references(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from references(value)
 
 
 def test_document_lists_exactly_the_routes(api: Api) -> None:

@@ -100,12 +100,6 @@ def streamed(api: Api, path: str, **fields: Any) -> tuple[dict[int, str], dict[i
     return texts, reasons
 
 
-def first_tokens(api: Api, **fields: Any) -> list[str]:
-    (choice,) = completion(api, logprobs=0, **fields)["choices"]
-    tokens: list[str] = choice["logprobs"]["tokens"]
-    return tokens
-
-
 # --- guided choice
 
 
@@ -199,14 +193,6 @@ def test_choice_containing_end_token_is_rejected(api: Api) -> None:
 # --- vLLM's fields
 
 
-def test_logit_bias_determines_output(api: Api) -> None:
-    token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
-    plain = completion(api, temperature=0, ignore_eos=True)
-    only = completion(api, temperature=0, ignore_eos=True, logit_bias={str(token): 100})
-    text = api.tokenizer.decode([token] * 12)
-    assert only["choices"][0]["text"].strip() == text.strip() != plain["choices"][0]["text"].strip()
-
-
 def test_stop_token_ends_answer_and_is_not_shown(api: Api) -> None:
     """As in vLLM: finish_reason is stop, also with ignore_eos."""
     token = api.tokenizer.encode("fox", add_special_tokens=False)[-1]
@@ -232,36 +218,3 @@ def test_min_tokens_defers_every_end(api: Api) -> None:
     late = completion(api, stop=name, min_tokens=4, **bias)
     assert late["choices"][0]["text"].count(name) == 4
     assert late["choices"][0]["finish_reason"] == "stop"
-
-
-def test_penalties_break_repetition(api: Api) -> None:
-    """With a bias towards three tokens, a frequency penalty balances them."""
-    ids = api.tokenizer.encode("yes no maybe", add_special_tokens=False)[:3]
-    bias = {"logit_bias": {str(i): 60 for i in ids}, "temperature": 0, "ignore_eos": True}
-    tokens = first_tokens(api, frequency_penalty=2, **bias)
-    assert max(map(tokens.count, tokens)) <= 6
-    once = first_tokens(api, presence_penalty=2, max_tokens=3, **bias)
-    assert len(once) == 3
-    again = first_tokens(api, repetition_penalty=100, max_tokens=3, temperature=0)
-    assert len(set(again)) == 3
-
-
-def test_min_p_of_one_is_greedy(api: Api) -> None:
-    wanted = completion(api, temperature=0)["choices"][0]["text"]
-    assert completion(api, temperature=2, min_p=1, seed=1)["choices"][0]["text"] == wanted
-
-
-def test_neutral_values_do_not_change_output(api: Api) -> None:
-    neutral = {
-        "min_p": 0,
-        "presence_penalty": 0,
-        "frequency_penalty": 0,
-        "repetition_penalty": 1,
-        "logit_bias": {},
-        "stop_token_ids": [],
-        "min_tokens": 0,
-        "guided_choice": None,
-        "structured_outputs": None,
-    }
-    plain = completion(api, seed=3)["choices"]
-    assert completion(api, seed=3, **neutral)["choices"] == plain

@@ -185,6 +185,13 @@ def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> N
         assert is_ended(line)
 
 
+def test_request_sent_byte_by_byte_is_answered(front: Front) -> None:
+    with front.connect() as line:
+        for byte in post("/echo", b"abc"):
+            line.sendall(bytes([byte]))
+        assert read_answer(line).body == b"3"
+
+
 def test_bad_pipelined_request_does_not_affect_earlier_answer(front: Front) -> None:
     """uvicorn wrote its 400 into the answer under way."""
     with front.connect() as line:

@@ -40,11 +40,6 @@ def front(request: pytest.FixtureRequest) -> Iterator[Front]:
         yield front
 
 
-def test_silent_connection_is_closed(front: Front) -> None:
-    with front.connect() as line:
-        assert is_ended(line)
-
-
 @pytest.mark.parametrize("half", ["G", "GET /echo HT", "GET /echo HTTP/1.1\r\nHost: tan"])
 def test_incomplete_header_gets_408_and_closes_connection(front: Front, half: str) -> None:
     with front.connect() as line:
@@ -52,15 +47,6 @@ def test_incomplete_header_gets_408_and_closes_connection(front: Front, half: st
         answer = read_answer(line)
         assert answer.status == 408
         assert "(http.header_timeout_s)" in answer.error["message"]
-        assert is_ended(line)
-
-
-def test_incomplete_header_of_next_request_gets_408(front: Front) -> None:
-    with front.connect() as line:
-        line.sendall(get("/echo"))
-        assert read_answer(line).status == 200
-        line.sendall(b"G")
-        assert read_answer(line).status == 408
         assert is_ended(line)
 
 
@@ -77,13 +63,6 @@ def test_slow_headers_do_not_extend_deadline(front: Front) -> None:
             assert head == b"HTTP/1.1 408"
             return
         pytest.fail("it goes on for ever")
-
-
-def test_idle_connection_closes_after_timeout(front: Front) -> None:
-    with front.connect() as line:
-        line.sendall(get("/echo"))
-        assert read_answer(line).status == 200
-        assert is_ended(line)
 
 
 def test_request_at_work_is_not_timed_out_by_server(front: Front) -> None:
@@ -128,17 +107,6 @@ def test_slow_reader_receives_whole_answer() -> None:
                 read_answer(other)
             assert line.recv(1 << 16)
         assert not front.app.left.is_set()
-
-
-@pytest.mark.parametrize("kind", LOOPS)
-def test_unread_answer_is_dropped_on_close(kind: str) -> None:
-    with serve_front(
-        loop_kind=kind, keep_alive_timeout_s=SHORT_S, write_timeout_s=SHORT_S
-    ) as front:
-        with front.connect() as line:
-            line.sendall(get("/stream", "Connection: close"))
-            assert front.app.left.wait(TIMEOUT_S)
-        assert front.exchange(get("/echo")).status == 200
 
 
 def test_incomplete_body_gets_408_naming_limit(tmp_path: Path) -> None:

@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from actors.telemetry.telemetry import Telemetry, merge_expositions
 from cluster.http.admin import MAX_PAUSE_S, SHARE, ScrapeCoalescer
+from contracts import metrics
 from contracts.config import HttpConfig
+from contracts.metrics import Metric, MetricKind
 from tests.support.api_harness import Api, serve_api
 from tests.support.async_tests import run_async
 from tests.support.fake_rank import FakeRank
@@ -44,14 +48,6 @@ class Loop:
         self.pauses.append(duration_s)
         self.now_s += duration_s
         await asyncio.sleep(0)
-
-
-@run_async
-async def test_concurrent_scrapes_share_one_collection() -> None:
-    loop = Loop()
-    texts = await asyncio.gather(*(loop.scrapes.text() for _ in range(64)))
-    assert texts == ["text 1"] * 64
-    assert loop.num_started == 1
 
 
 @run_async
@@ -122,15 +118,11 @@ def test_metrics_require_metrics_key(guarded: Api, path: str) -> None:
     for key, status in (("client", 401), ("prometheus", 200)):
         headers = {"Authorization": f"Bearer {key}"}
         assert guarded.http.get(path, headers=headers).status_code == status
+    assert guarded.http.get("/v1/models", headers=headers).status_code == 401
     assert guarded.http.get("/health").status_code == 200
     document = guarded.http.get("/openapi.json").json()
     assert document["paths"][path]["get"]["security"] == [{"metrics_key": []}]
     assert "metrics_key" in document["components"]["securitySchemes"]
-
-
-def test_metrics_key_grants_only_metrics(guarded: Api) -> None:
-    headers = {"Authorization": "Bearer prometheus"}
-    assert guarded.http.get("/v1/models", headers=headers).status_code == 401
 
 
 def test_client_input_creates_no_series(guarded: Api) -> None:
@@ -160,3 +152,54 @@ def test_client_input_creates_no_series(guarded: Api) -> None:
         send(number)
     assert series() == before
     assert 0 < len(before) <= 500
+
+
+def used(telemetry: Telemetry, metric: Metric) -> None:
+    labels = [f"{name}-value" for name in metric.labels]
+    if metric.kind is MetricKind.COUNTER:
+        telemetry.count(metric, *labels)
+    elif metric.kind is MetricKind.GAUGE:
+        telemetry.set(metric, *labels, to=1.0)
+    else:
+        telemetry.observe(metric, *labels, value=0.1)
+
+
+@pytest.mark.parametrize("metric", metrics.ALL, ids=lambda metric: metric.name)
+def test_metrics_are_exposed_with_declared_names_and_labels(metric: Metric) -> None:
+    telemetry = Telemetry()
+    used(telemetry, metric)
+    (family,) = text_string_to_metric_families(telemetry.exposition())
+    shown = family.name + ("_total" if metric.kind is MetricKind.COUNTER else "")
+    assert shown == metric.name
+    assert family.documentation == metric.help
+    assert set(family.samples[0].labels) - {"le"} == set(metric.labels)
+
+
+def test_metric_names_are_unique_and_counters_end_in_total() -> None:
+    names = [metric.name for metric in metrics.ALL]
+    assert len(set(names)) == len(names)
+    for metric in metrics.ALL:
+        assert (metric.kind is MetricKind.COUNTER) == metric.name.endswith("_total")
+        assert bool(metric.buckets) == (metric.kind is MetricKind.HISTOGRAM)
+
+
+def test_merged_expositions_declare_each_family_once_and_keep_every_sample() -> None:
+    telemetries = [Telemetry() for _ in range(3)]
+    for rank, telemetry in enumerate(telemetries):
+        telemetry.set(metrics.KV_BLOCKS, f"attention-{rank}", "free", to=rank)
+        telemetry.observe(metrics.STAGE, "attention", f"attention-{rank}", value=0.01)
+    merged = merge_expositions([telemetry.exposition() for telemetry in telemetries])
+    families = list(text_string_to_metric_families(merged))
+    assert [family.name for family in families] == ["tandem_kv_blocks", "tandem_stage_seconds"]
+    assert [sample.value for sample in families[0].samples] == [0.0, 1.0, 2.0]
+    assert merged.count("# TYPE") == merged.count("# HELP") == 2
+
+
+def test_merge_sums_counters_and_keeps_largest_gauge() -> None:
+    one, other = Telemetry(), Telemetry()
+    for telemetry, sent, epoch in ((one, 3, 1), (other, 4, 2)):
+        telemetry.count(metrics.CHANNEL_BYTES, "a2e", "shm", by=sent)
+        telemetry.set(metrics.GROUP_EPOCH, "attention_expert", to=epoch)
+    merged = merge_expositions([one.exposition(), other.exposition()])
+    values = [s.value for family in text_string_to_metric_families(merged) for s in family.samples]
+    assert values == [7.0, 2.0]

@@ -94,8 +94,3 @@ def test_tokens_cut_off_by_stop_count_in_usage(tokenizer: Tokenizer) -> None:
     assert (text, reason) == ("ab", "stop")
     assert tokenizer.decode(tokens) == "ab"
     assert count == len(tokenizer.encode("ab#"))
-
-
-def test_stop_completed_by_flush_ends_text(tokenizer: Tokenizer) -> None:
-    half = tokenizer.encode("a😀")[:-1]
-    assert whole(tokenizer, half, ["\ufffd"], [])[:3:2] == ("a", "stop")

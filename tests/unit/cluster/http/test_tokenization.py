@@ -50,32 +50,6 @@ def test_special_tokens_are_added_to_text_and_on_request_to_conversation(api: Ap
     assert with_special["token_strs"] is None
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "param"),
-    [
-        ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": CHAT}, 400, "prompt"),
-        ("/tokenize", {"prompt": 1}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "messages"),
-        ("/tokenize", {"prompt": "a " * 200_000}, 413, "prompt"),
-        ("/tokenize", {"messages": []}, 400, "messages"),
-        ("/tokenize", {"messages": CHAT * (CONTEXT_TOKENS + 1)}, 413, "messages"),
-        ("/tokenize", {"prompt": "a", "promt": "b"}, 400, "promt"),
-        ("/detokenize", {}, 400, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [5] * (CONTEXT_TOKENS + 1)}, 413, "tokens"),
-        ("/detokenize", {"tokens": [5], "model": "other"}, 404, "model"),
-    ],
-)
-def test_invalid_tokenize_request_names_field(
-    api: Api, path: str, fields: dict[str, Any], status: int, param: str
-) -> None:
-    response = api.post(path, **fields)
-    assert response.status_code == status, response.text
-    assert response.json()["error"]["param"] == param
-
-
 def test_tokenize_requires_key_but_no_model(
     api: Api, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -87,13 +61,3 @@ def test_tokenize_requires_key_but_no_model(
             assert keyed.http.post(path, json=body).status_code == 401
             headers = {"Authorization": f"Bearer {'k' * 8}"}
             assert keyed.http.post(path, json=body, headers=headers).status_code == 200
-
-
-def test_tokenize_is_not_counted_as_request(api: Api) -> None:
-    def counted() -> list[str]:
-        text = api.http.get("/metrics").text
-        return [line for line in text.splitlines() if line.startswith("tandem_requests_total{")]
-
-    before = counted()
-    assert api.post("/tokenize", prompt="a").status_code == 200
-    assert counted() == before
