@@ -18,7 +18,7 @@ from actors.kv.block_manager import BlockManager
 from cluster.http.app import build_app
 from cluster.http.authenticator import Authenticator, with_cache_salt
 from cluster.http.schemas import MAX_CACHE_SALT_CHARACTERS, ModelInfo
-from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable
+from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
@@ -27,15 +27,11 @@ from contracts.api_keys import ApiKey
 from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
-from contracts.routing_messages import Prompt, RequestKey
 from models.text.tokenizer import Tokenizer
-from planner.routing.backlog import Backlog
 from planner.routing.request_work import token_work
-from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
-from tests.support.routing import LoggingWorker
 from tests.support.tiny_tokenizer import write_byte_level
 
 BLOCK = 4
@@ -204,35 +200,6 @@ def test_blocks_and_batches_are_shared_per_salt() -> None:
     # Each salt's short prompt finds the head of the block that its long one fills.
     first = [0, short] * len(SALTS) + [most, short] * len(SALTS)
     assert cached == [*first, *[most, short] * (2 * len(SALTS))]
-
-
-def test_prefix_table_matches_per_salt() -> None:
-    table = PrefixTable(100)
-    table.add(submit(SALTS[1]).block_hashes(BLOCK))
-    matched = [table.match(submit(salt).block_hashes(BLOCK)) for salt in SALTS]
-    assert matched == [0, 6, 0]
-
-
-@pytest.mark.parametrize("text", [PROMPT, [*PROMPT[: BLOCK - 1], 9]], ids=["hashes", "heads"])
-def test_router_index_matches_per_salt(text: list[int]) -> None:
-    saturation = SaturationConfig(fallback_prompts=(1,), pinned=10**6)
-    router = Router(
-        RouterConfig(workers=2, saturation=saturation, block_tokens=BLOCK * 2), token_work
-    )
-    backlog = Backlog(router, token_work)
-    workers = [LoggingWorker(n, token_work, 1000) for n in range(2)]
-
-    def home(number: int, salt: bytes) -> int:
-        submitted = submit(salt, text)
-        hashes = tuple(submitted.block_hashes(BLOCK * 2))
-        prompt = Prompt(RequestKey(0, number), len(text), hashes)
-        backlog.put(prompt, token_ids=text, caller=submitted.caller)
-        ((sent, decision),) = backlog.take()
-        router.apply(workers[decision.worker].accept(sent))
-        return decision.worker
-
-    homes = [home(number, salt) for number, salt in enumerate((*SALTS[:2], *SALTS[:2]))]
-    assert homes == [0, 1, 0, 1], "each on its own rank"
 
 
 def test_key_digest_hides_key_and_is_equal_in_all_replicas() -> None:

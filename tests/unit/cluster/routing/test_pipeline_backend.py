@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
-from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, RankView, least_work
-from cluster.routing.pipeline_backend import PipelineBackend
+from cluster.routing.least_work_placer import (
+    Choose,
+    LeastWorkPlacer,
+    PrefixTable,
+    RankView,
+    least_work,
+)
+from cluster.routing.pipeline_backend import LoopThrottle, PipelineBackend, Pipelines
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
 from cluster.routing.rank_socket import RankClientConfig
+from contracts.block_hash import chain_hashes
 from contracts.errors import (
     HandshakeError,
     OverloadError,
@@ -28,6 +36,7 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async
+from tests.support.fake_prefill import FakePrefill, routing
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.manual_clock import ManualClock
 
@@ -113,20 +122,6 @@ def test_request_goes_to_rank_with_its_prefix() -> None:
     run(body, ranks=2)
 
 
-def test_load_is_spread_while_requests_are_outstanding() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        for rank in ranks:
-            rank.hold_after = 1
-        streams = [backend.generate(submit(first=i * 50)) for i in range(4)]
-        for stream in streams:
-            await anext(stream)
-        assert [rank.submits.qsize() for rank in ranks] == [2, 2]
-        for stream in streams:
-            await stream.aclose()
-
-    run(body, ranks=2)
-
-
 def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
     async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         ranks[0].healthy = False
@@ -178,42 +173,6 @@ def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
         await wait_for_slot.aclose()
 
     run(body, max_waiting=1)
-
-
-def test_closing_unfinished_generation_cancels_it() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await tokens_of(backend, submit())
-        ranks[0].hold_after = 1
-        stream = backend.generate(submit())
-        await anext(stream)
-        await stream.aclose()
-        await _until(lambda: ranks[0].cancels.qsize() == 1)
-        assert ranks[0].cancels.get() == 2
-
-    run(body)
-
-
-def _has_submits(rank: FakeRank, count: int) -> bool:
-    return rank.submits.qsize() == count
-
-
-def test_request_fails_after_third_lost_connection() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 1
-        waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(5)]
-        for submitted in (5, 10, 15):
-            await _until(partial(_has_submits, ranks[0], submitted))
-            ranks[0].drop_connections()
-        for result in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(result, RankError)
-            assert result.code == "peer_dead"
-            assert "3 attention ranks were lost" in result.message
-            assert "attention-0" in result.message
-        await backend.wait_ready()  # it reconnects by itself
-        ranks[0].hold_after = None
-        assert await tokens_of(backend, submit()) == [1, 2, 3, 4]
-
-    run(body)
 
 
 def test_prefixes_are_forgotten_when_rank_restarts() -> None:
@@ -299,3 +258,130 @@ async def test_local_running_rank_has_fourfold_heartbeat_timeout(is_known: bool)
     assert isinstance(client.last_error, PeerHungError)
     await client.close()
     await fake.close()
+
+
+@given(
+    views=st.lists(
+        st.builds(
+            RankView,
+            name=st.text(max_size=3),
+            load_tokens=st.integers(0, 99),
+            prefix_tokens=st.integers(0, 99),
+        ),
+        min_size=1,
+    )
+)
+def test_chosen_rank_has_least_work(views: list[RankView]) -> None:
+    chosen = least_work(views)
+    assert chosen in views
+    assert all(
+        chosen.load_tokens - chosen.prefix_tokens <= other.load_tokens - other.prefix_tokens
+        for other in views
+    )
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=20), other=st.lists(st.integers(0, 3), max_size=20)
+)
+def test_match_counts_common_leading_blocks(tokens: list[int], other: list[int]) -> None:
+    table = PrefixTable(100)
+    table.add(chain_hashes(tokens, 2))
+    common = 0
+    while (common + 1) * 2 <= min(len(tokens), len(other)) and (
+        tokens[: (common + 1) * 2] == other[: (common + 1) * 2]
+    ):
+        common += 1
+    assert table.match(chain_hashes(other, 2)) == common
+
+
+def test_oldest_chain_is_evicted_from_its_end() -> None:
+    table = PrefixTable(4)
+    old, new = chain_hashes(range(6), 2), chain_hashes(range(10, 14), 2)
+    table.add(old)
+    table.add(new)
+    assert table.match(new) == 2
+    assert table.match(old) == 2  # its third block is evicted
+
+
+@run_async
+async def test_starts_are_limited_per_loop_turn_in_order() -> None:
+    throttle, turns, completed = LoopThrottle(3), 0, list[tuple[int, int]]()
+
+    async def one(number: int) -> None:
+        await throttle.acquire()
+        completed.append((number, turns))
+
+    await one(-1)
+    assert completed == [(-1, 0)]
+    completed.clear()
+    tasks = [asyncio.ensure_future(one(number)) for number in range(12)]
+    tasks[5].cancel()
+    while not all(task.done() for task in tasks):
+        turns += 1
+        await asyncio.sleep(0)
+    assert [number for number, _ in completed] == [n for n in range(12) if n != 5]
+    for acquire in range(turns + 1):
+        assert sum(when == acquire for _, when in completed) <= 3
+    for _ in range(4):
+        await asyncio.sleep(0)
+    completed.clear()
+    await asyncio.gather(*(one(number) for number in range(3)))
+    assert len(completed) == 3, "ready for more requests"
+
+
+def generation(max_tokens: int) -> Submit:
+    return Submit(request_id=0, token_ids=[1, 2, 3], sampling=Sampling(max_tokens=max_tokens))
+
+
+SCORE = Submit(request_id=0, token_ids=[1, 2, 3], sampling=None, candidates=[5])
+
+
+async def drain(pipelines: Pipelines, submit: Submit) -> Finished:
+    events = [event async for batch in pipelines.generate(submit) for event in batch]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+@run_async
+async def test_request_goes_to_its_pipeline() -> None:
+    rank, worker = FakeRank("attention-0", lambda _: [1, 2, 3, 4]), FakePrefill(0)
+    backend = PipelineBackend(
+        LeastWorkPlacer([RankClient(rank.name, await rank.listen(), ME, QUICK)], RoutingConfig())
+    )
+    async with routing([worker]) as router:
+        both = Pipelines(backend, router)
+        both.start()
+        await both.wait_ready()
+        await both.score(SCORE)
+        await drain(both, generation(1))
+        assert len(worker.taken) == 2
+        assert rank.submits.empty()
+        await drain(both, generation(3))
+        assert len(worker.taken) == 2
+        assert rank.submits.qsize() == 1
+        worker.drop_connections()
+        await worker.close()
+        while not both.problems():
+            await asyncio.sleep(0.005)
+        assert "prefill-0" in both.problems()[0]
+    await backend.close()
+    await rank.close()
+
+
+@run_async
+async def test_single_pipeline_runs_all_requests() -> None:
+    worker = FakePrefill(0)
+    async with routing([worker]) as router:
+        only = Pipelines(None, router)
+        await only.score(SCORE)
+        assert (await drain(only, generation(3))).usage.completion_tokens == 3
+    rank = FakeRank("attention-0", lambda _: [1, 2, 3, 4])
+    client = RankClient(rank.name, await rank.listen(), ME, QUICK)
+    backend = PipelineBackend(LeastWorkPlacer([client], RoutingConfig()))
+    only = Pipelines(backend, None)
+    only.start()
+    await only.wait_ready()
+    await only.score(SCORE)
+    assert (await drain(only, generation(1))).usage.completion_tokens == 1
+    await only.close()
+    await rank.close()
