@@ -72,7 +72,7 @@ def test_grouped_product_equals_single_products() -> None:
     torch.testing.assert_close(grouped, single)
 
 
-def test_joint_weight_exists_unless_reordered_or_biased() -> None:
+def test_stacked_weight_exists_unless_reordered_or_biased() -> None:
     weight, bias = torch.randn(3, 8, 8), torch.randn(3, 8)
     assert plain_linears(weight).weight_eNK is weight
     assert plain_linears(weight, bias).weight_eNK is None

@@ -111,61 +111,51 @@ def test_group_limited_routing_equals_reference(
         assert found == pytest.approx(expected, abs=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 9), st.integers(1, 7), st.sampled_from([1, 5, 512]), st.data())
-def test_local_experts_equal_reference(T: int, E: int, run_pairs: int, data: st.DataObject) -> None:
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 7),
+    st.sampled_from([1, 5, 512]),
+    st.none() | st.floats(0.1, 8.0),
+    st.data(),
+)
+def test_local_experts_equal_reference(
+    T: int, E: int, run_pairs: int, limit: float | None, data: st.DataObject
+) -> None:
+    """limit: of clamped experts with biases; None: without."""
     top_k = data.draw(st.integers(1, E))
     held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E))]
     generator = torch.Generator().manual_seed(T * 100 + E * 10 + top_k)
     D, F, e = 6, 5, len(held)
-    ids_TK, weights_TK = softmax_top_k(
-        torch.randn(T, E, generator=generator), top_k, normalize=True
-    )
     x_TD = torch.randn(T, D, generator=generator)
-    gate_up = torch.randn(e, 2 * F, D, generator=generator)
-    down = torch.randn(e, D, F, generator=generator)
+    logits_TE = torch.randn(T, E, generator=generator)
+    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=True)
+    gate_up, down = (torch.randn(e, *s, generator=generator) for s in ((2 * F, D), (D, F)))
     rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_index(held, E), e)
+    pairs = [
+        (t, held.index(expert), weight)
+        for t in range(T)
+        for expert, weight in zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True)
+        if expert in held
+    ]
+    linears_e, clamped = (linears(gate_up), linears(down)), None
+    if limit is None:
+        expected = reference.experts_reference(x_TD, gate_up, down, pairs)
+    else:
+        clamped = experts.ClampedGate(alpha=1.7, limit=limit)
+        biases = (
+            torch.randn(e, 2 * F, generator=generator),
+            torch.randn(e, D, generator=generator),
+        )
+        linears_e = linears(gate_up, biases[0]), linears(down, biases[1])
+        expected = reference.clamped_experts_reference(x_TD, gate_up, down, biases, pairs, clamped)
     before = x_TD.clone()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "RUN_PAIRS", run_pairs)
-        out_TD = grouped_experts(x_TD, linears(gate_up), linears(down), rows_N, weights_N, counts)
-    pairs = [
-        (t, held.index(int(ids_TK[t, k])), float(weights_TK[t, k]))
-        for t in range(T)
-        for k in range(top_k)
-        if int(ids_TK[t, k]) in held
-    ]
+        out_TD = grouped_experts(x_TD, *linears_e, rows_N, weights_N, counts, clamped)
     assert sum(counts) == len(pairs)
     assert torch.equal(x_TD, before)
     assert out_TD.dtype is torch.float32
-    expected = reference.experts_reference(x_TD, gate_up, down, pairs)
-    torch.testing.assert_close(out_TD.double(), expected, atol=2e-5, rtol=1e-5)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 5), st.floats(0.1, 8.0))
-def test_clamped_experts_equal_reference(T: int, E: int, limit: float) -> None:
-    generator = torch.Generator().manual_seed(T * 10 + E)
-    D, F = 6, 5
-    x_TD = torch.randn(T, D, generator=generator)
-    gate_up = torch.randn(E, 2 * F, D, generator=generator)
-    down = torch.randn(E, D, F, generator=generator)
-    gate_up_bias, down_bias = (torch.randn(E, size, generator=generator) for size in (2 * F, D))
-    clamped = experts.ClampedGate(alpha=1.7, limit=limit)
-    linears_e = linears(gate_up, gate_up_bias), linears(down, down_bias)
-    logits_TE = torch.randn(T, E, generator=generator)
-    ids_TK, weights_TK = softmax_top_k(logits_TE, min(2, E), normalize=True)
-    rows_N, weights_N, counts = group_by_expert(
-        ids_TK, weights_TK, local_index(list(range(E)), E), E
-    )
-    out_TD = grouped_experts(x_TD, *linears_e, rows_N, weights_N, counts, clamped)
-    pairs = [
-        (t, int(expert), float(weight))
-        for t in range(T)
-        for expert, weight in zip(ids_TK[t], weights_TK[t], strict=True)
-    ]
-    biases = gate_up_bias, down_bias
-    expected = reference.clamped_experts_reference(x_TD, gate_up, down, biases, pairs, clamped)
     torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 

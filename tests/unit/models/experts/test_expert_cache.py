@@ -167,7 +167,7 @@ def test_cached_expert_is_a_hit_and_not_read_again(layout: ExpertLayout) -> None
     assert traffic.hit_fraction(1) == pytest.approx(4 / 6)
 
 
-def test_acquired_experts_are_neighbours_in_request(
+def test_acquired_experts_are_adjacent_in_request(
     layout: ExpertLayout,
 ) -> None:
     tier = FakeTier()

@@ -227,19 +227,15 @@ def assert_same_products(folder: Path, source: HostSource, buffer: ExpertBuffer)
                 assert torch.equal(loaded[expert](rows), reference[expert](rows))
 
 
-def test_experts_are_packed_on_read_if_file_does_not_fit(
+def test_unusable_store_folder_is_named_unless_experts_can_be_packed_on_read(
     tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
+    (store := tmp_path / "file").touch()
     folder = tiny_checkpoint("qwen3_moe")
-    (tmp_path / "file").touch()
     layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU)
-    source = open_host_source(folder, layout, store=tmp_path / "file", deadline_s=DEADLINE_S)
+    source = open_host_source(folder, layout, store=store, deadline_s=DEADLINE_S)
     assert_same_products(folder, source, ExpertBuffer(layout))
-
-
-def test_unusable_store_folder_is_named(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
-    (tmp_path / "file").touch()
     layout = ExpertLayout(check_checkpoint(folder), torch.float32, CPU)
     with pytest.raises(ResourceError, match=r"set prefill\.host_store to a folder with \d+ free"):
-        open_host_source(folder, layout, store=tmp_path / "file", deadline_s=DEADLINE_S)
+        open_host_source(folder, layout, store=store, deadline_s=DEADLINE_S)

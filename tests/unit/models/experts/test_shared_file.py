@@ -18,7 +18,7 @@ import torch
 
 from contracts.errors import ResourceError
 from models.experts.expert_layout import ExpertLayout
-from models.experts.host_experts import open_host_source
+from models.experts.host_experts import HostSource, open_host_source
 from models.experts.shared_file import open_shared_file
 from models.weights.checkpoint import check_checkpoint
 
@@ -53,18 +53,6 @@ def names(parent: Path) -> set[str]:
     return {path.name for path in (parent / OURS).iterdir() if path.suffix != ".lock"}
 
 
-def test_default_store_folder_is_private(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
-    layout = ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"))
-    source = open_host_source(folder, layout, store=None, deadline_s=DEADLINE_S)
-    assert stat.S_IMODE((tmp_path / OURS).lstat().st_mode) == 0o700
-    assert len(list((tmp_path / OURS).glob("*.bin"))) == 1
-    source.close()
-
-
 def planted_link(at: Path) -> None:
     (at.parent / "elsewhere").mkdir(mode=0o700)
     at.symlink_to(at.parent / "elsewhere")
@@ -75,26 +63,40 @@ def planted_open_folder(at: Path) -> None:
     at.chmod(0o777)
 
 
+@pytest.fixture
+def open_default(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], HostSource]:
+    """Return a function that opens experts in the default store, below tmp_path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
+    layout = ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"))
+    return lambda: open_host_source(folder, layout, store=None, deadline_s=DEADLINE_S)
+
+
+def test_default_store_folder_is_private(
+    open_default: Callable[[], HostSource], tmp_path: Path
+) -> None:
+    open_default().close()
+    assert stat.S_IMODE((tmp_path / OURS).lstat().st_mode) == 0o700
+    assert len(list((tmp_path / OURS).glob("*.bin"))) == 1
+
+
 @pytest.mark.parametrize(
     ("plant", "message"),
     [(planted_link, "is a link"), (planted_open_folder, "mode 0777"), (Path.touch, "or a file")],
 )
 def test_unsafe_store_folder_is_rejected(
-    tiny_checkpoint: Callable[..., Path],
+    open_default: Callable[[], HostSource],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     plant: Callable[[Path], None],
     message: str,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     plant(tmp_path / OURS)
-    folder = tiny_checkpoint("qwen3_moe", dtype="bfloat16")
-    layout = ExpertLayout(check_checkpoint(folder), torch.float32, torch.device("cpu"))
-    with pytest.raises(ResourceError) as caught:
-        open_host_source(folder, layout, store=None, deadline_s=DEADLINE_S)
+    with pytest.raises(ResourceError, match="prefill.host_store") as caught:
+        open_default()
     assert message in str(caught.value)
     assert str(tmp_path / OURS) in str(caught.value)
-    assert "prefill.host_store" in str(caught.value)
     assert not list((tmp_path / "elsewhere").glob("*"))
 
 
