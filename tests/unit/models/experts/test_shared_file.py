@@ -93,7 +93,7 @@ def test_unsafe_store_folder_is_rejected(
     message: str,
 ) -> None:
     plant(tmp_path / OURS)
-    with pytest.raises(ResourceError, match="prefill.host_store") as caught:
+    with pytest.raises(ResourceError, match=r"prefill\.host_store") as caught:
         open_default()
     assert message in str(caught.value)
     assert str(tmp_path / OURS) in str(caught.value)
