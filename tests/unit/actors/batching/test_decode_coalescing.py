@@ -61,10 +61,6 @@ def submit(number: int, priority: Priority = LS) -> Submit:
     return Submit(request_id=number, token_ids=[number, 1, 2], sampling=sampling, priority=priority)
 
 
-def test_no_sequence_waits_before_a_pass_is_timed() -> None:
-    assert Rank(1).coalescer.slack_s() == -math.inf
-
-
 def test_decodes_wait_until_the_margin_before_their_due_time() -> None:
     rank = Rank(2)
     rank.run(0.03)
@@ -160,12 +156,3 @@ def test_next_token_is_due_after_the_last_and_prompt_keeps_its_due_time() -> Non
     clock.advance(10.0)
     times.completed(batch(Priority.LS, [decoding, chunked]))
     assert (decoding.due_s, chunked.due_s) == (110.5, 102.0)
-
-
-def test_best_effort_is_never_due() -> None:
-    times = DueTimes(CONFIG, ManualClock(100.0))
-    flexible = sequence(Priority.BE, generated=1)
-    times.accepted(flexible)
-    for priority in Priority:
-        times.completed(batch(priority, [flexible]))
-    assert flexible.due_s == math.inf

@@ -327,20 +327,6 @@ def test_restarted_scoring_has_no_scores() -> None:
     assert not prompted.scored
 
 
-def test_requeued_generation_keeps_tokens_and_cached_count() -> None:
-    sim = Simulation(max_batch_tokens=100)
-    first, second = sim.add(range(16), 20), sim.add(range(50, 66), 20)
-    while not sim.scheduler.requeued_total:
-        assert sim.start() is not None
-        sim.finish()
-    generated = second.generated
-    assert generated > 0
-    assert not second.in_flight
-    sim.drain()
-    assert (first.generated, second.generated) == (20, 20)
-    assert second.usage().cached_tokens == 0, "cached when it first started, not when it came back"
-
-
 def test_decodes_run_before_prompts_and_latency_sensitive_prompts_before_best_effort() -> None:
     sim = Simulation(max_batch_tokens=10)
     decoding = sim.add(range(4), 8, Priority.BE)
@@ -440,16 +426,6 @@ def test_request_beside_others_has_a_share_of_each_batch() -> None:
         assert (small in sim.ended) == (len(of_hog) >= 4), "it is in every batch"
     assert of_hog[: 4 + SHARED_BATCHES - 1] == [2] * (3 + SHARED_BATCHES)
     assert of_hog[-1] == 8
-
-
-def test_all_sequences_of_a_sharing_request_progress() -> None:
-    sim = crowded()
-    started = [s for s in sim.scheduler.sequences if s.generated]
-    before = [s.generated for s in started]
-    for turn in range(8):
-        sim.add([7, turn], 1, caller=Caller(b"b", 2 + turn))
-        sim.step()
-    assert [s.generated - b for s, b in zip(started, before, strict=True)] == [2] * 8
 
 
 def test_long_prompt_leaves_others_their_part_of_a_batch() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Endpoint, Packet, PeerJoined, PeerLost, TensorSpec
+from actors.channels.base import Endpoint, Packet, PeerJoined, PeerLost
 from actors.channels.endpoint import BaseEndpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.link import Views
@@ -342,19 +342,6 @@ def test_replacement_rank_creates_its_own_communicators(
             assert [raw_bytes(t) for t in packet.tensors] == [raw_bytes(t) for t in sent]
             packet.release()
         assert fake_nccl.aborted == gone == 8, "of the lost one, on both sides"
-
-
-def test_nccl_memory_is_kept_until_sent(fake_nccl: FakeNccl) -> None:
-    with pair_of(NcclEndpoint) as (left, right):
-        FakeEvent.reached = False
-        for number in range(3):
-            send(left, "right", payload(number), header(number))
-        sending = left._links["right"]._sending[Priority.LS]  # type: ignore[attr-defined]
-        assert len(sending) == 3
-        FakeEvent.reached = True
-        wait_for(right, Packet, 3)
-        left.reserve("right", [TensorSpec("int8", (1,))])
-        assert not sending
 
 
 def test_nccl_failure_on_the_device_loses_the_peer(fake_nccl: FakeNccl) -> None:

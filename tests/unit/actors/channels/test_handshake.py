@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from actors.channels import handshake, pending_handshakes
-from actors.channels.base import Endpoint, PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import Identity, Remote
 from actors.channels.link import LinkSockets
@@ -25,14 +24,9 @@ from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError
 from tests.support.channels_support import (
-    BACKENDS,
     TOKEN,
     endpoint,
-    first_packet,
-    header,
     nothing_leaks,  # noqa: F401
-    send,
-    wait_for,
 )
 
 LEFT = Identity(name="left", token=TOKEN, epoch=3)
@@ -194,23 +188,6 @@ def test_hello_is_bound_to_one_challenge() -> None:
             handshake.accept(d, RIGHT, deadline_s=5.0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_peer_with_wrong_token_is_refused_during_traffic(backend: str) -> None:
-    right, left = endpoint("right", backend), endpoint("left", backend)
-    stranger = endpoint("stranger", backend, token=b"not the token")
-    try:
-        address = right.listen()
-        left.connect("right", address)
-        wait_for(right, PeerJoined)
-        with pytest.raises(HandshakeError):
-            stranger.connect("right", address)
-        exchange(left, right)
-        assert right.peers() == ("left",)
-    finally:
-        for end in (left, right, stranger):
-            end.close()
-
-
 @pytest.mark.parametrize(
     ("right", "left", "message"),
     [
@@ -262,11 +239,6 @@ def test_unfit_backend_error_is_one_line(backend: str, device: str, message: str
             clock=monotonic_s,
             device=torch.device(device),
         )
-
-
-def exchange(left: Endpoint, right: Endpoint) -> None:
-    send(left, "right", [torch.ones(3)], header())
-    first_packet(right).release()
 
 
 class Crowd:

@@ -322,13 +322,6 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_another_process_with_the_same_pid_is_not_killed(
-    child: subprocess.Popen[bytes],
-) -> None:
-    assert not kill_process(process_identity_of(child.pid, later_ticks=1))
-    assert child.poll() is None
-
-
 def test_ended_process_and_remote_process_are_not_found(
     child: subprocess.Popen[bytes],
 ) -> None:

@@ -41,15 +41,6 @@ def test_sender_and_receiver_see_the_same_pages() -> None:
         packet.release()
 
 
-def test_every_tensor_starts_at_a_cache_line() -> None:
-    with linked("shm") as (left, right):
-        parts = [TensorSpec("uint8", (n,)) for n in (1, 63, 64, 65, 7)]
-        left.commit(left.reserve("right", parts), header())
-        packet = first_packet(right)
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in packet.tensors)
-        packet.release()
-
-
 def test_full_segment_adds_another_and_large_payload_gets_its_own() -> None:
     before = segments()
     with linked("shm", segment_bytes=SEGMENT_BYTES) as (left, right):

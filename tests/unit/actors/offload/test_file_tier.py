@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,35 +164,6 @@ def test_reader_ends_with_its_worker_without_descriptors(
     rig.cache.close()
     assert process.poll() is not None
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_reads_beyond_entries_complete(
-    opened: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("models.experts.expert_file", "actors.offload.file_tier"):
-        monkeypatch.setattr(f"{module}.PART_BYTES", 4096)
-    rig = opened(slots=21)
-    requests = [
-        rig.cache.request(layer, list(range(rig.model.num_experts)), Priority.LS)
-        for layer in rig.model.moe_layers
-    ]
-    assert rig.tier.room == 0
-    assert sum(len(request.left) for request in requests) * 2 > ENTRIES
-    deadline_s = monotonic_s() + DEADLINE_S
-    while any(len(request.ready) < len(request.left) for request in requests):
-        assert monotonic_s() < deadline_s
-        rig.cache._advance()
-        time.sleep(0.001)
-
-
-def test_reader_continues_without_waiter(opened: Callable[..., Rig]) -> None:
-    """The notification pipe may be full."""
-    rig = opened()
-    with suppress(BlockingIOError):
-        while True:
-            os.write(rig.tier._awake, bytes(1 << 16))
-    rig.compute(rig.model.moe_layers[0], [0, 1, 2])
-    assert rig.tier._process.poll() is None
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from contracts.clock import Clock, monotonic_s
 from contracts.config import ScheduleConfig
 from contracts.messages import Submit
 from contracts.plan import Order, Plan
-from contracts.planner_messages import BatchReport, PlanRequest, PlanResponse
+from contracts.planner_messages import BatchReport, PlanRequest, PlanResponse, RoutingSampleReport
 from contracts.ranks import Group, RankSpec
 from contracts.requests import Sampling
 from contracts.traces import Stage, TaskSpan
@@ -33,8 +34,9 @@ from models.spec.model import read_spec
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
-from tests.support.group_harness import group_config
+from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
 from tests.support.simulated_group import hardware
+from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 CHOSEN = Plan(r1=3, r2=2)
@@ -345,3 +347,39 @@ def test_planner_uses_counted_routing() -> None:
         assert np.abs(sampled - counted).max() < 0.05
         contiguous = LayerSlots(range(spec.num_experts), ((0, 8), (8, 16)))
         assert 1.0 < measure(routing, contiguous).copies < 2.0
+
+
+@pytest.mark.parametrize("placement", [{"rebalance": "continuous"}, {"record": "/tmp"}])
+def test_routing_paths_are_reported_if_needed(
+    tiny_checkpoint: Callable[..., Path], placement: dict[str, Any]
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe")
+    spec = read_spec(folder)
+    rows = prompts(4, [40, 33, 57])
+    config = group_config(1, 2, placement={**placement, "sample_tokens": 64})
+    with ThreadGroup(folder, config) as group, FakePlanner(token=group.token) as planner:
+        group.join_planner(planner.address)
+        with group.client() as client:
+            report = _first(planner, client, rows)
+    ids_P2 = np.frombuffer(report.ids, "<i4").reshape(-1, 2)
+    shape = len(ids_P2), len(spec.moe_layers), spec.top_k
+    paths_PLK = np.frombuffer(report.paths, "<i2").reshape(shape)
+    assert report.rank == "attention-0"
+    assert 0 < len(ids_P2) <= min(report.tokens, 32)
+    assert paths_PLK.min() >= 0
+    assert paths_PLK.max() < spec.num_experts
+    sets = paths_PLK.reshape(-1, spec.top_k).tolist()
+    assert all(len(set(experts)) == spec.top_k for experts in sets)
+
+
+def _first(
+    planner: FakePlanner, client: RankConnection, rows: list[list[int]]
+) -> RoutingSampleReport:
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        client.generated(client.submit(rows[0], sampling=greedy(4)))
+        while not planner.received.empty():
+            message = planner.received.get()
+            if isinstance(message, RoutingSampleReport):
+                return message
+    raise AssertionError("nothing was reported")

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 import threading
-from typing import cast
+from concurrent.futures import Future
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from actors.batching.observer import LoopControl
 from actors.channels.base import Endpoint
-from actors.ranks import lifecycle
+from actors.ranks import expert_resize, lifecycle
+from actors.ranks.expert_resize import RunningRank, place_experts
 from actors.ranks.lifecycle import IN_TRANSIT_S, SETTLING_S, PeerConnector, RankDrain
-from contracts.errors import ChannelError, HandshakeError
+from contracts.config import TandemConfig
+from contracts.errors import ChannelError, HandshakeError, LaunchError
+from contracts.placement import PlacementState, PlacementUpdate
+from contracts.ranks import RankReady
+from planner.placement.slots import contiguous
 from tests.support.group_harness import until
 
 TIMEOUT_S = 20.0
@@ -136,3 +147,131 @@ def test_drain_deadline_can_only_shrink(rig: Rig) -> None:
     assert "hands over" not in rig.loop.done
     rig.at(102.0)
     assert "hands over" in rig.loop.done
+
+
+ROUNDS_UNDER_WAY = 3
+
+
+class Expert:
+    """Accepts a placement after a poll and aborts it some polls later."""
+
+    def __init__(self, name: str) -> None:
+        placement = contiguous(4, 2, num_layers=1, moe_layers=[0])
+        self.ready = RankReady(name=name, channel_address="", pid=id(self))
+        self.report = PlacementState(placement=placement, newest=0)
+        self.rounds = 0
+        self.received: list[int] = []
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(getattr(self, method)(*arguments))
+        return answer
+
+    def connect(self, addresses: dict[str, str]) -> None:
+        pass
+
+    def place(self, wanted: PlacementUpdate) -> None:
+        self.received.append(wanted.placement.generation)
+
+    def placed(self) -> PlacementState:
+        report = self.report
+        if self.received:
+            new = self.received.pop()
+            self.report = msgspec.structs.replace(report, newest=new, under_way=new)
+            return report
+        if self.report.under_way is not None:
+            self.rounds += 1
+            if self.rounds > ROUNDS_UNDER_WAY:
+                self.report = msgspec.structs.replace(self.report, under_way=None)
+        return self.report
+
+
+class Silent(Expert):
+    """Accepts a placement without an answer."""
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer = super().call(method, *arguments)
+        return Future() if method == "place" else answer
+
+
+def test_rank_that_does_not_acknowledge_is_named_in_the_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_resize, "POLL_S", 0.001)
+    monkeypatch.setattr(expert_resize, "ANSWER_S", 0.05)
+    ranks = [Silent("expert-0"), Expert("expert-1")]
+    with pytest.raises(LaunchError, match=r"^1 expert ranks: expert-0 did not receive its experts"):
+        place_experts(lambda: [RunningRank(e.ready, e) for e in ranks], 1, TandemConfig())
+    assert all(e.report.newest == 1 and e.rounds > ROUNDS_UNDER_WAY for e in ranks)
+
+
+HOLES = """
+import time
+from pathlib import Path
+import torch
+from actors.ranks import memory
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+memory._TRIM_INTERVAL_S = 0.2
+memory.bound_memory()
+blocks = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each
+full = resident_bytes()
+del blocks[::4], blocks[::3], blocks[::2]
+deadline_s = time.monotonic() + 20
+while full - resident_bytes() < 100e6 and time.monotonic() < deadline_s:
+    time.sleep(0.05)
+print(full - resident_bytes())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="malloc is not glibc's")
+def test_fragmented_memory_is_returned() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOLES], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert int(done.stdout) > 100e6
+
+
+PRODUCTS = """
+import ctypes, random, sys
+import torch
+from actors.ranks.memory import bound_memory
+from kernels.linear import linear
+
+class Held(ctypes.Structure):
+    _fields_ = [(f"f{number}", ctypes.c_size_t) for number in range(10)]
+
+def held_bytes():
+    libc.mallinfo2.restype = Held
+    found = libc.mallinfo2()
+    return found.f7 + found.f4  # in use, in the heap and in mappings
+
+libc = ctypes.CDLL(None)
+torch.set_num_threads(1)
+if sys.argv[1] == "few":
+    bound_memory()
+linear(torch.zeros(8, 32), torch.zeros(8, 32))
+before, sizes = held_bytes(), random.Random(1)
+for _ in range(700):
+    linear(torch.zeros(sizes.randrange(64, 384), 32), torch.zeros(sizes.randrange(128, 512), 32))
+print(held_bytes() - before)
+"""
+NAMES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+
+
+def held_bytes(which: str) -> int:
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+    command = [sys.executable, "-c", PRODUCTS, which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="malloc is not glibc's")
+def test_compiled_products_are_bounded() -> None:
+    few, all_of_them = held_bytes("few"), held_bytes("all")
+    assert few < all_of_them / 2
+    assert few < 160 << 20
