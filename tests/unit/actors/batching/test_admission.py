@@ -117,9 +117,7 @@ def test_batch_span_names_its_requests() -> None:
     assert (len(other.requests), other.others) == (MAX_NAMES, 5)
 
 
-def test_ended_request_is_logged_once_and_soon(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ended_request_is_logged_once_and_soon(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock(1.0)
     traces = BatchTraces("attention-0", Timeline(8), clock)
     with caplog.at_level(logging.INFO, "tandem"):

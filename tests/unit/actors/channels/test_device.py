@@ -313,9 +313,7 @@ def test_half_sent_payload_of_lost_peer_is_no_packet(
         assert not right.poll(0.01)
 
 
-def test_replacement_rank_creates_its_own_communicators(
-    fake_nccl: FakeNccl,
-) -> None:
+def test_replacement_rank_creates_its_own_communicators(fake_nccl: FakeNccl) -> None:
     """Communicators between the remaining ranks stay."""
     left, right = made(NcclEndpoint, "left"), made(NcclEndpoint, "right")
     other, again = made(NcclEndpoint, "other"), made(NcclEndpoint, "left", epoch=2)

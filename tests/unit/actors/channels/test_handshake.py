@@ -82,12 +82,7 @@ def full(remote: Remote) -> bytes:
     ("left", "options", "at_initiator", "at_acceptor"),
     [
         (Identity(name="left", token=b"guess", epoch=3), {}, "", "wrong token"),
-        (
-            Identity(name="left", token=TOKEN, epoch=None),
-            {},
-            "epoch None, right is at epoch 3",
-            "",
-        ),
+        (Identity(name="left", token=TOKEN, epoch=None), {}, "epoch None, right is at epoch 3", ""),
         (LEFT, {"to": "attention-7"}, "expects attention-7, this is right", ""),
         (LEFT, {"answer": full}, "no room for left", "no room for left"),
     ],

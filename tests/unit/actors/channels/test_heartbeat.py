@@ -227,9 +227,7 @@ def test_buffered_descriptors_arrive_with_their_frames(
         right.take_fd()
 
 
-def test_unclaimed_descriptors_are_closed(
-    links: tuple[FrameSocket, FrameSocket],
-) -> None:
+def test_unclaimed_descriptors_are_closed(links: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = links
     read_end, write_end = os.pipe()
     for _ in range(3):
@@ -240,9 +238,7 @@ def test_unclaimed_descriptors_are_closed(
     os.close(write_end)
 
 
-def test_frame_above_the_limit_is_an_error(
-    links: tuple[FrameSocket, FrameSocket],
-) -> None:
+def test_frame_above_the_limit_is_an_error(links: tuple[FrameSocket, FrameSocket]) -> None:
     left, right = links
     left.sock.send(b"\xff\xff\xff\xff rest")
     with pytest.raises(PeerError, match="frame of 4294967295 bytes"):
@@ -322,9 +318,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_ended_process_and_remote_process_are_not_found(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_ended_process_and_remote_process_are_not_found(child: subprocess.Popen[bytes]) -> None:
     there = process_identity_of(child.pid)
     assert is_alive(there)
     child.kill()
@@ -342,9 +336,7 @@ def test_ended_process_and_remote_process_are_not_found(
         assert not is_alive(nonsense)
 
 
-def test_reused_pid_and_zombie_count_as_ended(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_reused_pid_and_zombie_count_as_ended(child: subprocess.Popen[bytes]) -> None:
     there = process_identity_of(child.pid)
     assert not is_alive(process_identity_of(child.pid, later_ticks=1))
     child.send_signal(signal.SIGSTOP)
@@ -354,9 +346,7 @@ def test_reused_pid_and_zombie_count_as_ended(
     assert not is_alive(there)
 
 
-def test_stopped_and_replaced_processes_are_not_running(
-    child: subprocess.Popen[bytes],
-) -> None:
+def test_stopped_and_replaced_processes_are_not_running(child: subprocess.Popen[bytes]) -> None:
     process = find_process(process_identity_of(child.pid))
     assert process is not None
     assert process.is_running
@@ -379,9 +369,7 @@ def test_process_in_another_network_namespace_is_not_local_and_can_be_killed(
     assert kill_process(msgspec.msgpack.encode(there))
 
 
-def test_traced_process_is_not_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_traced_process_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     process = LocalProcess(os.getpid())
     monkeypatch.setattr(process, "_fields", lambda: [b"t"])
     assert not is_hung(1.4, 1.5, process)

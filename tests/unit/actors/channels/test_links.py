@@ -22,11 +22,7 @@ from actors.channels.base import (
     PeerLost,
     TensorSpec,
 )
-from contracts.errors import (
-    ChannelError,
-    HandshakeError,
-    PeerDeadError,
-)
+from contracts.errors import ChannelError, HandshakeError, PeerDeadError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     ALL_DTYPES,
@@ -143,9 +139,7 @@ def test_packets_of_an_older_epoch_are_dropped(backend: str) -> None:
         packet.release()
 
 
-def test_later_epoch_replaces_the_link_and_older_ones_are_refused(
-    backend: str,
-) -> None:
+def test_later_epoch_replaces_the_link_and_older_ones_are_refused(backend: str) -> None:
     right = endpoint("right", backend, epoch=1)
     lefts = [endpoint("left", backend, epoch=epoch) for epoch in (1, 2)]
     try:

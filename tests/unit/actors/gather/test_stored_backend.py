@@ -154,9 +154,7 @@ def test_concurrent_batches_match_sequential_ones_bit_for_bit(
     assert together.answers() == alone(opened(), [0, 1, 2])
 
 
-def test_concurrent_batches_share_one_copy_of_each_layer(
-    opened: Callable[..., Rig],
-) -> None:
+def test_concurrent_batches_share_one_copy_of_each_layer(opened: Callable[..., Rig]) -> None:
     rig = opened()
     rig.submit(0)
     rig.submit(1)

@@ -276,9 +276,7 @@ def elsewhere(address: str) -> str:
     return ADDRESS_SEPARATOR.join((unix + "-gone", tcp))
 
 
-def test_running_local_peer_is_lost_after_four_timeouts(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_running_local_peer_is_lost_after_four_timeouts(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     with sources(folder, 2) as (source, _):
         ours, theirs = socket.socketpair()  # the process behind it is this one: it runs

@@ -147,9 +147,7 @@ def test_only_unanswered_slices_of_lost_rank_are_resent(pending: RemotePending) 
     assert pending.missing == 3
 
 
-def test_slices_are_recut_for_failover_ranks_and_replies_kept(
-    pending: RemotePending,
-) -> None:
+def test_slices_are_recut_for_failover_ranks_and_replies_kept(pending: RemotePending) -> None:
     standing = failover_placement(LAUNCH, [1])
     pending.lose(1)
     again = pending.cut(layer_of(standing), 77)

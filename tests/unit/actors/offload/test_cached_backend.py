@@ -285,9 +285,7 @@ def test_pending_is_complete_while_an_expert_is_ready(opened: Callable[..., Rig]
         rig.finish(backend, pending)
 
 
-def test_predictions_of_dropped_batches_are_bounded(
-    opened: Callable[..., Rig],
-) -> None:
+def test_predictions_of_dropped_batches_are_bounded(opened: Callable[..., Rig]) -> None:
     rig = opened()
     backend, layer = rig.backend(100, seed=2), rig.spec.moe_layers[0]
     with torch.inference_mode():

@@ -114,12 +114,7 @@ class Rig:
             tier = watched = WatchedTier(self.host, self.layout, lane, part_bytes=part_bytes)
             watched.watch(lane)
         cache = ExpertCache(
-            tier,
-            DeviceFormat(self.layout),
-            slots,
-            eviction(kind),
-            pays,
-            deadline_s=deadline_s,
+            tier, DeviceFormat(self.layout), slots, eviction(kind), pays, deadline_s=deadline_s
         )
         held = DeviceCache(cache, cache._held, tier, lane)  # type: ignore[arg-type]
         backend = DeviceBackend(
@@ -206,12 +201,7 @@ def test_every_family_is_bit_equal_on_device(
     st.lists(st.tuples(st.sampled_from([1, 2, 3, 30]), st.integers(0, 9)), min_size=1, max_size=6),
 )
 def test_hints_slots_and_interleaving_do_not_change_bits(
-    shared: Rig,
-    slots: int,
-    seed: int,
-    hints: bool,
-    kind: Kind,
-    batches: list[tuple[int, int]],
+    shared: Rig, slots: int, seed: int, hints: bool, kind: Kind, batches: list[tuple[int, int]]
 ) -> None:
     """Micro-batches of both classes, some dropped, with random delays of copies and ids."""
     dice = random.Random(seed)

@@ -133,9 +133,7 @@ def test_dead_reader_is_an_error(opened: Callable[..., Rig]) -> None:
     assert monotonic_s() - start_s < 10.0
 
 
-def test_hung_reader_is_an_error_after_its_deadline(
-    opened: Callable[..., Rig],
-) -> None:
+def test_hung_reader_is_an_error_after_its_deadline(opened: Callable[..., Rig]) -> None:
     rig = opened(deadline_s=0.3)
     rig.tier._process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, rig.tier._process.pid, os.WSTOPPED)  # all its threads
@@ -153,9 +151,7 @@ def test_hung_reader_is_an_error_after_its_deadline(
     assert sorted(rig.cache._free) == list(range(rig.cache.slots))
 
 
-def test_reader_ends_with_its_worker_without_descriptors(
-    opened: Callable[..., Rig],
-) -> None:
+def test_reader_ends_with_its_worker_without_descriptors(opened: Callable[..., Rig]) -> None:
     opened().compute(0, [1])
     before = len(os.listdir("/proc/self/fd"))
     rig = opened()

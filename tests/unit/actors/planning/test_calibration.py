@@ -108,9 +108,7 @@ def test_pass_times_every_stage_except_first_layer(
     assert all(task.seconds > 0 for task in times.expert)
 
 
-def test_pairs_are_divided_among_expert_ranks(
-    tiny_checkpoint: TinyCheckpoint,
-) -> None:
+def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: TinyCheckpoint) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
     pool = pool_tokens_for(RAGGED)

@@ -47,9 +47,7 @@ class Links:
         self.dialled.append(address)
 
 
-def test_pending_link_is_not_dialled_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pending_link_is_not_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(lifecycle, "monotonic_s", lambda: now_s)
     links = Links()
@@ -78,9 +76,7 @@ def test_silent_peer_delays_no_other_and_is_dialled_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_unexpected_error_leaves_no_rank_undialled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unexpected_error_leaves_no_rank_undialled(monkeypatch: pytest.MonkeyPatch) -> None:
     links = Links()
     join = PeerConnector(cast(Endpoint, links), TIMEOUT_S)
     with monkeypatch.context() as planted:

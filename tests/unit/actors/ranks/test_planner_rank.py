@@ -255,9 +255,7 @@ def frequent_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     monkeypatch.setattr(planner_placement, "POLL_INTERVAL_S", 0.02)
 
 
-def test_both_expert_ranks_receive_proposal_for_traffic(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_both_expert_ranks_receive_proposal_for_traffic(tiny_checkpoint: Checkpoints) -> None:
     with group2(tiny_checkpoint) as group:
         group.hold(newest=6)
         one, other = group.proposals()
@@ -340,9 +338,7 @@ def test_plans_are_answered_during_placement_solving(
 
 
 def test_failed_solve_is_logged_and_retried(
-    tiny_checkpoint: Checkpoints,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed, again, times = threading.Event(), threading.Event(), [0]
 
@@ -386,9 +382,7 @@ def test_unwritable_folder_is_logged_only(
     assert "routing_record_failed" in caplog.text
 
 
-def test_rebalancing_continues_after_resize(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_rebalancing_continues_after_resize(tiny_checkpoint: Checkpoints) -> None:
     with group2(tiny_checkpoint) as group, contextlib.ExitStack() as stack:
         group.hold()
         third = stack.enter_context(PlannerConnection(group.address, name="expert-2"))

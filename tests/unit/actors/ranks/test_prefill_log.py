@@ -178,9 +178,7 @@ def test_failing_worker_reports_before_it_fails_requests(
 
 
 def test_stalled_loop_logs_its_stack_and_continues(
-    tiny_checkpoint: Checkpoints,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged = threading.Event()
 

@@ -109,9 +109,7 @@ def test_single_token_choice_needs_one_pass(client: RankConnection, temperature:
 CHOICES = [[40, 41], [40, 41, 42, 43], [50]]
 
 
-def test_prefix_choice_ends_with_eos(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_prefix_choice_ends_with_eos(tiny_checkpoint: Checkpoints) -> None:
     folder, ends = tiny_checkpoint("qwen3_moe"), set()
     with ThreadGroup(folder, group_config()) as group, group.client() as client:
         for seed in range(30):
@@ -157,9 +155,7 @@ def test_requeue_does_not_change_tokens(tiny_checkpoint: Checkpoints) -> None:
     assert answers[0] == answers[1]
 
 
-def test_seed_gives_equal_tokens_on_both_kinds_of_ranks(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_seed_gives_equal_tokens_on_both_kinds_of_ranks(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     sampling = Sampling(max_tokens=12, seed=5, top_k=20, frequency_penalty=1.0, ignore_eos=True)
     two = group_config(2, 1)
@@ -230,9 +226,7 @@ def test_nonfinite_logits_fail_only_their_sequence(
     assert client.generated(client.submit(PROMPTS[1], sampling=sampling))[0] == wanted[1]
 
 
-def test_prefix_with_nonfinite_logits_is_not_cached(
-    rank: tuple[Rank, RankConnection],
-) -> None:
+def test_prefix_with_nonfinite_logits_is_not_cached(rank: tuple[Rank, RankConnection]) -> None:
     worker, client = rank
     prompt = [40 + i for i in range(50)]
     with logits_spoiled(worker, lambda rows_RV: rows_RV.fill_(math.nan)):
@@ -278,9 +272,7 @@ def test_sampling_error_fails_its_sequence(
     assert worker.status().healthy
 
 
-def test_failed_batch_allocation_is_retried_per_sequence(
-    rank: tuple[Rank, RankConnection],
-) -> None:
+def test_failed_batch_allocation_is_retried_per_sequence(rank: tuple[Rank, RankConnection]) -> None:
     worker, client = rank
     wanted = alone(client, greedy(1))
     half = half_of(worker)
@@ -297,9 +289,7 @@ def test_failed_batch_allocation_is_retried_per_sequence(
         assert [client.generated(i)[0] for i in ids] == wanted
 
 
-def test_only_the_request_with_failing_admission_fails(
-    rank: tuple[Rank, RankConnection],
-) -> None:
+def test_only_the_request_with_failing_admission_fails(rank: tuple[Rank, RankConnection]) -> None:
     worker, client = rank
     with patch.object(loop_of(worker).scheduler, "add", side_effect=MemoryError):
         failed: Failed = client.failed(client.submit(PROMPTS[0], sampling=greedy(1)))
@@ -340,17 +330,13 @@ def assert_names_checkpoint(worker: Rank, client: RankConnection, folder: Path) 
     assert not worker.status().healthy
 
 
-def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(
-    damaged: Path,
-) -> None:
+def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(damaged: Path) -> None:
     with ThreadGroup(damaged, group_config()) as group, group.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)
         assert_names_checkpoint(group.attention[0], client, damaged)
 
 
-def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(
-    damaged: Path,
-) -> None:
+def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(damaged: Path) -> None:
     config = prefill_config(prefill={"saturation": None})
     with PrefillThreads(damaged, config) as workers, workers.client() as client:
         client.read_until(lambda: client.state is not None and not client.state.healthy)

@@ -13,11 +13,7 @@ import pytest
 import torch
 
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
-from actors.rebalance.expert_generations import (
-    LAUNCH_ATTEMPT,
-    PlacementMessage,
-    TransitionReport,
-)
+from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage, TransitionReport
 from actors.rebalance.expert_loading import LoadResult, RateLimiter, StoppedError
 from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.expert_rebalancer import ExpertRebalancer, MoveRecorder
@@ -129,9 +125,7 @@ def test_peer_with_too_many_unmatched_releases_is_disconnected(rank: Rank) -> No
     assert not rank.running
 
 
-def test_unsolicited_ready_activates_no_failover(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unsolicited_ready_activates_no_failover(caplog: pytest.LogCaptureFixture) -> None:
     wire: Any = Wire("attention-0")
     following = PlacementClient(
         wire, LAUNCH, deadline_s=60.0, check=lambda placement: None, clock=time.monotonic
@@ -284,7 +278,7 @@ def test_rank_that_never_links_is_replaced_after_grace_period() -> None:
     membership = ExpertMembership(
         msgspec.structs.replace(
             THREE_RANKS, num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),)
-        ),
+        )
     )
     membership.add_peer("expert-0")
     assert not report_ready(membership, "expert-0", 0, 0.0)
@@ -296,9 +290,7 @@ def test_rank_that_never_links_is_replaced_after_grace_period() -> None:
     )
 
 
-def test_stand_in_starts_when_all_are_ready_and_ends_on_return(
-    present: ExpertMembership,
-) -> None:
+def test_stand_in_starts_when_all_are_ready_and_ends_on_return(present: ExpertMembership) -> None:
     requested = number(1)
     assert lose(present, "expert-1") == [("expert-0", requested), ("expert-2", requested)]
     report_ready(present, "expert-0", requested, 1.1)
@@ -343,9 +335,7 @@ def test_replacement_rank_acquires_current_generation(present: ExpertMembership)
     assert present.placement == LATER
 
 
-def test_draining_rank_serves_until_stand_in_is_ready(
-    present: ExpertMembership,
-) -> None:
+def test_draining_rank_serves_until_stand_in_is_ready(present: ExpertMembership) -> None:
     requested = number(1)
     messages = present.start_draining("expert-1", 1.0)
     assert [(message.kind, message.peer, message.generation) for message in messages] == [

@@ -74,9 +74,7 @@ def test_scrape_contains_all_metrics(exporting: Exporting) -> None:
     assert exporting.get("/metrics?name[]=tandem").text == answer.text
 
 
-def test_openmetrics_is_served_on_request_with_an_exemplar_per_bucket(
-    exporting: Exporting,
-) -> None:
+def test_openmetrics_is_served_on_request_with_an_exemplar_per_bucket(exporting: Exporting) -> None:
     for value, request_id in ((0.02, "req-a"), (0.2, "req-b" * 100)):
         labels = "generation", "ls"
         exporting.telemetry.observe(metrics.TTFT, *labels, value=value, request_id=request_id)
@@ -308,9 +306,7 @@ stages = st.sampled_from(
 
 
 @given(st.lists(st.tuples(stages, intervals), min_size=1, max_size=15))
-def test_exposed_time_equals_count_by_second(
-    drawn: list[tuple[Stage, tuple[int, int]]],
-) -> None:
+def test_exposed_time_equals_count_by_second(drawn: list[tuple[Stage, tuple[int, int]]]) -> None:
     spans = [span(stage, float(start), float(end)) for stage, (start, end) in drawn]
     moving = (Stage.A2E, Stage.E2A)
 
