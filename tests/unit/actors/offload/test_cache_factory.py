@@ -1,19 +1,25 @@
-"""Predictors from the routing profile beside a checkpoint."""
+"""Expert caches and predictors from the configuration."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from actors.offload.cache_factory import predictor
+from actors.offload import cache_factory
+from actors.offload.cache_factory import device_cache, predictor
+from actors.telemetry.telemetry import Telemetry
 from contracts.config import TandemConfig
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, ConfigError, ResourceError, TandemError
 from contracts.ranks import Group, RankSpec
+from contracts.requests import Priority
 from models.decoder.decoder import AttentionHalf
+from models.experts.expert_layout import ExpertLayout
+from models.experts.host_experts import open_expert_memory
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from models.weights.checkpoint import Checkpoint
@@ -21,8 +27,7 @@ from models.weights.checkpoint import Checkpoint
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
 
 
-def spec_of(folder: Path, **experts: str) -> RankSpec:
-    config = msgspec.convert({"experts": experts}, TandemConfig)
+def spec_of(folder: Path, device: str = "cpu", **sections: dict[str, Any]) -> RankSpec:
     return RankSpec(
         group=Group.PREFILL,
         rank=0,
@@ -31,10 +36,84 @@ def spec_of(folder: Path, **experts: str) -> RankSpec:
         model_folder=str(folder),
         token=b"",
         epoch=0,
-        device="cpu",
+        device=device,
         backend="tcp",
-        config=config,
+        config=msgspec.convert(sections, TandemConfig),
     )
+
+
+def device_spec(store: Path, **experts: Any) -> RankSpec:
+    return spec_of(FOLDER, "cuda:0", experts=experts, prefill={"host_store": str(store)})
+
+
+@pytest.fixture
+def layout() -> ExpertLayout:
+    """Return a GPU's layout on the CPU."""
+    return ExpertLayout(read_spec(FOLDER), torch.float32, torch.device("cpu"), packed=False)
+
+
+def test_slot_holds_checkpoint_weights(layout: ExpertLayout, tmp_path: Path) -> None:
+    held = device_cache(device_spec(tmp_path, slots=5), layout, Telemetry())
+    layer = layout.spec.moe_layers[1]
+    request = held.cache.request(layer, [3, 9, 12], Priority.LS)
+    host = open_expert_memory(FOLDER, layout, store=tmp_path, deadline_s=20.0)
+    for expert, slot in held.cache.acquire_ready(request):
+        for stored, there in zip(
+            host.expert(layer, expert), held.slots.memory(slot).pieces, strict=True
+        ):
+            assert torch.equal(stored, there)
+    held.cache.cancel(request)
+    held.cache.check()
+    for closed in (held, held, host, host):
+        closed.close()
+
+
+@pytest.mark.parametrize(
+    ("experts", "free", "error", "expected_error"),
+    [
+        ({"slots": 1}, 1 << 40, ConfigError, "experts.slots=1: room for 1 experts, but a token"),
+        (
+            {"slots": 40},
+            10 * 221184 + 5,
+            ResourceError,
+            "experts.slots=40: 40 experts of 221184 bytes are 8847360, and 2211845 bytes are free "
+            "on cuda:0: give less than experts.slots=10,",
+        ),
+        (
+            {"bytes": 9_000_000},
+            10 * 221184,
+            ResourceError,
+            "experts.bytes=9000000: 40 experts of 221184 bytes are 8847360, and 2211840 bytes are "
+            "free on cuda:0: give less than experts.bytes=2211840,",
+        ),
+        (
+            {"slots": 9, "storage_format": True},
+            1 << 40,
+            ConfigError,
+            "experts.storage_format=true: not on cuda:0",
+        ),
+        (
+            {"slots": 9, "speculative": "speculated"},
+            1 << 40,
+            ConfigError,
+            "experts.speculative=speculated: not on cuda:0: leave it out",
+        ),
+    ],
+)
+def test_unusable_settings_are_rejected_with_numbers(
+    layout: ExpertLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    experts: dict[str, Any],
+    free: int,
+    error: type[TandemError],
+    expected_error: str,
+) -> None:
+    monkeypatch.setattr(cache_factory, "free_bytes", lambda device: free)
+    with pytest.raises(error) as raised:
+        device_cache(device_spec(tmp_path, **experts), layout, Telemetry())
+    assert raised.value.message.startswith(expected_error)
+    assert not list(tmp_path.iterdir()), "nothing was made"
 
 
 def test_profile_of_counts_alone_gives_no_predictor(tmp_path: Path) -> None:
@@ -49,6 +128,6 @@ def test_profile_of_counts_alone_gives_no_predictor(tmp_path: Path) -> None:
     assert without is not None
     assert without.before.by_layer[1] == [0.5, 0.5]
     with pytest.raises(CheckpointError, match="with counts but without predictors"):
-        predictor(spec_of(folder, predictor="fitted"), half)
+        predictor(spec_of(folder, experts={"predictor": "fitted"}), half)
     with pytest.raises(CheckpointError, match="with counts but without predictors"):
-        predictor(spec_of(folder, profile=str(folder / "routing.safetensors")), half)
+        predictor(spec_of(folder, experts={"profile": str(folder / "routing.safetensors")}), half)
