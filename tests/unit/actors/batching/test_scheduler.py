@@ -303,25 +303,19 @@ def test_pool_pressure_requeues_the_youngest_of_the_lowest_class() -> None:
     assert all(sequence.generated == 16 for sequence in sim.ended)
 
 
-def decoding_beside_a_prompt(decoding: Priority, prompt: Priority) -> tuple[Sequence, Sequence]:
-    """The decoding sequence needs a third block while both are idle."""
-    sim = Simulation(max_batch_tokens=2, pool_blocks=3, prefix_cache=False)
-    decodes = sim.add(range(BLOCK), 2 * BLOCK, decoding)
-    for _ in range(BLOCK // 2):
-        sim.start()
-        sim.finish()
-    prompted = sim.add(range(100, 100 + 2 * BLOCK), 0, prompt, score_from=1)
-    while not sim.scheduler.requeued_total:
-        prompted.scored.append(TokenLogprob(-1.0))
-        assert sim.start() is not None
-        if not sim.scheduler.requeued_total:
-            sim.finish()
-    return decodes, prompted
-
-
 def test_restarted_scoring_has_no_scores() -> None:
     """Otherwise scores would be returned twice."""
-    decodes, prompted = decoding_beside_a_prompt(Priority.LS, Priority.BE)
+    sim = Simulation(max_batch_tokens=2, pool_blocks=3, prefix_cache=False)
+    decodes = sim.add(range(BLOCK), 2 * BLOCK)
+    for _ in range(BLOCK // 2):
+        sim.step()
+    prompted = sim.add(range(100, 100 + 2 * BLOCK), 0, Priority.BE, score_from=1)
+    while True:  # the decoding sequence needs a third block while both are idle
+        prompted.scored.append(TokenLogprob(-1.0))
+        assert sim.start() is not None
+        if sim.scheduler.requeued_total:
+            break
+        sim.finish()
     assert decodes.block_table
     assert not prompted.block_table
     assert not prompted.scored

@@ -274,14 +274,6 @@ def test_address_with_the_most_loses_one_when_all_slots_are_used() -> None:
     assert crowd.gate.count == MAX_UNPROVEN
 
 
-def test_connections_from_many_addresses_are_bounded_in_total() -> None:
-    crowd = Crowd()
-    for number in range(5 * MAX_UNPROVEN):
-        crowd.enter(f"10.{number}", f"{number}")
-    assert crowd.gate.count == MAX_UNPROVEN
-    assert crowd.cut == [f"{number}" for number in range(4 * MAX_UNPROVEN)]
-
-
 def test_authenticated_peer_is_kept_and_evicted_peer_is_refused() -> None:
     crowd = Crowd()
     crowd.enter("10.0.0.1", "peer")

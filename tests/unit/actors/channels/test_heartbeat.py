@@ -346,19 +346,6 @@ def test_reused_pid_and_zombie_count_as_ended(child: subprocess.Popen[bytes]) ->
     assert not is_alive(there)
 
 
-def test_stopped_and_replaced_processes_are_not_running(child: subprocess.Popen[bytes]) -> None:
-    process = find_process(process_identity_of(child.pid))
-    assert process is not None
-    assert process.is_running
-    child.send_signal(signal.SIGSTOP)
-    os.waitpid(child.pid, os.WUNTRACED)
-    assert not process.is_running
-    child.kill()
-    child.wait(10)
-    assert not process.is_running
-    process.close()
-
-
 def test_process_in_another_network_namespace_is_not_local_and_can_be_killed(
     child: subprocess.Popen[bytes],
 ) -> None:

@@ -164,19 +164,6 @@ def test_concurrent_batches_share_one_copy_of_each_layer(opened: Callable[..., R
     assert sorted(rig.run()) == [0, 1], "as many copies as one of them needs"
 
 
-def test_wake_ends_a_wait_for_a_copy(opened: Callable[..., Rig]) -> None:
-    rig = opened()
-    rig.submit(0)
-    rig.run(steps=12)
-    waker = threading.Timer(0.05, rig.executor.wake)
-    waker.start()
-    began_s = monotonic_s()
-    with torch.inference_mode():
-        rig.executor.step(10.0)
-    assert monotonic_s() - began_s < 5.0
-    waker.join()
-
-
 @pytest.mark.parametrize("hangs", [False, True])
 def test_store_failure_ends_worker_and_is_named(opened: Callable[..., Rig], hangs: bool) -> None:
     rig = opened(deadline_s=0.3 if hangs else DEADLINE_S)

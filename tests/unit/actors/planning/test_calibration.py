@@ -61,18 +61,6 @@ def test_slow_worker_measures_small_batch_and_reports_largest(
     assert seconds[4096] == pytest.approx(4.096 + 3 * slowest_s), "all layers, by the same rule"
 
 
-def test_fast_device_measures_largest_batch() -> None:
-    class WithAFloor(SimulatedLayers):
-        def __call__(self, lengths: Sequence[int]) -> list[float]:
-            return [max(1e-3, time) for time in super().__call__(lengths)]
-
-    layers = WithAFloor(token_s=1e-7, transfer_s=0.01)
-    calibration, _ = calibrate(layers, max_tokens=131_072, context_tokens=2048)
-    assert max(layers.sizes) == 131_072
-    assert calibration.first_layer_s == pytest.approx(131_072e-7)
-    assert calibration.slowest_layer_s == pytest.approx(131_072e-7)
-
-
 def test_smaller_batches_are_timed_within_budget() -> None:
     layers = SimulatedLayers(token_s=1e-6, transfer_s=1e-4)
     _, batches = calibrate(layers, max_tokens=4096, context_tokens=2048)

@@ -125,13 +125,6 @@ def rank() -> Iterator[Rank]:
         yield made
 
 
-def test_default_plan_runs_without_planner(rank: Rank) -> None:
-    rank.submit(100)
-    _, plan = rank.form()
-    assert plan == Plan(r1=2)
-    assert (rank.planning.state, dict(rank.planning.chosen)) == ("off", {"default off": 1})
-
-
 def test_plan_requested_ahead_is_used_when_the_batch_is_formed(rank: Rank) -> None:
     with FakePlanner(always(CHOSEN)) as planner:
         rank.planning.join(planner.address)
@@ -155,18 +148,6 @@ def test_unknown_shape_runs_default_plan_and_is_requested(rank: Rank) -> None:
         assert dict(rank.planning.chosen) == {"default new_shape": 1}
         assert planner.next_query().batch == [(0, 64)]
         rank.run(batch)
-
-
-def test_upcoming_batch_is_predicted_exactly(rank: Rank) -> None:
-    for tokens in (40, 3000, 2000):
-        rank.submit(tokens)
-    for _ in range(4):
-        batch, _ = rank.form()
-        [guess] = rank.scheduler.upcoming()
-        rank.run(batch)
-        following, _ = rank.form()
-        assert [(chunk.start, chunk.stop) for chunk in following.chunks] == guess
-        rank.run(following)
 
 
 def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank: Rank) -> None:
