@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from models.decoder.kv_pool import kv_entry_shapes
@@ -53,5 +54,11 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
 
 def layer_routing(counts: RoutingCounts, layer: int) -> LayerRouting:
     """Return the routing counts of one layer."""
-    known = counts.layer(layer)
-    return LayerRouting(known.num_experts, known.sets_PK, known.ids_P, TokenCounts(*known.counts))
+    E, pairs, paths = counts.num_experts, counts.layers[layer].pairs, counts.paths
+    ids_N, experts_N = np.divmod(pairs.keys, E)
+    return LayerRouting(
+        E,
+        paths.paths_PLK[:, list(counts.layers).index(layer)].astype(np.int64),
+        paths.ids_P2[:, 0].astype(np.int64),
+        TokenCounts(ids_N, experts_N, pairs.times),
+    )

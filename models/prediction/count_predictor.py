@@ -59,7 +59,7 @@ class CountPredictor:
         self._experts, self._paths = counts.num_experts, counts.paths
         self._position = list(counts.layers).index(layer)
         self._top_k = counts.paths.paths_PLK.shape[2]
-        self._known, self._nearest = counts.layer(layer).counts, nearest
+        self._pairs, self._nearest = counts.layers[layer].pairs, nearest
         self._marginal_E = counts.layers[layer].load / max(1, counts.counted)
 
     def predict(self, tokens: RoutingPaths) -> dict[str, Probabilities]:
@@ -90,16 +90,16 @@ class CountPredictor:
 
     def _of_ids(self, ids_T: NDArray[np.int32]) -> ConditionalCounts:
         ids_W, of_T = np.unique(ids_T.astype(np.int64), return_inverse=True)
-        known = self._known
+        ids_N, experts_N = np.divmod(self._pairs.keys, self._experts)
         if self._nearest is not None:
             ids_W, at_W = np.unique(
-                self._nearest.profiled(ids_W, np.unique(known.ids_N)), return_inverse=True
+                self._nearest.profiled(ids_W, np.unique(ids_N)), return_inverse=True
             )
             of_T = at_W[of_T]
         n_WE = np.zeros((len(ids_W), self._experts))
-        at_N = np.searchsorted(ids_W, known.ids_N).clip(max=len(ids_W) - 1)
-        same = np.flatnonzero(ids_W[at_N] == known.ids_N)
-        n_WE[at_N[same], known.experts_N[same]] = known.times_N[same]
+        at_N = np.searchsorted(ids_W, ids_N).clip(max=len(ids_W) - 1)
+        same = np.flatnonzero(ids_W[at_N] == ids_N)
+        n_WE[at_N[same], experts_N[same]] = self._pairs.times[same]
         return ConditionalCounts(n_WE, n_WE.sum(1) / self._top_k, of_T)
 
     def _of_sample(self, keys_P: _Keys, keys_T: _Keys) -> ConditionalCounts:

@@ -57,23 +57,6 @@ class CountLimits(NamedTuple):
 COUNT_LIMITS: Final = CountLimits()
 
 
-class TokenIdCounts(NamedTuple):
-    """Counts by token id, with the fields of `planner.placement.routing.TokenCounts`."""
-
-    ids_N: NDArray[np.int64]
-    experts_N: NDArray[np.int64]
-    times_N: NDArray[np.int64]
-
-
-class LayerSample(NamedTuple):
-    """Routing of one layer, with the fields of `planner.placement.routing.LayerRouting`."""
-
-    num_experts: int
-    sets_PK: NDArray[np.int64]
-    ids_P: NDArray[np.int64]
-    counts: TokenIdCounts
-
-
 class TopCounts(NamedTuple):
     """Ascending keys and their counts, which may be short by `short`."""
 
@@ -123,18 +106,6 @@ class RoutingCounts:
     @property
     def num_experts(self) -> int:
         return len(next(iter(self.layers.values())).load)
-
-    def layer(self, layer: int) -> LayerSample:
-        E, layer_counts = self.num_experts, self.layers[layer]
-        position = list(self.layers).index(layer)
-        return LayerSample(
-            E,
-            self.paths.paths_PLK[:, position].astype(np.int64),
-            self.paths.ids_P2[:, 0].astype(np.int64),
-            TokenIdCounts(
-                layer_counts.pairs.keys // E, layer_counts.pairs.keys % E, layer_counts.pairs.times
-            ),
-        )
 
     def merge(self, other: RoutingCounts, limits: CountLimits = COUNT_LIMITS) -> RoutingCounts:
         """Return the sum, exact below the limits. Raises CheckpointError for another model."""

@@ -71,14 +71,11 @@ def test_all_tokens_are_counted_at_all_layers() -> None:
         assert all(
             times == (np.sort(experts_TK, 1) == row).all(1).sum() for row, times in sets.items()
         )
-        sample = found.layer(layer)
-        assert sample.num_experts == E
-        assert sample.sets_PK.tolist() == experts_TK.tolist()
-        assert sample.ids_P.tolist() == ids_T2[:, 0].tolist()
-        for id_, expert, times in zip(*sample.counts, strict=True):
-            seen = (ids_T2[:, 0] == id_) & (experts_TK == expert).any(1)
+        assert found.paths.paths_PLK[:, position].tolist() == experts_TK.tolist()
+        for key, times in zip(of.pairs.keys, of.pairs.times, strict=True):
+            seen = (ids_T2[:, 0] == key // E) & (experts_TK == key % E).any(1)
             assert seen.sum() == times
-        assert sample.counts.times_N.sum() == 500 * K
+        assert of.pairs.times.sum() == 500 * K
 
 
 @settings(deadline=None, max_examples=60)
