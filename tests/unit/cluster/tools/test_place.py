@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,6 @@ def test_written_placement_passes_launch_checks(tmp_path: Path, capsys: Capture)
     assert main(arguments) == 0
     assert path.read_bytes() == before
     assert "mean" in capsys.readouterr().out
-
-
-def test_one_rank_keeps_order_and_table_reports_no_gain(tmp_path: Path, capsys: Capture) -> None:
-    path = tmp_path / "placement.json"
-    assert main(["place", str(PROFILE), "--ranks", "1", "--output", str(path)]) == 0
-    spec = read_spec(FOLDER)
-    placement = read_placement(path, FOLDER, spec, ranks=1)
-    assert placement.expert_of_slot == (tuple(range(spec.num_experts)),) * spec.num_layers
-    assert "no gain: experts in order are as good" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -130,11 +120,3 @@ def test_short_or_foreign_profile_is_refused(
     change(tensors)
     save_file(tensors, tmp_path / "routing.safetensors")
     assert message in _error(capsys, str(tmp_path / "routing.safetensors"), "--ranks", "2")
-
-
-def test_profile_of_other_checkpoint_is_refused(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, capsys: Capture
-) -> None:
-    folder = shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
-    line = _error(capsys, str(PROFILE), "--ranks", "2", "--model", str(folder))
-    assert "another checkpoint" in line

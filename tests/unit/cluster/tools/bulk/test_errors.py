@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import ray
 
 from cluster.cli.main import main
 from cluster.observe.terminal import Terminal
-from cluster.tools.bulk.job import add_options, check_job, parse_job
+from cluster.tools.bulk.job import check_job
 from cluster.tools.bulk.run import run_bulk
 from cluster.tools.bulk.workers import WorkerSource
 from contracts.config import TandemConfig
@@ -82,13 +81,6 @@ def test_unusable_option_is_named(run: Run, options: dict[str, str], words: str)
     assert STOPPED not in line
 
 
-def test_label_may_contain_comma() -> None:
-    words = ["--input", "rows.jsonl", "--output", "out", "--labels", 'yes, "no, never",a "b" c']
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    assert parse_job(parser.parse_args(words)).labels == ("yes", "no, never", 'a "b" c')
-
-
 def test_ctrl_c_prints_resume_command(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,10 +97,6 @@ def test_ctrl_c_prints_resume_command(
         run_bulk(job, workers(), Terminal(stderr=True))
     error_output = capsys.readouterr().err
     assert "stopped with 0 rows written; the same command with --resume continues" in error_output
-
-
-def test_multi_label_needs_a_question(run: Run) -> None:
-    assert "multi_label needs a template with {label}" in run("--multi-label")
 
 
 @pytest.mark.parametrize(

@@ -223,12 +223,6 @@ def test_unusable_file_is_reported_before_the_job_starts(
     assert "\n" not in caught.value.message
 
 
-def test_empty_file_has_no_rows(tmp_path: Path) -> None:
-    paths = [write(tmp_path / name, b"") for name in ("a.jsonl", "b.csv")]
-    write(tmp_path / "c.csv", b"id,text\n")
-    assert read(*paths, tmp_path / "c.csv") == []
-
-
 def _open(path: Path) -> None:
     for source in find_sources([str(path)]):
         source.open(FIELDS)
