@@ -37,7 +37,7 @@ from contracts.plan import Plan
 from models.spec.model import ModelSpec, read_spec
 from tests.support.local_group import LocalGroup
 
-BUNDLED = Path(__file__).parents[1] / "models" / "bundled"
+BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 RANDOM = {"medium": MEDIUM, "medium-shared": MEDIUM_SHARED}
 PLANS = {
     "prefill": [Plan(r1=2), Plan(r1=4), Plan(r1=4, r2=2)],

@@ -63,8 +63,8 @@ from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.expert_eviction import Kind, eviction, pays
 
-BUNDLED = Path(__file__).resolve().parents[1] / "models" / "bundled"
-TEXTS = Path(__file__).resolve().parents[1] / "docs"
+BUNDLED = Path(__file__).resolve().parents[2] / "models" / "bundled"
+TEXTS = Path(__file__).resolve().parents[2] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
 ORACLE, DEEP = "oracle", "oracle, two deep"
 HINTS = ("router", "fitted", "estimator", "best", ORACLE, DEEP, "wrong")

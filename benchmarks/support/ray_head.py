@@ -17,7 +17,7 @@ import psutil
 
 from cluster.http.server import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
     **{key: value for key, value in os.environ.items() if not key.startswith("RAY_")},

@@ -1,4 +1,4 @@
-"""Loss, hangs, strangers and failed starts of an attention/expert group.
+"""Loss, hangs, bad clients and failed starts of an attention/expert group.
 
 Real ranks, channels and processes, without Ray. Every wait has a deadline; faults occur within a
 batch.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,23 +19,20 @@ from typing import Any
 import pytest
 import torch
 
-from actors.channels.handshake import Identity, initiate
-from actors.channels.listener import dial
 from actors.moe.rank_experts import CachedExperts
 from actors.offload.file_tier import FileTier
 from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
-from contracts.config import ChannelConfig, TandemConfig
+from contracts.config import TandemConfig
 from contracts.errors import (
     ChannelError,
     CheckpointError,
-    HandshakeError,
     LaunchError,
     ResourceError,
 )
 from contracts.messages import Failed, Tokens
-from contracts.ranks import RankStatus
+from contracts.ranks import RankSpec
 from kernels.steps import Steps
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_half import ExpertHalf
@@ -47,6 +42,7 @@ from tests.support.group_harness import (
     Priority,
     RankConnection,
     ThreadGroup,
+    connections,
     experts_of,
     greedy,
     group_config,
@@ -77,6 +73,10 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(3, 131, (count,), generator=generator).tolist()
 
 
+def broken(*_: object) -> torch.Tensor:
+    raise ArithmeticError("planted")
+
+
 def is_gone(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -86,19 +86,11 @@ def is_gone(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator[LocalGroup]:
+def process_group(folder: Path) -> Iterator[LocalGroup]:
     """Two attention and two expert ranks that leave no process or socket."""
-    config = group_config(
-        2,
-        2,
-        kv={"pool_tokens": 16 * 1024},
-        schedule={"max_batch_sequences": 2},  # so that others wait
-        # As in production, where silence is all there is to see.
-        channel={"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}
-        if fault is signal.SIGSTOP
-        else {},
-    )
-    with LocalGroup(str(folder), config, backend=backend) as group:
+    pool, batch = {"pool_tokens": 16 * 1024}, {"max_batch_sequences": 2}  # others wait
+    config = group_config(2, 2, kv=pool, schedule=batch)
+    with LocalGroup(str(folder), config) as group:
         pids = [process.pid for process in group.processes.values()]
         yield group
     assert all(is_gone(pid) for pid in pids)
@@ -107,17 +99,9 @@ def process_group(folder: Path, backend: str, fault: signal.Signals) -> Iterator
         assert not ready.channel_address or ready.channel_address[5:] not in names
 
 
-def clients_of(group: LocalGroup) -> list[RankConnection]:
-    return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
-
-
-def holds_nothing(group: LocalGroup, name: str) -> bool:
-    return status_of(group, name).sections["kv_blocks"]["used"] == 0
-
-
 def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
-    """A generation and a long scoring in a batch that runs, one of each that waits for it; then one
-    of the other class, whose tasks stand at a yield most of the time."""
+    """Submit a generation and a long score that run, one of each that waits, and a BE score that
+    mostly yields."""
     running = client.submit(tokens(1, 20), sampling=greedy(4000))
     client.wait_started(running)
     assert isinstance(client.events[running][0], Tokens)
@@ -125,9 +109,9 @@ def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
     waiting = client.submit(tokens(3, 30), sampling=greedy(10))
     scoring = client.submit(tokens(4, 50), score_from=10)
     name = f"attention-{rank}"
-    until(lambda: (status_of(group, name).running, status_of(group, name).waiting) == (2, 2))
+    until(lambda: (group.rank_status(name).running, group.rank_status(name).waiting) == (2, 2))
     parked = client.submit(tokens(6, LONG_TOKENS), candidates=[5], priority=Priority.BE)
-    until(lambda: status_of(group, name).running > 2)
+    until(lambda: group.rank_status(name).running > 2)
     return [running, long, waiting, scoring, parked]
 
 
@@ -138,12 +122,6 @@ def read_to_the_end(client: RankConnection) -> None:
         while time.monotonic() < end_s:
             client.read()
         pytest.fail("the connection is still open")
-
-
-def status_of(group: LocalGroup, name: str) -> RankStatus:
-    status = group.processes[name].call("status").result(5.0)
-    assert isinstance(status, RankStatus)
-    return status
 
 
 # --- an expert rank is lost
@@ -189,21 +167,8 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(
         assert [client.generated(request)[0] for client, request in again] == [expected] * 2
 
 
-def test_lost_expert_rank_leaks_no_thread_or_descriptor(deep: Path) -> None:
-    config = group_config(2, 2)
-    with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
-        running = start_streams((first, second), 40)
-        group.experts[1].stop()
-        expected = LocalModel.load(deep, dtype="float32").greedy(tokens(1, 60), 40)
-        for client, request in running:
-            assert client.generated(request)[0] == expected
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_unexpected_error_names_expert_rank(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> torch.Tensor:
-        raise ArithmeticError("planted")
-
     with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as client:
         monkeypatch.setattr(experts_of(group.experts[1]), "steps", broken)
         client.scored(client.submit(tokens(1, 40), candidates=[1]))
@@ -243,8 +208,8 @@ def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
     prompts = [tokens(seed, 30 + seed) for seed in range(3)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 24) for prompt in prompts]
-    with process_group(deep, "shm", signal.SIGKILL) as group:
-        doomed, other = clients_of(group)
+    with process_group(deep) as group:
+        doomed, other = connections(group.client_addresses, group.token)
         fill(group, 0, doomed)
         requests = [other.submit(prompt, sampling=greedy(24)) for prompt in prompts]
         other.wait_started(requests[0])
@@ -254,7 +219,7 @@ def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
         assert [other.generated(request)[0] for request in again] == expected
         read_to_the_end(doomed)
         for name in ("attention-1", "expert-0", "expert-1"):
-            assert status_of(group, name).healthy
+            assert group.rank_status(name).healthy
         doomed.close()
         other.close()
 
@@ -262,12 +227,8 @@ def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
 def test_unexpected_error_fails_requests_of_attention_rank(
     deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> torch.Tensor:
-        raise ArithmeticError("planted")
-
     config = group_config(2, 1)
     with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
-        # in a layer: nobody's alone
         monkeypatch.setattr(half_of(group.attention[0]), "steps", broken)
         requests = [
             client.submit(tokens(1, 40), sampling=greedy(4)),
@@ -332,47 +293,6 @@ def test_duplicate_request_id_is_rejected(deep: Path) -> None:
         assert "request_id" in failed.message
         expected = LocalModel.load(deep, dtype="float32").greedy(tokens(3, 9), 4)
         assert other.generated(other.submit(tokens(3, 9), sampling=greedy(4)))[0] == expected
-
-
-def test_strangers_are_rejected_on_both_ports(deep: Path) -> None:
-    local = LocalModel.load(deep, dtype="float32")
-    prompt = tokens(9, 33)
-    with ThreadGroup(deep, group_config(1, 1), backend="tcp") as group, group.client() as client:
-        ports = [
-            (group.attention[0].ready.client_address, "attention-0", None),
-            (group.experts[0].ready.channel_address, "expert-0", 1),
-        ]
-        request = client.submit(prompt, sampling=greedy(80))
-        silent = [dial(address, 5.0) for address, _, _ in ports]
-        for address, name, epoch in ports:
-            wrong_token(address, name, epoch)
-            for garbage in (secrets.token_bytes(64), b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000):
-                send_garbage(address, garbage)
-        for sock in silent:
-            until_closed(sock)
-        assert client.generated(request)[0] == local.greedy(prompt, 80)
-
-
-def wrong_token(address: str, name: str, epoch: int | None) -> None:
-    stranger = Identity(name="attention-0", token=secrets.token_bytes(32), epoch=epoch)
-    with dial(address, 5.0) as sock, pytest.raises(HandshakeError):
-        initiate(sock, stranger, purpose="client", to=name, deadline_s=5.0)
-
-
-def send_garbage(address: str, garbage: bytes) -> None:
-    sock = dial(address, 5.0)
-    with contextlib.suppress(OSError):  # refused, and closed, before all of it was sent
-        sock.sendall(garbage)
-        sock.shutdown(socket.SHUT_WR)
-    until_closed(sock)
-
-
-def until_closed(sock: socket.socket) -> None:
-    """Wait until the other side has closed the connection."""
-    with sock, contextlib.suppress(ConnectionError):
-        sock.settimeout(DEADLINE_S)
-        while sock.recv(4096):
-            pass
 
 
 def test_garbage_ends_only_its_client(deep: Path) -> None:
@@ -472,15 +392,19 @@ def test_oversized_pool_is_named_without_leaks(deep: Path, monkeypatch: pytest.M
     assert all(is_gone(process.pid) for process in group.processes.values())
 
 
+def specs_of(folder: Path, expert_ranks: int, backend: str, **sections: Any) -> list[RankSpec]:
+    """Return the specs of an attention rank and `expert_ranks` expert ranks."""
+    placements = contiguous_placements(str(folder), expert_ranks=expert_ranks)
+    config = group_config(1, expert_ranks, **sections)
+    group_spec = GroupSpec(config, str(folder), bytes(32), 1, backend, placements=placements)
+    seat = Seat("cpu", "127.0.0.1", 1)
+    return make_specs(group_spec, [seat], [seat] * expert_ranks)
+
+
 @contextlib.contextmanager
 def loaded(folder: Path, backend: str) -> Iterator[tuple[dict[str, RankProcess], dict[str, str]]]:
     """Return processes of 1 + 2 loaded ranks, and the expert ranks' addresses."""
-    config = group_config(1, 2, channel={"connect_timeout_s": 1.0})
-    placements = contiguous_placements(str(folder), expert_ranks=2)
-    group_spec = GroupSpec(
-        config, str(folder), secrets.token_bytes(32), 1, backend, placements=placements
-    )
-    specs = make_specs(group_spec, [Seat("cpu", "127.0.0.1", 1)], [Seat("cpu", "127.0.0.1", 1)] * 2)
+    specs = specs_of(folder, 2, backend, channel={"connect_timeout_s": 1.0})
     processes = {spec.name: RankProcess(spec.name) for spec in specs}
     try:
         ready = [processes[spec.name].call("prepare", spec) for spec in specs]
@@ -513,12 +437,7 @@ def test_expert_rank_lost_before_connect_is_named(
 
 
 def test_process_lost_while_loading_is_named(tiny_checkpoint: Checkpoints) -> None:
-    config = group_config(1, 1)
-    folder = str(tiny_checkpoint("qwen3_moe"))
-    placements = contiguous_placements(folder, expert_ranks=1)
-    group_spec = GroupSpec(config, folder, bytes(32), 1, "shm", placements=placements)
-    seats = [Seat("cpu", "127.0.0.1", 1)]
-    specs = make_specs(group_spec, seats, seats)
+    specs = specs_of(tiny_checkpoint("qwen3_moe"), 1, "shm")
     processes = [RankProcess(spec.name) for spec in specs]
     processes[1].send_signal(signal.SIGKILL)
     with pytest.raises(LaunchError, match="expert-0: its process"):
@@ -526,14 +445,3 @@ def test_process_lost_while_loading_is_named(tiny_checkpoint: Checkpoints) -> No
     for process in processes:
         process.close()
         assert is_gone(process.pid)
-
-
-def test_failures_are_published_as_events(deep: Path) -> None:
-    with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
-        request = client.submit(tokens(1, 20), sampling=greedy(5000))
-        client.wait_started(request)
-        group.attention[0].stop()
-        failed = client.failed(request)
-        assert isinstance(failed, Failed)
-        assert failed.code == "handed_over"
-        assert "attention-0 is draining" in failed.message

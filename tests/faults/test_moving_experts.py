@@ -26,6 +26,7 @@ from tests.support.group_harness import (
     DEADLINE_S,
     RankConnection,
     ThreadGroup,
+    connections,
     greedy,
     group_config,
     until,
@@ -54,7 +55,7 @@ def right(deep: Path) -> list[list[int]]:
 
 
 def config(bytes_per_s: float, **placement: Any) -> dict[str, Any]:
-    return {"placement": {"rebalance": "continuous", "bytes_per_s": bytes_per_s, **placement}}
+    return {"placement": {"rebalance": "continuous", "bytes_per_s": bytes_per_s} | placement}
 
 
 @contextlib.contextmanager
@@ -78,15 +79,6 @@ def processes(folder: Path, **sections: Any) -> Iterator[tuple[FakePlanner, Loca
             process.call("join_planner", planner.address).result(DEADLINE_S)
         planner.wait_held(*EXPERTS)
         yield planner, group
-
-
-def clients_of(group: LocalGroup) -> list[RankConnection]:
-    return [RankConnection(*item, group.token) for item in group.client_addresses.items()]
-
-
-def status_of(group: LocalGroup, name: str) -> RankStatus:
-    status: RankStatus = group.processes[name].call("status").result(5.0)
-    return status
 
 
 def answers(client: RankConnection) -> list[list[int]]:
@@ -136,13 +128,14 @@ def test_proposal_reaching_one_rank_is_aborted(deep: Path, right: list[list[int]
             assert answers(client) == right
 
 
-@pytest.mark.parametrize("change", ["model", "ranks", "old", "bytes", "twice"])
+@pytest.mark.parametrize("change", ["model", "ranks", "old", "bytes", "twice", "off"])
 def test_unsuitable_proposal_is_rejected_with_reason(
     deep: Path, right: list[list[int]], change: str
 ) -> None:
     spec = read_spec(deep)
-    limit = {"max_move_bytes": 1} if change == "bytes" else {}
-    with threads(deep, **config(SLOW if change == "twice" else FAST, **limit)) as (planner, group):
+    limit: dict[str, Any] = {"bytes": {"max_move_bytes": 1}, "off": {"rebalance": "off"}}
+    bytes_per_s = SLOW if change == "twice" else FAST
+    with threads(deep, **config(bytes_per_s, **limit.get(change, {}))) as (planner, group):
         proposal, words = (
             another(spec, 2),
             {
@@ -151,6 +144,7 @@ def test_unsuitable_proposal_is_rejected_with_reason(
                 "old": "not newer than 2",
                 "bytes": "placement.max_move_bytes=1",
                 "twice": "generation 2 is under way",
+                "off": "placement.rebalance=off",
             },
         )
         if change == "model":
@@ -172,13 +166,6 @@ def test_unsuitable_proposal_is_rejected_with_reason(
             assert words[change] in outcome.reason or notified_first
         with group.client() as client:
             assert answers(client) == right
-
-
-def test_experts_do_not_move_unless_configured(deep: Path) -> None:
-    with threads(deep) as (planner, _):
-        planner.propose(another(read_spec(deep), 1))
-        for rank in EXPERTS:
-            assert "placement.rebalance=off" in planner.outcome(rank, 1).reason
 
 
 def test_changed_checkpoint_fails_moves(deep: Path, right: list[list[int]], tmp_path: Path) -> None:
@@ -267,11 +254,11 @@ def test_repeated_proposals_are_rejected_as_pending(deep: Path, right: list[list
 
 def test_move_continues_after_attention_rank_loss(deep: Path, right: list[list[int]]) -> None:
     with processes(deep, **config(SLOW)) as (planner, group):
-        doomed, other = clients_of(group)
+        doomed, other = connections(group.client_addresses, group.token)
         running = doomed.submit(PROMPTS[0], sampling=greedy(400))
         doomed.wait_started(running)
         planner.propose(another(read_spec(deep), 1))
-        until(lambda: "placement" in status_of(group, "expert-0").notes)
+        until(lambda: "placement" in group.rank_status("expert-0").notes)
         group.processes["attention-0"].send_signal(signal.SIGKILL)
         assert answers(other) == right
         for rank in EXPERTS:
@@ -288,13 +275,13 @@ def test_move_is_aborted_if_source_rank_is_lost(
     spec = read_spec(deep)
     channel = {"channel": {"heartbeat_timeout_s": ChannelConfig().heartbeat_timeout_s}}
     with processes(deep, **config(SLOW), **channel) as (planner, group):
-        clients = clients_of(group)
-        before = placed(status_of(group, "expert-0"))
+        clients = connections(group.client_addresses, group.token)
+        before = placed(group.rank_status("expert-0"))
         running = [client.submit(PROMPTS[0], sampling=greedy(40)) for client in clients]
         for client, request in zip(clients, running, strict=True):
             client.wait_started(request)
         planner.propose(another(spec, 1))
-        until(lambda: "placement" in status_of(group, "expert-0").notes)
+        until(lambda: "placement" in group.rank_status("expert-0").notes)
         group.processes["expert-1"].send_signal(fault)
         expected = LocalModel.load(deep, dtype="float32").greedy(PROMPTS[0], 40)
         for client, request in zip(clients, running, strict=True):
@@ -302,10 +289,10 @@ def test_move_is_aborted_if_source_rank_is_lost(
         outcome = planner.outcome("expert-0", 1)
         assert outcome.outcome is MoveOutcome.FAILED
         every = spec.num_experts * len(spec.moe_layers)
-        until(lambda: placed(status_of(group, "expert-0")) == (0, every))
+        until(lambda: placed(group.rank_status("expert-0")) == (0, every))
         group.replace("expert-1")
         assert [answers(client) for client in clients] == [right, right]
-        until(lambda: placed(status_of(group, "expert-0")) == before)
+        until(lambda: placed(group.rank_status("expert-0")) == before)
         for client in clients:
             client.close()
 
@@ -322,7 +309,7 @@ class Moves:
 
     def round(self, moves: int) -> None:
         with processes(self._folder, **config(17 * SLOW, move_timeout_s=20.0)) as (planner, group):
-            clients = clients_of(group)
+            clients = connections(group.client_addresses, group.token)
             for generation in range(1, moves + 1):
                 submitted = [self._submit_one(client) for client in clients]
                 planner.propose(another(self._spec, generation))
@@ -331,7 +318,7 @@ class Moves:
                     outcome = planner.outcome(rank, generation)
                     assert outcome.outcome is MoveOutcome.RETIRED, outcome
                     expected = generation, own(self._spec, generation, number)
-                    assert placed(status_of(group, rank)) == expected
+                    assert placed(group.rank_status(rank)) == expected
             self._kill(planner, group, clients, moves)
             for client in clients:
                 client.close()
@@ -356,8 +343,8 @@ class Moves:
             self._check([self._submit_one(client) for client in clients])
             for number, rank in enumerate(EXPERTS):
                 counts = {(g, own(self._spec, g, number)) for g in (generation, generation + 1)}
-                until(lambda rank=rank, counts=counts: placed(status_of(group, rank)) in counts)  # type: ignore[misc]
-            generations = {placed(status_of(group, rank))[0] for rank in EXPERTS}
+                until(lambda rank=rank, counts=counts: placed(group.rank_status(rank)) in counts)  # type: ignore[misc]
+            generations = {placed(group.rank_status(rank))[0] for rank in EXPERTS}
             assert len(generations) == 1
             return
         survivor = 1 - int(victim[-1])
@@ -374,15 +361,13 @@ class Moves:
             assert [client.generated(request)[0] for request in requests] == self._right
 
 
-def test_streams_are_exact_over_moves_and_kills(deep: Path, right: list[list[int]]) -> None:
-    many = Moves(deep, right, seed=1)
-    for _ in range(2):
-        many.round(moves=4)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_streams_are_exact_over_many_moves_and_kills(deep: Path, right: list[list[int]]) -> None:
-    many = Moves(deep, right, seed=2)
-    for _ in range(20):
-        many.round(moves=10)
+@pytest.mark.parametrize(
+    ("seed", "rounds", "moves"), [(1, 2, 4), pytest.param(2, 20, 10, marks=pytest.mark.slow)]
+)
+def test_streams_are_exact_over_moves_and_kills(
+    deep: Path, right: list[list[int]], seed: int, rounds: int, moves: int
+) -> None:
+    many = Moves(deep, right, seed)
+    for _ in range(rounds):
+        many.round(moves)

@@ -12,7 +12,7 @@ import torch
 
 from actors.channels.base import Packet, PacketKind, PeerLost, TensorSpec
 from contracts.clock import monotonic_s
-from contracts.errors import PeerDeadError, PeerHungError
+from contracts.errors import ChannelError, PeerDeadError, PeerHungError
 from tests.support.channels_support import (
     BACKENDS,
     first_packet,
@@ -26,7 +26,6 @@ from tests.support.channels_support import (
 )
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
-HALF = {"elements": 32 << 20}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -46,7 +45,7 @@ def test_another_process_echoes_packets_of_all_sizes(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_both_saturated_directions_do_not_deadlock(backend: str) -> None:
-    packets, elements = 40, 1 << 19  # 80 MiB each way before anybody looks
+    packets, elements = 40, 1 << 19  # 80 MiB each way before either side reads
     options = {"packets": packets, "elements": elements, "heartbeat_timeout_s": 20.0}
     with with_peer(backend, "flood", options=options, heartbeat_timeout_s=20.0) as (main, peer):
         for index in range(packets):
@@ -81,7 +80,7 @@ def test_stopped_peer_is_hung_by_name(backend: str) -> None:
         peer.signal(signal.SIGSTOP)
         lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
         assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerHungError, "peer")
-        assert main.poll(0) == []  # told once
+        assert main.poll(0) == []  # reported once
         with pytest.raises(PeerHungError):
             main.reserve("peer", [])
 
@@ -122,20 +121,17 @@ def test_resumed_process_reports_no_peer(backend: str) -> None:
         packet.release()
 
 
-def test_peer_killed_during_a_payload_is_dead_by_name() -> None:
-    with with_peer("tcp", "half", options=HALF) as (main, peer):
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGKILL, PeerDeadError), (signal.SIGSTOP, PeerHungError)]
+)
+def test_peer_lost_during_payload_is_reported_by_name(
+    number: signal.Signals, error: type[ChannelError]
+) -> None:
+    with with_peer("tcp", "half", options={"elements": 32 << 20}) as (main, peer):
         assert peer.line() == "half"
-        peer.signal(signal.SIGKILL)
+        peer.signal(number)
         lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
-
-
-def test_peer_stopped_during_a_payload_is_hung_by_name() -> None:
-    with with_peer("tcp", "half", options=HALF) as (main, peer):
-        assert peer.line() == "half"
-        peer.signal(signal.SIGSTOP)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
-        assert (lost.peer, type(lost.error)) == ("peer", PeerHungError)
+        assert (lost.peer, type(lost.error)) == ("peer", error)
 
 
 def test_peer_killed_while_receiving_is_dead_by_name() -> None:

@@ -14,11 +14,11 @@ from actors.ranks.expert_rank import ExpertLoop, expert_rank
 from actors.ranks.rank import Rank
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError
-from contracts.ranks import RankStatus
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     RankConnection,
     ThreadGroup,
+    connections,
     greedy,
     group_config,
     until,
@@ -171,10 +171,8 @@ def processes(
         LocalGroup(str(folder), config, backend=backend) as group,
         contextlib.ExitStack() as stack,
     ):
-        clients = [
-            stack.enter_context(RankConnection(*item, group.token))
-            for item in group.client_addresses.items()
-        ]
+        connected = connections(group.client_addresses, group.token)
+        clients = [stack.enter_context(client) for client in connected]
 
         def load() -> Load:
             made = Load(clients, right)
@@ -182,11 +180,6 @@ def processes(
             return made
 
         yield group, load
-
-
-def status_of(group: LocalGroup, name: str) -> RankStatus:
-    status: RankStatus = group.processes[name].call("status").result(5.0)
-    return status
 
 
 @pytest.mark.parametrize(("fault", "backend"), [(signal.SIGKILL, "shm"), (signal.SIGSTOP, "tcp")])
@@ -202,9 +195,9 @@ def test_expert_rank_losses_do_not_change_streams(
         running = load()
         group.processes["expert-1"].send_signal(fault)
         running.check()
-        assert "failover active" in status_of(group, "attention-0").notes["experts"]
+        assert "failover active" in group.rank_status("attention-0").notes["experts"]
         running = load()
         group.replace("expert-1")
         running.check()
         load().check()
-        assert "experts" not in status_of(group, "attention-1").notes
+        assert "experts" not in group.rank_status("attention-1").notes

@@ -19,7 +19,7 @@ from actors.ranks.expert_resize import RunningRank, _check_room, expert_ranks_in
 from actors.ranks.rank import Rank
 from contracts.errors import TandemError
 from contracts.placement import Placement, PlacementState
-from contracts.ranks import Group, RankStatus
+from contracts.ranks import Group
 from kernels.linear import PackedLinear
 from models.spec.model import read_spec
 from planner.placement.resize import resize_placement
@@ -102,22 +102,17 @@ def processes(
         yield group, streams
 
 
-def status_of(group: LocalGroup, name: str) -> RankStatus:
-    status: RankStatus = group.processes[name].call("status").result(5.0)
-    return status
-
-
 def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
     """Check that all ranks have the same placement and none is missing."""
     moe_layers = len(read_spec(folder).moe_layers)
     assert expert_ranks_in_use(group.working) == ranks
     reported = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
     assert len({each.placement for each in reported}) == 1
-    found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
+    found = [group.rank_status(f"expert-{n}").sections["placement"] for n in range(ranks)]
     slots = reported[0].placement.slots_per_rank
     assert [each["experts"] for each in found] == [count * moe_layers for count in slots]
     for name in group.client_addresses:
-        status = status_of(group, name)
+        status = group.rank_status(name)
         assert "lost" not in status.sections
         assert "experts" not in status.notes
         assert status.sections["placement"]["ranks"] == ranks
@@ -146,14 +141,14 @@ def test_replacement_adopts_current_placement(deep: Path, right: list[list[int]]
         group.resize_experts(3)
         for name in ("expert-0", "expert-2"):
             group.replace(name)
-            until(lambda: "experts" not in status_of(group, "attention-1").notes)
-        until(lambda: not any(status_of(group, f"expert-{n}").notes for n in range(3)))
+            until(lambda: "experts" not in group.rank_status("attention-1").notes)
+        until(lambda: not any(group.rank_status(f"expert-{n}").notes for n in range(3)))
         until(lambda: experts_of(group, 3) == len(read_spec(deep).moe_layers) * 8)
         check_settled(group, deep, 3)
 
 
 def experts_of(group: LocalGroup, ranks: int) -> float:
-    found = [status_of(group, f"expert-{n}").sections["placement"] for n in range(ranks)]
+    found = [group.rank_status(f"expert-{n}").sections["placement"] for n in range(ranks)]
     return sum(each["experts"] for each in found)
 
 
@@ -173,7 +168,7 @@ def test_loss_aborts_resize_and_keeps_old_placement(
     with processes(deep, right, 1, 2, bytes_per_s=SLOW) as (group, _):
         killer = threading.Thread(target=kill_in_the_middle, args=(group, victim))
         killer.start()
-        lost = f"{victim}( is lost|: its process ended)"  # told of it already, or not yet
+        lost = f"{victim}( is lost|: its process ended)"  # the ranks may or may not know yet
         with pytest.raises(TandemError, match=rf"{ranks} expert ranks: .*{lost}"):
             group.resize_experts(ranks)
         killer.join()
@@ -192,7 +187,7 @@ def kill_in_the_middle(group: LocalGroup, victim: str) -> None:
 def coming(group: LocalGroup) -> list[str]:
     """Return the expert ranks that load experts."""
     there = [name for name in list(group.processes) if name.startswith("expert")]
-    return [name for name in there if "placement" in status_of(group, name).notes]
+    return [name for name in there if "placement" in group.rank_status(name).notes]
 
 
 def test_impossible_resize_is_rejected_first(

@@ -14,7 +14,7 @@ import pytest
 import actors.gather.peer_dialer
 from actors.gather.peer_source import PeerSource
 from models.experts.expert_store import ExpertBuffer
-from tests.support.group_harness import group_config
+from tests.support.group_harness import group_config, until
 from tests.support.prefill_workers import assert_layer, make_source, new_buffer, worker_spec
 from tests.support.weights_peer import Peer, peer_process
 
@@ -35,13 +35,6 @@ def worker_and_peer(folder: Path, backend: str) -> Iterator[tuple[PeerSource, Pe
         source.connect({"prefill-1": peer.address})
         yield source, peer
         source.close()
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not true():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def copied(source: PeerSource, folder: Path, layer: int) -> ExpertBuffer:
@@ -67,7 +60,7 @@ def test_hung_peer_is_replaced_by_the_fallback_and_rejoined(
         copied(source, folder, 1)
         assert source.fallbacks == 2
         peer.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: copied(source, folder, 1) is not None and not source.lost)
+        until(lambda: copied(source, folder, 1) is not None and not source.lost)
         before = source.fallbacks
         copied(source, folder, 2)
         assert source.fallbacks == before

@@ -12,12 +12,11 @@ import openai
 import psutil
 import pytest
 
-from cluster.fleet.codec import decode_directory
 from cluster.http.server import free_port
 from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
-from tests.support.ray_support import processes_of, ray_of_our_own
+from tests.support.ray_support import own_ray, processes_of, rank_pids
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         f"http.port={free_port()}",
     ]
     state = tmp_path_factory.mktemp("state")
-    with ray_of_our_own(state), serving(load_config(None, settings)) as served:
+    with own_ray(state), serving(load_config(None, settings)) as served:
         yield served
 
 
@@ -64,11 +63,6 @@ def stream(served: RunningServer) -> Iterator[str]:
     return (piece.choices[0].text for piece in answer)
 
 
-def pids(served: RunningServer) -> dict[str, int]:
-    body = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-    return {rank.name: rank.pid for rank in decode_directory(body).ranks}
-
-
 def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: RunningServer) -> None:
     whole = "".join(stream(served))
     begun = stream(served)
@@ -77,7 +71,7 @@ def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: Run
     os.kill(launcher.pid, signal.SIGKILL)
     until(lambda: [one.pid for one in processes_of("Groups")] not in ([], [launcher.pid]))
     assert text + "".join(begun) == whole
-    assert pids(served) == {rank.name: rank.pid for rank in served.directory.ranks}
+    assert rank_pids(served) == {rank.name: rank.pid for rank in served.directory.ranks}
     assert not served.groups.problem.remote(served.directory.token).result(timeout_s=DEADLINE_S)
     assert "".join(stream(served)) == whole
     assert httpx.get(f"{served.url}/health", timeout=DEADLINE_S).status_code == 200
@@ -101,7 +95,7 @@ def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
 
 def test_ranks_that_nobody_looks_after_end_by_themselves(served: RunningServer) -> None:
     """Where nothing starts the launcher again: Serve's controller stands still."""
-    ranks = [psutil.Process(pid) for pid in pids(served).values()]
+    ranks = [psutil.Process(pid) for pid in rank_pids(served).values()]
     (launcher,) = processes_of("Groups")
     (controller,) = processes_of("ServeController")
     controller.suspend()

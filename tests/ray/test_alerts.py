@@ -63,8 +63,11 @@ def other_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, other_port: int) -> Iterator[World]:
+def world(
+    app_settings: list[str], tmp_path_factory: pytest.TempPathFactory, other_port: int
+) -> Iterator[World]:
     settings = [
+        *app_settings,
         "groups.prefill_ranks=2",
         "priority.ls_max_wait_s=60",
         "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.prometheus import is_installed
+from cluster.http.server import free_port
 from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped
+from tests.support.ray_support import own_ray
 
 pytestmark = [
     pytest.mark.ray,
@@ -78,12 +80,14 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
         "prefill.saturation=1000000000000000",
         "planner.report_interval_s=0",
         f"http.request_timeout_s={REQUEST_S}",
+        f"http.port={free_port()}",
         "channel.heartbeat_timeout_s=30",
     ]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.syspath_prepend(leak_file.parent)
-        patch.setenv("PYTHONPATH", str(leak_file.parent))  # of Ray's workers
+        patch.setenv("PYTHONPATH", str(leak_file.parent))  # a cluster of its own inherits it
+        stack.enter_context(own_ray(tmp_path_factory.mktemp("state")))
         folder = tmp_path_factory.mktemp("prometheus")
         yield World(stack, folder, Watched(PACE, scrape_s=0.5), settings)
 

@@ -1,5 +1,7 @@
-"""The documented servers, started and asked as a new user would: from an empty folder, by the
-commands that stand there."""
+"""Documented servers and requests, run as documented, from an empty folder.
+
+The servers start local Ray clusters of their own.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from cluster.fleet.model_folder import resolve_model_folder
@@ -26,22 +29,21 @@ pytestmark = pytest.mark.ray
 DEADLINE_S = 120.0
 BIN = Path(sys.executable).parent
 PAGES = ("README.md", "docs/usage.md")
-SMALL = "--set kv.pool_tokens=4096"  # other tests run beside this one
+SMALL = "--set kv.pool_tokens=4096"  # other tests run at the same time
 
 
-def _asked_after() -> dict[str, list[Command]]:
-    """The documented servers, each with the commands that ask it: those that follow on its page,
-    each once."""
+def _requests_by_server() -> dict[str, list[Command]]:
+    """Return the documented servers, each with the distinct requests that follow on its page."""
     servers: dict[str, list[Command]] = {}
     for document in PAGES:
-        asked: list[Command] = []
+        requests: list[Command] = []
         for command in documented():
             if command.document != document:
                 continue
             if re.match(r"tandem serve .*-ranks", command.text):
-                asked = servers.setdefault(command.text, [])
-            elif _is_request(command) and command.text not in [known.text for known in asked]:
-                asked.append(command)
+                requests = servers.setdefault(command.text, [])
+            elif _is_request(command) and command.text not in [known.text for known in requests]:
+                requests.append(command)
     return servers
 
 
@@ -49,8 +51,8 @@ def _is_request(command: Command) -> bool:
     return command.text.startswith("curl ") or command.language == "python"
 
 
-SERVERS = _asked_after()
-ASKED = [(server, command) for server, asked in SERVERS.items() for command in asked]
+SERVERS = _requests_by_server()
+REQUESTS = [(server, command) for server, found in SERVERS.items() for command in found]
 BULK = sorted({c.text for c in documented() if c.text.startswith("tandem bulk --model")})
 
 
@@ -68,7 +70,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, ended by Ctrl-C. Its end is in order."""
+    """Run the command until Ctrl-C. It leaves no process."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec {text}"],
         cwd=folder,
@@ -80,9 +82,13 @@ def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("raylet" in child.name() for child in children), children
         process.send_signal(signal.SIGINT)
         try:
             process.communicate(timeout=DEADLINE_S)
+            _, alive = psutil.wait_procs(children, timeout=15.0)
+            assert not alive
         finally:
             process.kill()
 
@@ -102,11 +108,11 @@ def server(
 
 @pytest.mark.parametrize(
     ("server", "command"),
-    [pytest.param(*pair, id=f"{pair[1].document}:{pair[1].line}") for pair in ASKED],
+    [pytest.param(*pair, id=f"{pair[1].document}:{pair[1].line}") for pair in REQUESTS],
     indirect=["server"],
     scope="module",
 )
-def test_a_documented_request_is_answered(server: Server, command: Command) -> None:
+def test_documented_request_is_answered(server: Server, command: Command) -> None:
     text = command.text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
     shell = [sys.executable, "-c"] if command.language == "python" else ["bash", "-c"]
     done = subprocess.run(
@@ -130,7 +136,7 @@ def test_documented_servers_have_documented_requests() -> None:
 
 
 @pytest.mark.parametrize("text", BULK)
-def test_documented_files_are_classified(text: str, tmp_path: Path) -> None:
+def test_documented_bulk_command_classifies_file(text: str, tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("It works well.", "It broke after two days.", "Fine.")]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "reviews.jsonl").write_text(lines, encoding="utf-8")
@@ -149,7 +155,7 @@ def test_documented_files_are_classified(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_and_leaves_nothing(tmp_path: Path) -> None:
+def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", "tandem demo --trace demo.json"],
         cwd=tmp_path,

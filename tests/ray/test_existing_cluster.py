@@ -1,9 +1,11 @@
-"""The `tandem` command on a Ray cluster that was there before it, and stays."""
+"""The `tandem` command on an existing Ray cluster, which remains."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import shutil
 import signal
 import socket
@@ -16,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED
@@ -35,20 +37,14 @@ def can_connect(port: int) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayHead]:
-    with ray_head() as head:
-        yield head
-
-
 def ranks_of(head: RayHead) -> set[psutil.Process]:
-    """The actors of ours that run on the cluster."""
+    """Return the processes of Tandem on the cluster."""
     return {one for shell in SHELLS for one in head.running(shell)}
 
 
 @contextlib.contextmanager
 def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
-    """The command, which has ended afterwards."""
+    """Run the command; it has ended afterwards."""
     process = subprocess.Popen(
         [str(BIN / "tandem"), *arguments],
         env={**ENVIRONMENT, "RAY_ADDRESS": address},
@@ -78,7 +74,7 @@ def wait_until_ready(server: subprocess.Popen[str]) -> None:
         line = server.stdout.readline()
 
 
-def ended(server: subprocess.Popen[str]) -> None:
+def stop(server: subprocess.Popen[str]) -> None:
     server.send_signal(signal.SIGTERM)
     out, err = server.communicate(timeout=DEADLINE_S)
     assert server.returncode == 0, err
@@ -87,7 +83,7 @@ def ended(server: subprocess.Popen[str]) -> None:
 
 
 def refused(server: subprocess.Popen[str]) -> str:
-    """The one line of a server that does not start."""
+    """Return the one line of a server that does not start."""
     _, err = server.communicate(timeout=DEADLINE_S)
     assert server.returncode == 2, err
     own = [line for line in err.splitlines() if not line.startswith("(")]  # Ray's are of actors
@@ -108,69 +104,67 @@ STUB = (
 )
 
 
-def test_servers_of_different_names_share_a_cluster_and_end_only_themselves(
-    cluster: RayHead, tmp_path: Path
+def test_named_servers_share_cluster_and_stop_independently(
+    ray_cluster: RayHead, tmp_path: Path
 ) -> None:
-    """FINDINGS B5: the second one replaced the first without a word, and deleted it on exit.
-    FINDINGS B8: modules in the folder that one stands in were imported by the server."""
-    (tmp_path / "models.py").write_text("raise RuntimeError('of the folder one stands in')\n")
+    """FINDINGS B5; B8: modules in the current folder are not imported."""
+    (tmp_path / "models.py").write_text("raise RuntimeError('of the current folder')\n")
     hostile = tmp_path / "cluster"
     hostile.mkdir()
-    (hostile / "__init__.py").write_text("raise RuntimeError('of the folder one stands in')\n")
+    (hostile / "__init__.py").write_text("raise RuntimeError('of the current folder')\n")
     first, second = free_port(), free_port()
     pool = ("--set", "kv.pool_tokens=4096")
-    with tandem(cluster.address, "serve", "--port", str(first), *pool, cwd=tmp_path) as one:
+    with tandem(ray_cluster.address, "serve", "--port", str(first), *pool, cwd=tmp_path) as one:
         wait_until_ready(one)
-        assert len(ranks_of(cluster)) >= 4, "two ranks, Groups and Ingress"
+        assert len(ranks_of(ray_cluster)) >= 4, "two ranks, Groups and Ingress"
 
-        with tandem(cluster.address, "serve", "--port", str(second), *STUB) as asked:
-            line = refused(asked)
+        with tandem(ray_cluster.address, "serve", "--port", str(second), *STUB) as second_server:
+            line = refused(second_server)
         for part in ("serve.name=tandem", "RUNNING", "--name", "--port", "tandem stop"):
             assert part in line
         assert answers(first), "the first one is untouched"
 
         other = ("serve", "--name", "other", "--port", str(second), *STUB)
-        with tandem(cluster.address, *other) as two:
+        with tandem(ray_cluster.address, *other) as two:
             wait_until_ready(two)
             assert answers(first)
             assert answers(second)
-            ended(two)
+            stop(two)
         assert not can_connect(second)
         assert answers(first)
         one.kill()  # its application is left
         one.wait(DEADLINE_S)
     assert answers(first)
-    with tandem(cluster.address, "stop", cwd=tmp_path) as stop:
-        out, err = stop.communicate(timeout=DEADLINE_S)
-        assert (stop.returncode, out) == (0, "tandem: ended\n"), err
-    wait_until_none(cluster)
+    with tandem(ray_cluster.address, "stop", cwd=tmp_path) as stopped:
+        out, err = stopped.communicate(timeout=DEADLINE_S)
+        assert (stopped.returncode, out) == (0, "tandem: ended\n"), err
+    wait_until_none(ray_cluster)
     assert not can_connect(first)
-    assert can_connect(int(cluster.address.rpartition(":")[2])), "the cluster stays"
+    assert can_connect(int(ray_cluster.address.rpartition(":")[2])), "the cluster stays"
 
 
 @pytest.mark.slow
-def test_what_an_ingress_alone_finds_out_is_one_line_and_leaves_nothing(
-    cluster: RayHead, tmp_path: Path
+def test_ingress_failure_is_one_line_and_leaves_no_process(
+    ray_cluster: RayHead, tmp_path: Path
 ) -> None:
-    """FINDINGS B7: it was told after minutes, below a traceback. By default
-    tests/unit/cluster/http/test_server_start.py has what is told."""
+    """FINDINGS B7."""
     model = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "bundled")
     failing = ("serve", "--port", str(free_port()), *STUB, "--model", str(model))
-    with tandem(cluster.address, *failing) as server:
-        while not cluster.running("Groups"):
+    with tandem(ray_cluster.address, *failing) as server:
+        while not ray_cluster.running("Groups"):
             assert server.poll() is None, server.communicate()
         (model / "tokenizer.json").unlink()  # after the check, before the ingress reads it
         assert "no tokenizer.json" in refused(server)
-    wait_until_none(cluster)
+    wait_until_none(ray_cluster)
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_stream_end_and_nobody_else_in(cluster: RayHead) -> None:
+def test_sigterm_completes_stream_and_refuses_requests(ray_cluster: RayHead) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1/completions"
     body = {"model": "bundled", "prompt": "The", "max_tokens": 400, "ignore_eos": True}
     pool = ("--set", "kv.pool_tokens=4096")
-    with tandem(cluster.address, "serve", "--port", str(port), *pool) as server:
+    with tandem(ray_cluster.address, "serve", "--port", str(port), *pool) as server:
         wait_until_ready(server)
         with httpx.stream("POST", url, json={**body, "stream": True}, timeout=DEADLINE_S) as answer:
             lines = answer.iter_lines()
@@ -178,24 +172,44 @@ def test_sigterm_lets_a_stream_end_and_nobody_else_in(cluster: RayHead) -> None:
             server.send_signal(signal.SIGTERM)
             end_s = time.monotonic() + DEADLINE_S
             while httpx.post(url, json={**body, "max_tokens": 1}).status_code == 200:
-                assert time.monotonic() < end_s, "it lets others in"
+                assert time.monotonic() < end_s, "requests are still admitted"
             chunks = [line for line in lines if line]
         assert chunks[-1] == "data: [DONE]"
         assert not any('"error"' in chunk for chunk in chunks)
-        told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-        assert told[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
+        events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+        assert events[-1]["choices"][0]["finish_reason"] == "length", "to its last token"
         out, err = server.communicate(timeout=DEADLINE_S)
         assert (server.returncode, out.endswith("stopping\n")) == (0, True), err
-    wait_until_none(cluster)
+    wait_until_none(ray_cluster)
 
 
-def test_what_only_the_cluster_can_refuse_is_one_line_and_leaves_nothing(
-    cluster: RayHead,
+def test_unplaceable_server_is_one_line_and_leaves_no_process(
+    ray_cluster: RayHead,
 ) -> None:
     port = str(free_port())
     spread = ("--set", "groups.placement=spread")
-    with tandem(cluster.address, "serve", "--port", port, *spread) as server:
+    with tandem(ray_cluster.address, "serve", "--port", port, *spread) as server:
         line = refused(server)
     for part in ("groups.placement=spread", "at least 2 nodes", "has 1"):
         assert part in line
-    wait_until_none(cluster)
+    wait_until_none(ray_cluster)
+
+
+def test_server_exits_with_status_3_if_lost_rank_is_not_replaced_in_time(
+    ray_cluster: RayHead,
+) -> None:
+    """FINDINGS B15."""
+    settings = ("--set", "groups.recovery_timeout_s=1", "--set", "planner.enabled=false")
+    command = ("serve", "--port", str(free_port()), *settings)
+    with tandem(ray_cluster.address, *command) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if found := re.match(r"\s*expert-0\s+pid (\d+)", line):
+                os.kill(int(found[1]), signal.SIGKILL)
+                break
+        _, errors = server.communicate(timeout=2 * DEADLINE_S)
+    assert server.returncode == 3
+    (line,) = [line for line in errors.splitlines() if line.startswith("tandem serve:")]
+    assert "the server has failed" in line
+    assert "expert-0" in line
+    wait_until_none(ray_cluster)

@@ -3,7 +3,6 @@ request is answered, with the same probabilities, whoever comes or goes."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -17,15 +16,13 @@ import pytest
 import torch
 
 from actors.planning.planner_inputs import shape_of
-from cluster.fleet.codec import decode_directory
 from cluster.fleet.model_folder import resolve_model_folder
-from cluster.http.server import free_port
 from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec
 from planner.routing.request_work import work_of
-from tests.support.ray_support import ray_of_our_own
+from tests.support.ray_support import rank_pids
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -86,34 +83,27 @@ def body(rows: int) -> dict[str, Any]:
     return {"model": "bundled", "input": texts, "labels": LABELS}
 
 
-def pids(served: RunningServer) -> dict[str, int]:
-    found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-    return {rank.name: rank.pid for rank in decode_directory(found).ranks}
-
-
 def wait_for(served: RunningServer, workers: int) -> dict[str, int]:
     end_s = time.monotonic() + DEADLINE_S
-    while len(found := pids(served)) != workers:
+    while len(found := rank_pids(served)) != workers:
         assert time.monotonic() < end_s, found
         time.sleep(0.1)
     return found
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[RunningServer]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_of_our_own())
-        # A busy machine must not calibrate a threshold that no load reaches.
-        work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), torch.float32))
-        pinned = f"prefill.saturation={work(0, 256)}"
-        config = load_config(None, [*SETTINGS, pinned, f"http.port={free_port()}"])
-        yield stack.enter_context(serving(config))
+def served(app_settings: list[str]) -> Iterator[RunningServer]:
+    # A busy machine must not calibrate a threshold that no load reaches.
+    work = work_of(shape_of(read_spec(resolve_model_folder(BUNDLED)), torch.float32))
+    pinned = f"prefill.saturation={work(0, 256)}"
+    with serving(load_config(None, [*SETTINGS, pinned, *app_settings])) as served:
+        yield served
 
 
 def test_from_one_worker_to_three_and_back_without_a_failed_request(served: RunningServer) -> None:
     first = httpx.post(f"{served.url}/v1/classify", json=body(ROWS), timeout=DEADLINE_S)
     load = Load(served.url, [row["probs"] for row in first.json()["data"]])
-    (start,) = pids(served).items()
+    (start,) = rank_pids(served).items()
     with ThreadPoolExecutor(CLIENTS) as threads:
         asking = [threads.submit(load.ask) for _ in range(CLIENTS)]
         try:

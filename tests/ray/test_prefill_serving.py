@@ -1,5 +1,7 @@
-"""`tandem serve` with both pipelines, on a local cluster of the test's own: which one answers what,
-and what becomes of requests when a prefill worker is lost. The tests run in order."""
+"""A server with both pipelines: routing of requests, and loss of a prefill worker.
+
+The tests run in order.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,7 @@ import httpx
 import pytest
 
 from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row, tokenize_rows
-from cluster.fleet.codec import decode_directory
 from cluster.fleet.model_folder import resolve_model_folder
-from cluster.http.server import free_port
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_set import RoutingConfig
@@ -27,7 +27,7 @@ from cluster.serving.ingress_app import rank_clients
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from models.text.tokenizer import Tokenizer
-from tests.support.ray_support import ray_of_our_own
+from tests.support.ray_support import rank_pids
 
 pytestmark = pytest.mark.ray
 
@@ -37,23 +37,19 @@ LABELS = ["positive", "negative"]
 
 
 class Server:
-    def __init__(self, stack: contextlib.ExitStack) -> None:
+    def __init__(self, stack: contextlib.ExitStack, app_settings: list[str]) -> None:
         config = load_config(
             None,
             [
+                *app_settings,
                 "model.dtype=float32",
                 "groups.prefill_ranks=2",
                 "kv.pool_tokens=16384",
-                "groups.ready_timeout_s=100",  # sooner than pytest's, and says what is missing
-                f"http.port={free_port()}",
+                "groups.ready_timeout_s=100",  # fails before pytest's timeout
             ],
         )
         self.served: RunningServer = stack.enter_context(serving(config))
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
-
-    def pids(self) -> dict[str, int]:
-        body = self.served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-        return {rank.name: rank.pid for rank in decode_directory(body).ranks}
 
     def classify(self, texts: list[str]) -> list[dict[str, Any]]:
         answer = self.http.post(
@@ -70,8 +66,8 @@ class Server:
             for one in answers
         }
 
-    def who_worked(self, before: dict[str, float]) -> set[str]:
-        """Groups of the ranks that have computed since."""
+    def active_groups(self, before: dict[str, float]) -> set[str]:
+        """Return the groups of ranks that have computed since `before`."""
         now = self.busy_s()
         return {name.partition("-")[0] for name in now if now[name] > before[name]}
 
@@ -89,22 +85,21 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(app_settings: list[str]) -> Iterator[Server]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_of_our_own())
-        yield Server(stack)
+        yield Server(stack, app_settings)
 
 
 def texts_of(client: int) -> list[str]:
     return [f"Request {client}, row {row}: it is fine." for row in range(40)]
 
 
-def test_what_one_pass_answers_goes_to_prefill_workers_and_the_rest_to_attention_ranks(
+def test_single_pass_requests_use_prefill_workers(
     server: Server,
 ) -> None:
     busy = server.busy_s()
     server.classify(texts_of(0))
-    assert server.who_worked(busy) == {"prefill"}
+    assert server.active_groups(busy) == {"prefill"}
     busy = server.busy_s()
     for max_tokens, pipeline in ((1, "prefill"), (3, "generation")):
         series = f'tandem_requests_total{{class="ls",outcome="ok",pipeline="{pipeline}"}}'
@@ -113,10 +108,10 @@ def test_what_one_pass_answers_goes_to_prefill_workers_and_the_rest_to_attention
         answer = server.http.post("/v1/completions", json={**body, "ignore_eos": True})
         assert answer.json()["usage"]["completion_tokens"] == max_tokens
         assert server.count(series) == before + 1
-    assert server.who_worked(busy) == {"attention", "expert", "prefill"}
+    assert server.active_groups(busy) == {"attention", "expert", "prefill"}
 
 
-def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
+def test_both_pipelines_return_equal_probabilities(server: Server) -> None:
     task = ClassifyTask(labels=tuple(LABELS))
 
     async def through_attention_ranks() -> list[list[float]]:
@@ -140,34 +135,34 @@ def test_both_pipelines_give_the_same_probabilities(server: Server) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_worker_is_replaced_and_no_request_is_lost(
+def test_lost_worker_is_replaced_and_no_request_fails(
     server: Server, number: signal.Signals
 ) -> None:
     expected = [server.classify(texts_of(client)) for client in range(CLIENTS)]
-    pids, stop = server.pids(), threading.Event()
+    pids, stop = rank_pids(server.served), threading.Event()
 
-    def keep_asking(client: int) -> int:
-        asked = 0
+    def repeat(client: int) -> int:
+        count = 0
         while not stop.is_set():
             for row, known in zip(server.classify(texts_of(client)), expected[client], strict=True):
                 assert row["label"] == known["label"]
                 assert row["probs"] == pytest.approx(known["probs"], abs=1e-4)
-            asked += 1
-        return asked
+            count += 1
+        return count
 
     restarts = server.count('tandem_rank_restarts_total{group="prefill"}')
     with ThreadPoolExecutor(CLIENTS) as threads:
-        asking = [threads.submit(keep_asking, client) for client in range(CLIENTS)]
+        repeating = [threads.submit(repeat, client) for client in range(CLIENTS)]
         try:
             os.kill(pids["prefill-0"], number)
             end_s = time.monotonic() + DEADLINE_S
             while server.http.get("/health").status_code == 200:
-                assert time.monotonic() < end_s, "nobody noticed"
+                assert time.monotonic() < end_s, "the loss was not noticed"
             server.wait_healthy()
         finally:
             stop.set()
-        assert all(future.result(DEADLINE_S) > 0 for future in asking)
-    assert server.pids()["prefill-0"] != pids["prefill-0"]
-    assert server.pids()["prefill-1"] == pids["prefill-1"]
+        assert all(future.result(DEADLINE_S) > 0 for future in repeating)
+    assert rank_pids(server.served)["prefill-0"] != pids["prefill-0"]
+    assert rank_pids(server.served)["prefill-1"] == pids["prefill-1"]
     assert server.count('tandem_rank_restarts_total{group="prefill"}') == restarts + 1
     assert server.count('tandem_group_epoch{group="prefill"}') == 2 + restarts

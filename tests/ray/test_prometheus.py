@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from benchmarks.support.prometheus import Prometheus, is_installed
-from cluster.http.server import free_port
 from cluster.serving.server import serving
 from cluster.tools.bench.bench import Bench, BenchSettings, bench
 from cluster.tools.bench.outcome import percentile
@@ -24,7 +23,6 @@ from contracts.loading import load_config
 from dashboards.panels import Board
 from tests.architecture.support import ROOT
 from tests.architecture.test_dashboards import expressions
-from tests.support.ray_support import ray_of_our_own
 from tests.support.waiting import wait_until
 
 pytestmark = [
@@ -98,10 +96,11 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(app_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     config = load_config(
         None,
         [
+            *app_settings,
             "model.name=bundled",
             f"serve.name={NAME}",
             "groups.prefill_ranks=2",
@@ -110,11 +109,9 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             "experts.slots=32",
             "kv.pool_tokens=16384",
             "groups.ready_timeout_s=150",
-            f"http.port={free_port()}",
         ],
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_of_our_own(tmp_path_factory.mktemp("state")))
         folder = tmp_path_factory.mktemp("prometheus")
         prometheus = stack.enter_context(Prometheus(folder, CONFIG, cluster=NAME, window=WINDOW))
         served = stack.enter_context(serving(config))

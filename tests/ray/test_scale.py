@@ -18,16 +18,15 @@ import psutil
 import pytest
 import ray
 
+from benchmarks.support.ray_head import RayHead
 from cluster.cli.main import main
-from cluster.fleet.codec import decode_directory
-from cluster.http.server import free_port
 from cluster.observe import scale_client as client
 from cluster.observe.scale_client import follow_scale, start_scale
 from cluster.observe.server_client import Server
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from contracts.scaling import ScaleTarget
-from tests.support.ray_support import processes_of, ray_of_our_own
+from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -110,12 +109,9 @@ class Streams:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[RunningServer]:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_of_our_own())
-        yield stack.enter_context(
-            serving(load_config(None, [*SETTINGS, f"http.port={free_port()}"]))
-        )
+def served(app_settings: list[str]) -> Iterator[RunningServer]:
+    with serving(load_config(None, [*SETTINGS, *app_settings])) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +123,6 @@ def free(served: RunningServer) -> float:
 @pytest.fixture(scope="module")
 def streams(served: RunningServer) -> Streams:
     return Streams(served)
-
-
-def pids(served: RunningServer) -> dict[str, int]:
-    found = served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-    return {rank.name: rank.pid for rank in decode_directory(found).ranks}
 
 
 def scale(served: RunningServer, *arguments: str) -> int:
@@ -147,11 +138,11 @@ def ranks_up(served: RunningServer) -> list[str]:
 def test_from_two_attention_ranks_to_three_and_to_one(
     served: RunningServer, streams: Streams, free: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = pids(served)
+    before = rank_pids(served)
     with streams.going():
         streams.wait_more(CLIENTS)
         assert scale(served, "--attention-ranks", "3") == 0
-        three = pids(served)
+        three = rank_pids(served)
         assert set(three) - set(before) == {"attention-2"}
         assert three.items() >= before.items(), "nobody else was started anew"
         streams.wait_more(4 * CLIENTS)
@@ -160,7 +151,7 @@ def test_from_two_attention_ranks_to_three_and_to_one(
         assert computed["attention-2"]["computed_tokens"] > 0
         assert scale(served, "--attention-ranks", "1") == 0
         streams.wait_more(4 * CLIENTS)
-    one = pids(served)
+    one = rank_pids(served)
     assert set(before) - set(one) == {"attention-1"}
     gone = {three[name] for name in ("attention-1", "attention-2")}
     wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes are left", 20.0)
@@ -174,28 +165,29 @@ def test_from_two_attention_ranks_to_three_and_to_one(
 
 
 def test_from_two_expert_ranks_to_three_and_to_one(served: RunningServer, streams: Streams) -> None:
-    before = pids(served)
+    before = rank_pids(served)
     with streams.going():
         for ranks in ("3", "1", "2"):
             streams.wait_more(CLIENTS)
             assert scale(served, "--expert-ranks", ranks) == 0
             streams.wait_more(2 * CLIENTS)
-            assert sum(name.startswith("expert-") for name in pids(served)) == int(ranks)
-    after = pids(served)
+            assert sum(name.startswith("expert-") for name in rank_pids(served)) == int(ranks)
+    after = rank_pids(served)
     assert {name for name in after if after[name] != before[name]} == {"expert-1"}
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
-    served: RunningServer, streams: Streams
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_ranks_are_replaced_and_every_answer_is_complete(
+    served: RunningServer, streams: Streams, number: signal.Signals
 ) -> None:
-    before = pids(served)
+    before = rank_pids(served)
     with streams.going():
         for name in ("attention-0", "expert-1"):
             streams.wait_more(CLIENTS)
-            os.kill(pids(served)[name], signal.SIGTERM)
+            os.kill(rank_pids(served)[name], number)
             end_s = time.monotonic() + DEADLINE_S
-            while pids(served)[name] == before[name]:
+            while rank_pids(served)[name] == before[name]:
                 assert time.monotonic() < end_s
                 time.sleep(0.1)
         streams.wait_more(4 * CLIENTS)
@@ -204,7 +196,10 @@ def test_sigterm_to_one_rank_after_the_other_costs_no_answer_a_token(
 class Killed:
     """`tandem scale`, whose launcher gets SIGKILL at the step that begins so."""
 
-    def __init__(self, served: RunningServer, at: str, **requested: int) -> None:
+    def __init__(
+        self, ray_cluster: RayHead, served: RunningServer, at: str, **requested: int
+    ) -> None:
+        self.ray_cluster = ray_cluster
         self.at, self.steps, self.killed = at, list[str](), 0
         server = Server(served.url, "operator")
         begun = start_scale(server, ScaleTarget(**requested))
@@ -215,8 +210,9 @@ class Killed:
         if step.startswith(self.at) and not self.killed:
             rank, what = self.at.split(maxsplit=1)
             if what == "starts":
-                wait_until(lambda: bool(processes_of(f"ray::{rank}")), f"{rank} is not there", 90.0)
-            (launcher,) = processes_of("Groups")
+                ranks = self.ray_cluster.running
+                wait_until(lambda: bool(ranks(f"ray::{rank}")), f"{rank} is not there", 90.0)
+            (launcher,) = self.ray_cluster.running("Groups")
             self.killed = launcher.pid
             os.kill(launcher.pid, signal.SIGKILL)
 
@@ -236,6 +232,7 @@ def free_cpus() -> float:
     ],
 )
 def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on(
+    ray_cluster: RayHead,
     served: RunningServer,
     streams: Streams,
     free: float,
@@ -249,20 +246,20 @@ def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on
     monkeypatch.setattr(client, "_MAX_SILENCE_S", DEADLINE_S)
     with streams.going():
         streams.wait_more(CLIENTS)
-        killed = Killed(served, at, **requested)
+        killed = Killed(ray_cluster, served, at, **requested)
         streams.wait_more(2 * CLIENTS)
     assert killed.killed
     assert killed.state.state == "done"
     ((name, count),) = requested.items()
     assert killed.state.ranks[name] == count
-    found = pids(served)
+    found = rank_pids(served)
     kind = name.removesuffix("_ranks")
     assert sorted(one for one in found if one.startswith(kind)) == [
         f"{kind}-{rank}" for rank in range(count)
     ]
     theirs = {pid for name, pid in found.items() if name.startswith(kind)}
     wait_until(
-        lambda: {one.pid for one in processes_of(f"ray::{kind}-")} == theirs,
+        lambda: {one.pid for one in ray_cluster.running(f"ray::{kind}-")} == theirs,
         f"other processes than {found}",
         30.0,
     )
@@ -281,8 +278,8 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(
         (["--prefill-workers", "2"], "started without any"),
         (["--attention-ranks", "2", "--api-key", "client"], "401"),
     ):
-        before = pids(served)
+        before = rank_pids(served)
         assert scale(served, *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
-        assert pids(served) == before
+        assert rank_pids(served) == before

@@ -1,7 +1,8 @@
-"""`tandem serve` whole: Ray actors, channels, HTTP, the bundled checkpoint, on a local cluster of
-the test's own. 16 experts on 3 ranks, as a placement file has them: in any order, 7, 6 and 7 in
-each layer, four of them twice. The tests run in order: the last ones break and
-end the server."""
+"""The whole server: Ray actors, channels, HTTP, the bundled checkpoint.
+
+A placement file puts 16 experts on 3 ranks: 7, 6 and 7 in each layer, four of them twice. The tests
+run in order; the last ones kill processes.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,14 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.support.ray_head import RayHead
 from cluster.cli.main import main
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import write_placement
-from cluster.http.server import free_port
 from cluster.serving.server import RunningServer, serving
 from cluster.tools.demo import TASKS
 from cluster.tools.doctor import server_checks
@@ -37,7 +37,6 @@ from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from tests.support.placements import replicated
-from tests.support.ray_support import ray_of_our_own
 
 pytestmark = pytest.mark.ray
 
@@ -47,26 +46,23 @@ CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSent
 
 
 class Server:
-    """A running server, its clients, and all processes that came with it."""
+    """A running server and its clients."""
 
-    def __init__(self, stack: contextlib.ExitStack, targets: Path) -> None:
-        self.targets = targets / "tandem_service_discovery.json"
+    def __init__(self, stack: contextlib.ExitStack, app_settings: list[str], targets: Path) -> None:
         config = load_config(
             None,
             [
+                *app_settings,
                 "model.dtype=float32",
                 "groups.expert_ranks=3",
                 "kv.pool_tokens=16384",
-                "groups.ready_timeout_s=100",  # sooner than pytest's, and says what is missing
-                f"http.port={free_port()}",
+                "groups.ready_timeout_s=100",  # fails before pytest's timeout
                 f"metrics.targets={targets}",
                 f"placement.file={_placement_file(targets)}",
             ],
         )
-        before = set(psutil.Process().children(recursive=True))
-        self.stack = stack
+        self.targets = targets / f"{config.serve.name}_service_discovery.json"
         self.served: RunningServer = stack.enter_context(serving(config))
-        self.processes = set(psutil.Process().children(recursive=True)) - before
         self.http = stack.enter_context(httpx.Client(base_url=self.served.url, timeout=DEADLINE_S))
         self.openai = openai.OpenAI(
             base_url=f"{self.served.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
@@ -77,7 +73,7 @@ class Server:
         return {status.name: status for status in answers}
 
     def scraped(self) -> dict[str, str]:
-        """By rank, what each process that a Prometheus is told of exports."""
+        """Return the exported text of each scrape target by rank."""
         texts = {}
         for entry in json.loads(self.targets.read_text()):
             (where,), labels = entry["targets"], entry["labels"]
@@ -87,13 +83,13 @@ class Server:
         return texts
 
     def wait_until_free(self) -> None:
-        """Returns once no KV block is in use."""
+        """Wait until no KV block is in use."""
         end_s = time.monotonic() + DEADLINE_S
         while (used := self.status()["attention-0"].sections["kv_blocks"]["used"]) != 0:
             assert time.monotonic() < end_s, f"{used} blocks still in use"
 
     def count(self, name: str, **labels: str) -> float:
-        """The sum of all series of `name` with these labels."""
+        """Return the sum of all series of `name` with these labels."""
         return sum(
             float(sample.value)
             for family in text_string_to_metric_families(self.http.get("/metrics").text)
@@ -120,20 +116,19 @@ def _placed() -> Placement:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(app_settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ray_of_our_own(tmp_path_factory.mktemp("state")))
-        yield Server(stack, tmp_path_factory.mktemp("targets"))
+        yield Server(stack, app_settings, tmp_path_factory.mktemp("targets"))
 
 
-def test_ranks_have_the_experts_that_the_placement_file_gives_them(server: Server) -> None:
+def test_ranks_hold_experts_of_placement_file(server: Server) -> None:
     ranks = [server.status()[f"expert-{rank}"] for rank in range(3)]
     found = [status.sections["placement"]["experts"] for status in ranks]
     placed = _placed()
     assert found == [sum(map(len, placed.experts_of(rank).values())) for rank in range(3)]
 
 
-def test_health_and_models_tell_what_is_served(server: Server) -> None:
+def test_health_and_models_report_served_model(server: Server) -> None:
     answer = server.http.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     (model,) = server.openai.models.list().data
@@ -143,7 +138,7 @@ def test_health_and_models_tell_what_is_served(server: Server) -> None:
         server.openai.models.retrieve("gpt-17")
 
 
-def test_experts_that_the_ranks_do_not_divide_are_all_served(server: Server) -> None:
+def test_uneven_experts_are_all_served(server: Server) -> None:
     names = [rank.name for rank in server.served.directory.ranks]
     assert names == ["attention-0", "expert-0", "expert-1", "expert-2"]
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT * 8, max_tokens=1)
@@ -180,7 +175,7 @@ def test_completions_count_stop_and_stream(server: Server) -> None:
     assert chunks[-1].usage.completion_tokens == done.usage.completion_tokens
 
 
-def test_a_seed_repeats_a_sampled_text_and_another_seed_does_not(server: Server) -> None:
+def test_seed_determines_sampled_text(server: Server) -> None:
     def sampled(seed: int) -> str:
         done = server.openai.completions.create(
             model=BUNDLED,
@@ -196,7 +191,7 @@ def test_a_seed_repeats_a_sampled_text_and_another_seed_does_not(server: Server)
     assert sampled(1) != sampled(2)
 
 
-def test_chats_answer_and_stream_the_same_text(server: Server) -> None:
+def test_chat_stream_equals_answer_and_uses_prefix_cache(server: Server) -> None:
     make = server.openai.chat.completions.create
     done = make(model=BUNDLED, messages=CHAT, max_tokens=32, temperature=0)
     text = done.choices[0].message.content
@@ -213,7 +208,7 @@ def test_chats_answer_and_stream_the_same_text(server: Server) -> None:
     assert (once_more.usage.prompt_tokens_details.cached_tokens or 0) >= 16
 
 
-def test_classification_gives_the_probabilities_of_transformers(server: Server) -> None:
+def test_classification_equals_transformers(server: Server) -> None:
     import transformers
 
     folder = resolve_model_folder(BUNDLED)
@@ -261,7 +256,7 @@ def test_metrics_parse_and_count_requests(server: Server) -> None:
     assert sum(blocks.values()) == 16384 / 16
 
 
-def test_every_process_is_scraped_by_itself_and_has_at_most_500_series(server: Server) -> None:
+def test_every_process_exports_at_most_500_series(server: Server) -> None:
     server.openai.completions.create(model=BUNDLED, prompt=PROMPT, max_tokens=2)
     texts = server.scraped()
     assert len(texts) == len(server.served.directory.ranks) + 3
@@ -277,25 +272,26 @@ def test_every_process_is_scraped_by_itself_and_has_at_most_500_series(server: S
         assert 0 < len(series) <= 500, name
 
 
-def test_the_doctor_finds_nothing_wrong_with_it_and_asks_every_exporter(
+def test_doctor_checks_every_exporter_without_error(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(server_checks, "SAMPLE_INTERVAL_S", 0.1)
-    targets = f"metrics.targets={server.targets.parent}"
-    assert main(["doctor", "--url", server.served.url, "--set", targets, "--json"]) == 0
+    settings = ["--set", f"metrics.targets={server.targets.parent}"]
+    settings += ["--set", f"serve.name={server.targets.name.partition('_')[0]}"]
+    assert main(["doctor", "--url", server.served.url, *settings, "--json"]) == 0
     found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}
     processes = len(json.loads(server.targets.read_text()))
     assert f"{processes} processes, all answer" in found["exporters"]["found"]
     assert {one["level"] for one in found.values()} <= {"ok", "warning"}
 
 
-def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
+def test_planner_plans_are_executed_and_exported(server: Server) -> None:
     def planned() -> float:
         return server.count("tandem_plan_batches_total", chosen_by="planner")
 
     end_s = time.monotonic() + DEADLINE_S
     number = 0
-    # It knows nothing of this machine at first; and not every batch that it planned is reported.
+    # The planner starts without measurements, and not every planned batch is reported.
     while not (planned() and server.count("tandem_plan_solve_seconds")):
         assert time.monotonic() < end_s, server.status()["attention-0"].notes["planner"]
         number += 1
@@ -307,32 +303,30 @@ def test_the_planners_plans_are_run_and_shown(server: Server) -> None:
     assert server.status()["attention-0"].sections["chosen_by"]["planner"] > 0
 
 
-def test_a_trace_has_spans_of_every_rank_under_the_requests_own_names(
-    server: Server, tmp_path: Path
-) -> None:
+def test_trace_names_requests_in_spans_of_every_rank(server: Server, tmp_path: Path) -> None:
     ended = threading.Event()
 
-    def ask_on() -> None:
+    def request() -> None:
         body = {"model": "bundled", "messages": CHAT, "max_tokens": 8, "ignore_eos": True}
         while not ended.is_set():
-            headers = {"x-request-id": "asked-for"}
+            headers = {"x-request-id": "its-name"}
             server.http.post("/v1/chat/completions", json=body, headers=headers)
 
     path = tmp_path / "trace.json"
-    asking = threading.Thread(target=ask_on)
-    asking.start()
+    requesting = threading.Thread(target=request)
+    requesting.start()
     try:
         arguments = ["trace", "--url", server.served.url, "--seconds", "0.5"]
         assert main([*arguments, "--output", str(path)]) == 0
     finally:
         ended.set()
-        asking.join(DEADLINE_S)
+        requesting.join(DEADLINE_S)
     whole = json.loads(path.read_text())
-    told = whole["otherData"]["tandem"]
+    report = whole["otherData"]["tandem"]
     ranks = {"attention-0", *(f"expert-{number}" for number in range(3))}
-    assert set(told["ranks"]) == {"ingress", "planner-0", *ranks}
-    assert told["missing"] == {}
-    assert all(one["clock"]["is_shared"] for one in told["ranks"].values()), "one machine"
+    assert set(report["ranks"]) == {"ingress", "planner-0", *ranks}
+    assert report["missing"] == {}
+    assert all(one["clock"]["is_shared"] for one in report["ranks"].values()), "one machine"
     pids = {
         event["args"]["name"]: event["pid"]
         for event in whole["traceEvents"]
@@ -341,20 +335,20 @@ def test_a_trace_has_spans_of_every_rank_under_the_requests_own_names(
     named = {
         event["pid"]
         for event in whole["traceEvents"]
-        if "asked-for" in str(event.get("args", {}).get("requests"))
+        if "its-name" in str(event.get("args", {}).get("requests"))
     }
     assert named == {pids[rank] for rank in ranks}
     (begun, *_) = (e for e in whole["traceEvents"] if e["pid"] == pids["ingress"] and "ts" in e)
-    assert begun["args"]["request_id"] == "asked-for"
+    assert begun["args"]["request_id"] == "its-name"
     spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     first_us, last_us = (choose(event["ts"] for event in spans) for choose in (min, max))
     assert last_us - first_us < 2e6, "all on one axis"
 
 
-def test_the_loss_of_the_planner_costs_no_request_and_another_one_is_asked(
-    server: Server,
+def test_killed_planner_is_replaced_without_failed_request(
+    server: Server, ray_cluster: RayHead
 ) -> None:
-    (planner,) = [one for one in server.processes if _title(one).startswith("ray::planner-0")]
+    (planner,) = ray_cluster.running("ray::planner-0")
     planner.kill()
     end_s = time.monotonic() + DEADLINE_S
     seen: list[str] = []
@@ -365,7 +359,7 @@ def test_the_loss_of_the_planner_costs_no_request_and_another_one_is_asked(
     assert server.http.get("/health").status_code == 200
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server: Server) -> None:
+def test_disconnected_client_frees_its_blocks(server: Server) -> None:
     gone = server.count("tandem_requests_total", outcome="client_gone")
     stream = endless(server)
     next(stream)
@@ -377,7 +371,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_blocks(server:
 
 
 def endless(server: Server) -> Any:
-    """A stream that ends long after the test. Has `close` (of the connection)."""
+    """Return a stream that outlasts the test. `close` disconnects it."""
     return server.openai.completions.create(
         model=BUNDLED,
         prompt="The",
@@ -388,7 +382,7 @@ def endless(server: Server) -> Any:
     )
 
 
-def test_the_loss_of_an_expert_rank_costs_a_stream_nothing_but_time(server: Server) -> None:
+def test_stream_continues_through_expert_rank_loss(server: Server) -> None:
     (pid,) = [rank.pid for rank in server.served.directory.ranks if rank.name == "expert-1"]
     stream = endless(server)
     next(stream)
@@ -401,30 +395,3 @@ def test_the_loss_of_an_expert_rank_costs_a_stream_nothing_but_time(server: Serv
     next(stream)
     stream.close()
     server.wait_until_free()
-
-
-def test_nothing_is_left_after_the_end(server: Server) -> None:
-    processes = server.processes
-    names = {name for process in processes if (name := _name(process))}
-    assert any("raylet" in name for name in names), names
-    server.stack.close()
-    _, alive = psutil.wait_procs(processes, timeout=15.0)
-    assert not [process for process in alive if _name(process)]
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.served.url}/health")
-
-
-def _title(process: psutil.Process) -> str:
-    """What `ps` shows; empty if it has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def _name(process: psutil.Process) -> str:
-    """Empty if it has ended."""
-    try:
-        return "" if process.status() == psutil.STATUS_ZOMBIE else process.name()
-    except psutil.NoSuchProcess:
-        return ""

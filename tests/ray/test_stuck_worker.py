@@ -1,6 +1,4 @@
-"""A rank's actor whose threads wait for what never comes: a supervisor's question is answered all
-the same; and a prefill worker whose loop hangs while its heartbeats, on a thread of their own,
-could go on."""
+"""Ranks whose threads block: status is answered, and a hung prefill worker is replaced."""
 
 from __future__ import annotations
 
@@ -26,44 +24,41 @@ from cluster.fleet.launch import launch
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.serving.ingress_app import pipelines, rank_clients
 from cluster.serving.ray_session import ray_session
+from contracts.config import TandemConfig
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.ranks import RankStatus
-from tests.support.ray_support import ray_of_our_own
 from tests.support.stub_executor import StubExecutor
 
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 90.0
 STUCK_S = 2.0
-CONFIG = load_config(
-    None,
-    [
-        *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2"),
-        *("prefill.engine=tests.support.stub_rank:stub_rank", f"channel.step_timeout_s={STUCK_S}"),
-    ],
+SETTINGS = (
+    *("groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=2"),
+    *("prefill.engine=tests.support.stub_rank:stub_rank", f"channel.step_timeout_s={STUCK_S}"),
 )
 
 
 class WaitingShell(WorkerShell):
-    """Its `connect` waits for a peer that never answers; `metrics` until it is asked for spans."""
+    """A shell whose `connect` and `metrics` block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked = threading.Event()
+        self._released = threading.Event()
 
     def connect(self, addresses: dict[str, str]) -> None:
-        self._asked.wait()
+        self._released.wait()
 
     def metrics(self) -> str:
-        self._asked.wait()
+        self._released.wait()
         return ""
 
     def status(self) -> RankStatus:
         return RankStatus(name="prefill-0", healthy=True)
 
     def stop(self) -> None:
-        self._asked.set()
+        self._released.set()
 
 
 def _hang(sequence: object) -> None:
@@ -71,7 +66,7 @@ def _hang(sequence: object) -> None:
 
 
 class HangingShell(WorkerShell):
-    """The first prefill-0 hangs in the step that would answer its first request."""
+    """A shell whose first prefill-0 hangs in the step of its first request."""
 
     def start(self) -> None:
         loop, spec = self._made.loop, self._made.spec
@@ -81,20 +76,21 @@ class HangingShell(WorkerShell):
         super().start()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cluster_of_this_file() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def config(app_settings: list[str]) -> Iterator[TandemConfig]:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    with ray_of_our_own(), ray_session(CONFIG, {}, show_rank_logs=False):
-        yield
+    config = load_config(None, [*SETTINGS, *app_settings])
+    with ray_session(config, {}, show_rank_logs=False):
+        yield config
 
 
 @pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+def fleet(config: TandemConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
         monkeypatch.setattr(
             cluster.fleet.nodes, "rank_class", lambda name, _: rank_class(name, HangingShell)
         )
-        fleet = launch(CONFIG, str(resolve_model_folder(CONFIG.model.path)))
+        fleet = launch(config, str(resolve_model_folder(config.model.path)))
         stack.callback(fleet.close)
         yield fleet
 
@@ -103,8 +99,8 @@ def job(number: int) -> Submit:
     return Submit(request_id=0, token_ids=[number, 1, 2], sampling=None, candidates=[7])
 
 
-def test_the_status_is_told_while_connect_and_a_scrape_wait() -> None:
-    """FINDINGS B2: it waited behind `connect`, and healthy workers were killed for it."""
+def test_status_is_answered_while_connect_and_metrics_block(config: TandemConfig) -> None:
+    """FINDINGS B2."""
     actor: Any = rank_class("attention-0", WaitingShell).options(num_cpus=0).remote()
     rank = RayRank("prefill-0", actor)
     connecting = rank.call("connect", {"prefill-1": "tcp:10.0.0.1:1"})
@@ -118,8 +114,8 @@ def test_the_status_is_told_while_connect_and_a_scrape_wait() -> None:
         ray.kill(actor)
 
 
-def test_a_hung_worker_is_replaced_and_what_waited_there_is_answered_elsewhere(
-    fleet: Fleet, caplog: pytest.LogCaptureFixture
+def test_hung_worker_is_replaced_and_its_requests_are_answered(
+    config: TandemConfig, fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def find(suspects: dict[str, str]) -> dict[str, str]:
         return fleet.directory.prefill_addresses
@@ -127,13 +123,13 @@ def test_a_hung_worker_is_replaced_and_what_waited_there_is_answered_elsewhere(
     async def body() -> None:
         directory = fleet.directory
         address = directory.prefill_addresses["prefill-0"]
-        router = pipelines(CONFIG, directory, find)
+        router = pipelines(config, directory, find)
         router.start()
         await router.wait_ready()
         (client,) = rank_clients({"prefill-0": address}, directory.token)
         client.start()
         await client.wait_until(lambda client: client.problem is None)
-        stream = await open_stream(client, job(0))  # from here on it hangs
+        stream = await open_stream(client, job(0))  # it hangs from now on
         scores = [asyncio.create_task(router.score(job(number))) for number in range(1, 60)]
         failed = await anext(stream)
         assert isinstance(failed, Failed)

@@ -17,11 +17,10 @@ import httpx
 import psutil
 
 from benchmarks.support.prometheus import Prometheus, config_of
-from cluster.fleet.codec import decode_directory
-from cluster.http.server import free_port
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from dashboards.rules import TimeScale
+from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 150.0
@@ -45,11 +44,7 @@ class World:
         settings: Sequence[str],
     ) -> None:
         """settings: of the configuration."""
-        ours = [
-            "groups.ready_timeout_s=100",
-            f"metrics.targets={folder}",
-            f"http.port={free_port()}",
-        ]
+        ours = ["groups.ready_timeout_s=100", f"metrics.targets={folder}"]
         self.served: RunningServer = stack.enter_context(
             serving(load_config(None, [*ours, *settings]))
         )
@@ -84,8 +79,7 @@ class World:
         return pid
 
     def pids(self) -> dict[str, int]:
-        body = self.served.groups.directory.remote().result(timeout_s=DEADLINE_S)
-        return {rank.name: rank.pid for rank in decode_directory(body).ranks}
+        return rank_pids(self.served)
 
     def compute(self, name: str, cpu_s: float) -> int:
         """Returns its pid once the rank has had so much of a processor, or another is in its place,

@@ -218,7 +218,7 @@ def half_of(worker: Rank) -> AttentionHalf:
 def rank_of(
     kind: str, folder: Path, *, disable_kv_cache: bool = False
 ) -> Iterator[tuple[Rank, RankConnection]]:
-    """A rank of kind "attention" or "prefill", and a client of it. kv_free: of a prefill worker."""
+    """Run a rank of kind "attention" or "prefill" and a client of it."""
     if kind == "attention":
         with ThreadGroup(folder, group_config()) as group, group.client() as client:
             yield group.attention[0], client
@@ -341,6 +341,11 @@ class RankConnection:
         return body
 
 
+def connections(addresses: Mapping[str, str], token: bytes) -> list[RankConnection]:
+    """Return a client of each rank."""
+    return [RankConnection(*item, token) for item in addresses.items()]
+
+
 def greedy(max_tokens: int, **fields: Any) -> Sampling:
     return Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **fields)
 
@@ -356,6 +361,7 @@ __all__ = [
     "Priority",
     "RankConnection",
     "ThreadGroup",
+    "connections",
     "greedy",
     "group_config",
     "prefill_config",

@@ -188,6 +188,10 @@ class LocalGroup:
         futures = [rank.call("status") for rank in self._ranks]
         return [future.result(timeout_s) for future in futures]
 
+    def rank_status(self, name: str) -> RankStatus:
+        status: RankStatus = self.processes[name].call("status").result(5.0)
+        return status
+
     def metrics(self, timeout_s: float = 10.0) -> dict[str, str]:
         """Return the Prometheus text of each process by name."""
         futures = [(name, process.call("metrics")) for name, process in self.processes.items()]

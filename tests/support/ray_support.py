@@ -1,4 +1,4 @@
-"""Ray clusters of a test's own."""
+"""Local Ray clusters, and the processes of a served application."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cluster.fleet.codec import decode_directory
+from cluster.serving.server import RunningServer
+
+REPLY_TIMEOUT_S = 60.0
+
 
 @contextlib.contextmanager
-def ray_of_our_own(state: Path | None = None) -> Iterator[None]:
-    """What starts inside finds no other cluster. state: where it keeps its logs; None: where a
-    user's would be."""
+def own_ray(state: Path) -> Iterator[None]:
+    """Hide other clusters and keep logs in `state`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
-        if state is not None:
-            patch.setenv("XDG_STATE_HOME", str(state))
+        patch.setenv("XDG_STATE_HOME", str(state))
         yield
 
 
 def processes_of(title: str) -> list[psutil.Process]:
-    """Children of ours with this in their titles."""
+    """Return the children of this process with `title` in their titles."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -32,3 +35,9 @@ def processes_of(title: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def rank_pids(served: RunningServer) -> dict[str, int]:
+    """Return the process ids of the application's ranks by name."""
+    body = served.groups.directory.remote().result(timeout_s=REPLY_TIMEOUT_S)
+    return {rank.name: rank.pid for rank in decode_directory(body).ranks}

@@ -18,7 +18,7 @@ from contracts.import_path import (
     working_directory,
 )
 
-HOSTILE = "raise RuntimeError('of the folder one stands in')\n"
+HOSTILE = "raise RuntimeError('of the current folder')\n"
 
 
 def hostile(folder: Path, *packages: str) -> Path:
@@ -49,25 +49,23 @@ def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> N
     command = "from cluster.cli.main import main; main(['--help'])"
     before = "from cluster.cli.current_folder import remove_current_folder as leave; leave(); "
     done = run("-c", before + command, cwd=folder, path=f":{ROOT}")
-    assert "folder one stands in" not in done.stderr
+    assert "of the current folder" not in done.stderr
     assert "usage: tandem" in done.stdout
     done = run("-c", command, cwd=folder)
-    assert "folder one stands in" in done.stderr, "without it, they are"
+    assert "of the current folder" in done.stderr, "without it, they are"
 
 
 @pytest.mark.long
-def test_python_m_cluster_ignores_shadowing_modules(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (["-m", "cluster", "--help"], f"{ROOT}"),
+        (module_command("tests.support.rank_process")[1:], ""),
+    ],
+)
+def test_processes_ignore_shadowing_modules(tmp_path: Path, command: list[str], path: str) -> None:
     """FINDINGS B8."""
-    done = run("-m", "cluster", "--help", cwd=hostile(tmp_path, "contracts", "planner"))
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.long
-def test_rank_process_ignores_shadowing_modules(tmp_path: Path) -> None:
-    """FINDINGS B8."""
-    command = module_command("tests.support.rank_process")
-    assert command[0] == sys.executable
-    done = run(*command[1:], cwd=hostile(tmp_path, "actors", "contracts"), path="")
+    done = run(*command, cwd=hostile(tmp_path, "actors", "contracts", "planner"), path=path)
     assert (done.returncode, done.stderr) == (0, "")
 
 

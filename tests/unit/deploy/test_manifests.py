@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import ray
 import yaml
@@ -16,6 +18,7 @@ import yaml
 from cluster.cli.arguments import Parser
 from cluster.cli.commands import serve
 from cluster.cli.config_options import KEY_VARIABLE, config_from_options
+from cluster.cli.main import main
 from cluster.http.app import build_app
 from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
@@ -39,6 +42,7 @@ EVERY = [
     for name, manifests in RENDERED.items()
     for manifest in manifests
 ]
+(JOB,) = RENDERED["bulk_job.yaml"]
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 UNITS = {"m": 1e-3, "": 1.0, "Mi": 2.0**20, "Gi": 2.0**30}
 
@@ -100,13 +104,9 @@ def test_manifest_is_valid_by_its_schema(manifest: Manifest) -> None:
     ("path", "value"),
     [
         ("spec/rayClusterConfig/workerGroupSpecs/0/replicas", "two"),
-        ("spec/rayClusterConfig/workerGroupSpecs/0/groupname", "attention"),
         ("spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/readinesProbe", {}),
-        ("spec/rayClusterConfig/headGroupSpec/template/spec/volumes/1/emptyDir/size", "2Gi"),
         ("spec/rayClusterConfig/headGroupSpec/rayStartParams/num-cpus", 0),
-        ("spec/rayClusterConfig/authOptions/mode", "tokens"),
         ("apiVersion", "ray.io/v1alpha1"),
-        ("spec/serveConfig", ""),
     ],
 )
 def test_schema_check_finds_mistakes(path: str, value: object) -> None:
@@ -205,16 +205,13 @@ def test_mounts_have_volumes_and_shared_memory_is_within_the_limit(template: Man
             assert amount(memory["sizeLimit"]) <= limit / 2
 
 
-def test_object_store_uses_at_most_half_of_shared_memory() -> None:
+def test_models_are_mounted_and_object_store_fits_shared_memory() -> None:
+    path = config("base").model.path
     for overlay in SERVICES:
         for spec in groups(service(overlay)["spec"]["rayClusterConfig"]).values():
             volumes = {one["name"]: one for one in spec["template"]["spec"]["volumes"]}
             size = amount(volumes["shared-memory"]["emptyDir"]["sizeLimit"])
             assert int(spec["rayStartParams"]["object-store-memory"]) <= size / 2
-
-
-def test_models_and_rows_are_mounted_at_configured_paths() -> None:
-    path = config("base").model.path
     for spec in groups(service("base")["spec"]["rayClusterConfig"]).values():
         mounts = spec["template"]["spec"]["containers"][0]["volumeMounts"]
         (found,) = (one for one in mounts if path.startswith(one["mountPath"] + "/"))
@@ -393,3 +390,45 @@ def test_monitoring_finds_pods_and_dashboards() -> None:
     (boards,) = (one for one in RENDERED["monitoring"] if one["kind"] == "ConfigMap")
     assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
     assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards").glob("*.json")}
+
+
+def entrypoint() -> list[str]:
+    """Return the arguments of `python -m cluster.bulk`."""
+    words = shlex.split(JOB["spec"]["entrypoint"])
+    assert words[:3] == ["python", "-m", "cluster.bulk"]
+    return words[3:]
+
+
+def value(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def test_entrypoint_passes_all_checks_before_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_ray(*_: object, **__: object) -> None:
+        raise RuntimeError("no cluster in this test")
+
+    monkeypatch.setattr(ray, "init", no_ray)
+    words = [word.replace("/shared", str(tmp_path)) for word in entrypoint()]
+    folder = Path(value(words, "--input")).parent
+    folder.mkdir(parents=True)
+    rows = pyarrow.table({"id": [1, 2], "text": ["good", "bad"]})
+    pyarrow.parquet.write_table(rows, folder / "rows.parquet")
+    assert main(["bulk", *words]) == 2
+    assert "no cluster in this test" in capsys.readouterr().err
+
+
+def test_job_resumes_and_uses_a_persistent_volume() -> None:
+    words = entrypoint()
+    assert "--resume" in words
+    base = service("base")
+    head = base["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m["name"] for m in head["containers"][0]["volumeMounts"]}
+    claims = {v["name"] for v in head["volumes"] if "persistentVolumeClaim" in v}
+    for option in ("--input", "--output"):
+        path = Path(value(words, option))
+        assert any(mounts.get(str(parent)) in claims for parent in path.parents), path
+    selector = JOB["spec"]["clusterSelector"]["ray.io/cluster"]
+    assert selector == f"{base['metadata']['name']}-SUFFIX"
+    assert JOB["spec"]["backoffLimit"] == 0

@@ -1,9 +1,13 @@
-"""The examples of docs/policies.md: as they are loaded, and on a rank."""
+"""The examples of docs/adding and docs/policies.md run.
+
+The Python blocks of a page are one module; its tests are collected here.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +26,62 @@ from tests.architecture.support import ROOT
 from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import ThreadGroup, group_config, loop_of
 from tests.support.local_model import LocalModel
-from tests.unit.docs.test_adding import blocks_of, module_of
 
-PAGE = ROOT / "docs/policies.md"
+PAGES = sorted(path for path in (ROOT / "docs/adding").glob("*.md") if path.stem != "README")
+
+POLICIES = ROOT / "docs/policies.md"
 NAMES = ["EarliestDeadline", "FairByTenant", "ShortestPrefill"]
 LS, BE = Priority.LS, Priority.BE
 
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
-@pytest.fixture(autouse=True)
+
+def blocks_of(page: Path) -> list[str]:
+    return _BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def module_of(page: Path) -> ModuleType:
+    """Run all blocks of the page, with the line numbers of the page."""
+    module = ModuleType(f"docs_adding_{page.stem}")
+    sys.modules[module.__name__] = module
+    whole = page.read_text(encoding="utf-8")
+    for block in _BLOCK.finditer(whole):
+        padding = "\n" * (whole[: block.start()].count("\n") + 1)
+        exec(compile(padding + block[1], str(page), "exec"), vars(module))
+    return module
+
+
+def collected_from(page: Path) -> dict[str, Callable[..., Any]]:
+    return {
+        f"test_{page.stem}_{name.removeprefix('test_')}": value
+        for name, value in vars(module_of(page)).items()
+        if name.startswith("test_")
+    }
+
+
+for _page in PAGES:
+    globals().update(collected_from(_page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_page_has_test_and_ends_with_places_touched(page: Path) -> None:
+    assert any(name.startswith(f"test_{page.stem}_") for name in globals())
+    *_, last = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert last.startswith("Places touched\n")
+    assert "```" not in last
+
+
+def test_documented_policies_are_short() -> None:
+    policy, *_ = blocks_of(ROOT / "docs/adding/policy.md")
+    assert len(policy.splitlines()) <= 30
+    blocks = blocks_of(POLICIES)
+    assert len(blocks) == len(NAMES)
+    assert all(len(block.splitlines()) < 50 for block in blocks)
+
+
+@pytest.fixture
 def my_policies(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = module_of(PAGE)
+    module = module_of(POLICIES)
     monkeypatch.setitem(sys.modules, "my_policies", module)
     return module
 
@@ -46,13 +96,8 @@ def form(name: str) -> Callable[..., Any]:
     return found
 
 
-def test_each_is_shorter_than_fifty_lines() -> None:
-    blocks = blocks_of(PAGE)
-    assert len(blocks) == len(NAMES)
-    assert all(len(block.splitlines()) < 50 for block in blocks)
-
-
-def test_the_earliest_deadline_goes_first() -> None:
+@pytest.mark.usefixtures("my_policies")
+def test_earliest_deadline_is_first() -> None:
     views = [view(1, 9, due_s=5.0), view(2, 9), view(3, 9, due_s=4.0)]
     assert form("EarliestDeadline")(views) == [3, 1, 2]
     pick = load_policy("my_policies:EarliestDeadline").pick
@@ -63,33 +108,35 @@ def test_the_earliest_deadline_goes_first() -> None:
     assert pick(tasks) is tasks[1]
 
 
-def test_tenants_are_given_as_much_each_and_who_comes_anew_has_saved_nothing_up() -> None:
+@pytest.mark.usefixtures("my_policies")
+def test_tenants_get_equal_shares_without_credit_for_idle_time() -> None:
     fair = form("FairByTenant")
     many = [view(n, 1000, b"a") for n in range(20)]
     assert len(fair(many)) == 5
-    given = fair([*many, *(view(n, 1000, b"b") for n in range(20, 40))])
-    assert sum(key >= 20 for key in given) == 3, "no more than its half of what is given now"
-    given = fair([*many, *(view(n, 1000, b"b") for n in range(20, 40))])
-    assert sum(key >= 20 for key in given) in (2, 3)
+    chosen = fair([*many, *(view(n, 1000, b"b") for n in range(20, 40))])
+    assert sum(key >= 20 for key in chosen) == 3, "half of the current batch"
+    chosen = fair([*many, *(view(n, 1000, b"b") for n in range(20, 40))])
+    assert sum(key >= 20 for key in chosen) in (2, 3)
 
 
-def test_the_shortest_prefill_goes_first() -> None:
+@pytest.mark.usefixtures("my_policies")
+def test_shortest_prefill_is_first() -> None:
     assert form("ShortestPrefill")([view(1, 9), view(2, 1), view(3, 4)]) == [2, 3, 1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_on_a_rank_they_change_the_order_and_no_answer(
+def test_policy_on_rank_changes_no_answer(
     tiny_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     my_policies: ModuleType,
     name: str,
 ) -> None:
-    kind, asked = getattr(my_policies, name), [0]
+    kind, calls = getattr(my_policies, name), [0]
     its_form = kind.form
 
     def counted(self: object, views: list[SequenceView]) -> object:
-        asked[0] += 1
+        calls[0] += 1
         return its_form(self, views)
 
     monkeypatch.setattr(kind, "form", counted)
@@ -119,4 +166,4 @@ def test_on_a_rank_they_change_the_order_and_no_answer(
             "tandem_policy_fallbacks_total" not in rank.metrics()
         )
         assert loop_of(rank).scheduler.blocks.counts["used"] == 0
-    assert asked[0] > 3, "and it was asked"
+    assert calls[0] > 3
