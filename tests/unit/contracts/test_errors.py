@@ -72,6 +72,7 @@ def test_error_keeps_attributes_through_pickle_and_pipe(kind: type[TandemError])
     assert type(unpickled) is kind
     assert described(unpickled) == described(error)
     received = across_a_pipe(error)
+    assert received is not None
     if kind.__module__ == "contracts.errors":
         assert type(received) is kind
         assert described(received) == described(error)
