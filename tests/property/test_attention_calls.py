@@ -43,7 +43,7 @@ def planned(chunks: list[tuple[int, int]], window: int | None, *, groups_short: 
 @given(batches, windows, st.booleans())
 @example([(0, 60), (0, 45), (0, 44), (100, 160), (5, 6), (4, 5), (3, 4)], None, True)
 @example([(0, 64)] * 70 + [(500, 501)] * 9, None, True)
-def test_calls_are_those_that_the_kernel_plans(
+def test_calls_match_kernel_plan(
     chunks: list[tuple[int, int]], window: int | None, groups_short: bool
 ) -> None:
     found = calls_of(chunks, window, groups_short=groups_short)
@@ -52,7 +52,7 @@ def test_calls_are_those_that_the_kernel_plans(
 
 @some
 @given(st.one_of(prompt, decode, chunk), st.integers(1, 200), windows)
-def test_a_chunk_s_share_is_what_many_alike_make_together(
+def test_chunk_share_equals_calls_of_many_equal_chunks(
     one: tuple[int, int], times: int, window: int | None
 ) -> None:
     share = share_of(*one, window, groups_short=True).total
@@ -61,7 +61,7 @@ def test_a_chunk_s_share_is_what_many_alike_make_together(
     assert times * share <= together + 1e-9
 
 
-def test_few_unlike_sequences_are_a_call_each_and_many_alike_ones_are_one() -> None:
+def test_similar_sequences_share_a_call() -> None:
     unlike = [(0, 12), (0, 20), (0, 40), (0, 90)]
     assert calls_of(unlike, None, groups_short=True) == Calls(4.0, 0.0)
     assert calls_of([(0, 40)] * 30, None, groups_short=True) == Calls(1.0, 0.0)

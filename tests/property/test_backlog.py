@@ -64,7 +64,7 @@ def prompts_of(texts: list[list[int]]) -> list[Prompt]:
     taus,
     st.lists(st.integers(0, WORKERS - 1), max_size=30),
 )
-def test_every_request_goes_exactly_once_and_the_books_end_at_zero(
+def test_every_request_is_sent_once_and_loads_end_at_zero(
     texts: list[tuple[list[int], Lane]], tau: int, steps: list[int]
 ) -> None:
     front, prompts = Front(tau), prompts_of([tokens for tokens, _ in texts])
@@ -82,7 +82,7 @@ def test_every_request_goes_exactly_once_and_the_books_end_at_zero(
 
 @few
 @given(st.lists(token_lists, min_size=1, max_size=40), taus, st.integers(0, 30))
-def test_while_requests_wait_every_queue_is_within_one_request_above_the_threshold(
+def test_queues_stay_within_one_request_of_the_threshold(
     texts: list[list[int]], tau: int, steps: int
 ) -> None:
     front, prompts = Front(tau), prompts_of(texts)
@@ -117,7 +117,7 @@ def test_cancelled_requests_are_never_dispatched_and_leave_no_state(
 
 @few
 @given(st.lists(token_lists, min_size=4, max_size=30), st.integers(0, WORKERS - 1))
-def test_what_was_held_for_a_lost_worker_goes_to_others(texts: list[list[int]], lost: int) -> None:
+def test_requests_held_for_a_lost_worker_move(texts: list[list[int]], lost: int) -> None:
     front, prompts = Front(tau=1), prompts_of(texts)
     for prompt in prompts:
         front.backlog.put(prompt)
@@ -134,7 +134,7 @@ def test_what_was_held_for_a_lost_worker_goes_to_others(texts: list[list[int]], 
     assert sorted(p.key for p in front.sent) == [p.key for p in prompts]
 
 
-def test_requests_wait_while_no_worker_is_there_and_go_when_one_comes_back() -> None:
+def test_requests_wait_until_a_worker_is_present() -> None:
     front = Front(tau=100)
     for worker in range(WORKERS):
         front.router.lose(worker)
@@ -146,7 +146,7 @@ def test_requests_wait_while_no_worker_is_there_and_go_when_one_comes_back() -> 
     assert [release.decision.worker for release in front.backlog.take()] == [1]
 
 
-def test_siblings_share_a_home_when_there_is_room_and_when_they_wait() -> None:
+def test_siblings_share_a_home() -> None:
     families = [[0, 1] * BLOCK, [1] * 2 * BLOCK, [0] * 2 * BLOCK]
     prompts = [prompt_of([*families[n % 3], 2, n], n) for n in range(12)]
     for tau in (400, 1_000_000):
@@ -158,7 +158,7 @@ def test_siblings_share_a_home_when_there_is_room_and_when_they_wait() -> None:
         assert homes == [{0}, {1}, {2}]
 
 
-def test_a_cancelled_request_draws_no_siblings() -> None:
+def test_cancelled_request_attracts_no_siblings() -> None:
     front = Front(tau=10_000)
     first, other, sibling = (prompt_of([n] * 8, number) for number, n in enumerate((1, 2, 1)))
     front.backlog.put(first)
@@ -182,7 +182,7 @@ def test_idle_worker_steals_from_the_end_of_the_longest_queue() -> None:
     assert front.sent[-1].key.number == 9
 
 
-def test_a_dry_worker_leaves_siblings_where_their_prefix_is_dearer_than_what_waits() -> None:
+def test_idle_worker_steals_siblings_only_if_waiting_costs_more() -> None:
     """A prefix of 16 tokens is 304 of work, a row behind it 36."""
     prompts = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(40)]
     for lane, rows, workers in (
@@ -251,7 +251,7 @@ def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
     taus,
     st.lists(st.integers(0, WORKERS - 1), max_size=30),
 )
-def test_what_ls_meets_does_not_depend_on_best_effort_work(
+def test_ls_dispatch_is_independent_of_best_effort_work(
     texts: list[tuple[list[int], bool]], tau: int, steps: list[int]
 ) -> None:
     """Whether it goes at once, and past how much, by the books of routers that see all requests

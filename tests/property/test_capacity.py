@@ -110,7 +110,7 @@ def capacity_from_light_traffic(case: Case, per_s: float) -> Capacity:
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
 )
-def test_headroom_and_what_one_more_rank_adds_are_true(name: str) -> None:
+def test_headroom_and_gain_of_one_rank_match_simulation(name: str) -> None:
     case = CASES[name]
     ag, eg = case.ranks
     now = at_most_per_s(case, case.ranks)
@@ -122,7 +122,7 @@ def test_headroom_and_what_one_more_rank_adds_are_true(name: str) -> None:
         assert now * (1 + found.gains[kind]) == pytest.approx(then, rel=WITHIN)
 
 
-def test_a_group_of_its_own_size_is_as_it_is_and_a_larger_one_has_less_to_do_each() -> None:
+def test_resize_to_own_size_is_identity_and_growth_lowers_times() -> None:
     model = StageModels(
         attention=Linear(1.0, 2.0),
         expert=Linear(0.5, 4.0),
@@ -159,7 +159,7 @@ def test_time_between_batches_reduces_capacity() -> None:
     assert used[5.0] - used[0.0] == pytest.approx(batches_per_s * 5e-3, rel=0.05)
 
 
-def test_packets_of_two_attention_ranks_are_two_calls_of_experts() -> None:
+def test_packets_of_two_attention_ranks_are_two_expert_calls() -> None:
     group = OnlinePlanner(setup_of(SHAPE, hardware(), attention_ranks=1, expert_ranks=1)).group(
         DECODES
     )
@@ -168,7 +168,7 @@ def test_packets_of_two_attention_ranks_are_two_calls_of_experts() -> None:
     assert both_ms == pytest.approx(2 * alone_ms)
 
 
-def test_poorly_cut_batches_raise_the_expected_inefficiency() -> None:
+def test_poorly_cut_batches_raise_inefficiency() -> None:
     planner = OnlinePlanner(setup_of(SHAPE, hardware()))
     group = planner.group(DECODES)
     batch = [(0, 64)] * 8
@@ -193,7 +193,7 @@ def test_poorly_cut_batches_raise_the_expected_inefficiency() -> None:
     assert then.used_fraction > before.used_fraction
 
 
-def test_a_rank_that_is_idle_counts_and_what_is_over_a_minute_old_does_not() -> None:
+def test_mix_includes_idle_ranks_and_excludes_old_reports() -> None:
     seen = capacities.Traffic(64)
     traffic_report = TrafficReport(
         rank="attention-0", seconds=10.0, pool_tokens=1000, decode_tokens=100, positions=10_000
@@ -206,7 +206,7 @@ def test_a_rank_that_is_idle_counts_and_what_is_over_a_minute_old_does_not() -> 
     assert seen.mix(71.0, attention_ranks=2).is_empty
 
 
-def test_what_a_rank_cannot_have_run_is_an_error_and_no_division_by_zero() -> None:
+def test_impossible_mix_is_rejected() -> None:
     planner = OnlinePlanner(setup_of(SHAPE, hardware()))
     seen = capacities.Traffic(64)
     seen.add(TrafficReport(rank="a", seconds=1.0, pool_tokens=0, prompts=5), 1.0)
@@ -229,7 +229,7 @@ def test_prefill_worker_predicts_full_batches_from_small_ones() -> None:
     assert worker.used_fraction(121.0) == 0.0
 
 
-def test_a_prefill_worker_knows_that_full_batches_are_quicker_by_the_flop() -> None:
+def test_reference_curve_predicts_faster_full_batches() -> None:
     """A machine whose products gain with their rows, three times as slow as it was at the start,
     and 4 ms for each batch beside."""
 
@@ -250,7 +250,7 @@ def test_a_prefill_worker_knows_that_full_batches_are_quicker_by_the_flop() -> N
     assert worker.used_fraction(60.0) == pytest.approx(2.0 / at_most_per_s, rel=WITHIN)
 
 
-def test_reference_times_are_kept_between_and_beyond_what_was_measured() -> None:
+def test_reference_curve_interpolates_and_extrapolates() -> None:
     curve = ReferenceCurve([ReferenceTime(4e9, 30.0), ReferenceTime(1e9, 10.0)])
     assert curve.at(0.0) == curve.at(1e9) == 10.0
     assert curve.at(2.5e9) == pytest.approx(20.0)

@@ -39,9 +39,7 @@ KINDS = st.sampled_from([PlanExtension.UNEVEN, PlanExtension.CHUNKED, PlanExtens
 
 
 @given(specs(max_samples=40), KINDS)
-def test_beyond_is_never_worse_than_findep_and_more_kinds_never_than_fewer(
-    spec: PlanSpec, kind: PlanExtension
-) -> None:
+def test_more_extensions_are_never_worse(spec: PlanSpec, kind: PlanExtension) -> None:
     rates = [p.samples_per_s for p in (solve(spec).best, solve_extended(spec, kind))]
     rates.append(solve_extended(spec).samples_per_s)
     assert rates[0] <= rates[1] * (1 + 1e-12)
@@ -89,7 +87,7 @@ def test_only_the_requested_extensions_are_used(spec: PlanSpec, kind: PlanExtens
 
 
 @given(specs())
-def test_what_the_spec_has_no_numbers_for_is_left_out(spec: PlanSpec) -> None:
+def test_extension_without_numbers_is_left_out(spec: PlanSpec) -> None:
     bare = msgspec.structs.replace(
         spec,
         attention_quadratic_fraction=None,
@@ -118,7 +116,7 @@ def test_no_order_of_uneven_micro_batches_beats_their_lower_bound(
 
 
 @given(specs(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-def test_the_bound_of_equal_micro_batches_is_the_one_in_closed_form(
+def test_lower_bound_of_equal_micro_batches_equals_closed_form(
     spec: PlanSpec, r1: int, r2: int, ma: int
 ) -> None:
     _, *group = token_groups(spec, ma, r2)
@@ -146,9 +144,7 @@ def _splits(samples: int) -> set[tuple[int, ...]]:
 
 
 @given(specs(max_samples=5, max_r2=6), st.data())
-def test_no_way_to_run_a_finite_batch_is_sooner_than_the_planned_one(
-    spec: PlanSpec, data: st.DataObject
-) -> None:
+def test_no_cut_of_a_finite_batch_beats_the_search(spec: PlanSpec, data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, spec.max_samples))
     splits = _splits(samples)
     plans = [Plan(r1=len(s), ma=max(s), micro_batch_samples=s) for s in splits]
@@ -239,7 +235,7 @@ def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> 
 
 
 @given(SEQUENCES, st.booleans())
-def test_a_ragged_batch_takes_as_long_as_planned(sequences: list[NewTokens], beyond: bool) -> None:
+def test_replay_of_ragged_batch_equals_plan(sequences: list[NewTokens], beyond: bool) -> None:
     spec = _token_spec(100_000)
     planned = plan_batch(spec, sequences, chunk_ms, beyond=beyond)
     plan = planned.plan
@@ -252,7 +248,7 @@ def test_a_ragged_batch_takes_as_long_as_planned(sequences: list[NewTokens], bey
 
 
 @given(SEQUENCES)
-def test_a_ragged_batch_is_never_slower_beyond_nor_paper_slower_than_uncut(
+def test_extended_plan_is_no_slower_than_paper_nor_paper_than_uncut(
     sequences: list[NewTokens],
 ) -> None:
     spec = _token_spec(100_000)
@@ -271,9 +267,7 @@ def test_a_ragged_batch_is_never_slower_beyond_nor_paper_slower_than_uncut(
         ([NewTokens(0, 60), NewTokens(0, 41)], "101 new tokens: give from 1 to max_samples=100"),
     ],
 )
-def test_a_batch_without_tokens_or_with_too_many_is_refused(
-    sequences: list[NewTokens], message: str
-) -> None:
+def test_empty_or_too_large_batch_is_rejected(sequences: list[NewTokens], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_batch(_token_spec(100), sequences, chunk_ms)
 

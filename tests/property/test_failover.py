@@ -64,7 +64,7 @@ def test_failover_keeps_every_expert_and_surviving_slots(
     assert found == failover_placement(placement, sorted(lost, reverse=True))
 
 
-def test_each_loss_of_each_generation_has_a_number_of_its_own() -> None:
+def test_failover_generations_are_unique() -> None:
     made = Placement(num_experts=3, slots_per_rank=(1, 1, 1), expert_of_slot=((0, 1, 2),))
     found = set()
     for generation in range(3):

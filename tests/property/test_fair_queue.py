@@ -128,9 +128,7 @@ def test_new_arrivals_never_starve_a_waiting_item() -> None:
 
 @few
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 100))
-def test_the_fair_level_is_the_highest_that_leaves_room_for_all(
-    counts: list[int], places: int
-) -> None:
+def test_fair_level_is_the_highest_feasible_limit(counts: list[int], places: int) -> None:
     level = fair_level(counts, places)
 
     def taken(each: int) -> int:

@@ -28,9 +28,7 @@ def noisy(model: Linear, xs: list[float], seed: int, spread: float) -> list[tupl
 
 @some
 @given(coefficients, coefficients, sizes)
-def test_exact_samples_give_the_model_that_made_them(
-    alpha: float, beta: float, xs: list[float]
-) -> None:
+def test_exact_samples_recover_the_model(alpha: float, beta: float, xs: list[float]) -> None:
     fit = fit_linear([(x, alpha + beta * x) for x in xs])
     for x in xs:
         assert fit.model.at(x) == pytest.approx(alpha + beta * x, rel=1e-6)
@@ -39,7 +37,7 @@ def test_exact_samples_give_the_model_that_made_them(
 
 @some
 @given(coefficients, coefficients, seeds)
-def test_a_few_wild_samples_hardly_move_a_fit(alpha: float, beta: float, seed: int) -> None:
+def test_few_outliers_hardly_change_a_fit(alpha: float, beta: float, seed: int) -> None:
     xs = [alpha / beta * 2.0**power for power in range(-8, 9)]
     samples = noisy(Linear(alpha, beta), xs, seed, 0.01)
     for index in random.Random(seed).sample(range(len(samples)), 3):
@@ -79,7 +77,7 @@ def test_no_other_non_negative_coefficients_are_nearer(seed: int) -> None:
 
 @some
 @given(seeds)
-def test_a_feature_that_only_rounding_would_keep_is_left_out(seed: int) -> None:
+def test_feature_within_rounding_is_left_out(seed: int) -> None:
     random_ = np.random.default_rng(seed)
     features = random_.uniform(0.1, 1.0, (5, 3))
     times = features[:, :2] @ [0.5, 0.2] * (1 + random_.uniform(-1e-14, 1e-14, 5))
@@ -91,7 +89,7 @@ def test_a_feature_that_only_rounding_would_keep_is_left_out(seed: int) -> None:
 @pytest.mark.parametrize(
     "samples", [[], [(1.0, 0.0)], [(1.0, float("nan"))], [(-1.0, 2.0)], [(float("inf"), 2.0)]]
 )
-def test_samples_that_cannot_be_are_refused(samples: list[tuple[float, float]]) -> None:
+def test_invalid_samples_are_rejected(samples: list[tuple[float, float]]) -> None:
     with pytest.raises(ValueError, match="sample"):
         fit_linear(samples)
 
@@ -116,7 +114,7 @@ def test_drift_is_followed(
 
 @some
 @given(coefficients, coefficients, xs_of_traffic, seeds)
-def test_a_tenfold_outlier_does_not_move_the_model(
+def test_tenfold_outlier_does_not_change_the_model(
     alpha: float, beta: float, xs: list[float], seed: int
 ) -> None:
     truth = Linear(alpha, beta)
@@ -131,7 +129,7 @@ def test_a_tenfold_outlier_does_not_move_the_model(
 
 @some
 @given(coefficients, coefficients, st.floats(1.0, 100.0), st.floats(0.5, 2.0))
-def test_traffic_of_one_size_is_met_there_and_keeps_the_model_sane(
+def test_traffic_of_one_size_is_fitted_at_that_size(
     alpha: float, beta: float, x: float, factor: float
 ) -> None:
     prior = Linear(alpha, beta)
@@ -154,6 +152,6 @@ def test_whatever_is_reported_the_model_stays_one(samples: list[tuple[float, flo
 
 
 @pytest.mark.parametrize(("x", "ms"), [(-1.0, 1.0), (1.0, 0.0), (1.0, float("nan"))])
-def test_times_that_cannot_be_are_refused(x: float, ms: float) -> None:
+def test_invalid_times_are_rejected(x: float, ms: float) -> None:
     with pytest.raises(ValueError, match="above 0 ms"):
         OnlineLinear(Linear(1.0, 1.0), 10.0).update(x, ms)

@@ -23,7 +23,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 @settings(deadline=None)
 @given(cases(), st.booleans())
-def test_every_item_goes_to_one_of_its_ranks_and_no_rank_has_much_more_than_it_must(
+def test_items_go_to_allowed_ranks_near_the_least_level(
     case: tuple[np.ndarray, int], spread: bool
 ) -> None:
     """Divided by groups or at once, 1.2 times the least in one case of a hundred."""
@@ -34,7 +34,7 @@ def test_every_item_goes_to_one_of_its_ranks_and_no_rank_has_much_more_than_it_m
     assert found <= 1.5 * _least(sets_N, ranks) + ranks
 
 
-def test_on_the_whole_the_busiest_rank_has_three_percent_more_than_it_must() -> None:
+def test_mean_level_is_near_the_least() -> None:
     ratios = []
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def test_on_the_whole_the_busiest_rank_has_three_percent_more_than_it_must() -> 
     assert np.mean(ratios) < 1.06
 
 
-def test_what_a_rank_gets_is_spread_over_the_batch() -> None:
+def test_items_of_a_rank_are_spread_over_the_batch() -> None:
     """Each half of 400 items, token group by token group."""
     rank_N = level_ranks(np.full(400, 0b11, np.uint8), 2, spread=True)
     assert [np.bincount(rank_N[first : first + 100]).tolist() for first in range(0, 400, 100)] == [

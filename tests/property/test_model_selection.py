@@ -91,7 +91,7 @@ def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> l
 
 @settings(deadline=None, max_examples=12)
 @given(st.tuples(factors, factors, factors), seeds)
-def test_where_the_file_is_right_a_refit_never_predicts_much_worse_than_it(
+def test_refit_never_predicts_much_worse_than_a_correct_file(
     off: tuple[float, float, float], seed: int
 ) -> None:
     """FINDINGS B17."""
@@ -105,9 +105,7 @@ def test_where_the_file_is_right_a_refit_never_predicts_much_worse_than_it(
 
 @pytest.mark.parametrize("shift", [0.4, 0.6, 1.6, 3.0])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_machine_that_is_another_is_followed_from_the_second_trial_on(
-    shift: float, seed: int
-) -> None:
+def test_different_machine_is_followed_from_the_second_trial(shift: float, seed: int) -> None:
     """FINDINGS B17: what is gained by refitting stays. A line of 64 batches' memory needs some
     more of them to forget how far off the file was."""
     planner = OnlinePlanner(setup_of(QWEN, hardware()))
@@ -120,7 +118,7 @@ def test_a_machine_that_is_another_is_followed_from_the_second_trial_on(
     assert statistics.median(errors_of(planner, group, JUDGED)) < 0.06
 
 
-def test_after_a_shift_and_back_the_file_is_believed_again() -> None:
+def test_file_models_are_selected_again_after_shift_back() -> None:
     """FINDINGS B17: a refit is given up as it was taken."""
     planner = OnlinePlanner(setup_of(QWEN, hardware()))
     slower = MisleadingGroup((1.0, 1.0, 1.0), 3, shift=2.0)
@@ -135,9 +133,7 @@ def test_after_a_shift_and_back_the_file_is_believed_again() -> None:
 
 
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200), st.floats(0.0, 0.19))
-def test_a_contender_that_is_better_by_less_than_the_margin_is_never_believed(
-    errors: list[float], better: float
-) -> None:
+def test_contender_within_the_margin_is_never_selected(errors: list[float], better: float) -> None:
     trial = ModelSelector(2)
     for error in errors:
         trial.add([100 * (1 + error), 100 * (1 + error * (1 - better))], 100.0)
@@ -145,7 +141,7 @@ def test_a_contender_that_is_better_by_less_than_the_margin_is_never_believed(
 
 
 @given(seeds, st.integers(0, 60))
-def test_a_contender_that_becomes_better_is_believed_within_two_trials_and_left_again(
+def test_better_contender_is_selected_within_two_trials_and_deselected(
     seed: int, before: int
 ) -> None:
     source = random.Random(seed)
@@ -163,7 +159,7 @@ def test_a_contender_that_becomes_better_is_believed_within_two_trials_and_left_
     assert trial.selected == 0
 
 
-def test_errors_that_differ_by_less_than_any_machine_is_steady_are_alike() -> None:
+def test_errors_within_the_least_difference_are_equal() -> None:
     trial = ModelSelector(2)
     for _ in range(3 * TRIAL_BATCHES):
         trial.add([100 * (1 + 0.9 * LEAST_DIFFERENCE), 100.0], 100.0)

@@ -71,13 +71,13 @@ def error_of(planner: OnlinePlanner, group: SimulatedGroup, seed: int) -> float:
 
 @some
 @given(batches, seeds)
-def test_a_bucket_does_not_depend_on_the_order_of_sequences(batch: Batch, seed: int) -> None:
+def test_bucket_is_independent_of_sequence_order(batch: Batch, seed: int) -> None:
     assert bucket_of(random.Random(seed).sample(batch, len(batch))) == bucket_of(batch)
 
 
 @some
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_prompts_share_a_bucket_only_where_they_are_less_than_a_step_apart(a: int, b: int) -> None:
+def test_prompts_share_a_bucket_only_within_a_step(a: int, b: int) -> None:
     alike = bucket_of([(0, a + 1)]) == bucket_of([(0, b + 1)])
     ratio = max(a + 1, b + 1) / min(a + 1, b + 1)
     assert not (alike and ratio >= 2 ** (1 / STEPS_PER_OCTAVE))
@@ -134,7 +134,7 @@ def test_a_cold_planner_learns_to_predict_within_five_percent(seed: int, model: 
 
 @settings(deadline=None, max_examples=6)
 @given(seeds, st.sampled_from([1, 3]), st.sampled_from([1, 2, 3]))
-def test_each_stage_is_learned_in_the_units_of_the_solver(
+def test_stages_are_learned_in_solver_units(
     seed: int, attention_ranks: int, expert_ranks: int
 ) -> None:
     setup = setup_of(WITH_SHARED, None, attention_ranks=attention_ranks, expert_ranks=expert_ranks)
@@ -159,7 +159,7 @@ def test_each_stage_is_learned_in_the_units_of_the_solver(
 
 @settings(deadline=None, max_examples=6)
 @given(seeds)
-def test_its_plans_are_nearly_as_good_as_those_of_the_true_times(seed: int) -> None:
+def test_learned_plans_are_close_to_optimal(seed: int) -> None:
     setup = setup_of(QWEN, None, beyond=False)
     planner = OnlinePlanner(setup)
     group = SimulatedGroup(setup, hardware(), noise=NOISE, seed=seed)
@@ -178,7 +178,7 @@ def test_its_plans_are_nearly_as_good_as_those_of_the_true_times(seed: int) -> N
 
 @settings(deadline=None, max_examples=6)
 @given(seeds)
-def test_a_machine_that_becomes_slower_is_followed(seed: int) -> None:
+def test_slower_machine_is_followed(seed: int) -> None:
     setup = setup_of(QWEN, hardware())
     planner = OnlinePlanner(setup)
     slower = SimulatedGroup(setup, hardware(slower=2.0), noise=NOISE, seed=seed)
@@ -191,7 +191,7 @@ def test_a_machine_that_becomes_slower_is_followed(seed: int) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(seeds, st.floats(10, 1000))
-def test_one_wild_batch_changes_no_answer(seed: int, wild: float) -> None:
+def test_single_outlier_changes_no_plan(seed: int, wild: float) -> None:
     setup = setup_of(QWEN, hardware())
     planner = OnlinePlanner(setup)
     group = SimulatedGroup(setup, hardware(), noise=NOISE, seed=seed)
@@ -207,7 +207,7 @@ def test_one_wild_batch_changes_no_answer(seed: int, wild: float) -> None:
 
 @some
 @given(batches)
-def test_a_batch_is_cut_only_for_a_gain_that_is_larger_than_the_models_errors(batch: Batch) -> None:
+def test_batch_is_cut_only_for_the_least_gain(batch: Batch) -> None:
     setup = setup_of(QWEN, hardware(), max_batch_tokens=30_000)
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=0)
     planned = OnlinePlanner(setup).plan(batch)
@@ -218,7 +218,7 @@ def test_a_batch_is_cut_only_for_a_gain_that_is_larger_than_the_models_errors(ba
         assert planned.makespan_ms <= (1 - LEAST_GAIN) * uncut_ms * (1 + 1e-9)
 
 
-def test_answers_are_known_until_the_models_move() -> None:
+def test_plans_are_cached_until_models_change() -> None:
     setup = setup_of(QWEN, hardware())
     planner = OnlinePlanner(setup)
     batch, alike = [(0, 400), (0, 100)], [(0, 405), (0, 101)]
@@ -231,7 +231,7 @@ def test_answers_are_known_until_the_models_move() -> None:
     assert planner.known(batch) is None
 
 
-def test_models_change_at_most_once_in_so_many_reports() -> None:
+def test_model_version_changes_at_most_once_per_report_interval() -> None:
     setup = setup_of(QWEN, hardware())
     planner = OnlinePlanner(setup)
     taught(planner, SimulatedGroup(setup, hardware(slower=8.0), noise=0.0, seed=0), 100)
@@ -251,7 +251,7 @@ def test_without_hardware_file_no_plan_for_batches_far_above_measured() -> None:
         planner.plan([(0, 4096)])
 
 
-def test_without_refit_the_hardware_files_figures_stay() -> None:
+def test_models_are_fixed_without_refit() -> None:
     setup = setup_of(QWEN, hardware(), refit=False)
     planner = OnlinePlanner(setup)
     before = planner.plan([(0, 400)]).makespan_ms
@@ -259,7 +259,7 @@ def test_without_refit_the_hardware_files_figures_stay() -> None:
     assert (planner.version, planner.plan([(0, 400)]).makespan_ms) == (1, before)
 
 
-def test_a_batch_that_does_not_fit_is_refused_by_its_numbers() -> None:
+def test_batch_that_does_not_fit_is_rejected_with_its_size() -> None:
     planner = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=100))
     with pytest.raises(NoPlanError, match="101 new tokens"):
         planner.plan([(0, 101)])
@@ -267,7 +267,7 @@ def test_a_batch_that_does_not_fit_is_refused_by_its_numbers() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(batches, batches)
-def test_a_plan_made_ahead_runs_only_on_a_batch_that_it_fits(planned: Batch, formed: Batch) -> None:
+def test_plan_is_used_only_for_a_batch_that_fits(planned: Batch, formed: Batch) -> None:
     planner = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=30_000))
     answer = planner.plan(planned).plan
     plan = fit_plan(answer, planned, formed, max_tokens=30_000)
@@ -284,12 +284,12 @@ def test_a_plan_made_ahead_runs_only_on_a_batch_that_it_fits(planned: Batch, for
 
 @some
 @given(batches)
-def test_a_plan_fits_the_very_batch_that_it_was_made_for(batch: Batch) -> None:
+def test_plan_fits_its_own_batch(batch: Batch) -> None:
     plan = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=30_000)).plan(batch).plan
     assert fit_plan(plan, batch, batch, max_tokens=30_000) == plan
 
 
-def test_sizes_of_micro_batches_stay_only_where_they_cut_as_planned() -> None:
+def test_micro_batch_sizes_remain_only_for_a_similar_batch() -> None:
     plan, planned = Plan(r1=2, micro_batch_samples=(1, 3)), [(0, 90), (0, 30), (0, 30), (0, 30)]
     general = Plan(r1=2)
 
@@ -301,5 +301,5 @@ def test_sizes_of_micro_batches_stay_only_where_they_cut_as_planned() -> None:
     assert fitted([(0, 90), (0, 45), (0, 45)]) == general
 
 
-def test_a_batch_over_the_limit_of_tokens_gets_no_plan() -> None:
+def test_batch_above_token_limit_gets_no_plan() -> None:
     assert fit_plan(Plan(r1=1), [(0, 100)], [(0, 101)], max_tokens=100) is None

@@ -60,7 +60,7 @@ TestChains = Chains.TestCase
 TestChains.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
-def test_hashes_that_are_not_chained_are_refused() -> None:
+def test_unchained_hashes_are_rejected() -> None:
     promises = PendingBlocks()
     promises.add(0, [b"a"])
     promises.add(0, [b"b"])

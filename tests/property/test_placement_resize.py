@@ -29,7 +29,7 @@ placements = st.builds(
 
 
 @given(placements, st.integers(1, 5))
-def test_each_expert_is_somewhere_and_slots_are_even(placement: Placement, ranks: int) -> None:
+def test_resize_keeps_all_experts_and_even_slots(placement: Placement, ranks: int) -> None:
     found = resize_placement(
         placement, ranks, generation=7
     )  # made, so all rules of a placement hold
@@ -69,7 +69,7 @@ def held(placement: Placement, layer: int, ranks: int) -> list[set[int]]:
     st.integers(0, 1 << 16),
     st.integers(1, 3),
 )
-def test_no_more_experts_move_than_must(
+def test_resize_moves_as_few_experts_as_possible(
     experts: int, extra: list[int], seed: int, ranks: int
 ) -> None:
     placement = made(experts, extra, seed)
@@ -97,14 +97,14 @@ def test_without_replicas_only_new_ranks_or_leaving_experts_cause_loads(
     assert sorted(back.slots_per_rank) == sorted(placement.slots_per_rank)
 
 
-def test_more_ranks_than_experts_or_none_are_refused() -> None:
+def test_invalid_rank_count_is_rejected() -> None:
     placement = contiguous(8, 2, num_layers=1, moe_layers=[0])
     for ranks in (0, 9):
         with pytest.raises(ConfigError, match=rf"{ranks} expert ranks for 8 experts: give 1 to 8"):
             resize_placement(placement, ranks, generation=1)
 
 
-def test_replicas_make_room_for_lost_experts() -> None:
+def test_replicas_are_replaced_by_lost_experts() -> None:
     """Two ranks have the same, and those go that have the rest."""
     line = (0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7)
     placement = Placement(num_experts=8, slots_per_rank=(4, 4, 2, 2), expert_of_slot=(line,))

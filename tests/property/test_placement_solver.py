@@ -111,9 +111,7 @@ def test_without_replicas_an_exchange_costs_what_was_predicted(
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 2**20))
-def test_token_ids_are_given_to_ranks_within_the_bound_where_ids_are_small(
-    ids: int, ranks: int, seed: int
-) -> None:
+def test_token_ids_are_assigned_within_the_load_bound(ids: int, ranks: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     local_VR = rng.integers(0, 30, (ids, ranks)).astype(float)
     times_V = np.maximum(local_VR.max(1), rng.integers(0, 40, ids))

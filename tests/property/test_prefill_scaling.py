@@ -55,7 +55,7 @@ utilizations = st.tuples(st.floats(0.05, 0.9), st.floats(0.05, 2.0)).map(
 
 
 @given(loads, bounds, utilizations)
-def test_there_are_never_fewer_than_the_least_nor_more_than_the_most(
+def test_worker_count_stays_within_bounds(
     course: list[tuple[float, int]], bound: tuple[int, int], limits: dict[str, float]
 ) -> None:
     least, more = bound
@@ -67,7 +67,7 @@ def test_there_are_never_fewer_than_the_least_nor_more_than_the_most(
 
 
 @given(st.floats(0, 12), bounds, utilizations)
-def test_under_a_constant_load_the_number_settles_and_never_turns_back(
+def test_worker_count_settles_under_constant_load(
     load: float, bound: tuple[int, int], limits: dict[str, float]
 ) -> None:
     least, more = bound
@@ -80,7 +80,7 @@ def test_under_a_constant_load_the_number_settles_and_never_turns_back(
 
 
 @given(st.floats(0.0, 0.3), bounds, loads)
-def test_after_any_course_a_small_load_ends_with_the_least(
+def test_small_load_always_ends_at_the_minimum(
     load: float, bound: tuple[int, int], course: list[tuple[float, int]]
 ) -> None:
     least, more = bound
@@ -91,7 +91,7 @@ def test_after_any_course_a_small_load_ends_with_the_least(
 
 
 @given(loads, st.floats(1, 20), st.floats(1, 100))
-def test_between_two_changes_the_mean_has_time_to_follow(
+def test_mean_adapts_between_two_changes(
     course: list[tuple[float, int]], look_back_period_s: float, downscale_delay_s: float
 ) -> None:
     simulated = Simulated(
@@ -121,7 +121,7 @@ def test_scaling_is_paused_while_a_worker_is_missing_or_unreported() -> None:
         assert policy.step(float(second), [], is_steady=True) == 0
 
 
-def test_what_was_idle_before_a_loss_does_not_count() -> None:
+def test_idle_time_before_a_loss_is_not_counted() -> None:
     policy = UtilizationScaling(scaling(3, look_back_period_s=1, downscale_delay_s=10), 1)
     seen = [policy.step(float(second), [0.0, 0.0], is_steady=second != 9) for second in range(40)]
     assert seen.index(-1) > 9 + 10

@@ -25,9 +25,7 @@ def built(steps: list[tuple[int, set[bytes], bool]]) -> tuple[PrefixIndex, list[
 
 
 @given(chains, st.lists(st.integers(0, NUMBERS), min_size=WORKERS, max_size=WORKERS))
-def test_a_match_is_what_a_worker_has_of_a_prompt_from_the_first_block_on(
-    chain: list[bytes], held: list[int]
-) -> None:
+def test_match_counts_leading_blocks(chain: list[bytes], held: list[int]) -> None:
     index = PrefixIndex(WORKERS)
     for worker, blocks in enumerate(held):
         index.add(worker, chain[:blocks])
@@ -36,7 +34,7 @@ def test_a_match_is_what_a_worker_has_of_a_prompt_from_the_first_block_on(
 
 
 @given(changes, chains)
-def test_of_broken_chains_a_match_is_an_end_of_what_is_held(
+def test_match_of_broken_chain_is_an_end_of_a_held_run(
     steps: list[tuple[int, set[bytes], bool]], chain: list[bytes]
 ) -> None:
     index, sets = built(steps)
@@ -47,7 +45,7 @@ def test_of_broken_chains_a_match_is_an_end_of_what_is_held(
 
 
 @given(changes, st.integers(0, WORKERS - 1))
-def test_the_books_are_those_of_a_set_per_worker(
+def test_index_equals_a_set_per_worker(
     steps: list[tuple[int, set[bytes], bool]], cleared: int
 ) -> None:
     index, sets = built(steps)

@@ -37,32 +37,30 @@ def closed_form(spec: PlanSpec, plan: Plan) -> float:
 
 @pytest.mark.parametrize("order", list(Order))
 @given(data=st.data())
-def test_the_closed_form_is_the_replayed_makespan(order: Order, data: st.DataObject) -> None:
+def test_closed_form_equals_replay(order: Order, data: st.DataObject) -> None:
     spec, plan = data.draw(specs()), data.draw(plans(order))
     replayed = replay(schedule_of(spec, plan)).makespan_ms
     assert closed_form(spec, plan) == pytest.approx(replayed, rel=1e-9)
 
 
 @given(schedules())
-def test_the_recurrence_is_the_replayed_makespan(schedule: Schedule) -> None:
+def test_recurrence_equals_replay(schedule: Schedule) -> None:
     assert makespan_ms(schedule) == pytest.approx(replay(schedule).makespan_ms, rel=1e-9)
 
 
 @given(schedules(), st.integers(20, 60))
-def test_the_recurrence_is_the_replayed_makespan_of_deep_models(
-    schedule: Schedule, num_layers: int
-) -> None:
+def test_recurrence_equals_replay_of_deep_models(schedule: Schedule, num_layers: int) -> None:
     deep = schedule._replace(num_layers=num_layers)
     assert makespan_ms(deep) == pytest.approx(replay(deep).makespan_ms, rel=1e-9)
 
 
 @given(schedules())
-def test_a_replayed_schedule_keeps_every_constraint(schedule: Schedule) -> None:
+def test_replay_violates_no_constraint(schedule: Schedule) -> None:
     assert violations(schedule, replay(schedule).spans) == []
 
 
 @given(schedules())
-def test_what_a_ready_set_runs_keeps_every_constraint(schedule: Schedule) -> None:
+def test_ready_set_replay_violates_no_constraint(schedule: Schedule) -> None:
     assert violations(schedule, replay_ready_set(schedule).spans) == []
 
 
@@ -83,7 +81,7 @@ def test_busy_time_of_a_resource_is_within_the_makespan(schedule: Schedule) -> N
 
 
 @given(schedules())
-def test_some_resource_works_at_any_time(schedule: Schedule) -> None:
+def test_some_resource_is_always_busy(schedule: Schedule) -> None:
     result = replay(schedule)
     compute = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
     covered_ms = busy_seconds(result.spans, compute) * 1e3 + result.exposed_ms
@@ -95,7 +93,7 @@ def _moved(span: TaskSpan, by_s: float) -> TaskSpan:
 
 
 @given(schedules(), st.data())
-def test_a_task_that_starts_too_early_is_found(schedule: Schedule, data: st.DataObject) -> None:
+def test_early_task_is_found(schedule: Schedule, data: st.DataObject) -> None:
     spans = replay(schedule).spans
     index = data.draw(st.integers(0, len(spans) - 1))
     end_s = max(span.end_s for span in spans)
@@ -106,9 +104,7 @@ def test_a_task_that_starts_too_early_is_found(schedule: Schedule, data: st.Data
 
 
 @given(schedules(), st.data())
-def test_a_task_that_is_missing_doubled_or_short_is_found(
-    schedule: Schedule, data: st.DataObject
-) -> None:
+def test_missing_duplicate_or_short_task_is_found(schedule: Schedule, data: st.DataObject) -> None:
     spans = replay(schedule).spans
     index = data.draw(st.integers(0, len(spans) - 1))
     span = spans[index]

@@ -69,9 +69,7 @@ def test_load_of_busiest_rank_is_within_a_factor_of_the_sequential_rule(
     assert found.max() <= 2.5 * expected.max() + 2 * ids_TK.shape[1]
 
 
-def test_on_the_whole_the_busiest_rank_has_less_than_one_token_after_another_would_give_it() -> (
-    None
-):
+def test_mean_load_of_busiest_rank_is_near_the_sequential_rule() -> None:
     """One case in 40 is over 1.1 times of it: groups are divided at once, not knowing of others."""
     ratios = []
     for seed in range(60):
@@ -112,7 +110,7 @@ def test_equal_tokens_get_equal_slots_regardless_of_history(
     assert np.array_equal(layer.of_pairs(ids_TK.copy(order="F"), free_rank), first)
 
 
-def test_each_of_many_ranks_is_as_good_as_another() -> None:
+def test_load_is_even_over_many_equal_ranks() -> None:
     """Two experts, each on 56 ranks: more than a narrow set holds."""
     ranks = 56
     everywhere = LayerSlots([0, 1] * ranks, [(2 * n, 2 * n + 2) for n in range(ranks)])
@@ -120,7 +118,7 @@ def test_each_of_many_ranks_is_as_good_as_another() -> None:
     assert np.bincount(slots[:, 1] // 2).tolist() == [3] * ranks
 
 
-def test_beyond_that_many_ranks_a_pair_still_goes_where_its_expert_is() -> None:
+def test_pair_reaches_its_expert_beyond_max_ranks() -> None:
     ranks = 70
     everywhere = LayerSlots([0, 1] * ranks, [(2 * n, 2 * n + 2) for n in range(ranks)])
     slots = everywhere.of_pairs(np.tile([[1, 0]], (ranks * 2, 1)))
@@ -128,7 +126,7 @@ def test_beyond_that_many_ranks_a_pair_still_goes_where_its_expert_is() -> None:
     assert np.bincount(slots[:, 1] // 2).tolist() == [2] * ranks
 
 
-def test_among_many_a_token_goes_to_as_few_ranks_as_alone() -> None:
+def test_token_in_a_large_batch_uses_as_few_ranks_as_alone() -> None:
     """Many of them lack three experts and more that no one rank has."""
     rng = np.random.default_rng(5)
     placement = replicated(64, [8] * 8, num_layers=1, moe_layers=[0], seed=1)

@@ -46,16 +46,14 @@ def test_eq_3_is_eq_1_where_the_reference_batch_waits_for_transfers(
 
 @some
 @given(calibrations, st.integers(1, 1 << 60))
-def test_a_pinned_threshold_holds_whatever_a_worker_measures(
-    calibration: Calibration, pinned: int
-) -> None:
+def test_pinned_threshold_ignores_calibration(calibration: Calibration, pinned: int) -> None:
     config = SaturationConfig(fallback_prompts=(1,), pinned=pinned)
     assert threshold(config, token_work, calibration) == pinned
 
 
 @some
 @given(calibrations)
-def test_the_fallback_is_eq_3_without_stretch_and_never_above_it(calibration: Calibration) -> None:
+def test_fallback_threshold_is_eq_3_without_stretch(calibration: Calibration) -> None:
     config = SaturationConfig(fallback_prompts=calibration.reference_prompts)
     fallback = threshold(config, token_work, None)
     assert fallback <= threshold(config, token_work, calibration)
@@ -70,13 +68,15 @@ def test_the_fallback_is_eq_3_without_stretch_and_never_above_it(calibration: Ca
         ({"fallback_prompts": ()}, "saturation.fallback_prompts="),
     ],
 )
-def test_nonsense_is_refused_with_field_and_number(fields: dict[str, Any], message: str) -> None:
+def test_invalid_value_is_rejected_with_field_and_number(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         SaturationConfig(**{"fallback_prompts": (1,), **fields})
 
 
 @pytest.mark.parametrize(("first", "slowest"), [(0.0, 1.0), (2.0, 1.0), (1.0, float("nan"))])
-def test_a_calibration_that_cannot_be_is_refused(first: float, slowest: float) -> None:
+def test_impossible_calibration_is_rejected(first: float, slowest: float) -> None:
     with pytest.raises(ValueError, match="layer"):
         Calibration(first_layer_s=first, slowest_layer_s=slowest, reference_prompts=(1,))
 
@@ -123,7 +123,7 @@ def test_dense_layers_of_deepseek_are_counted() -> None:
     assert model.dense_elements == 3 * 5120 * 12288
 
 
-def test_a_model_without_a_shape_is_accounted_in_tokens() -> None:
+def test_work_without_shape_is_in_tokens() -> None:
     assert work_of(None)(16, 40) == 24
     assert work_of(shape(QWEN3_235B))(16, 40) > 24e9
 

@@ -51,12 +51,12 @@ def check_against_all_plans(problems: Problems) -> None:
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != MANY_PLANS], ids=str)
-def test_no_plan_is_better_than_the_solvers(shape: Shape) -> None:
+def test_no_plan_beats_the_solver(shape: Shape) -> None:
     check_against_all_plans(random_problems(shape, count=20, seed=1))
 
 
 @pytest.mark.parametrize("model", [DEEPSEEK, QWEN], ids=lambda model: model.name)
-def test_no_plan_is_better_on_the_papers_coefficients(model: Model) -> None:
+def test_no_plan_beats_the_solver_on_the_papers_coefficients(model: Model) -> None:
     lengths = (256, 1024, 2048, 4096, 8192)
     problems = [
         msgspec.structs.replace(plan_spec(model, split, tokens, 4), max_r2=24)
@@ -69,12 +69,12 @@ def test_no_plan_is_better_on_the_papers_coefficients(model: Model) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_plan_of_ten_thousand_specs_is_better_than_the_solvers(shape: Shape) -> None:
+def test_no_plan_of_ten_thousand_specs_beats_the_solver(shape: Shape) -> None:
     check_against_all_plans(random_problems(shape, count=1000, seed=2))
 
 
 @given(specs(max_samples=64, max_r2=300))
-def test_a_solution_keeps_the_limits(spec: PlanSpec) -> None:
+def test_solution_is_within_limits(spec: PlanSpec) -> None:
     solution = solve(spec)
     for planned in (solution.best, solution.pppipe, solution.naive):
         plan = planned.plan
@@ -87,7 +87,7 @@ def test_a_solution_keeps_the_limits(spec: PlanSpec) -> None:
 
 
 @given(specs(max_samples=64, max_r2=300))
-def test_findep_is_never_below_pppipe_nor_that_below_naive(spec: PlanSpec) -> None:
+def test_findep_is_no_worse_than_pppipe_nor_pppipe_than_naive(spec: PlanSpec) -> None:
     solution = solve(spec)
     rates = [p.samples_per_s for p in (solution.best, solution.pppipe, solution.naive)]
     assert rates[0] >= rates[1] * (1 - 1e-12)
@@ -95,7 +95,7 @@ def test_findep_is_never_below_pppipe_nor_that_below_naive(spec: PlanSpec) -> No
 
 
 @given(specs(max_samples=40, max_r2=200), st.data())
-def test_no_random_plan_within_the_limits_is_better(spec: PlanSpec, data: st.DataObject) -> None:
+def test_no_random_plan_beats_the_solver(spec: PlanSpec, data: st.DataObject) -> None:
     ma = data.draw(st.integers(1, spec.max_samples))
     r1 = data.draw(st.integers(1, spec.max_samples // ma))
     most_r2 = min(spec.max_r2, int(ma * spec.tokens_per_expert_per_sample))
@@ -107,7 +107,7 @@ def test_no_random_plan_within_the_limits_is_better(spec: PlanSpec, data: st.Dat
 
 
 @given(specs(max_samples=40, max_r2=200), st.integers(2, 5))
-def test_more_memory_or_finer_groups_never_make_it_slower(spec: PlanSpec, factor: int) -> None:
+def test_higher_limits_are_never_slower(spec: PlanSpec, factor: int) -> None:
     rate = solve(spec).best.samples_per_s
     for field in ("max_samples", "max_r2"):
         larger = msgspec.structs.replace(spec, **{field: factor * getattr(spec, field)})
@@ -144,7 +144,7 @@ def test_asas_is_within_one_layer_of_any_order(spec: PlanSpec, r1: int, r2: int)
 
 
 @given(st.lists(st.tuples(st.integers(1, 70_000), st.floats(0.5, 80_000)), min_size=1, max_size=4))
-def test_narrowing_finds_the_least_of_a_convex_function(rows: list[tuple[int, float]]) -> None:
+def test_minimise_finds_the_minimum_of_a_convex_function(rows: list[tuple[int, float]]) -> None:
     most, lowest = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])
     at, least = minimise(lambda r2: np.abs(r2 - lowest[:, None]), most)
     expected = np.abs(np.clip(np.rint(lowest), 1, most) - lowest)

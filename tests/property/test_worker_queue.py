@@ -29,7 +29,7 @@ def next_of(line: WorkerQueue) -> RequestKey | None:
 
 
 @given(lanes)
-def test_each_goes_once_in_its_lanes_order_and_best_effort_goes_last(
+def test_requests_leave_once_in_lane_order_with_best_effort_last(
     given: list[Lane],
 ) -> None:
     line = WorkerQueue()
@@ -46,9 +46,7 @@ def test_each_goes_once_in_its_lanes_order_and_best_effort_goes_last(
 
 @few
 @given(lanes, lanes)
-def test_first_and_rest_take_turns_while_both_have_requests(
-    some: list[Lane], more: list[Lane]
-) -> None:
+def test_first_and_rest_lanes_alternate(some: list[Lane], more: list[Lane]) -> None:
     line = WorkerQueue()
     both = [lane for lane in (*some, *more) if lane is not Lane.LATER]
     for number, lane in enumerate(both):
@@ -60,7 +58,7 @@ def test_first_and_rest_take_turns_while_both_have_requests(
 
 @few
 @given(lanes)
-def test_last_yields_the_newest_of_each_lane_longest_wait_first(
+def test_last_yields_newest_of_each_lane_longest_wait_first(
     given: list[Lane],
 ) -> None:
     line = WorkerQueue()

@@ -17,14 +17,14 @@ GIB = 1 << 30
 some = settings(deadline=None, max_examples=60)
 
 
-def test_a_sample_holds_kv_of_new_and_cached_tokens_in_every_layer() -> None:
+def test_sample_kv_covers_new_and_cached_tokens_of_all_layers() -> None:
     grouped = sample_kv_bytes(shape(QWEN3_235B), split(tokens=100, context=900))
     assert grouped == 1000 * 94 * 2 * 4 * 128 * 2
     latent = sample_kv_bytes(shape(DEEPSEEK_V2), split(tokens=1, context=999))
     assert latent == 1000 * 60 * (512 + 64) * 2
 
 
-def test_weights_of_both_groups_add_up_to_the_model() -> None:
+def test_weights_of_both_groups_sum_to_the_model() -> None:
     """235 billion parameters, of which each of 8 expert ranks holds an eighth of the experts."""
     attention, expert = rank_memories(shape(QWEN3_235B), split(1, 8), 141e9)
     assert (attention.weight_bytes + 8 * expert.weight_bytes) / 2 == pytest.approx(235e9, rel=0.01)
@@ -50,7 +50,7 @@ def test_max_samples_fit_and_one_more_does_not(
 
 @some
 @given(small_shapes, st.integers(1, 1 << 22), st.floats(0.05, 20.0))
-def test_the_length_that_an_error_advises_fits_and_one_more_token_does_not(
+def test_advised_length_is_the_longest_that_fits(
     model: ModelShape, tokens: int, gib: float
 ) -> None:
     try:
@@ -78,6 +78,6 @@ def test_too_few_expert_ranks_are_rejected_with_a_number_that_fits() -> None:
     ("usable_gib", "message"),
     [(1.0, "attention rank's weights are"), (0.001, "give devices with more")],
 )
-def test_devices_that_are_too_small_are_refused(usable_gib: float, message: str) -> None:
+def test_too_small_devices_are_rejected(usable_gib: float, message: str) -> None:
     with pytest.raises(ResourceError, match=message):
         max_samples(shape(QWEN3_235B), split(), usable_gib * GIB)

@@ -17,7 +17,7 @@ SHAPE: ModelShape = shape_of(spec_of(QWEN3_235B), torch.bfloat16)
 HARDWARE = load_hardware("h200-node")
 
 
-def test_what_tokens_want_of_a_layer() -> None:
+def test_active_experts_for_uniform_routing() -> None:
     assert active_experts(SHAPE, 1) == pytest.approx(SHAPE.top_k)
     assert active_experts(SHAPE, 1000) == pytest.approx(SHAPE.num_experts)
     share = SHAPE.top_k / SHAPE.num_experts
@@ -30,7 +30,7 @@ def test_what_tokens_want_of_a_layer() -> None:
     sequences=st.integers(1, 64),
     hits=st.none() | st.floats(0, 1),
 )
-def test_reading_ahead_lies_between_all_there_and_on_demand(
+def test_read_ahead_time_is_between_resident_and_on_demand(
     kept: float, rate: float, sequences: int, hits: float | None
 ) -> None:
     found = offloaded_token(HARDWARE, SHAPE, Tier(kept, rate, hits), sequences, 1024)
@@ -39,7 +39,7 @@ def test_reading_ahead_lies_between_all_there_and_on_demand(
     assert found.on_demand_ms <= 2 * found.ahead_ms  # Eq. 1: at most half is gained
 
 
-def test_the_gain_is_a_half_less_the_first_layer_where_reads_last_as_long_as_compute() -> None:
+def test_read_ahead_gain_with_equal_read_and_compute_times() -> None:
     """Speculating Experts, Eq. 1."""
     compute_ms = offloaded_token(HARDWARE, SHAPE, Tier(0.0, 1e30), 1, 1024).resident_ms
     bytes_read = SHAPE.moe_layers * SHAPE.top_k * SHAPE.expert_elements * SHAPE.element_bytes
@@ -49,7 +49,7 @@ def test_the_gain_is_a_half_less_the_first_layer_where_reads_last_as_long_as_com
     assert found.ahead_ms == pytest.approx(compute_ms * (layers + 1) / layers)
 
 
-def test_twice_the_rate_halves_what_a_read_adds() -> None:
+def test_twice_the_rate_halves_read_time() -> None:
     slow = offloaded_token(HARDWARE, SHAPE, Tier(0.5, 1e9), 1, 64)
     fast = offloaded_token(HARDWARE, SHAPE, Tier(0.5, 2e9), 1, 64)
     adds = slow.on_demand_ms - slow.resident_ms
@@ -57,7 +57,7 @@ def test_twice_the_rate_halves_what_a_read_adds() -> None:
     assert slow.missing == pytest.approx(SHAPE.top_k / 2)
 
 
-def test_experts_that_are_kept_as_they_are_stored_are_more_and_read_sooner() -> None:
+def test_stored_format_holds_more_experts_and_reads_faster() -> None:
     computed = offloaded_token(HARDWARE, SHAPE, Tier(0.25, 1e9), 1, 64)
     tier = Tier(0.25, 1e9, stored_fraction=0.5)
     stored = offloaded_token(HARDWARE, SHAPE, tier, 1, 64)
@@ -69,7 +69,7 @@ def test_experts_that_are_kept_as_they_are_stored_are_more_and_read_sooner() -> 
 
 
 @pytest.mark.parametrize("kept", [0.05, 0.25, 0.5, 0.9])
-def test_so_many_sequences_and_no_more_want_no_more_than_is_kept(kept: float) -> None:
+def test_most_sequences_is_the_largest_that_fits(kept: float) -> None:
     most = most_sequences(SHAPE, kept)
     if most:
         assert active_experts(SHAPE, most) <= kept * SHAPE.num_experts * (1 + 1e-9)

@@ -58,13 +58,13 @@ def compute_ms(model: ModelShape, tokens: int, spread: Spread, senders: int) -> 
     return attention + expert_model(H200, model, spread).at(me)
 
 
-def test_a_resident_batch_is_its_layers_compute() -> None:
+def test_resident_batch_time_is_compute_only() -> None:
     whole = 94 * compute_ms(QWEN, 2048, uniform_spread(QWEN, 1), 1) / 1e3
     found = batch_seconds(PrefillMode.RESIDENT, [(0, 2048)], group(1e-8, model=QWEN))
     assert found == pytest.approx(whole)
 
 
-def test_a_gathered_batch_waits_for_layers_but_the_first() -> None:
+def test_gathered_batch_waits_for_all_layers_but_the_first() -> None:
     """3 of 4 parts of a layer's experts in 3 messages."""
     slow = group(SLOW, workers=4, alpha_ms=7.0)
     gather_ms = 3 * 7.0 + 3 / 4 * LAYER_BYTES * SLOW
@@ -77,7 +77,7 @@ def test_a_gathered_batch_waits_for_layers_but_the_first() -> None:
     )
 
 
-def test_an_exchanged_batch_sends_remote_copies_there_and_back() -> None:
+def test_exchange_sends_remote_copies_both_ways() -> None:
     """0.5 remote copies a token: rows both ways; with them as much of the pairs' metadata, of
     which half would go if tokens lived anywhere."""
     pairs = 100 * 2 / 2 * (0.5 / 0.7)
@@ -88,7 +88,7 @@ def test_an_exchanged_batch_sends_remote_copies_there_and_back() -> None:
     assert found == pytest.approx(5 * moved_ms, rel=1e-5)
 
 
-def test_half_of_a_batch_computes_while_the_other_travels() -> None:
+def test_exchange_overlaps_half_batches() -> None:
     """On a link that takes as long as computing, two halves take little more than one of both."""
     fast = group(1e-12, model=QWEN, workers=8)
     batch = [(0, 4096)] * 4
@@ -104,9 +104,7 @@ def test_half_of_a_batch_computes_while_the_other_travels() -> None:
     [(placed(0.740), 1560), (placed(0.630), 1830)],
     ids=["contiguous", "grouped and routed"],
 )
-def test_a_layers_bytes_cross_where_the_measurements_put_it(
-    routing: RoutingShape, tokens: int
-) -> None:
+def test_break_even_matches_measurements(routing: RoutingShape, tokens: int) -> None:
     """Measured there: a layer's bytes, rows only. Here the first layer is there already, and each
     pair has 8 bytes more."""
     found = break_even_tokens(
@@ -119,7 +117,7 @@ def test_a_layers_bytes_cross_where_the_measurements_put_it(
     assert found * 5 / 4 * more == pytest.approx(tokens, rel=0.02)
 
 
-def test_there_is_no_break_even_where_one_way_always_pays_or_never() -> None:
+def test_no_break_even_if_one_mode_always_wins() -> None:
     fast = group(1e-12)
     assert break_even_tokens(fast, PrefillMode.RESIDENT, PrefillMode.GATHERED) == 1
     assert break_even_tokens(group(SLOW), PrefillMode.ALL_TO_ALL, PrefillMode.RESIDENT) is None
@@ -132,7 +130,7 @@ def test_single_worker_exchanges_no_bytes() -> None:
 
 
 @given(batches, st.sampled_from(list(PrefillMode)), st.sampled_from([1e-9, 1e-6, 1e-3]))
-def test_more_tokens_never_take_less(
+def test_more_tokens_never_take_less_time(
     batch: list[tuple[int, int]], way: PrefillMode, ms_per_byte: float
 ) -> None:
     one = group(ms_per_byte, alpha_ms=0.01)
@@ -144,7 +142,7 @@ def test_more_tokens_never_take_less(
 
 
 @given(batches, st.floats(0.01, 1.39), st.floats(1.0, 2.0), st.sampled_from([1e-6, 1e-3]))
-def test_fewer_remote_copies_and_less_load_never_take_longer(
+def test_less_exchange_and_load_are_never_slower(
     batch: list[tuple[int, int]], remote: float, load: float, ms_per_byte: float
 ) -> None:
     worse = batch_seconds(

@@ -28,9 +28,7 @@ def spread(copies: float, load: float, rows: float | None = None, *, eg: int = 4
 
 
 @given(small_shapes, ranks, ranks)
-def test_uniform_routing_gives_the_formulas_that_were_there_to_the_last_bit(
-    small: ModelShape, ag: int, eg: int
-) -> None:
+def test_uniform_routing_matches_the_formulas_exactly(small: ModelShape, ag: int, eg: int) -> None:
     deployment = split(ag, eg)
     experts = small.experts_per_rank(eg)
     tokens = small.num_experts / (ag * small.top_k)
@@ -45,7 +43,7 @@ def test_uniform_routing_gives_the_formulas_that_were_there_to_the_last_bit(
     assert expert.beta_ms == experts * small.pair_flops * H200.expert.ms_per_flop
 
 
-def test_fewer_copies_shorten_the_link_where_expert_ranks_are_many() -> None:
+def test_fewer_copies_shorten_the_link_with_many_expert_ranks() -> None:
     """An attention rank sends every copy of its tokens, whichever rank is busiest."""
     deployment = split(2, 4)
     times = [
@@ -56,14 +54,14 @@ def test_fewer_copies_shorten_the_link_where_expert_ranks_are_many() -> None:
     assert times[1] == pytest.approx(times[0] / 2)
 
 
-def test_the_busiest_ranks_rows_count_where_attention_ranks_are_many() -> None:
+def test_busiest_rows_count_with_many_attention_ranks() -> None:
     deployment = split(6, 2)
     uneven = spread(1.5, 1.2, rows=0.9, eg=2)
     busy_ms = link_model(LINK, QWEN, deployment, "e2a", uneven).beta_ms
     assert busy_ms == pytest.approx(128 / 8 * 0.9 * ROW_BYTES * LINK.ms_per_byte)
 
 
-def test_load_lengthens_what_experts_compute_and_spare_slots_what_they_start() -> None:
+def test_load_scales_expert_compute_and_slots_scale_launch() -> None:
     even, late = spread(3.0, 1.0), spread(3.0, 1.5)._replace(slots=40)
     one, other = expert_model(H200, QWEN, even), expert_model(H200, QWEN, late)
     assert other.beta_ms == pytest.approx(1.5 * one.beta_ms)
@@ -72,7 +70,7 @@ def test_load_lengthens_what_experts_compute_and_spare_slots_what_they_start() -
     )
 
 
-def test_a_copy_per_expert_is_not_saved_by_grouping() -> None:
+def test_link_without_deduplication_ignores_copies() -> None:
     """Coefficients printed for FinDEP's Eq. 4."""
     link = LinkCost(
         backend="x", direction="both", alpha_ms=0.0, ms_per_byte=1e-8, deduplicated=False
@@ -94,7 +92,7 @@ def test_spare_slots_and_copies_are_in_the_memory_of_a_rank() -> None:
     assert full[1].sample_bytes == 2 * lean[1].sample_bytes
 
 
-def test_layers_that_differ_have_a_mean_and_equal_ones_are_it() -> None:
+def test_mean_of_layers() -> None:
     routing = RoutingShape((spread(3.0, 1.0), spread(2.0, 1.4)))
     assert not routing.is_even
     assert (routing.mean.copies, routing.mean.load) == pytest.approx((2.5, 1.2))
@@ -107,9 +105,7 @@ def test_layers_that_differ_have_a_mean_and_equal_ones_are_it() -> None:
     st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=1, max_size=6),
     st.floats(0, 1e4),
 )
-def test_stages_of_the_mean_are_the_mean_of_the_layers_stages(
-    layers: list[tuple[float, float]], me: float
-) -> None:
+def test_stages_of_the_mean_equal_mean_stages(layers: list[tuple[float, float]], me: float) -> None:
     """Why means may stand for layers: every stage's time is linear in copies and load. (The larger
     of two bounds, a link's, is convex: its mean is no less.)"""
     routing = RoutingShape(tuple(spread(*each) for each in layers))

@@ -24,11 +24,6 @@ def taught(rows: tuple[int, ...], slower: float = 1.0, stage: ExpertStage | None
     return stage
 
 
-def test_one_token_reads_its_own_experts_and_many_read_all() -> None:
-    assert TRUE.at(0.25) == pytest.approx(0.5 + 14.0 / 4 + 1.3 / 4)
-    assert TRUE.at(64) == pytest.approx(0.5 + 14.0 + 1.3 * 64)
-
-
 def test_small_calls_and_a_rare_prompt_predict_full_calls() -> None:
     """A line through them says half as much again."""
     stage = taught((1,) * 20 + (2,) * 6 + (3, 4) * 3 + (40, 70))
@@ -46,7 +41,7 @@ def test_a_line_is_exact_for_a_batch_and_its_quarter() -> None:
         assert line.at(0.0) >= TRUE.at(0.0) - 1e-9
 
 
-def test_a_machine_that_becomes_slower_is_followed() -> None:
+def test_slower_machine_is_followed() -> None:
     stage = taught((1, 4, 16, 64))
     taught((1, 4, 16, 64), 2.0, stage)
     line = stage.around(40.0)
@@ -54,7 +49,7 @@ def test_a_machine_that_becomes_slower_is_followed() -> None:
     assert line.at(40.0) == pytest.approx(2 * TRUE.at(40.0), rel=0.07)
 
 
-def test_it_is_cold_until_times_of_three_sizes_are_there() -> None:
+def test_stage_is_cold_below_three_sizes() -> None:
     stage = ExpertStage(MODEL, None, 64.0)
     for _ in range(40):
         stage.add(1.0, 2.0)
@@ -64,12 +59,12 @@ def test_it_is_cold_until_times_of_three_sizes_are_there() -> None:
     assert stage.model is not None
 
 
-def test_a_hardware_files_line_is_followed_as_it_stands() -> None:
+def test_hardware_file_line_is_the_initial_model() -> None:
     prior = Linear(1.0, 2.0)
     stage = ExpertStage(MODEL, prior, 64.0)
     assert stage.model == stage.around(3.0) == prior
 
 
-def test_where_every_token_wants_every_expert_all_are_read_at_once() -> None:
+def test_top_k_of_all_experts_reads_all() -> None:
     times = ExpertTimes(1.0, 5.0, 1.0, hit_per_token=1.0)
     assert times.at(0.001) == pytest.approx(6.0, rel=0.001)

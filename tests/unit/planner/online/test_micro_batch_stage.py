@@ -26,13 +26,13 @@ def taught() -> MicroBatchStage:
     return stage
 
 
-def test_what_ends_a_sequence_is_shared_out_over_its_layers() -> None:
+def test_finish_cost_is_divided_over_layers() -> None:
     stage = taught()
     assert stage.launch_ms(0.0) == pytest.approx(1.0, rel=0.01)
     assert stage.chunk_time(nothing, 0.0)(50, 51) == pytest.approx(0.1, rel=0.01)
 
 
-def test_a_further_expert_rank_is_sent_a_packet_and_its_answer_added_up() -> None:
+def test_further_expert_rank_costs_a_packet_each_way() -> None:
     stage = taught()
     twice = stage.launch_ms(1.0) - stage.launch_ms(0.0)
     assert twice == pytest.approx(1.0, rel=0.01)

@@ -70,7 +70,7 @@ def stages_over_truth(planner: OnlinePlanner, group: SimulatedGroup) -> list[flo
     ],
     ids=["from nothing", "from nothing, shared", "wrong file", "wrong file, shared"],
 )
-def test_what_was_measured_speaks_for_the_next_size_at_once(
+def test_measurements_carry_over_to_the_next_size(
     model: ModelShape, known: Hardware | None, size: tuple[int, int]
 ) -> None:
     """As well as for the one before: times are a twentieth above the truth in the mean."""

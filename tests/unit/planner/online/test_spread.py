@@ -32,7 +32,7 @@ def test_uniform_routing_changes_nothing() -> None:
     assert stages(models) == before
 
 
-def test_links_take_the_busiest_ranks_rows_and_experts_its_pairs() -> None:
+def test_links_use_busiest_rows_and_experts_busiest_pairs() -> None:
     models = OnlineModels(SETUP)
     before = stages(models)
     models.spread_over(GROUPED)
@@ -43,7 +43,7 @@ def test_links_take_the_busiest_ranks_rows_and_experts_its_pairs() -> None:
 
 
 @pytest.mark.parametrize("learned_under", [UNIFORM, GROUPED])
-def test_what_was_learned_under_one_placement_holds_under_another(learned_under: Spread) -> None:
+def test_learned_models_hold_under_another_placement(learned_under: Spread) -> None:
     """An expert rank takes 0.1 ms and 0.01 ms a pair; its calls' rows are what it reports."""
     models = OnlineModels(SETUP)
     models.spread_over(learned_under)
@@ -61,7 +61,7 @@ def test_what_was_learned_under_one_placement_holds_under_another(learned_under:
     assert unit[0] == pytest.approx(0.01, rel=0.01)
 
 
-def test_a_copys_time_is_its_part_of_the_link() -> None:
+def test_copy_time_is_its_share_of_the_link() -> None:
     """Tokens of one attention rank to 2 expert ranks: all copies pass its link."""
     unit = OnlineModels(SETUP).unit_ms()
     assert unit is not None

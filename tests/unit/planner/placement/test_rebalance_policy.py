@@ -97,17 +97,11 @@ def test_coactivated_experts_are_placed_together() -> None:
     assert copies("one", step.placement) == 1.0
     assert (step.is_whole, step.placement.generation) == (True, 1)
     assert step.gain_fraction > 0.1
+    again = find_rebalance_step(routing_of("one"), step.placement, COSTS, CONFIG, generation=2)
+    assert again is None, "the traffic suits the placement"
 
 
-def test_traffic_that_experts_suit_moves_nothing() -> None:
-    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
-    assert step is not None
-    assert (
-        find_rebalance_step(routing_of("one"), step.placement, COSTS, CONFIG, generation=2) is None
-    )
-
-
-def test_what_would_help_only_the_newer_half_of_the_window_has_to_wait() -> None:
+def test_gain_on_the_newer_half_alone_moves_nothing() -> None:
     step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
     assert step is not None
     turned = routing_of("one", "other")
@@ -122,7 +116,7 @@ def test_what_would_help_only_the_newer_half_of_the_window_has_to_wait() -> None
     [(2000.0, 60.0, True), (0.001, 60.0, False), (2000.0, 1e-4, False)],
     ids=["much traffic", "hardly any traffic", "too soon"],
 )
-def test_a_move_must_save_what_it_costs(per_s: float, payback_s: float, moves: bool) -> None:
+def test_move_must_save_more_than_it_costs(per_s: float, payback_s: float, moves: bool) -> None:
     """Two experts of 1 MB for a rank and layer take 20 ms to bring in."""
     config = PlacementConfig(rebalance="continuous", payback_s=payback_s)
     costs = COSTS._replace(expert_bytes=1_000_000)
@@ -132,7 +126,7 @@ def test_a_move_must_save_what_it_costs(per_s: float, payback_s: float, moves: b
     assert (step is not None) == moves
 
 
-def test_without_measured_stages_moves_are_judged_by_an_even_share_of_the_time() -> None:
+def test_default_costs_apply_without_measured_stages() -> None:
     unknown = MoveCosts(expert_bytes=1000)
     step = find_rebalance_step(routing_of("one"), placement(), unknown, CONFIG, generation=1)
     assert step is not None
@@ -158,7 +152,7 @@ def test_each_step_stays_within_move_bytes_and_gains(
     raise AssertionError("steps without an end")
 
 
-def test_a_change_that_is_too_large_is_made_in_several_steps() -> None:
+def test_large_change_is_made_in_several_steps() -> None:
     current, steps = placement(), 0
     config = PlacementConfig(rebalance="continuous", max_move_bytes=2500)
     while True:
@@ -170,7 +164,7 @@ def test_a_change_that_is_too_large_is_made_in_several_steps() -> None:
     assert steps == LAYERS  # two experts of a layer for each rank
 
 
-def test_layers_that_are_not_reached_stay() -> None:
+def test_unreached_layers_are_unchanged() -> None:
     replies: Iterator[bool] = iter([True, False])
     cut = find_rebalance_step(
         routing_of("one"),
@@ -274,7 +268,7 @@ def test_off_proposes_no_step_and_once_stops_after_one_complete_change() -> None
         assert len(group.steps) == most
 
 
-def test_once_goes_on_until_all_steps_of_the_change_are_made() -> None:
+def test_once_continues_until_the_change_is_complete() -> None:
     group = Clockwork(PlacementConfig(rebalance="once", max_move_bytes=2500))
     group.run("one", 60)
     assert len(group.steps) == LAYERS
@@ -294,7 +288,7 @@ def test_proposal_times_out_and_a_late_outcome_is_accepted() -> None:
     assert group.policy.current == first
 
 
-def test_one_rank_alone_has_not_moved_the_group() -> None:
+def test_placement_changes_after_all_ranks_retired_the_old_one() -> None:
     group = Clockwork()
     group.answers = False
     group.run("one", 10)
@@ -309,7 +303,7 @@ def test_one_rank_alone_has_not_moved_the_group() -> None:
 # --- the window
 
 
-def test_the_window_forgets_what_is_old_and_what_is_too_much() -> None:
+def test_window_is_bounded_in_time_and_tokens() -> None:
     window = RoutingWindow(E, LAYERS, K, vocab_size=50)
 
     def add(now_s: float, tokens: int) -> None:
@@ -339,7 +333,7 @@ def test_the_window_forgets_what_is_old_and_what_is_too_much() -> None:
         pytest.param([[1, -1]] * 3, [[[0, 1]] * 3] * 3, "3 tokens are sampled of 2", id="more"),
     ],
 )
-def test_what_no_rank_of_this_model_sends_is_refused(
+def test_invalid_routing_report_is_rejected(
     ids: list[list[int]], paths: list[list[list[int]]], message: str
 ) -> None:
     window = RoutingWindow(E, LAYERS, K, vocab_size=50)

@@ -23,7 +23,7 @@ def test_copies_are_distinct_ranks_and_load_is_the_busiest_over_the_mean() -> No
     assert found.load == found.batch_load == pytest.approx(7 / 4)
 
 
-def test_a_pair_is_local_where_its_tokens_rank_holds_the_expert() -> None:
+def test_pair_is_local_if_its_tokens_rank_has_the_expert() -> None:
     routing = _routing([[0, 1], [0, 2], [3, 1]], [7, 7, 5])
     ranks_of_ids = np.zeros(8, np.int64)
     ranks_of_ids[5] = 1

@@ -24,9 +24,7 @@ def test_one_rank_has_its_experts_in_order() -> None:
 
 @pytest.mark.parametrize(("experts", "slots"), [(6, (3, 3)), (7, (3, 2, 2)), (8, (4, 4))])
 @pytest.mark.parametrize("seed", range(4))
-def test_small_layers_are_placed_as_well_as_by_trying_everything(
-    experts: int, slots: tuple[int, ...], seed: int
-) -> None:
+def test_small_layers_are_placed_optimally(experts: int, slots: tuple[int, ...], seed: int) -> None:
     routing = any_routing(experts, 2, 3000, seed)
     fitted, _ = split(routing)
     costs = usual_costs(2, len(slots))
@@ -42,7 +40,7 @@ def test_small_layers_are_placed_as_well_as_by_trying_everything(
 
 @pytest.mark.parametrize(("experts", "groups"), [(16, 4), (24, 3), (64, 8)])
 @pytest.mark.parametrize("seed", range(3))
-def test_planted_groups_are_found_again(experts: int, groups: int, seed: int) -> None:
+def test_planted_groups_are_found(experts: int, groups: int, seed: int) -> None:
     routing, group_E = planted(experts, 3, groups, stray=0.05, tokens=4000, seed=seed)
     each = experts // groups
     line = solve_layer(routing, [each] * groups).expert_of_slot
@@ -51,7 +49,7 @@ def test_planted_groups_are_found_again(experts: int, groups: int, seed: int) ->
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_many_experts_on_a_rank_are_evened_out_finely(seed: int) -> None:
+def test_many_experts_per_rank_are_balanced_finely(seed: int) -> None:
     """16 on each of 4 ranks, hot experts side by side: in order the busiest has half as much
     again."""
     rng = np.random.default_rng(seed)
@@ -66,14 +64,14 @@ def test_many_experts_on_a_rank_are_evened_out_finely(seed: int) -> None:
     assert load <= 1 + 0.6 / 16 + 0.01
 
 
-def test_groups_of_a_router_that_are_in_order_already_stay_together() -> None:
+def test_ordered_router_groups_stay_together() -> None:
     routing = grouped(32, 4, 4, tokens=4000, seed=0)
     placed = solve_layer(routing, [8] * 4)
     assert placed.measured.copies <= placed.baseline.copies
     assert placed.expert_of_slot == tuple(range(32))
 
 
-def test_the_same_arguments_give_the_same_placement() -> None:
+def test_solver_is_deterministic() -> None:
     routing = any_routing(16, 2, 2000, seed=3)
     one, other = (solve_layer(routing, [5, 5, 5, 5], seed=7) for _ in range(2))
     assert one.expert_of_slot == other.expert_of_slot
@@ -91,7 +89,7 @@ def test_replicas_save_copies_and_even_out_a_hot_expert() -> None:
     assert spare.measured.load < 1.1 < without.measured.load
 
 
-def test_dear_pairs_are_balanced_and_dear_copies_saved() -> None:
+def test_costs_decide_between_load_and_copies() -> None:
     routing = any_routing(16, 2, 4000, seed=5)
     even, near = (
         solve_layer(routing, [4] * 4, costs=PlacementCosts(pair, copy, load_limit=np.inf))
@@ -101,7 +99,7 @@ def test_dear_pairs_are_balanced_and_dear_copies_saved() -> None:
     assert near.measured.copies < even.measured.copies
 
 
-def test_a_start_is_left_only_where_that_pays_and_no_further_than_allowed() -> None:
+def test_start_changes_only_if_it_pays_and_within_max_moves() -> None:
     routing, other = (any_routing(16, 2, 6000, seed) for seed in (1, 2))
     costs = usual_costs(2, 4)
     settled = solve_layer(routing, [4] * 4, costs=costs).expert_of_slot
@@ -131,7 +129,7 @@ def test_expert_that_stays_on_a_rank_keeps_its_slot() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4, 300])
-def test_few_tokens_give_a_placement_all_the_same(tokens: int) -> None:
+def test_few_tokens_give_a_valid_placement(tokens: int) -> None:
     routing = any_routing(16, 2, tokens, seed=0)
     placed = solve_layer(routing, [5, 6, 5])
     assert sorted(set(placed.expert_of_slot)) == list(range(16))
@@ -139,7 +137,7 @@ def test_few_tokens_give_a_placement_all_the_same(tokens: int) -> None:
         assert placed.expert_of_slot == contiguous_line(routing.load(), [5, 6, 5])
 
 
-def test_one_text_repeated_is_not_taken_for_more_than_it_is() -> None:
+def test_repeated_text_gives_a_valid_placement() -> None:
     routing = any_routing(16, 2, 7, seed=0)
     sets_PK, ids_P = np.tile(routing.sets_PK, (300, 1)), np.tile(routing.ids_P, 300)
     placed = solve_layer(routing_of(16, sets_PK, ids_P), [4] * 4)
@@ -147,7 +145,7 @@ def test_one_text_repeated_is_not_taken_for_more_than_it_is() -> None:
     assert placed.measured.copies <= placed.baseline.copies
 
 
-def test_what_is_measured_is_what_was_kept_out() -> None:
+def test_measured_values_are_of_the_held_out_sample() -> None:
     routing = any_routing(12, 2, 3000, seed=0)
     placed = solve_layer(routing, [4] * 3)
     _, kept = split(routing)
@@ -155,6 +153,6 @@ def test_what_is_measured_is_what_was_kept_out() -> None:
 
 
 @pytest.mark.parametrize("slots", [(4, 3), (9, 4), (-1, 9), ()])
-def test_slots_that_do_not_fit_are_refused(slots: tuple[int, ...]) -> None:
+def test_slots_that_do_not_fit_are_rejected(slots: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="8 experts need as many slots"):
         solve_layer(any_routing(8, 2, 100, seed=0), slots)

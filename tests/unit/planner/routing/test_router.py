@@ -10,7 +10,6 @@ from contracts.routing_messages import Calibration, Prompt, PromptProgress, Requ
 from planner.routing.request_work import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_state import MissingReportsError
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 
 DOCUMENT = [7] * 5 * BLOCK
@@ -37,12 +36,12 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     assert router.load(0) == len(DOCUMENT) + 10
 
 
-def test_a_popular_prefix_spills_to_the_least_loaded_when_its_worker_is_saturated() -> None:
+def test_popular_prefix_spills_to_least_loaded_worker() -> None:
     router = router_of(tau=len(DOCUMENT) + 2)
     assert placed(router, [sibling(n) for n in range(5)]) == [0, 0, 1, 1, 2]
 
 
-def test_requests_wait_when_all_workers_are_saturated_and_go_on_after_a_report() -> None:
+def test_requests_wait_for_a_report_if_all_workers_are_saturated() -> None:
     router, worker = router_of(tau=1, workers=1), LoggingWorker(0, token_work, cache_blocks=99)
     assert placed(router, [sibling(0), sibling(1)]) == [0, None]
     for report in (worker.accept(sibling(0)), worker.start(), worker.finish()):
@@ -52,13 +51,13 @@ def test_requests_wait_when_all_workers_are_saturated_and_go_on_after_a_report()
     assert decision.cached_tokens == len(DOCUMENT)
 
 
-def test_a_prompt_that_is_cached_to_the_last_block_still_computes_it() -> None:
+def test_last_block_of_fully_cached_prompt_is_computed() -> None:
     router = router_of(tau=1000)
     assert placed(router, [prompt_of(DOCUMENT, 0), prompt_of(DOCUMENT, 1)]) == [0, 0]
     assert router.load(0) == len(DOCUMENT) + BLOCK
 
 
-def test_a_threshold_arrives_with_a_report_of_its_worker_only() -> None:
+def test_calibration_sets_threshold_of_its_worker_only() -> None:
     config = RouterConfig(workers=2, saturation=SaturationConfig(fallback_prompts=(100,)))
     router = Router(config, token_work)
     measured = Calibration(first_layer_s=1.0, slowest_layer_s=3.0, reference_prompts=(100,))
@@ -66,7 +65,7 @@ def test_a_threshold_arrives_with_a_report_of_its_worker_only() -> None:
     assert [router.threshold(worker) for worker in (0, 1)] == pytest.approx([110, 330], abs=1)
 
 
-def test_work_that_a_cache_did_not_save_comes_back_into_the_load() -> None:
+def test_evicted_prefix_returns_to_the_load() -> None:
     router, worker = router_of(tau=1000, workers=1), LoggingWorker(0, token_work, cache_blocks=99)
     first, second = sibling(0), sibling(1)
     placed(router, [first, second])
@@ -78,7 +77,7 @@ def test_work_that_a_cache_did_not_save_comes_back_into_the_load() -> None:
     assert router.load(0) == len(DOCUMENT) + 1
 
 
-def test_a_router_that_joins_by_snapshot_knows_what_is_cached_and_what_is_promised() -> None:
+def test_snapshot_restores_cached_and_pending_blocks() -> None:
     worker, joined = LoggingWorker(1, token_work, cache_blocks=99), router_of(tau=1000)
     cached, promised = prompt_of([1] * 2 * BLOCK, 0), prompt_of([2] * 3 * BLOCK, 1)
     worker.accept(cached)
@@ -88,13 +87,6 @@ def test_a_router_that_joins_by_snapshot_knows_what_is_cached_and_what_is_promis
     joined.restore(worker.state.snapshot(1))
     assert joined.load(1) == 3 * BLOCK
     assert placed(joined, [prompt_of([1] * 9, 2), prompt_of([2] * 13, 3)]) == [1, 1]
-
-
-def test_missed_report_is_named_and_leaves_the_state_unchanged() -> None:
-    router = router_of(tau=1000)
-    with pytest.raises(MissingReportsError, match=r"worker 1: report 0\.2 follows -1\.-1"):
-        router.apply(WorkerReport(worker=1, epoch=0, number=2, stored=(b"x",)))
-    assert router.blocks == 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_missed_report_is_named_and_leaves_the_state_unchanged() -> None:
         ),
     ],
 )
-def test_a_log_that_contradicts_itself_is_refused(parts: dict[str, Any], message: str) -> None:
+def test_contradictory_log_is_rejected(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         router_of(tau=1000).apply(WorkerReport(worker=0, epoch=0, number=0, **parts))
 

@@ -16,7 +16,7 @@ def report(epoch: int, number: int, *stored: bytes) -> WorkerReport:
     return WorkerReport(worker=0, epoch=epoch, number=number, stored=stored)
 
 
-def test_a_report_that_builds_on_one_that_is_missing_is_refused() -> None:
+def test_report_after_a_gap_is_rejected() -> None:
     """FINDINGS B18: a planted bug survived."""
     state = new_state()
     state.apply(report(1, 0, b"a"))

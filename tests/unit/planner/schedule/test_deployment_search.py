@@ -33,7 +33,7 @@ def best(spec: PlanSpec) -> PlannedBatch:
     return solve(spec).best
 
 
-def test_the_best_split_is_the_one_of_most_samples_per_second() -> None:
+def test_best_split_has_most_samples_per_second() -> None:
     verdict = search(workload(), best)
     assert len(verdict.splits) == 7
     assert verdict.best.samples_per_s == max(split.samples_per_s for split in verdict.splits)
@@ -49,7 +49,7 @@ def test_split_that_does_not_fit_gives_its_reason_and_is_skipped() -> None:
     assert "would fit" in last.problem
 
 
-def test_samples_per_second_count_all_attention_ranks() -> None:
+def test_samples_per_second_include_all_attention_ranks() -> None:
     for split in search(workload(), best).splits:
         if split.planned is not None:
             ranks = split.deployment.attention_ranks
@@ -57,14 +57,14 @@ def test_samples_per_second_count_all_attention_ranks() -> None:
             assert split.samples_per_s == pytest.approx(whole)
 
 
-def test_a_slow_link_is_named_as_the_reason_not_to_split() -> None:
+def test_advice_names_a_slow_link() -> None:
     verdict = search(workload(with_link(1e-5), tokens=256), best)
     assert not verdict.disaggregate
     assert "Do not disaggregate here" in verdict.advice
     assert "links" in verdict.advice
 
 
-def test_advice_is_to_split_when_only_a_split_fits() -> None:
+def test_advice_is_to_split_if_only_a_split_fits() -> None:
     """Each device alone would hold attention and a share of the experts; in groups, only one."""
     model = shape(DEEPSEEK_V2, num_hidden_layers=12, moe_intermediate_size=2048)
     small = Workload(model, H200, 8, 512, 0, 18.0 * GIB)
@@ -74,20 +74,20 @@ def test_advice_is_to_split_when_only_a_split_fits() -> None:
     assert verdict.advice.startswith("Disaggregate")
 
 
-def test_the_verdict_follows_the_numbers() -> None:
+def test_advice_follows_the_rates() -> None:
     for hardware in (H200, with_link(1e-7), with_link(1e-5)):
         verdict = search(workload(hardware), best)
         rival = max(other.samples_per_s for other in verdict.others)
         assert verdict.disaggregate == (verdict.best.samples_per_s > rival)
 
 
-def test_no_resource_is_busy_for_longer_than_the_makespan() -> None:
+def test_no_resource_is_busy_beyond_the_makespan() -> None:
     for split in search(workload(), best).splits:
         if split.planned is not None:
             assert all(0 < part <= 1 + 1e-9 for part in busy_fractions(split).values())
 
 
-def test_gathered_weights_and_exchanged_activations_have_table_1s_volumes() -> None:
+def test_alternatives_have_the_volumes_of_table_1() -> None:
     """On links so slow that nothing else counts. All-gather: (N-1)/N of a layer's weights. Two
     all-to-alls: of a device's tokens, a copy for each of the other devices that has work for it."""
     per_byte, devices, tokens = 1.0, 8, 64
@@ -106,6 +106,6 @@ def test_gathered_weights_and_exchanged_activations_have_table_1s_volumes() -> N
     assert model.moe_layers == 94
 
 
-def test_devices_too_small_for_any_split_are_refused() -> None:
+def test_devices_too_small_for_any_split_are_rejected() -> None:
     with pytest.raises(ResourceError, match=r"devices=8: no split fits; 1 \+ 7"):
         search(workload(usable_gib=20.0), best)

@@ -29,7 +29,7 @@ def routing_of(sets: object, experts: int) -> LayerRouting:
     return LayerRouting(experts, sets_PK, np.zeros(len(sets_PK), np.int64), counts)
 
 
-def test_a_sample_by_hand() -> None:
+def test_spread_of_hand_made_sample() -> None:
     """Four tokens, experts 0 1 | 2 3: the second rank has 3 of 4 tokens and 5 of 8 pairs."""
     routing = routing_of([[0, 1], [2, 3], [3, 2], [0, 3]], 4)
     spread = spread_of(routing, LayerSlots(range(4), [(0, 2), (2, 4)]))
@@ -39,9 +39,7 @@ def test_a_sample_by_hand() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 5000), st.integers(1, 4))
-def test_copies_and_load_are_those_that_placement_measures(
-    seed: int, tokens: int, ranks: int
-) -> None:
+def test_spread_matches_placement_measure(seed: int, tokens: int, ranks: int) -> None:
     random = np.random.default_rng(seed)
     sets = np.argsort(random.random((tokens, 8)), axis=1)[:, :3]
     routing = routing_of(sets, 8)
@@ -54,7 +52,7 @@ def test_copies_and_load_are_those_that_placement_measures(
         assert spread.load == pytest.approx(measured.load)
 
 
-def test_what_stays_on_the_rank_that_a_token_lives_on() -> None:
+def test_at_home_counts_copies_on_the_tokens_rank() -> None:
     """Expert 0 is on both ranks; tokens 0 and 2 live on the first, 1 and 3 on the second. One of
     four copies leaves, that of the third token for expert 3, instead of half of them."""
     routing = routing_of([[0, 1], [0, 2], [0, 3], [0, 2]], 4)
@@ -122,7 +120,7 @@ def test_equal_layers_match_one_schedule(
         pytest.param(2, (0.1, 3.1), 1.3, 1.5, id="now one stage limits, now another"),
     ],
 )
-def test_the_mean_is_short_where_now_one_stage_limits_and_now_another(
+def test_mean_of_layers_underestimates_alternating_bottlenecks(
     micro_batches: int, costs: tuple[float, float], least: float, most: float
 ) -> None:
     """ms of experts per sample, in turns; attention takes 1.5."""

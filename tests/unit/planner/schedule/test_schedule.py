@@ -29,14 +29,14 @@ SPEC = PlanSpec(
 )
 
 
-def test_a_micro_batch_has_the_times_of_its_samples_and_groups_those_of_their_tokens() -> None:
+def test_micro_batch_times_follow_samples_and_groups_follow_tokens() -> None:
     (times,) = schedule_of(SPEC, Plan(ma=2, r2=4)).micro_batches
     assert (times.attention_ms, times.shared_ms) == (5.0, 2.5)
     (group,) = times.groups
     assert tuple(group) == pytest.approx((4, 0.4, 1.2, 0.35))
 
 
-def test_the_last_micro_batch_may_be_short() -> None:
+def test_last_micro_batch_may_be_short() -> None:
     schedule = schedule_of(SPEC, Plan(ma=3, r1=3), samples=7)
     assert [times.attention_ms for times in schedule.micro_batches] == [7.0, 7.0, 3.0]
     assert schedule.samples == 7
@@ -50,7 +50,7 @@ def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
     assert first.shared_ms == second.shared_ms == pytest.approx(0.5 + 1.0)
 
 
-def test_a_chunk_behind_others_reads_them_back() -> None:
+def test_later_chunk_costs_reading_earlier_ones() -> None:
     spec = msgspec.structs.replace(SPEC, attention_chunk_ms=0.25, attention_context_ms=2.0)
     plan = Plan(ma=2, r1=4, sequence_chunks=(0.25, 0.5, 0.75, 1.0))
     dearer = schedule_of(spec, plan).micro_batches
@@ -61,14 +61,14 @@ def test_a_chunk_behind_others_reads_them_back() -> None:
     assert extra_ms == [pytest.approx(2 * ms) for ms in (0.0, 1.25, 1.75, 2.25)]
 
 
-def test_what_the_spec_lacks_is_named() -> None:
+def test_missing_spec_field_is_named() -> None:
     with pytest.raises(ValueError, match="ma is missing"):
         schedule_of(SPEC, Plan())
     with pytest.raises(ValueError, match="samples=9 do not fill r1=2 of ma=4"):
         schedule_of(SPEC, Plan(ma=4, r1=2), samples=9)
 
 
-def test_naive_is_the_sum_of_all_its_tasks() -> None:
+def test_naive_makespan_is_the_sum_of_its_tasks() -> None:
     result = replay(schedule_of(SPEC, Plan(ma=1, order=Order.NAIVE)))
     layer_ms = 3.0 + 1.5 + (0.1 + 0.6) + (0.6 + 1.2) + (0.2 + 0.3)
     assert result.makespan_ms == pytest.approx(2 * layer_ms)
@@ -104,7 +104,7 @@ def test_a_ready_set_fills_a_gap_of_aass_with_a_shared_expert() -> None:
     assert replay_ready_set(schedule).makespan_ms == pytest.approx(22)
 
 
-def test_filling_a_gap_can_cost() -> None:
+def test_ready_set_can_be_slower_than_static_order() -> None:
     times = MicroBatchTimes(1.0, 2.0, (GroupRun(1, 2.0, 1.0, 2.0),))
     schedule = Schedule((times,) * 2, 2, Order.AASS, 0, 2)
     assert replay(schedule).makespan_ms == pytest.approx(14)

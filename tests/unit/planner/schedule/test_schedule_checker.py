@@ -33,7 +33,7 @@ GOOD = {"attention": 3.0, "shared": 7.0, "a2e": 7.0, "expert": 10.0, "e2a": 15.0
 ONE = Schedule((TIMES,), 1, Order.ASAS, 0, 1)
 
 
-def test_a_timeline_that_keeps_all_constraints_has_no_violations() -> None:
+def test_valid_timeline_has_no_violations() -> None:
     assert violations(ONE, timeline(ONE, **GOOD)) == []
 
 
@@ -47,7 +47,7 @@ def test_a_timeline_that_keeps_all_constraints_has_no_violations() -> None:
         ("attention", -1.0, "attention .* starts at -1 ms, before 0"),
     ],
 )
-def test_a_task_before_what_it_needs_is_named(stage: str, start_ms: float, message: str) -> None:
+def test_violated_dependency_is_named(stage: str, start_ms: float, message: str) -> None:
     (found,) = violations(ONE, timeline(ONE, **(GOOD | {stage: start_ms})))
     assert re.match(message, found)
 
@@ -59,7 +59,7 @@ def test_a2e_before_the_shared_expert_breaks_pppipe_only() -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.SHARED, Stage.E2A])
-def test_the_next_layer_waits_for_shared_expert_and_replies(stage: Stage) -> None:
+def test_next_layer_waits_for_shared_expert_and_replies(stage: Stage) -> None:
     schedule = ONE._replace(num_layers=2)
     spans = replay(schedule).spans
     index = next(i for i, s in enumerate(spans) if s.stage is stage and s.layer == 0)
@@ -73,7 +73,7 @@ def test_the_next_layer_waits_for_shared_expert_and_replies(stage: Stage) -> Non
     assert any(f"before {stage.value} of layer 0" in sentence for sentence in found)
 
 
-def test_two_tasks_at_once_on_one_resource_are_named() -> None:
+def test_overlapping_tasks_on_a_resource_are_named() -> None:
     schedule = ONE._replace(micro_batches=(TIMES, TIMES))
     spans = [
         msgspec.structs.replace(span, micro_batch=index)

@@ -53,7 +53,7 @@ class View(NamedTuple):
 
 
 @pytest.mark.parametrize(("left", "forms"), [((), True), ((8,), False), ((1, 2), False)])
-def test_one_at_a_time_waits_for_whatever_runs(left: tuple[int, ...], forms: bool) -> None:
+def test_one_at_a_time_waits_for_any_live_batch(left: tuple[int, ...], forms: bool) -> None:
     assert bool(one_at_a_time(View(left))) is forms
 
 
@@ -68,7 +68,7 @@ def test_one_at_a_time_waits_for_whatever_runs(left: tuple[int, ...], forms: boo
         ((8, 8), False),  # there are as many as may be
     ],
 )
-def test_another_batch_joins_while_none_has_gone_far(left: tuple[int, ...], forms: bool) -> None:
+def test_batch_joins_within_the_layer_limit(left: tuple[int, ...], forms: bool) -> None:
     assert bool(joining(most=2, within_layers=2)(View(left))) is forms
     if forms:
         assert joining(most=3, within_layers=8)(View((*left, 1)))
@@ -101,7 +101,7 @@ def live(priority: Priority, phase: Phase | None = None) -> LiveBatch:
 
 
 @pytest.mark.parametrize(("ls", "be"), [(3, 0), (0, 3), (0, 0)])
-def test_of_one_class_there_is_one_batch_at_a_time_of_all_phases(ls: int, be: int) -> None:
+def test_single_class_runs_one_mixed_batch_at_a_time(ls: int, be: int) -> None:
     assert tuple(by_class(Classes(ls, be))) == (ALL,)
     runs = live(Priority.LS if ls else Priority.BE)
     assert not tuple(by_class(Classes(ls, be, (runs,))))
@@ -125,7 +125,7 @@ def test_of_one_class_there_is_one_batch_at_a_time_of_all_phases(ls: int, be: in
         ),
     ],
 )
-def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
+def test_two_classes_form_missing_batches_with_be_last(
     running: tuple[LiveBatch, ...], forms: list[BatchSelection]
 ) -> None:
     assert list(by_class(Classes(2, 2, running))) == forms
@@ -140,7 +140,7 @@ def test_of_two_classes_what_is_not_live_is_formed_and_be_last(
         ((live(Priority.LS, Phase.PREFILL),), 0.05, [LS_DECODES, BE_BATCH]),
     ],
 )
-def test_while_be_runs_ls_decodes_wait_for_one_another_as_long_as_they_are_in_time(
+def test_ls_decodes_coalesce_while_in_time(
     running: tuple[LiveBatch, ...], left_s: float, forms: list[BatchSelection]
 ) -> None:
     assert list(coalesce_decodes(lambda: left_s, lambda: -1)(Classes(2, 2, running))) == forms
@@ -169,7 +169,7 @@ LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
         ((LS_DECODE_RUNS,), math.inf, -1, [LS_PROMPTS, BE_BATCH]),
     ],
 )
-def test_decodes_of_be_ride_along_with_those_of_ls(
+def test_be_decodes_fill_ls_decode_batches(
     running: tuple[LiveBatch, ...], left_s: float, places: int, forms: list[BatchSelection]
 ) -> None:
     policy = coalesce_decodes(lambda: left_s, lambda: places)
@@ -196,7 +196,7 @@ def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:
         (0.001, 0.0, 0.5, True),
     ],
 )
-def test_ls_overtakes_a_pass_with_copies_where_that_costs_less_than_it_saves(
+def test_ls_preempts_a_copied_pass_only_if_profitable(
     left_s: float, copy_s: float, ran_s: float, overtakes: bool
 ) -> None:
     policy = preempt_if_profitable(lambda: copy_s, 0.1)

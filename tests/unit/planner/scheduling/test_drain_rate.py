@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planner.scheduling.drain_rate import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 
 
-def test_time_without_a_backlog_does_not_count_as_slow() -> None:
+def test_time_without_backlog_is_not_counted() -> None:
     rate = DrainRate()
     for hour in range(3):
         now_s = 3600.0 * hour
@@ -20,7 +20,7 @@ def test_time_without_a_backlog_does_not_count_as_slow() -> None:
         assert abs((rate.per_second(now_s + 60) or 0) - 640) < 1e-6
 
 
-def test_a_backlog_that_stands_still_counts_as_slower() -> None:
+def test_stalled_backlog_lowers_the_rate() -> None:
     rate = DrainRate()
     rate.begin(0.0)
     assert rate.per_second(5.0) is None, "nothing has left yet"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from contracts.requests import Priority
-from planner.scheduling.preemption import LatencyPass, Preemption
+from planner.scheduling.preemption import LatencyPass, Preemption, ShareCredit, would_miss_due_time
 
 
 class Work(NamedTuple):
@@ -61,7 +61,7 @@ def test_started_be_work_runs_first_regardless_of_order() -> None:
     assert Rig().pick(STARTED_BE, BE) is STARTED_BE
 
 
-def test_be_goes_first_once_its_share_is_owed_until_it_has_had_it() -> None:
+def test_be_runs_first_while_its_share_is_owed() -> None:
     rig = Rig()
     assert rig.pick(LS, BE) is LS
     rig.run(LS, 6.0)
@@ -105,7 +105,7 @@ def test_live_passes_are_read_only_when_be_may_be_held() -> None:
     assert choice.pick([LS], unread(), 0.0) is LS
 
 
-def test_after_work_was_dropped_idle_time_makes_no_credit_and_is_not_held() -> None:
+def test_dropped_work_earns_no_credit_and_no_hold() -> None:
     """An expert rank loses the attention rank whose work waits, and is asked for nothing for long:
     without `forget` what comes then would keep LS waiting for as long again."""
     for live in ((), (LATE,)):
@@ -135,3 +135,33 @@ def test_preemption_counts_once_and_reports_both_waits() -> None:
     assert (rig.choice.preempted, rig.on_blocked, rig.on_resumed) == (1, [3.0], [10.0])
     rig.pick(LS, BE)
     assert rig.choice.preempted == 1, "none that has begun stood at a yield"
+
+
+def test_uncontended_be_time_is_charged_for_one_slice_only() -> None:
+    floor = ShareCredit(0.25)
+    for seconds in (4.0, 40.0, 2.0):
+        floor.charge(seconds)
+        assert floor.credit_s == -0.75 * seconds
+    floor.add_wait(6.0)
+    assert floor.credit_s == 0.0, "after that slice's (1 - f) / f it is owed again"
+
+
+NOW_S, SLICE_S = 10.0, 1.0
+
+
+@pytest.mark.parametrize(
+    ("due_s", "left_s", "late"),
+    [
+        (20.0, 8.0, False),
+        (19.0, 8.0, False),  # just in time
+        (18.9, 8.0, True),
+        (10.5, 0.0, True),  # the slice alone is too long
+        (9.0, 3.0, True),  # lost already, and later with the slice
+        (10.0, 0.0, True),  # due at once (ls_ttft_s: 0)
+    ],
+)
+def test_slice_is_late_if_the_rest_of_a_pass_does_not_fit_behind_it(
+    due_s: float, left_s: float, late: bool
+) -> None:
+    passes = [LatencyPass(100.0, 1.0), LatencyPass(due_s, left_s)]
+    assert would_miss_due_time(passes, SLICE_S, NOW_S) is late

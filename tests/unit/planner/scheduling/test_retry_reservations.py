@@ -56,7 +56,7 @@ def test_oldest_reservation_of_the_largest_tenant_is_evicted() -> None:
     assert [book.remaining_s(A, number, 0) for number in (6, 7)] == [None, 5]
 
 
-def test_a_new_promise_takes_the_place_of_the_old_one() -> None:
+def test_new_reservation_replaces_the_old_one() -> None:
     book = RetryReservations()
     book.reserve(A, 1, 10, now_s=0, in_s=20)
     book.reserve(A, 1, 10, now_s=20, in_s=7)
@@ -64,7 +64,7 @@ def test_a_new_promise_takes_the_place_of_the_old_one() -> None:
     assert book.remaining_s(A, 1, 20) == 7
 
 
-def test_tenants_take_turns_so_a_thousand_promises_of_one_are_one_for_another() -> None:
+def test_reservations_of_one_tenant_delay_another_by_one_turn() -> None:
     book = RetryReservations()
     for number in range(1000):
         book.reserve(A, number, 20, now_s=0, in_s=5)
@@ -76,7 +76,7 @@ def test_tenants_take_turns_so_a_thousand_promises_of_one_are_one_for_another() 
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(1, 9))), st.booleans())
-def test_what_is_ahead_is_a_turn_of_each_tenant_for_each_that_the_newcomer_has_and_one_more(
+def test_queued_ahead_equals_a_walk_over_all_reservations(
     given_: list[tuple[int, int, int]], keep_all: bool
 ) -> None:
     """Beside a walk over all that was promised."""
@@ -115,7 +115,7 @@ def all_different(promises: int) -> list[int]:
 
 
 @pytest.mark.parametrize("lines", [all_alike, all_different])
-def test_a_newcomer_costs_a_hundred_steps_or_so_however_many_tenants_were_promised_how_much(
+def test_new_request_costs_bounded_steps_with_many_tenants(
     lines: Callable[[int], list[int]],
 ) -> None:
     book = RetryReservations()

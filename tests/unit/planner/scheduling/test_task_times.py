@@ -21,7 +21,7 @@ def test_sizes_within_a_factor_of_two_are_one() -> None:
     assert times.predict("slice", 63) == 0.0
 
 
-def test_it_follows_the_machine_and_one_odd_time_moves_it_by_a_fifth() -> None:
+def test_prediction_follows_times_by_a_fifth() -> None:
     times = TaskTimes()
     times.add("slice", 64, 1.0)
     times.add("slice", 64, 6.0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner.scheduling.token_bucket import BURST_S, TokenBucket
 
 
-def test_what_was_not_used_may_be_used_at_once_up_to_a_bound() -> None:
+def test_unused_rate_accumulates_up_to_the_burst() -> None:
     bucket = TokenBucket(2.0, now_s=0.0)
     assert bucket.level(1000.0) == bucket.burst == 2.0 * BURST_S
     bucket.take(bucket.burst, 1000.0)
@@ -17,7 +17,7 @@ def test_what_was_not_used_may_be_used_at_once_up_to_a_bound() -> None:
     assert bucket.wait_s(1.0, 1000.5) == 0.0
 
 
-def test_a_slow_rate_still_lets_one_in() -> None:
+def test_slow_rate_admits_one_request() -> None:
     bucket = TokenBucket(0.01, now_s=0.0)
     assert bucket.wait_s(1.0, 0.0) == 0.0
     bucket.take(1.0, 0.0)

@@ -68,7 +68,7 @@ def policy_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mine", module)
 
 
-def test_a_class_or_an_object_is_found_and_what_it_lacks_is_the_default() -> None:
+def test_class_or_object_is_loaded_with_missing_functions_as_none() -> None:
     for path in ("mine:Good", "mine:instance"):
         policy = load_policy(path)
         assert policy.pick is not None
@@ -92,9 +92,7 @@ def test_a_class_or_an_object_is_found_and_what_it_lacks_is_the_default() -> Non
         ("mine:Random", "pick is not repeatable"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_that_names_the_field(
-    path: str, expected_message: str
-) -> None:
+def test_unusable_policy_is_rejected_in_one_line(path: str, expected_message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_policy(path)
     assert caught.value.message.startswith(f"priority.policy={path!r}: ")
@@ -144,7 +142,7 @@ def test_slow_policy_is_disabled() -> None:
     assert reasons == ["pick takes 2.0 ms a call; the policy is disabled"]
 
 
-def test_one_that_lets_everything_wait_gives_way_for_once() -> None:
+def test_long_hold_falls_back_once() -> None:
     clock = Clock()
     guarded: GuardedPolicy[Task, None] = GuardedPolicy(
         "pick", lambda _: None, lambda *_: True, clock=clock
@@ -159,7 +157,7 @@ def test_one_that_lets_everything_wait_gives_way_for_once() -> None:
     guarded.check_hold(is_hold=False)
 
 
-def test_a_choice_that_fails_is_the_defaults_and_be_keeps_its_share_whatever_is_chosen() -> None:
+def test_be_keeps_its_share_under_any_policy() -> None:
     def never_be(tasks: Sequence[Task]) -> Task | None:
         return next((task for task in tasks if task.priority == Priority.LS), None)
 
@@ -183,7 +181,7 @@ def test_a_choice_that_fails_is_the_defaults_and_be_keeps_its_share_whatever_is_
         assert run(choose) == pytest.approx(0.1, abs=0.01)
 
 
-def test_batches_are_of_the_sequences_that_are_named_or_as_by_default() -> None:
+def test_user_batching_takes_named_sequences_or_default() -> None:
     idle = tuple(SEQUENCES)
 
     def policy_of(form: Any) -> Any:
@@ -202,7 +200,7 @@ def test_batches_are_of_the_sequences_that_are_named_or_as_by_default() -> None:
     assert list(twice(Classes(2, 1, idle=idle))) == [ALL]
 
 
-def test_keys_are_of_what_is_there_each_once() -> None:
+def test_keys_must_be_known_and_unique() -> None:
     first, second, _ = (each.key for each in SEQUENCES)
     cases: list[tuple[Iterable[Any], bool]] = [
         ((), True), ((second, first), True), ((first, first), False), (("x",), False)
