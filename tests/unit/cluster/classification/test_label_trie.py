@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.classification.label_trie import LabelTrie
-from contracts.token_trie import ROOT, TokenTrie
 
 BYTES_PER_TOKEN = 512
 
@@ -33,15 +32,3 @@ def test_label_of_context_length_is_accepted() -> None:
     trie = LabelTrie([label, label[:-1]])
     assert [len(each.path) for each in trie.passes] == [99_999]
     assert trie.longest == 100_000
-
-
-def test_trie_returns_followers_and_ends() -> None:
-    trie = TokenTrie([[7, 8], [7], [9, 8]])
-    assert list(trie.followers(ROOT)) == [7, 9]
-    seven = trie.step(ROOT, 7)
-    assert seven is not None
-    assert trie.ends[1] == seven
-    assert trie.step(seven, 8) == trie.ends[0]
-    assert trie.step(seven, 9) is None
-    assert trie.tokens_to(trie.ends[2]) == (9, 8)
-    assert not trie.followers(trie.ends[0])

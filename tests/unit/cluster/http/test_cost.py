@@ -19,7 +19,6 @@ import pytest
 from cluster.http.cost import MemoryBudget
 from cluster.http.text import TokenizerPool
 from contracts.config import HttpConfig, LimitsConfig
-from contracts.errors import TandemError
 from models.text.encoding_steps import EncodingSteps
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.api_harness import CONTEXT_TOKENS, MODEL, TIMEOUT_S, Api, serve_api
@@ -320,17 +319,3 @@ def test_long_tokenization_does_not_block_others(folder: Path) -> None:
     asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
     assert order.index("short") < 3
     assert len(order) - 1 - order[::-1].index("short") < 12
-
-
-def test_charging_error_ends_tokenization(folder: Path) -> None:
-    tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
-    account = MemoryBudget(LIMITS).open()
-    texts = ["a b c " * 30_000] * 100
-
-    async def main() -> None:
-        with pytest.raises(TandemError, match=r"limits\.open_bytes"):
-            await tokenizer_pool.encode(
-                texts, account.charge, param="prompt", characters=sum(map(len, texts))
-            )
-
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))

@@ -127,29 +127,6 @@ def test_ranks_lost_during_stream_yield_error_event(api: Api, rank: FakeRank) ->
         list(stream)
 
 
-def test_response_is_unchanged_when_another_rank_resumes_it(folder: Path) -> None:
-    """Text, log-probabilities and usage equal those of one rank, wherever the first one is lost."""
-
-    def counted_on(submit: Submit) -> list[int]:
-        return [60 + (len(submit.token_ids) + further) % 40 for further in range(9)]
-
-    ranks = [FakeRank(f"attention-{number}", counted_on) for number in range(2)]
-    body = {"prompt": "Hello", "max_tokens": 6, "temperature": 0, "logprobs": 2, "min_tokens": 6}
-
-    def streamed_response(api: Api) -> object:
-        answer = api.post("/v1/completions", **body).json()
-        return answer["choices"], answer["usage"]
-
-    with serve_api(folder, ranks) as api:
-        whole = streamed_response(api)
-        ranks[0].on_submit = ranks[0].drop_connections
-        for held in range(6):
-            api.wait_ready()
-            ranks[0].hold_after = held
-            assert streamed_response(api) == whole
-            assert ranks[1].submits.get(timeout=5)
-
-
 def test_failed_sequence_keeps_code_status_and_message(api: Api, rank: FakeRank) -> None:
     rank.fail_with = ("attention-0: out of KV blocks", "kv_exhausted", 503)
     response = api.post("/v1/completions", prompt="Hello")
@@ -169,28 +146,6 @@ def test_unhealthy_rank_gets_503_with_reason(folder: Path, rank: FakeRank) -> No
         response = api.post("/v1/completions", prompt="Hello")
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "not_ready"
-
-
-def test_full_queue_gets_429_with_retry_after(folder: Path, rank: FakeRank) -> None:
-    rank.hold_after = 0
-    with serve_api(folder, [rank], max_waiting=1) as api:
-        body = {"model": MODEL, "prompt": "Hello", "stream": True}
-        request = api.http.build_request("POST", "/v1/completions", json=body)
-        waiting = api.loop.start(api.send(request))
-        rank.submits.get(timeout=5)
-        response = api.post("/v1/completions", prompt="Hello")
-        assert response.status_code == 429
-        assert response.json()["error"]["code"] == "overloaded"
-        assert int(response.headers["Retry-After"]) >= 1
-        waiting.cancel()
-
-
-def test_request_with_many_prompts_waits_for_slots(folder: Path, rank: FakeRank) -> None:
-    with serve_api(folder, [rank], max_waiting=1) as api:
-        done = api.post("/v1/completions", prompt=["a", "b", "c", "d"], max_tokens=2)
-        assert done.status_code == 200
-        rows = api.post("/v1/classify", input=["a", "b", "c"], labels=["yes indeed", "no"])
-        assert rows.status_code == 200
 
 
 def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank: FakeRank) -> None:
@@ -213,6 +168,8 @@ def test_small_requests_are_admitted_beside_waiting_large_one(folder: Path, rank
         assert texts == [["a"] * 6, ["Hello"] * 2]
         full = api.post("/v1/completions", prompt="Hello")
         assert full.status_code == 429, "first sequences use the reserved share"
+        assert full.json()["error"]["code"] == "overloaded"
+        assert int(full.headers["Retry-After"]) >= 1
         for request in (large, *sent):
             request.cancel()
 

@@ -126,15 +126,6 @@ def test_streamed_choices_keep_their_index(api: Api) -> None:
     assert reasons == dict.fromkeys(range(4), "stop")
 
 
-def test_token_id_prompts_are_accepted(api: Api) -> None:
-    ids = api.tokenizer.encode("Hello there")
-    one = complete(api, prompt=ids, max_tokens=5)
-    many = complete(api, prompt=[ids, ids[:1]], max_tokens=5)
-    assert one.usage.prompt_tokens == len(ids)
-    assert len(many.choices) == 2
-    assert many.usage.prompt_tokens == len(ids) + 1
-
-
 def test_completion_logprobs_match_text(api: Api) -> None:
     done = complete(api, prompt="Hello", max_tokens=6, logprobs=2)
     choice = done.choices[0]

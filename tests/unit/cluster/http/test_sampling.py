@@ -121,7 +121,7 @@ def test_guided_completion_is_one_of_choices(api: Api, field: str, temperature: 
     assert set(reasons.values()) == {"stop"}
 
 
-@pytest.mark.parametrize("choices", [["a"], CHOICES, [" yes", " no"], ["42", "421", "4210"]])
+@pytest.mark.parametrize("choices", [CHOICES, ["42", "421", "4210"]])
 def test_default_max_tokens_fits_longest_choice(api: Api, choices: list[str]) -> None:
     for seed in range(4):
         answer = completion(api, guided_choice=choices, max_tokens=None, seed=seed)
@@ -143,14 +143,6 @@ def test_guided_chat_is_one_of_choices_streamed_or_not(api: Api) -> None:
 
 def has_template(api: Api) -> bool:
     return api.post("/v1/chat/completions", messages=CHAT, max_tokens=1).status_code == 200
-
-
-def test_choices_apply_to_every_prompt(api: Api) -> None:
-    prompts = [PROMPT, "Is it? ", "one\n\n"]
-    answer = completion(api, prompt=prompts, guided_choice=CHOICES, max_tokens=60, temperature=0)
-    assert {choice["text"] for choice in answer["choices"]} <= set(CHOICES)
-    ids = api.tokenizer.encode(PROMPT)
-    assert completion(api, prompt=ids, guided_choice=["no"])["choices"][0]["text"] == "no"
 
 
 def test_choice_over_max_tokens_is_rejected_with_both_numbers(api: Api) -> None:

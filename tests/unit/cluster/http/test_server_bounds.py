@@ -210,11 +210,3 @@ def test_broken_body_is_400_and_application_is_notified_of_disconnect(front: Fro
         line.sendall(b"nonsense\r\n")
         assert read_answer(line).status == 400
     assert front.app.left.wait(5)
-
-
-def test_body_broken_after_answer_gets_no_second_answer(front: Front) -> None:
-    with front.connect() as line:
-        line.sendall(chunked("/open", b"3\r\nabc\r\n"))
-        assert read_answer(line).status == 200
-        line.sendall(b"nonsense\r\n")
-        assert is_ended(line)

@@ -103,19 +103,6 @@ def test_be_is_admitted_up_to_its_share_of_max_wait() -> None:
     assert ahead == pytest.approx(50.0 * 0.1 * PER_SECOND, abs=200)
 
 
-def test_client_that_never_retries_does_not_delay_other_tenants() -> None:
-    front = Front(ls_max_wait_s=5.0)
-    front.fill(40, LS)
-    front.run(20)
-    front.fill(200, LS)  # up to the limit
-    retry_after = [front.acquire_nowait(job(LS, tenant=b"many")) for _ in range(1000)]
-    assert retry_after[-1] is not None
-    assert retry_after[-1] > 60
-    other = front.acquire_nowait(job(LS, tenant=b"one"))
-    assert other is not None
-    assert other <= 2, "behind one of them"
-
-
 def test_rejection_cost_is_constant_in_number_of_reservations() -> None:
     front = Front(ls_max_wait_s=5.0)
     front.fill(40, LS)
@@ -190,17 +177,6 @@ def granted(tasks: list[asyncio.Task[None]]) -> int:
 async def settle() -> None:
     for _ in range(3):
         await asyncio.sleep(0)
-
-
-@run_async
-async def test_waiting_sequences_leave_slots_to_first_sequences_of_others() -> None:
-    room = room_of(8)
-    hogs = await waiting(room, HOG, 20)
-    assert granted(hogs) == 6
-    assert [room.acquire_nowait(Caller(b"b", n)) for n in range(3)] == [True, True, False]
-    for task in hogs:
-        task.cancel()
-    await asyncio.gather(*hogs, return_exceptions=True)
 
 
 @run_async

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -158,40 +158,6 @@ def test_full_rank_is_skipped_and_all_full_is_overload() -> None:
         assert backend.waiting()["generation", "ls"] == 0
 
     run(body, ranks=2, max_waiting=1)
-
-
-def test_wait_for_slot_request_runs_when_a_slot_is_free() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 0
-        first = asyncio.create_task(tokens_of(backend, submit()))
-        await _until(lambda: ranks[0].submits.qsize() == 1)
-        wait_for_slot = backend.generate(submit(), wait_for_slot=True)
-        second = asyncio.ensure_future(anext(wait_for_slot))
-        ranks[0].hold_after = None
-        first.cancel()
-        assert await second
-        await wait_for_slot.aclose()
-
-    run(body, max_waiting=1)
-
-
-def test_prefixes_are_forgotten_when_rank_restarts() -> None:
-    seen: list[int] = []
-
-    def record(views: Sequence[RankView]) -> RankView:
-        seen.append(views[0].prefix_tokens)
-        return views[0]
-
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await tokens_of(backend, submit())
-        await tokens_of(backend, submit())
-        client = backend.clients[0]
-        ranks[0].drop_connections()
-        await client.wait_until(lambda c: c.connections == 2 and c.problem is None)
-        await tokens_of(backend, submit())
-        assert seen == [0, 32, 0]  # of 40 tokens two blocks of 16 are full
-
-    run(body, ranks=2, choose=record)
 
 
 @run_async

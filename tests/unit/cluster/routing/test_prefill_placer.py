@@ -83,34 +83,21 @@ async def test_requests_of_dead_worker_move_to_another() -> None:
         assert "prefill-0" in router.problems()[0]
 
 
+@pytest.mark.parametrize("fault", ["silent", "stuck"])
 @run_async
-async def test_answers_of_hung_worker_after_timeout_are_ignored() -> None:
+async def test_requests_of_hung_worker_move_and_its_late_answers_are_ignored(fault: str) -> None:
     hung, alive = FakePrefill(0), FakePrefill(1)
     hung.hold = True
     async with routing([hung, alive]) as router:
         tasks = scores(router, 8)
         await until(lambda: hung.held)
-        hung.silent = True
-        await asyncio.gather(*tasks)
-        hung.silent = hung.hold = False
-        hung.release()  # to closed connections
-        await until(lambda: not router.problems())
-        await asyncio.gather(*scores(router, 8))
-        await until(lambda: router.load(0) == router.load(1) == 0)
-
-
-@run_async
-async def test_requests_of_stuck_worker_move_to_another() -> None:
-    stuck, alive = FakePrefill(0), FakePrefill(1)
-    stuck.hold = True
-    async with routing([stuck, alive]) as router:
-        tasks = scores(router, 8)
-        await until(lambda: stuck.held)
-        stuck.stuck = True
+        setattr(hung, fault, True)
         await asyncio.gather(*tasks)
         assert "prefill-0" in router.problems()[0]
-        await until(lambda: not stuck.held)  # cancelled there
-        stuck.stuck = stuck.hold = False
+        if fault == "stuck":
+            await until(lambda: not hung.held)  # cancelled there
+        setattr(hung, fault, False)
+        resume(hung)  # to closed connections
         await until(lambda: not router.problems())
         await asyncio.gather(*scores(router, 8))
         await until(lambda: router.load(0) == router.load(1) == 0)

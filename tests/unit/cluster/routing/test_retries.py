@@ -236,16 +236,6 @@ def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
     run(body, waiting=2)
 
 
-def test_rank_waiting_for_expert_ranks_is_used_last() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        await asyncio.gather(*(Generation(backend).task for _ in range(4)))
-        counts = [rank.submits.qsize() for rank in ranks]
-        assert counts == ([0, 4] if len(ranks) == 2 else [4])
-
-    run(body, waiting=1)
-    run(body, ranks=1, waiting=1)
-
-
 @run_async
 async def test_stream_waits_for_replacement_rank() -> None:
     """The replacement is found by its name in the directory."""

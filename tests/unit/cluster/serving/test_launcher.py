@@ -44,10 +44,6 @@ def test_status_without_launcher_is_not_ready(
     assert "the actor died" in caplog.text
 
 
-def test_without_a_launcher_the_ingress_has_metrics_of_its_own_only() -> None:
-    assert asyncio.run(Launcher(SILENT).metrics()) == ""
-
-
 def test_launcher_receives_requests_and_clock_is_compared() -> None:
     calls: list[bytes] = []
 

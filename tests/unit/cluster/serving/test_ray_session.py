@@ -67,26 +67,6 @@ def test_a_local_cluster_that_did_not_start_is_tried_again_and_leaves_nothing(
     assert not cluster.folders[1].exists()
 
 
-def test_what_has_no_command_line_yet_ends_with_a_failed_start(
-    starting: Callable[[int], Ray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linux shows none for a moment after `Popen` has returned."""
-    seen_pids: set[int] = set()
-    cmdline = psutil.Process.cmdline
-
-    def at_second_call(process: psutil.Process) -> list[str]:
-        if process.pid in seen_pids:
-            return cmdline(process)
-        seen_pids.add(process.pid)
-        return []
-
-    monkeypatch.setattr(psutil.Process, "cmdline", at_second_call)
-    cluster = starting(1)
-    with local_session():
-        failed, _ = cluster.started
-        assert not psutil.pid_exists(failed.pid)
-
-
 def test_a_local_cluster_that_never_starts_is_one_line(starting: Callable[[int], Ray]) -> None:
     cluster = starting(START_ATTEMPTS)
     with pytest.raises(

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.figures import figures
 from cluster.cli.main import main
 from cluster.tools.bench.bench import BenchSettings, bench
 from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
@@ -297,19 +296,6 @@ def test_scaled_trace_keeps_its_pattern(tmp_path: Path) -> None:
     arrivals = from_trace(fit_trace(rows, seconds=8.0, rate=3 / 8, divisor=10), ls=1.0, seed=1)
     assert [a.at_s for a in arrivals] == pytest.approx([0, 2, 8])
     assert [a.lengths for a in arrivals] == [Lengths(40, 4), Lengths(4, 1), Lengths(100, 7)]
-
-
-def test_latencies_count_from_arrival() -> None:
-    arrival = RequestArrival(1.0, LS, Lengths(8, 3))
-    late = RequestResult(arrival, sent_s=1.5, tokens_s=[2.0, 2.25, 2.75], end_s=3.0)
-    refused = RequestResult(arrival, error="429", retry_s=4.0)
-    of_be = RequestResult(arrival._replace(priority=BE))
-    found = figures([late, refused, of_be], LS, seconds=10.0)
-    assert (found["requests"], found["failed"]) == (2, 1)
-    assert found["ttft_ms"] == found["ttft_p99_ms"] == pytest.approx(1000)
-    assert found["tbt_ms"] == pytest.approx(375)
-    assert found["turnaround_s"] == pytest.approx(2)
-    assert found["jobs_per_s"] == pytest.approx(0.1)
 
 
 def test_requests_are_sent_on_arrival_and_refused_client_retries_once(

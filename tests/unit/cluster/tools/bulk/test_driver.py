@@ -28,7 +28,6 @@ from contracts.errors import (
     JobError,
     NotReadyError,
     PeerDeadError,
-    RankError,
     TandemError,
 )
 from contracts.messages import Scored, Submit
@@ -198,12 +197,6 @@ def test_row_waits_for_lost_worker(tokenizer: Tokenizer) -> None:
     (got,) = answer(scorer, tokenizer, [RowRequest("", "x")])
     assert isinstance(got, RowAnswer)
     assert len(scorer.submits) == 3
-
-
-def test_row_refused_by_worker_is_rejected(tokenizer: Tokenizer) -> None:
-    refusal = RankError("prefill-0: the prompt has 9 tokens too many", "too_long", 413)
-    (got,) = answer(ReportingScorer(refusal), tokenizer, [RowRequest("", "x")])
-    assert got == RowRejection("prefill-0: the prompt has 9 tokens too many")
 
 
 def test_row_that_kills_workers_is_rejected(tokenizer: Tokenizer) -> None:

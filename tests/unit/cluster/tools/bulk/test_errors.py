@@ -120,12 +120,6 @@ def test_folder_of_another_job_is_refused_with_difference(
     assert STOPPED in run("--resume")
 
 
-def test_input_that_changed_since_is_refused(run: Run, tmp_path: Path) -> None:
-    assert STOPPED in run()
-    (tmp_path / "rows.jsonl").write_text('{"text": "b"}\n')
-    assert "the input rows.jsonl has changed" in run("--resume")
-
-
 def test_complete_job_is_reported_and_starts_nothing(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

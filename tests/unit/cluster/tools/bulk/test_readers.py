@@ -159,15 +159,6 @@ def test_bad_parquet_value_is_rejected_alone(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
-def test_every_parquet_string_type_is_text(tmp_path: Path, kind: str) -> None:
-    column = pyarrow.array(["ä", "b", "ä"])
-    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
-    path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3], "text": column}), path)
-    assert [outcome(record) for record in read(path)] == [(1, "ä"), (2, "b"), (3, "ä")]
-
-
 def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -> None:
     line = '{{"id": {0}, "text": "t{0}"}}\n'
     write(tmp_path / "1.jsonl", line.format(1))

@@ -108,20 +108,6 @@ def test_folder_of_cached_experts_must_be_writable(tmp_path: Path) -> None:
     assert "prefill.host_store" in missing.advice
 
 
-def test_only_cached_experts_count_in_storage_format() -> None:
-    spec = read_spec(resolve_model_folder(BUNDLED))
-    common = ["groups.prefill_ranks=1", "model.dtype=float32"]
-    slots = [*common, "experts.slots=16", "experts.storage_format=true"]
-
-    def weights(*settings: str) -> int:
-        return prefill_weight_bytes(load_config(None, list(settings)), spec)
-
-    assert weights(*slots) == weights(*common), "of a worker that keeps all"
-    cached = weights(*slots, "prefill.experts=cached")
-    computed = weights(*common, "prefill.experts=cached", "experts.slots=16")
-    assert computed - cached == LAYER_BYTES, "bfloat16 in place of float32"
-
-
 def test_gpu_experts_count_in_device_and_host_memory(tmp_path: Path) -> None:
     common = [
         "groups.device=cuda",

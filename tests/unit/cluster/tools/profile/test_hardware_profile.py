@@ -101,13 +101,6 @@ def test_absurd_measurement_times_are_refused(
     assert "--seconds" in capsys.readouterr().err
 
 
-def test_unknown_plot_format_is_refused_before_measurement(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["profile", "--plot", "here.bmp"]) == 2
-    assert ".png, .svg" in capsys.readouterr().err
-
-
 def test_batches_cover_prompts_chunks_and_decode_within_context() -> None:
     found = batches(2048)
     assert all(stop <= 2048 for chunks in found for _, stop in chunks)
