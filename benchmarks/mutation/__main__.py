@@ -2,7 +2,7 @@
 
     python -m benchmarks.mutation --mutants 100             a random sample of all mutants
     python -m benchmarks.mutation --mutants 100 --source DIR    of another checkout
-    python -m benchmarks.mutation --bugs                    the planted bugs of bugs.json
+    python -m benchmarks.mutation --bugs                    the protocol bugs of bugs.json
 
 A mutant is killed when a test of the files that import its module fails. Needs cosmic-ray (extra
 `bench`). The result lists the survivors: a baseline to compare with.
@@ -48,7 +48,7 @@ class PlantedBug(msgspec.Struct, frozen=True):
 
 
 class Mutant(NamedTuple):
-    """An occurrence of an operator in a file."""
+    """One occurrence of an operator in a file."""
 
     file: str
     operator: str
@@ -74,9 +74,9 @@ def _plant_bugs(tree: Tree, options: argparse.Namespace) -> int:
         text = (tree.root / bug.file).read_text(encoding="utf-8")
         if text.count(bug.old) != 1:
             raise SystemExit(f"{bug.name}: {bug.file} has changed, change {BUGS.name}")
-        is_found = tree.fails_with(bug.file, text.replace(bug.old, bug.new), bug.tests)
-        print(f"{'found' if is_found else 'SURVIVED':9} {bug.name}", flush=True)
-        survivors += [] if is_found else [bug.name]
+        is_caught = tree.fails_with(bug.file, text.replace(bug.old, bug.new), bug.tests)
+        print(f"{'caught' if is_caught else 'SURVIVED':9} {bug.name}", flush=True)
+        survivors += [] if is_caught else [bug.name]
     summary = {"bugs": len(read_bugs()), "survivors": survivors}
     _write("planted_bugs", summary, options)
     return 1 if survivors else 0
@@ -111,7 +111,7 @@ def _modules(root: Path) -> list[str]:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Test files that import the module."""
+    """Return the test files that import the module."""
     module = file.removesuffix(".py").replace("/", ".")
     package, _, name = module.rpartition(".")
     wanted = (f"from {module} import", f"from {package} import {name}", f"import {module}\n")
@@ -149,10 +149,12 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mutants", type=int, default=100)
+    parser.add_argument("--mutants", type=int, default=100, help="size of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to test")
-    parser.add_argument("--bugs", action="store_true", help="plant the bugs of bugs.json instead")
+    parser.add_argument(
+        "--bugs", action="store_true", help="plant the bugs of bugs.json instead of mutants"
+    )
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""A copy of the tree in which one change at a time is tested, in forks of this process."""
+"""A copy of the tree with one change at a time, tested in forks of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 240.0  # of one run of tests: a mutant may also hang
+LIMIT_S = 240.0  # of one test run: a mutant may hang
 SLOW_IMPORTS = ("torch", "hypothesis", "msgspec", "numpy", "pytest", "safetensors.torch")
 
 
@@ -34,7 +34,7 @@ class Tree:
                 shutil.copy2(path, self.root / name)
 
     def fails_with(self, file: str, text: str, tests: Sequence[str]) -> bool:
-        """Whether a test of `tests` fails, or does not end, when `file` has this text."""
+        """Return whether one of `tests` fails, or does not end, with this text of `file`."""
         path = self.root / file
         original, status = path.read_text(encoding="utf-8"), path.stat()
         self._changes += 1
@@ -47,8 +47,7 @@ class Tree:
             os.utime(path, (status.st_atime, status.st_mtime))
 
     def fails(self, tests: Sequence[str]) -> bool:
-        """Run pytest in a fork. Raises RuntimeError if it ends otherwise than by passing or by a
-        failed test."""
+        """Run pytest in a fork. Raises RuntimeError if it neither passes nor fails."""
         output = self.root.parent / "output"
         child = os.fork()
         if child == 0:
@@ -58,7 +57,7 @@ class Tree:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
-                if code in (0, 1, 2):  # 2: an error at collection, as of a mutated constant
+                if code in (0, 1, 2):  # 2: an error at collection
                     return code != 0
                 raise RuntimeError(f"{tests} ended with {code}: {output.read_text()[-2000:]}")
             time.sleep(0.05)
@@ -68,7 +67,7 @@ class Tree:
 
 
 def _run_pytest(root: Path, tests: Sequence[str], output: Path) -> None:
-    """In the child; does not return."""
+    """Run pytest in the child process; do not return."""
     os.setsid()
     status = 3
     try:
@@ -91,7 +90,7 @@ def _run_pytest(root: Path, tests: Sequence[str], output: Path) -> None:
 
 
 class _WithoutShrinking:
-    """A pytest plugin: fixed examples, and no time for making a failing one small."""
+    """A pytest plugin: fixed examples, without shrinking of failing ones."""
 
     def pytest_collection(self) -> None:
         from hypothesis import Phase, settings

@@ -20,7 +20,7 @@ WHOLE, FCFS = "run to completion", "iteration FCFS"
 SLOTS = ["schedule.max_batch_sequences=32", "schedule.max_batch_tokens=2048"]
 OFF = ["priority.preempt=false", *SLOTS]
 VARIANTS = [
-    Variant(WHOLE, OFF, "run_to_completion", classless=True),
+    Variant(WHOLE, OFF, "static_batching", classless=True),
     Variant(FCFS, OFF, classless=True),
     Variant("iteration priority", OFF),
     Variant("ours", SLOTS),

@@ -27,7 +27,7 @@ import msgspec
 import psutil
 
 from benchmarks.robustness import verdict
-from benchmarks.robustness.fuzz.requests import Maker
+from benchmarks.robustness.fuzz.requests import RequestGenerator
 from benchmarks.robustness.hostile import HostileTraffic
 from benchmarks.robustness.links import Links
 from benchmarks.robustness.plain import PlainTarget
@@ -133,12 +133,12 @@ def _target(options: argparse.Namespace) -> ServedTarget | PlainTarget:
 def _hostile(target: ServedTarget | PlainTarget) -> HostileTraffic:
     url = urlsplit(target.urls[0])
     document = httpx.get(f"{target.urls[0]}/openapi.json").raise_for_status().content
-    maker = Maker(1, msgspec.json.decode(document), BUNDLED, None)
+    generator = RequestGenerator(1, msgspec.json.decode(document), BUNDLED, None)
     found = {role: psutil.Process(pid) for role, pid in target.processes().items()}
     assert url.hostname is not None
     assert url.port is not None
     ports = listening_ports(found, url.port)
-    return HostileTraffic((url.hostname, url.port), maker, ports, abstract_sockets(found))
+    return HostileTraffic((url.hostname, url.port), generator, ports, abstract_sockets(found))
 
 
 def _faults(options: argparse.Namespace, *, own_shm: bool) -> list[Fault]:

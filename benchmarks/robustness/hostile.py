@@ -1,6 +1,6 @@
-"""Hostile traffic: bad, huge, slow and vanishing clients, an open loop beside the honest ones.
+"""Hostile traffic: invalid, huge, slow and vanishing clients, an open loop beside regular ones.
 
-Each kind arrives at Poisson times of its own rate. Whatever a client does, it gets no 5xx.
+Each kind arrives at Poisson times with a rate of its own. No client may get a 5xx.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.robustness.fuzz.requests import JSON, Made, Maker
-from benchmarks.robustness.fuzz.wire import WIRES, plain, read_answer
+from benchmarks.robustness.fuzz.requests import JSON, FuzzRequest, RequestGenerator
+from benchmarks.robustness.fuzz.wire import MALFORMED, plain, read_answer
 from contracts.config import BUNDLED
 
-MAX_AT_ONCE = 120  # clients in progress; more than the rates should ever produce
+MAX_AT_ONCE = 120  # clients in progress; above what the rates produce
 MAX_BODY_BYTES = 1 << 20
 MAX_CONTEXT_TOKENS = 512
 MAX_ITEMS = 32
@@ -38,8 +38,8 @@ Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Kind(NamedTuple):
-    """visit: one client from its arrival to its end; returns its outcome, with "!" in front where
-    it must not happen."""
+    """visit: one client from arrival to end; returns its outcome, with the prefix "!" if it is a
+    failure."""
 
     name: str
     per_s: float
@@ -48,12 +48,16 @@ class Kind(NamedTuple):
 
 class HostileTraffic:
     """Clients of one server at host:port. ports, unix: sockets on which its ranks listen.
-    outcomes: counts by kind. failures: outcomes that must not happen."""
+    outcomes: counts by kind."""
 
     def __init__(
-        self, address: tuple[str, int], maker: Maker, ports: list[int], unix: list[str]
+        self,
+        address: tuple[str, int],
+        generator: RequestGenerator,
+        ports: list[int],
+        unix: list[str],
     ) -> None:
-        self._address, self._maker, self._ports, self._unix = address, maker, ports, unix
+        self._address, self._generator, self._ports, self._unix = address, generator, ports, unix
         self._number = 0
         self._in_progress: set[asyncio.Task[None]] = set()
         self.outcomes: dict[str, Counter[str]] = {}
@@ -63,7 +67,7 @@ class HostileTraffic:
         """rate: mutated requests per second; the other kinds follow it."""
         return [
             Kind("bad", rate, self.bad),
-            Kind("odd wire", rate / 4, self.odd_wire),
+            Kind("malformed", rate / 4, self.malformed),
             Kind("huge", rate / 100, self.huge),
             Kind("too huge", rate / 20, self.too_huge),
             Kind("slow", rate / 20, self.slow),
@@ -74,7 +78,7 @@ class HostileTraffic:
         ]
 
     async def run(self, rate: float, seed: int) -> None:
-        """Runs until it is cancelled, then cancels the clients in progress."""
+        """Run until cancelled, then cancel the clients in progress."""
         try:
             await asyncio.gather(*(self._arrivals(kind, seed) for kind in self.kinds(rate)))
         finally:
@@ -102,17 +106,17 @@ class HostileTraffic:
             self.failures.append(f"{kind.name}: {outcome[1:]}")
 
     async def bad(self, dice: random.Random) -> str:
-        """Mutated bodies, as the fuzzer makes them."""
+        """Send a mutated body of the fuzzer."""
         self._number += 1
-        mutated = self._maker.made(self._number)
+        mutated = self._generator.request(self._number)
         headers = [("content-type", JSON)]
         body = mutated.body[: MAX_BODY_BYTES + 1000]
-        return await self._status_of(Made(0, "POST", mutated.path, "", headers, body))
+        return await self._status_of(FuzzRequest(0, "POST", mutated.path, "", headers, body))
 
-    async def odd_wire(self, dice: random.Random) -> str:
-        request = made(*fresh(dice))
+    async def malformed(self, dice: random.Random) -> str:
+        request = request_of(*fresh(dice))
         async with self._line() as (reader, writer):
-            writer.write(WIRES[dice.choice(sorted(WIRES))](request, dice))
+            writer.write(MALFORMED[dice.choice(sorted(MALFORMED))](request, dice))
             try:
                 async with asyncio.timeout(5.0):
                     return _outcome((await read_answer(reader, "POST")).status)
@@ -120,7 +124,7 @@ class HostileTraffic:
                 return "no answer"
 
     async def huge(self, dice: random.Random) -> str:
-        """About the largest that is legal: rows, choices, labels, tokens."""
+        """Send about the largest legal request."""
         texts = [_text(dice, MAX_CONTEXT_TOKENS // 2) for _ in range(MAX_ITEMS)]
         labels = [f"label {number} {dice.random()}" for number in range(24)]
         many = {"n": MAX_ITEMS, "max_tokens": 100, "ignore_eos": True}
@@ -132,10 +136,10 @@ class HostileTraffic:
             ("/v1/score", {"query": "a", "items": texts, "label_token_ids": [*range(1000)]}),
         ]
         path, body = dice.choice(bodies)
-        return await self._status_of(made(path, body))
+        return await self._status_of(request_of(path, body))
 
     async def too_huge(self, dice: random.Random) -> str:
-        """Above the limits, each of which must be told before it costs anything."""
+        """Send a request above a limit, which is rejected before it costs anything."""
         row, one = _text(dice, 100), {"labels": ["no", "yes"]}
         words = "a " * (MAX_BODY_BYTES // 2)
         bodies: list[tuple[str, dict[str, Any]]] = [
@@ -150,11 +154,11 @@ class HostileTraffic:
             ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [1] * 5000}),
         ]
         path, body = dice.choice(bodies)
-        return await self._status_of(made(path, body))
+        return await self._status_of(request_of(path, body))
 
     async def slow(self, dice: random.Random) -> str:
-        """A head or a body byte by byte, for a while, then the rest at once."""
-        sent = plain(made(*fresh(dice)))
+        """Send a head or a body byte by byte for a while, then the rest."""
+        sent = plain(request_of(*fresh(dice)))
         start = dice.choice((0, sent.index(b"\r\n\r\n") + 4))
         async with self._line() as (reader, writer):
             writer.write(sent[:start])
@@ -168,20 +172,20 @@ class HostileTraffic:
                 return _outcome((await read_answer(reader, "POST")).status)
 
     async def unread(self, dice: random.Random) -> str:
-        """Asks for a long stream and reads nothing of it."""
+        """Request a long stream and read nothing."""
         with socket.socket() as sock:
             sock.setblocking(False)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(sock, self._address)
-            await loop.sock_sendall(sock, plain(made("/v1/completions", LONG)))
+            await loop.sock_sendall(sock, plain(request_of("/v1/completions", LONG)))
             await asyncio.sleep(UNREAD_S)
         return "left"
 
     async def vanishing(self, dice: random.Random) -> str:
-        """Leaves in the head, in the body, before the first token, or in the stream."""
+        """Disconnect in the head, in the body, before the first token, or in the stream."""
         path, body = ("/v1/completions", LONG) if dice.random() < 0.7 else fresh(dice)
-        sent = plain(made(path, body))
+        sent = plain(request_of(path, body))
         head = sent.index(b"\r\n\r\n") + 4
         stage = dice.choice(("head", "body", "sent", "first", "middle"))
         cut = {"head": dice.randrange(1, head), "body": dice.randrange(head, len(sent))}
@@ -201,12 +205,12 @@ class HostileTraffic:
         return f"left in the {stage}" if stage != "sent" else "left before the first token"
 
     async def idle(self, dice: random.Random) -> str:
-        """Says nothing, or nothing more after one answer."""
+        """Stay connected and send nothing, at once or after one answer."""
         async with self._line() as (reader, writer):
             if dice.random() < 0.5:
                 writer.write(b"GET /health HTTP/1.1\r\nhost: tandem\r\n\r\n")
                 status = (await read_answer(reader, "GET")).status
-                if status not in (200, 503):  # 503: ranks are being replaced
+                if status not in (200, 503):  # 503: ranks are in recovery
                     return f"!/health was {status}"
             try:
                 async with asyncio.timeout(IDLE_S):
@@ -216,7 +220,7 @@ class HostileTraffic:
                 return "stayed"
 
     async def stranger(self, dice: random.Random) -> str:
-        """On a socket where only ranks and ingresses belong."""
+        """Connect to a socket that is for ranks and ingresses."""
         try:
             if self._unix and dice.random() < 0.4:
                 name = "\0" + dice.choice(self._unix)[1:]
@@ -244,16 +248,16 @@ class HostileTraffic:
                 return "sent away"
         return "stayed"
 
-    async def _status_of(self, made: Made) -> str:
+    async def _status_of(self, request: FuzzRequest) -> str:
         try:
-            return _outcome((await self._send(made, LIMIT_S)).status)
+            return _outcome((await self._send(request, LIMIT_S)).status)
         except TimeoutError:
-            return f"!no answer of {made.path} within {LIMIT_S:g} s"
+            return f"!no answer of {request.path} within {LIMIT_S:g} s"
 
-    async def _send(self, made: Made, limit_s: float) -> Any:
+    async def _send(self, request: FuzzRequest, limit_s: float) -> Any:
         async with self._line() as (reader, writer), asyncio.timeout(limit_s):
-            writer.write(plain(made))
-            return await read_answer(reader, made.method)
+            writer.write(plain(request))
+            return await read_answer(reader, request.method)
 
     @contextlib.asynccontextmanager
     async def _line(self) -> AsyncIterator[Line]:
@@ -270,13 +274,13 @@ async def _closing(line: Line) -> AsyncIterator[Line]:
         line[1].close()
 
 
-def made(path: str, body: dict[str, Any]) -> Made:
+def request_of(path: str, body: dict[str, Any]) -> FuzzRequest:
     named = {"model": BUNDLED, **body}
-    return Made(0, "POST", path, "", [("content-type", JSON)], msgspec.json.encode(named))
+    return FuzzRequest(0, "POST", path, "", [("content-type", JSON)], msgspec.json.encode(named))
 
 
 def fresh(dice: random.Random) -> tuple[str, dict[str, Any]]:
-    """A request with new text: its blocks evict others from the cache."""
+    """Return a request with new text; its blocks evict others from the cache."""
     text = _text(dice, dice.randrange(5, 150))
     if dice.random() < 0.4:
         labels = {"labels": ["no", "yes"], "template": "Message: {text}\nSpam:"}

@@ -1,4 +1,4 @@
-"""What every answer must be: never a 5xx, JSON of the documented shape, in time."""
+"""What every answer must be: no 5xx, JSON of the documented shape, within LIMIT_S."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from typing import Any
 import jsonschema
 import msgspec
 
-from benchmarks.robustness.fuzz.requests import Made
+from benchmarks.robustness.fuzz.requests import FuzzRequest
 from cluster.http.response_types import ErrorResponse
 
 LIMIT_S = 5.0
-VALIDATED = 10  # every one of so many 200s is held against the document: that takes a millisecond
-VARYING = {"id", "created"}
-REWORDED = {"another line", "flipped", "noise"}  # ways (wire.py) to ask for something else, perhaps
+VALIDATION_INTERVAL = 10  # of the 200s: a validation takes a millisecond
+VARYING = {"id", "created", "prompt_tokens_details"}  # fields that differ between equal requests
+REWORDED = {
+    "another line",
+    "flipped",
+    "noise",
+}  # of wire.MALFORMED: they may request something else
 
 
 class Answer(msgspec.Struct):
-    """status 0: the connection ended without one. fault: what an exception said."""
+    """status: 0 if the connection ended without one. fault: the text of an exception."""
 
     status: int
     headers: dict[str, str]
@@ -27,7 +31,7 @@ class Answer(msgspec.Struct):
 
 
 class Oracle:
-    """Says what is wrong with an answer."""
+    """Judges answers by an OpenAPI document."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._paths: dict[str, Any] = document["paths"]
@@ -35,63 +39,47 @@ class Oracle:
         self._validators: dict[str, jsonschema.protocols.Validator] = {}
         self._seen = 0
 
-    def verdict(self, request: Made, answer: Answer) -> str | None:
-        """None if the answer is as it should be."""
+    def problem(self, request: FuzzRequest, answer: Answer) -> str | None:
+        """Return what is wrong with the answer."""
         if answer.fault:
             return answer.fault
         if answer.duration_s > LIMIT_S:
             return f"took {answer.duration_s:.1f} s, over {LIMIT_S:g} s"
-        if answer.status >= 500 or not answer.status >= 200:
+        if not 200 <= answer.status < 500:
             return f"status {answer.status}"
         is_json = answer.headers.get("content-type", "").startswith("application/json")
         if request.method == "HEAD" or (request.wire and not is_json):
-            return None  # what is no HTTP is answered as it can be
-        try:
-            return self._of_error(request, answer) or self._of_success(request, answer)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return f"status {answer.status}, and its body is not as documented: {error}"
-
-    def _of_error(self, request: Made, answer: Answer) -> str | None:
-        if answer.status < 400:
             return None
-        error = msgspec.json.decode(answer.body, type=ErrorResponse).error
-        if not error.message or "\n" in error.message:
-            return f"the message is not one line: {error.message[:200]!r}"
-        if answer.status == 429:
-            return "429, though nobody else asks"
-        operation = self._operation(request)
-        if operation is not None and str(answer.status) not in operation["responses"]:
-            return f"status {answer.status} is not documented"
-        return None
+        operation = None if request.wire in REWORDED else self._paths.get(request.path, {})
+        operation = (operation or {}).get(request.method.lower())
+        try:
+            if answer.status >= 400:
+                return _error_problem(operation, answer)
+            return self._success_problem(operation, answer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return f"status {answer.status}, body not as documented: {error}"
 
-    def _of_success(self, request: Made, answer: Answer) -> str | None:
-        operation = self._operation(request)
+    def _success_problem(self, operation: dict[str, Any] | None, answer: Answer) -> str | None:
         if answer.status != 200 or operation is None:
             return None
         self._seen += 1
-        if self._seen > VALIDATED * 10 and self._seen % VALIDATED:
+        if self._seen > VALIDATION_INTERVAL * 10 and self._seen % VALIDATION_INTERVAL:
             return None
         content = operation["responses"]["200"]["content"]
         media_type = answer.headers.get("content-type", "").partition(";")[0]
         if media_type not in content:
             return f"content-type {media_type} is not documented"
         if media_type == "text/event-stream":
-            return self._of_events(content[media_type]["x-event-data"], answer.body)
+            if not answer.body.endswith(b"data: [DONE]\n\n"):
+                return f"the stream does not end with [DONE]: {answer.body[-100:]!r}"
+            schema = content[media_type]["x-event-data"]
+            problems = (self._mismatch(schema, event) for event in events(answer.body))
+            return next(filter(None, problems), None)
         if media_type != "application/json":
             return None
-        return self._against(content[media_type]["schema"], msgspec.json.decode(answer.body))
+        return self._mismatch(content[media_type]["schema"], msgspec.json.decode(answer.body))
 
-    def _of_events(self, schema: dict[str, Any], body: bytes) -> str | None:
-        events = body.decode().split("\n\n")
-        if events[-2:] != ["data: [DONE]", ""]:
-            return f"the stream does not end with [DONE]: {body[-100:]!r}"
-        for event in events[:-2]:
-            value = msgspec.json.decode(event.removeprefix("data: "))
-            if problem := self._against(schema, value):
-                return problem
-        return None
-
-    def _against(self, schema: dict[str, Any], value: Any) -> str | None:
+    def _mismatch(self, schema: dict[str, Any], value: Any) -> str | None:
         key = str(schema)
         if key not in self._validators:
             full = {**schema, **self._components}
@@ -99,27 +87,30 @@ class Oracle:
         error = next(iter(self._validators[key].iter_errors(value)), None)
         return f"not as documented: {error.message[:300]}" if error else None
 
-    def _operation(self, request: Made) -> dict[str, Any] | None:
-        if request.wire in REWORDED:
-            return None
-        operations: dict[str, Any] = self._paths.get(request.path, {})
-        return operations.get(request.method.lower())
+
+def _error_problem(operation: dict[str, Any] | None, answer: Answer) -> str | None:
+    error = msgspec.json.decode(answer.body, type=ErrorResponse).error
+    if not error.message or "\n" in error.message:
+        return f"the message is not one line: {error.message[:200]!r}"
+    if answer.status == 429:
+        return "429 without other clients"
+    if operation is not None and str(answer.status) not in operation["responses"]:
+        return f"status {answer.status} is not documented"
+    return None
 
 
-def lasting(body: bytes) -> Any:
-    """A JSON answer, or events, without what differs between two answers to the same request."""
-    if body.startswith(b"data: "):
-        events = body.decode().split("\n\n")[:-2]
-        return [_lasting(msgspec.json.decode(event.removeprefix("data: "))) for event in events]
-    return _lasting(msgspec.json.decode(body))
+def events(body: bytes) -> list[Any]:
+    """Decode the events of a stream, without the last, [DONE]."""
+    parts = body.decode().split("\n\n")[:-2]
+    return [msgspec.json.decode(event.removeprefix("data: ")) for event in parts]
 
 
-def _lasting(value: Any) -> Any:
-    """Cached tokens too depend on who asked before."""
+def invariant(body: bytes) -> Any:
+    """Return a JSON answer, or events, without the fields that vary."""
+    return _invariant(events(body) if body.startswith(b"data: ") else msgspec.json.decode(body))
+
+
+def _invariant(value: Any) -> Any:
     if isinstance(value, dict):
-        return {
-            key: _lasting(item)
-            for key, item in value.items()
-            if key not in VARYING and key != "prompt_tokens_details"
-        }
-    return [_lasting(item) for item in value] if isinstance(value, list) else value
+        return {key: _invariant(item) for key, item in value.items() if key not in VARYING}
+    return [_invariant(item) for item in value] if isinstance(value, list) else value

@@ -1,16 +1,14 @@
-"""Requests, numbered: each follows from the seed and its number alone."""
+"""Numbered requests: the seed and the number determine each of them."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from benchmarks.robustness.fuzz.bodies import Documented
+from benchmarks.robustness.fuzz.bodies import BODIES
 from benchmarks.robustness.fuzz.mutations import Mutator
-from benchmarks.robustness.fuzz.trees import text_of
 
 JSON = "application/json"
 METHODS = ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "POST"]
@@ -25,13 +23,13 @@ OTHER_PATHS = [
     *("/v1/models/%00", "/v1/models/a%2fb", "/v1/models/" + "a" * 2000, "/v1/%2e%2e/x", "/docs"),
     *("/v1/models/%ff%fe", "/v1/models/", "/v1/embeddings", "/../etc/passwd", "/v1/models/é"),
 ]
-OPERATED = ("/scale",)  # what the operator's key is for
+OPERATOR_ROUTES = ("/scale",)
 GETS = ["/health", "/v1/models", "/openapi.json", "/v1/models/bundled"]
 
 
-class Made(msgspec.Struct, frozen=True):
-    """One request. pieces: into how many the body is cut on its way, in process. wire: the odd way
-    in which it is sent over a connection (`wire.WIRES`)."""
+class FuzzRequest(msgspec.Struct, frozen=True):
+    """pieces: number of parts in which the body arrives, in process. wire: how it is malformed on
+    a connection (a key of `wire.MALFORMED`)."""
 
     number: int
     method: str
@@ -43,9 +41,9 @@ class Made(msgspec.Struct, frozen=True):
     wire: str = ""
 
 
-class Maker:
-    """Makes the requests of a seed for a server that tells `document`. key: an API key of it.
-    operator_key: of whoever may change it; None: what changes it is not asked for."""
+class RequestGenerator:
+    """Requests for the POST routes of an OpenAPI document. Without operator_key, routes that need
+    it are left out. Raises KeyError for a route that `BODIES` lacks."""
 
     def __init__(
         self,
@@ -55,60 +53,61 @@ class Maker:
         key: str | None,
         operator_key: str | None = None,
     ) -> None:
-        documented = Documented(document)
-        self.routes = [one for one in documented.routes if operator_key or one not in OPERATED]
-        self.seed = seed
-        self.after: Callable[[Made, int], Made] = lambda made, seed: made  # what else is changed
-        self._key, self._operator_key = key, operator_key
-        self._trees = {path: documented.valid_bodies(path, model) for path in self.routes}
-        others = [tree for trees in self._trees.values() for tree in trees]
-        self._mutators = {path: Mutator(documented, path, others) for path in self.routes}
+        self.seed, self._key, self._operator_key = seed, key, operator_key
+        fields = {
+            path: _fields(document, operations["post"])
+            for path, operations in document["paths"].items()
+            if "post" in operations and (operator_key or path not in OPERATOR_ROUTES)
+        }
+        self.routes = list(fields)
+        self._bodies = {
+            path: [{"model": model, **body} if "model" in names else body for body in BODIES[path]]
+            for path, names in fields.items()
+        }
+        others = [body for bodies in self._bodies.values() for body in bodies]
+        self._mutators = {path: Mutator(names, others) for path, names in fields.items()}
 
-    def made(self, number: int) -> Made:
-        return self.after(self._made(number), self.seed)
-
-    def _made(self, number: int) -> Made:
+    def request(self, number: int) -> FuzzRequest:
+        """Return the mutated request of this number."""
         dice = random.Random(f"{self.seed}/{number}")
         path = dice.choice(self.routes)
-        tree = dice.choice(self._trees[path])
-        request = Made(
-            number=number,
-            method="POST",
-            path=path,
-            query="",
-            headers=self._headers(JSON, self._key_of(path)),
-            body=self._mutators[path].mutated(tree, dice),
-            pieces=dice.choice((1, 1, 1, 2, 5)),
-        )
-        return self._around(request, dice) if dice.random() < 0.06 else request
+        body = self._mutators[path].mutate(dice.choice(self._bodies[path]), dice)
+        headers, pieces = self._headers(path), dice.choice((1, 1, 1, 2, 5))
+        request = FuzzRequest(number, "POST", path, "", headers, body, pieces)
+        return self._beside_body(request, dice) if dice.random() < 0.06 else request
 
-    def _key_of(self, path: str) -> str | None:
-        return self._operator_key if path in OPERATED else self._key
+    def valid_requests(self, path: str) -> list[FuzzRequest]:
+        """Return the unchanged requests of a route."""
+        return [
+            FuzzRequest(-1, "POST", path, "", self._headers(path), msgspec.json.encode(body))
+            for body in self._bodies[path]
+        ]
 
-    def _headers(self, content_type: str, key: str | None) -> list[tuple[str, str]]:
+    def _headers(self, path: str, content_type: str = JSON) -> list[tuple[str, str]]:
+        key = self._operator_key if path in OPERATOR_ROUTES else self._key
         bearer = [("authorization", f"Bearer {key}")] if key else []
         return [("content-type", content_type), *bearer]
 
-    def _around(self, request: Made, dice: random.Random) -> Made:
-        """Something else than the body is changed too."""
-        keyed = self._headers(JSON, self._key)
+    def _beside_body(self, request: FuzzRequest, dice: random.Random) -> FuzzRequest:
+        """Change the method, a header, the query or the path."""
+        headers = self._headers("")
         changes: list[dict[str, Any]] = [
             {"method": dice.choice(METHODS)},
-            {"headers": self._headers(dice.choice(CONTENT_TYPES), self._key)},
-            {"headers": [*keyed, ("content-encoding", dice.choice(ENCODINGS))]},
-            {"headers": keyed[1:]},
+            {"headers": self._headers("", dice.choice(CONTENT_TYPES))},
+            {"headers": [*headers, ("content-encoding", dice.choice(ENCODINGS))]},
+            {"headers": headers[1:]},
             {"query": dice.choice(QUERIES)},
             {"path": dice.choice(OTHER_PATHS)},
             {"path": dice.choice(GETS), "method": dice.choice(("GET", "GET", "HEAD", "POST"))},
         ]
         if self._key:
             wrong = ("", "Bearer", "Bearer ", "Basic x", f"bearer  {self._key} ", "Bearer é", "x")
-            changes.append(
-                {"headers": [("content-type", JSON), ("authorization", dice.choice(wrong))]}
-            )
+            changes.append({"headers": [headers[0], ("authorization", dice.choice(wrong))]})
         return msgspec.structs.replace(request, **dice.choice(changes))
 
-    def honest(self, path: str) -> list[Made]:
-        """The bodies that mutations start from, as they are (the probes: `oracle.Probes`)."""
-        headers = self._headers(JSON, self._key_of(path))
-        return [Made(-1, "POST", path, "", headers, text_of(tree)) for tree in self._trees[path]]
+
+def _fields(document: dict[str, Any], operation: dict[str, Any]) -> list[str]:
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    while "$ref" in schema:
+        schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return sorted(schema["properties"])

@@ -1,4 +1,4 @@
-"""Requests as bytes on a connection, well-formed or not, and answers read from it."""
+"""Requests as bytes on a connection, well-formed or malformed, and answers read from it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from benchmarks.robustness.fuzz.oracle import LIMIT_S, Answer
-from benchmarks.robustness.fuzz.requests import Made
+from benchmarks.robustness.fuzz.requests import FuzzRequest
 
-LATE_S = 4 * LIMIT_S  # then a client goes; the verdict is over LIMIT_S
-ENDLESS_S = 0.2  # what is never complete is left alone after that
-Head = Callable[[Made, random.Random], bytes]
+TIMEOUT_S = 4 * LIMIT_S  # of a client; the oracle allows LIMIT_S
+INCOMPLETE_S = 0.2  # wait for the answer to a malformed request, which may be incomplete
+Head = Callable[[FuzzRequest, random.Random], bytes]
 
 
-def plain(request: Made) -> bytes:
-    """The request as every client would send it, but for its odd characters."""
+def plain(request: FuzzRequest) -> bytes:
+    """Return the request as a regular client sends it."""
     lines = [*_line(request), *(f"{name}: {value}" for name, value in request.headers)]
     return _bytes([*lines, f"content-length: {len(request.body)}"]) + request.body
 
 
-def _line(request: Made) -> list[str]:
+def _line(request: FuzzRequest) -> list[str]:
     target = quote(request.path, safe="/%:@!$&'()*+,;=~-._")
     query = f"?{request.query}" if request.query else ""
     return [f"{request.method} {target}{query} HTTP/1.1", "host: tandem"]
@@ -35,7 +35,7 @@ def _bytes(lines: list[str]) -> bytes:
 
 
 def _with_lines(*made: Callable[[random.Random], str]) -> Head:
-    def odd(request: Made, dice: random.Random) -> bytes:
+    def odd(request: FuzzRequest, dice: random.Random) -> bytes:
         sent = plain(request)
         line, _, rest = sent.partition(b"\r\n")
         more = "\r\n".join(make(dice) for make in made).encode("latin-1", "replace")
@@ -44,20 +44,20 @@ def _with_lines(*made: Callable[[random.Random], str]) -> Head:
     return odd
 
 
-def _chunked(request: Made, dice: random.Random) -> bytes:
+def _chunked(request: FuzzRequest, dice: random.Random) -> bytes:
     lines = [*_line(request), *(f"{name}: {value}" for name, value in request.headers)]
     head = _bytes([*lines, "transfer-encoding: chunked"])
     size = dice.choice((b"%x", b"%X;a=b", b"00%x")) % len(request.body)
     return head + size + b"\r\n" + request.body + b"\r\n0\r\n\r\n"
 
 
-def _bad_chunks(request: Made, dice: random.Random) -> bytes:
+def _bad_chunks(request: FuzzRequest, dice: random.Random) -> bytes:
     lines = [*_line(request), "transfer-encoding: chunked", "content-type: application/json"]
     size = dice.choice((b"-1", b"zz", b"ffffffffffffffff", b"", b"0x5", b"5" * 40))
     return _bytes(lines) + size + b"\r\n" + request.body[:100]
 
 
-def _flipped(request: Made, dice: random.Random) -> bytes:
+def _flipped(request: FuzzRequest, dice: random.Random) -> bytes:
     changed = bytearray(plain(request))
     end = changed.index(b"\r\n\r\n")
     for _ in range(dice.choice((1, 3))):
@@ -65,12 +65,12 @@ def _flipped(request: Made, dice: random.Random) -> bytes:
     return bytes(changed)
 
 
-def _cut(request: Made, dice: random.Random) -> bytes:
+def _cut(request: FuzzRequest, dice: random.Random) -> bytes:
     sent = plain(request)
     return sent[: dice.randrange(len(sent))]
 
 
-def _other_line(request: Made, dice: random.Random) -> bytes:
+def _other_line(request: FuzzRequest, dice: random.Random) -> bytes:
     first = dice.choice(
         (
             *("POST /v1/completions", "POST /v1/completions HTTP/0.9", "post /health HTTP/1.1"),
@@ -82,11 +82,11 @@ def _other_line(request: Made, dice: random.Random) -> bytes:
     return first.encode("latin-1") + b"\r\nhost: tandem\r\n\r\n"
 
 
-def _noise(request: Made, dice: random.Random) -> bytes:
+def _noise(request: FuzzRequest, dice: random.Random) -> bytes:
     return dice.randbytes(dice.choice((1, 10, 1000, 20_000)))
 
 
-WIRES: dict[str, Head] = {
+MALFORMED: dict[str, Head] = {
     "many headers": _with_lines(lambda dice: "\r\n".join(f"x-{n}: y" for n in range(300))),
     "a long header": _with_lines(lambda dice: "x: " + "y" * dice.choice((9000, 70_000, 300_000))),
     "two lengths": _with_lines(lambda dice: f"content-length: {dice.choice((0, 1, 5, 10**6))}"),
@@ -113,86 +113,47 @@ WIRES: dict[str, Head] = {
 }
 
 
-def with_wire(request: Made, seed: int) -> Made:
-    """The request, in a few of a hundred cases to be sent in one of the WIRES ways."""
+def malformed(request: FuzzRequest, seed: int) -> FuzzRequest:
+    """Return the request, in 5 % of all cases marked to be sent malformed."""
     dice = random.Random(f"wire {seed}/{request.number}")
-    if dice.random() >= 0.05:
-        return request
-    return msgspec.structs.replace(request, wire=dice.choice(sorted(WIRES)))
+    wire = dice.choice(sorted(MALFORMED)) if dice.random() < 0.05 else ""
+    return msgspec.structs.replace(request, wire=wire)
 
 
 class OverHttp:
-    """Asks a server: kept connections for well-formed requests, one each for the others."""
+    """Sends requests to a server, each on a connection of its own."""
 
     def __init__(self, url: str, seed: int) -> None:
         parts = urlsplit(url)
         self._address = parts.hostname, parts.port
         self._seed = seed
-        self._lines: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def send(self, request: Made) -> Answer:
+    async def send(self, request: FuzzRequest) -> Answer:
         started_s = time.perf_counter()
         try:
-            async with asyncio.timeout(LATE_S):
-                answer = await (self._odd(request) if request.wire else self._plain(request))
-        except TimeoutError:
-            answer = Answer(0, {}, b"", 0.0, f"no answer within {LATE_S:g} s")
+            async with asyncio.timeout(INCOMPLETE_S if request.wire else TIMEOUT_S):
+                answer = await self._exchange(request)
+        except (OSError, EOFError, TimeoutError, ValueError) as error:
+            answer = Answer(NO_ANSWER, {}, b"", 0.0, "" if request.wire else repr(error))
         answer.duration_s = time.perf_counter() - started_s
         return answer
 
-    async def close(self) -> None:
-        for _, writer in self._lines:
-            writer.close()
-
-    async def _plain(self, request: Made) -> Answer:
-        while self._lines:
-            reader, writer = self._lines.pop()
-            if not reader.at_eof() and not writer.is_closing():
-                break
-            writer.close()
-        else:
-            reader, writer = await asyncio.open_connection(*self._address)
-        try:
-            answer = await self._exchange(request, reader, writer)
-        except (OSError, EOFError) as error:
-            writer.close()
-            return Answer(0, {}, b"", 0.0, f"the connection ended without an answer: {error!r}")
-        except BaseException:
-            writer.close()
-            raise
-        if answer.headers.get("connection") == "close" or answer.status >= 400:
-            writer.close()  # a server that refuses early may not have read the whole body
-        else:
-            self._lines.append((reader, writer))
-        return answer
-
-    async def _exchange(
-        self, request: Made, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> Answer:
-        """A server may answer and close before it has read all: what then fails is the sending."""
-        writer.write(plain(request))
-        return await read_answer(reader, request.method)
-
-    async def _odd(self, request: Made) -> Answer:
-        """Sent in its odd way. Whatever comes back is fine that is no 5xx, nothing at all too; a
-        server may wait for more, which here never comes."""
+    async def _exchange(self, request: FuzzRequest) -> Answer:
+        """A server may answer and close before it has read the whole request."""
         dice = random.Random(f"bytes {self._seed}/{request.number}")
         reader, writer = await asyncio.open_connection(*self._address)
         try:
-            writer.write(WIRES[request.wire](request, dice))
-            async with asyncio.timeout(ENDLESS_S):
-                return await read_answer(reader, request.method)
-        except (OSError, EOFError, TimeoutError, ValueError):
-            return Answer(NOTHING, {}, b"", 0.0)
+            writer.write(MALFORMED[request.wire](request, dice) if request.wire else plain(request))
+            return await read_answer(reader, request.method)
         finally:
             writer.close()
 
 
-NOTHING = 299  # no answer, where none was owed
+NO_ANSWER = 299  # acceptable for a malformed request
 
 
 async def read_answer(reader: asyncio.StreamReader, method: str) -> Answer:
-    """Raises EOFError or OSError if the connection ends before it is complete."""
+    """Raises EOFError or OSError if the connection ends before the answer is complete."""
     status, headers = await _read_head(reader)
     while status == 100:
         status, headers = await _read_head(reader)

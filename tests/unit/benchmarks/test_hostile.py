@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from benchmarks.robustness import hostile
-from benchmarks.robustness.fuzz.requests import Maker
+from benchmarks.robustness.fuzz.requests import RequestGenerator
 from benchmarks.robustness.hostile import HostileTraffic
 from benchmarks.robustness.memory import MemorySample, growth_fraction
 from contracts.config import HttpConfig
@@ -41,8 +41,8 @@ def traffic(api: Api, monkeypatch: pytest.MonkeyPatch) -> HostileTraffic:
     assert parts.hostname is not None
     assert parts.port is not None
     document = msgspec.json.decode(api.http.get("/openapi.json").content)
-    maker = Maker(1, document, MODEL, None)
-    return HostileTraffic((parts.hostname, parts.port), maker, [parts.port], [])
+    generator = RequestGenerator(1, document, MODEL, None)
+    return HostileTraffic((parts.hostname, parts.port), generator, [parts.port], [])
 
 
 @pytest.mark.parametrize("name", KINDS)
