@@ -1,10 +1,9 @@
-"""Prefill and decode tokens/s of 1 attention + 1 expert rank beside `transformers` on the same two
-cores, checkpoint, rows and dtype, interleaved in one run; and where our ranks' time went.
+"""Prefill and decode tokens/s of one attention and one expert rank beside `transformers`,
+on the same two cores, checkpoint, rows and dtype, interleaved in one run.
 
     python -m benchmarks beside_transformers --model medium --dtype bfloat16
 
-Both sides run the best of what there is to choose, phase by phase: our plan; their implementation
-of experts and of attention.
+Each side runs its fastest configuration of a phase: our plan; its experts and attention.
 """
 
 from __future__ import annotations
@@ -12,24 +11,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from actors.channels.handshake import Identity
-from actors.ranks.expert_rank import IDLE_POLL_S
 from benchmarks.cases.machine import core_rates
-from benchmarks.harness import Case, Measured
-from benchmarks.support.beside_report import gemm_fraction, summary_of, tables
+from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.model_work import Pass, Rates, one_pass
 from benchmarks.support.others import Others, quietest, wait_for_idle
 from benchmarks.support.random_checkpoint import MEDIUM, MEDIUM_SHARED, write_random_checkpoint
 from benchmarks.support.sides import DECODE_STEPS, Implementation, Ours, Theirs
-from benchmarks.support.time_shares import Ideal, Shares, shares
 from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
 from contracts.loading import load_config
@@ -43,22 +40,21 @@ PLANS = {
     "prefill": [Plan(r1=2), Plan(r1=4), Plan(r1=4, r2=2)],
     "decode": [Plan(r1=1), Plan(r1=2)],
 }
-# "batched_mm" copies the expert weights for every token: minutes for one prefill of this size, and
-# five times as long as "grouped_mm" for a decode step.
+# "batched_mm" copies the expert weights for every token.
 EXPERTS = ("eager", "grouped_mm")
 ATTENTION = ("sdpa", "eager")
 DECODE_ROWS, DECODE_PROMPT = 16, 32
-# A round in which other programs took more than this is not counted if there are enough others.
+# Rounds in which other programs used more are not counted if enough others remain.
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 TRIALS, HOPELESS = 1, 1.5
-# Of the first tokens, per round. Weights are random: in bfloat16 near ties fall either way.
+# Fraction of equal first tokens. Weights are random: bfloat16 decides near ties either way.
 AGREEMENT = {"float32": 0.95, "bfloat16": 0.7}
 
 T = TypeVar("T")
 
 
 class Workload(NamedTuple):
-    """A phase: its rows, how many tokens a run is counted as, and the passes it takes."""
+    """Rows of a phase, tokens of a run, and its passes."""
 
     phase: str
     rows: torch.Tensor
@@ -67,28 +63,20 @@ class Workload(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """tokens/s by side, each rank's shares of our run, and how many cores other programs kept busy
-    in the worse half."""
+    """tokens/s by side, and the cores that other programs kept busy in the worse half."""
 
     rates: dict[str, float]
     others_cores: float
-    ranks: dict[str, Shares]
-
-    def plain(self) -> dict[str, Any]:
-        """As the result file holds it."""
-        ranks = {rank: each._asdict() for rank, each in self.ranks.items()}
-        return {**self.rates, "others_cores": self.others_cores, "ranks": ranks}
 
 
 class Bench:
-    """Both sides, ready."""
+    """Both sides, ready to run."""
 
     def __init__(
-        self, group: LocalGroup, client: RankClient, theirs: Theirs, rates: Rates, agreement: float
+        self, group: LocalGroup, client: RankClient, theirs: Theirs, agreement: float
     ) -> None:
         self._group = group
         self._name = client.name
-        self._rates = rates
         self._sides = {"tandem": Ours(client), "transformers": theirs}
         self._theirs = theirs
         self._agreement = agreement
@@ -101,7 +89,7 @@ class Bench:
         self._theirs.use(implementation)
 
     async def best(self, work: Workload) -> tuple[Plan, Implementation, dict[str, float]]:
-        """The fastest plan and implementation, and the seconds of all that were tried."""
+        """Return the fastest plan and implementation, and the seconds of each choice."""
         plans = {plan.label: plan for plan in PLANS[work.phase]}
         implementations = {
             f"{experts} experts, {attention} attention": Implementation(experts, attention)
@@ -119,7 +107,7 @@ class Bench:
     async def _trials(
         self, side: str, work: Workload, choices: dict[str, T], choose: Callable[[T], None]
     ) -> dict[str, float]:
-        """The shortest time of each choice; one that is hopeless the first time is not repeated."""
+        """Return the shortest time of each choice; a hopeless one is not repeated."""
         run = getattr(self._sides[side], work.phase)
         seconds: dict[str, float] = {}
         for label, choice in choices.items():
@@ -133,32 +121,19 @@ class Bench:
         return seconds
 
     async def round(self, work: Workload) -> Sample:
-        """One run of each side, one after the other. Raises RuntimeError where they disagree."""
-        rates, answers, ranks, others_cores = {}, [], {}, 0.0
+        """Run each side once. Raises RuntimeError if their answers differ."""
+        rates, answers, others_cores = {}, [], 0.0
         wait_for_idle(self._pids, limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
         for side, runner in self._sides.items():
-            others, started_s = Others(self._pids), time.monotonic()
+            others = Others(self._pids)
             seconds, answer = await timed(getattr(runner, work.phase), work.rows)
             others_cores = max(others_cores, others.cores())
-            window = (started_s, started_s + seconds)
             rates[side] = work.tokens / seconds
             answers.append(answer)
-            if side == "tandem":
-                ranks = await self._shares(work, window)
         agree = sum(a == b for a, b in zip(*answers, strict=True))
         if agree < self._agreement * len(work.rows):
             raise RuntimeError(f"{work.phase}: only {agree} of {len(work.rows)} answers agree")
-        return Sample(rates, others_cores, ranks)
-
-    async def _shares(self, work: Workload, window: tuple[float, float]) -> dict[str, Shares]:
-        spans = await asyncio.to_thread(self._group.spans)
-        seconds = [[part.seconds(self._rates) for part in each] for each in work.passes]
-        attention_s, head_s, expert_s = (sum(column) for column in zip(*seconds, strict=True))
-        attention, expert = Ideal(attention_s, head_s), Ideal(expert_s, 0.0)
-        return {
-            "attention-0": shares(spans, "attention-0", window, attention),
-            "expert-0": shares(spans, "expert-0", window, expert, poll_s=IDLE_POLL_S),
-        }
+        return Sample(rates, others_cores)
 
 
 def _config(options: argparse.Namespace) -> TandemConfig:
@@ -175,7 +150,7 @@ def _config(options: argparse.Namespace) -> TandemConfig:
 def workloads(
     spec: ModelSpec, options: argparse.Namespace, generator: torch.Generator
 ) -> list[Workload]:
-    """Fresh rows for both phases."""
+    """Return new rows for both phases."""
     dtype, limit = getattr(torch, options.dtype), spec.vocab_size
     prompts = torch.randint(1, limit, (options.sequences, options.tokens), generator=generator)
     starts = torch.randint(1, limit, (DECODE_ROWS, DECODE_PROMPT), generator=generator)
@@ -199,7 +174,7 @@ async def _measure(
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
     theirs = Theirs(folder, getattr(torch, options.dtype))
-    bench = Bench(group, client, theirs, rates, AGREEMENT[options.dtype])
+    bench = Bench(group, client, theirs, AGREEMENT[options.dtype])
     generator = torch.Generator().manual_seed(0)
     spec = read_spec(folder)
     first = workloads(spec, options, generator)
@@ -231,7 +206,15 @@ def _finish(
     for work in works:
         plan, implementation, tried_s = choices[work.phase]
         taken = quietest(samples[work.phase], QUIET_CORES)
-        row = summary_of([sample.rates for sample in taken], [sample.ranks for sample in taken])
+        ratios = sorted(one.rates["tandem"] / one.rates["transformers"] for one in taken)
+        row: dict[str, Any] = {
+            "tokens_per_s": {
+                side: statistics.median(one.rates[side] for one in taken)
+                for side in ("tandem", "transformers")
+            },
+            "ratio_median": statistics.median(ratios),
+            "ratios": ratios,
+        }
         row["gemm_rate_fraction"] = gemm_fraction(
             work.passes, work.tokens, row["tokens_per_s"]["tandem"], rates
         )
@@ -244,12 +227,35 @@ def _finish(
             "implementation": choice,
             "tried_s": tried_s,
         }
-    raw = {phase: [sample.plain() for sample in taken] for phase, taken in samples.items()}
+    raw = {phase: [sample._asdict() for sample in taken] for phase, taken in samples.items()}
     model = RANDOM.get(options.model, {"folder": "models/bundled"})
     suffix = f"_{options.model.replace('-', '_')}_{options.dtype}"
     return Measured(
         raw, {"phases": phases, "one_core": rates._asdict()}, {"model_config": model}, suffix
     )
+
+
+def gemm_fraction(passes: Sequence[Pass], tokens: int, tokens_per_s: float, rates: Rates) -> float:
+    """Return the fraction of the GEMM rate of all cores that a phase reaches."""
+    flops_per_token = sum(each.flops for each in passes) / tokens
+    return flops_per_token * tokens_per_s / (rates.flops_per_s * (os.cpu_count() or 1))
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    rows = []
+    for phase, row in summary["phases"].items():
+        medians, ratios = row["tokens_per_s"], row["ratios"]
+        rows.append(
+            [
+                phase,
+                f"{medians['tandem']:.0f} ({row['plan']})",
+                f"{medians['transformers']:.0f} ({row['implementation']})",
+                f"{row['ratio_median']:.2f} ({ratios[0]:.2f}, {ratios[-1]:.2f})",
+                f"{row['gemm_rate_fraction']:.0%}",
+            ]
+        )
+    columns = ["phase", "tandem", "transformers", "ratio (worst, best)", "of GEMM rate"]
+    return [Table("Tokens/s, medians", columns, rows)]
 
 
 async def timed(

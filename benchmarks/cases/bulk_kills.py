@@ -33,9 +33,9 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
-from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 from cluster.http.server import free_port
 from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 
 TEMPLATE = "Review: {text}\\nSentiment:"
 LABELS = "negative,positive"

@@ -247,16 +247,14 @@ def tables(summary: dict[str, Any]) -> list[Table]:
     rows = [
         [
             f"{request}, {measure}",
-            loop,
             *(f"{value:.2f}" for value in row["median_ms"].values()),
             *(f"{value:.2f}" for value in row["overhead_ms"].values()),
         ]
-        for loop, by_request in summary.items()
-        for request, by_measure in by_request.items()
+        for request, by_measure in summary["closed"].items()
         for measure, row in by_measure.items()
     ]
     overheads = [f"overhead p{q}" for q in QUANTILES]
-    return [Table("ms", ["request, token", "loop", *WAYS, *overheads], rows)]
+    return [Table("Closed loop, ms", ["request, token", *WAYS, *overheads], rows)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

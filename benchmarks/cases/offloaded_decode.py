@@ -39,7 +39,7 @@ from actors.moe.backend import TaskKey
 from actors.offload.cached_backend import CachedBackend
 from actors.offload.file_tier import ENTRIES, FileTier
 from actors.telemetry.timeline import Timeline
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.larger_experts import LargerTier
 from contracts.clock import monotonic_s
 from contracts.plan import Plan
@@ -347,8 +347,14 @@ def measure(options: argparse.Namespace) -> Measured:
     return Measured(samples, summary(samples))
 
 
-def tables(found: dict[str, Any]) -> list[Table]:
-    return [table_of(found, "gain: over reading on demand with the same cache", "variant")]
+def tables(summary: dict[str, Any]) -> list[Table]:
+    names = [key.partition(" | ") for key in summary]
+    settings = list(dict.fromkeys(setting for setting, _, _ in names))
+    rows = [
+        [name, *(f"{summary[f'{setting} | {name}']['tpot_ms']:.2f}" for setting in settings)]
+        for name in dict.fromkeys(name for _, _, name in names)
+    ]
+    return [Table("ms per token; xN: size of an expert read", ["variant", *settings], rows)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actors.planning.planner_inputs import shape_of
-from benchmarks.harness import Case, Measured, Table, table_of
+from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.router_workloads import BLOCK_TOKENS, WORKLOADS, workload
 from benchmarks.support.simulated_worker import Machine, SimulatedWorker
 from cluster.fleet.hardware import load_hardware
@@ -266,15 +266,20 @@ def measure(options: argparse.Namespace) -> Measured:
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    return [
-        table_of(
-            found["policies"],
-            f"{name}: {found['requests']} requests, lower bound {found['lower_bound_s']:.1f} s",
-            "policy",
-            ("makespan_s", "router_is_faster", "flops_over_least", "cached_fraction"),
-        )
-        for name, found in summary.items()
+    policies = next(iter(summary.values()))["policies"]
+    rows = [
+        [
+            name,
+            *(f"{found['policies'][name]['router_is_faster']:.2f}" for found in summary.values()),
+        ]
+        for name in policies
     ]
+    bounds = [
+        f"{found['lower_bound_s'] / found['policies']['router']['makespan_s']:.2f}"
+        for found in summary.values()
+    ]
+    rows.append(["lower bound", *bounds])
+    return [Table("Makespan over the router's", ["policy", *summary], rows)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

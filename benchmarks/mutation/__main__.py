@@ -152,9 +152,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mutants", type=int, default=100, help="size of the sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--source", type=Path, default=ROOT, help="the checkout to test")
-    parser.add_argument(
-        "--bugs", action="store_true", help="plant the bugs of bugs.json instead of mutants"
-    )
+    parser.add_argument("--bugs", action="store_true", help="plant the bugs of bugs.json")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import psutil
 
-from benchmarks.support.ray_head import RayHead, RayNode, ray_head, ray_node
+from tests.support.ray_head import RayHead, RayNode, ray_head, ray_node
 
 ROOM = {"attention": 1.0, "expert": 1.0}
 SETTINGS = {"attention_resources": {"attention": 1.0}, "expert_resources": {"expert": 1.0}}

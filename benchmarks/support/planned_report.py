@@ -6,19 +6,24 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import Table, table_of
+from benchmarks.harness import Table
 from benchmarks.support.planned_points import PlanRun, PointRun
 
-COLUMNS = ("plan", "predicted_ms", "measured_ms", "error_fraction", "speed_over_pppipe")
+SCHEDULES = ("pppipe", "findep", "beyond")
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
-    found = [
-        table_of(plans, label, "schedule", COLUMNS) for label, plans in summary["points"].items()
-    ]
-    errors = ("median_error_fraction", "median_refit_error_fraction")
-    rows = [[name.replace("_", " "), f"{summary[name]:.1%}"] for name in errors if summary[name]]
-    return [*found, Table("All points", ["", "value"], rows)]
+    rows = []
+    for label, plans in summary["points"].items():
+        shown = [plans[name] for name in SCHEDULES]
+        speeds = [f"{plan['speed_over_pppipe']:.2f}" for plan in shown[1:]]
+        largest = max(abs(plan["error_fraction"]) for plan in plans.values())
+        times = [f"{plan['measured_ms']:.0f}" for plan in shown]
+        rows.append([label, *times, *speeds, f"{largest:.1%}"])
+    columns = [f"{name} ms" for name in SCHEDULES]
+    speeds = [f"{name} over pppipe" for name in SCHEDULES[1:]]
+    median = f"median error of the prediction {summary['median_error_fraction']:.1%}"
+    return [Table(f"Measured; {median}", ["point", *columns, *speeds, "largest error"], rows)]
 
 
 def speed_ratios(plan: PlanRun, other: PlanRun) -> list[float]:

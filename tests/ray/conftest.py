@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.ray_head import RayHead, ray_head
 from cluster.http.server import free_port
+from tests.support.ray_head import RayHead, ray_head
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

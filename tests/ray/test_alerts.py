@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.support.prometheus import is_installed
 from cluster.http.server import free_port
 from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped, until
+from tests.support.prometheus import is_installed
 
 pytestmark = [
     pytest.mark.ray,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.support.prometheus import is_installed
 from cluster.http.server import free_port
 from dashboards.rules import TimeScale
 from tests.support.alert_world import Watched, World, again_and_again, stopped
+from tests.support.prometheus import is_installed
 from tests.support.ray_support import own_ray
 
 pytestmark = [

@@ -23,9 +23,9 @@ import pytest
 
 from benchmarks.cases.bulk_kills import LABELS, ON_EACH, ROOM, TEMPLATE, start_server
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
-from benchmarks.support.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 from cluster.http.server import free_port
 from cluster.tools.bulk.driver import IN_FLIGHT_ROWS
+from tests.support.ray_head import ENVIRONMENT, ROOT, RayHead, RayNode, ray_head, ray_node
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 

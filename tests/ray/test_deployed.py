@@ -20,8 +20,8 @@ import pyarrow.parquet
 import pytest
 import yaml
 
-from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from cluster.http.server import free_port
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -18,10 +18,10 @@ import httpx
 import psutil
 import pytest
 
-from benchmarks.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 

@@ -14,7 +14,6 @@ import httpx
 import pytest
 import yaml
 
-from benchmarks.support.prometheus import Prometheus, is_installed
 from cluster.serving.server import serving
 from cluster.tools.bench.bench import Bench, BenchSettings, bench
 from cluster.tools.bench.outcome import percentile
@@ -23,6 +22,7 @@ from contracts.loading import load_config
 from dashboards.panels import Board
 from tests.architecture.support import ROOT
 from tests.architecture.test_dashboards import expressions
+from tests.support.prometheus import Prometheus, is_installed
 from tests.support.waiting import wait_until
 
 pytestmark = [

@@ -18,7 +18,6 @@ import psutil
 import pytest
 import ray
 
-from benchmarks.support.ray_head import RayHead
 from cluster.cli.main import main
 from cluster.observe import scale_client as client
 from cluster.observe.scale_client import follow_scale, start_scale
@@ -26,6 +25,7 @@ from cluster.observe.server_client import Server
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from contracts.scaling import ScaleTarget
+from tests.support.ray_head import RayHead
 from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.support.ray_head import RayHead
 from cluster.cli.main import main
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import write_placement
@@ -37,6 +36,7 @@ from models.prediction.profile_file import checkpoint_digest
 from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from tests.support.placements import replicated
+from tests.support.ray_head import RayHead
 
 pytestmark = pytest.mark.ray
 

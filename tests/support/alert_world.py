@@ -16,10 +16,10 @@ from typing import NamedTuple
 import httpx
 import psutil
 
-from benchmarks.support.prometheus import Prometheus, config_of
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from dashboards.rules import TimeScale
+from tests.support.prometheus import Prometheus, config_of
 from tests.support.ray_support import rank_pids
 from tests.support.waiting import wait_until
 

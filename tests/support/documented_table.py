@@ -90,9 +90,9 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("ray job submit*", Tried("tests/ray/test_deployed.py", "slow; the entrypoint of the RayJob")),
     (
         "ray start --head *",
-        Tried("tests/ray/test_existing_cluster.py", "by benchmarks.support.ray_head"),
+        Tried("tests/ray/test_existing_cluster.py", "by tests.support.ray_head"),
     ),
-    ("export RAY_*", Tried("tests/ray/test_existing_cluster.py", "by benchmarks.support.ray_head")),
+    ("export RAY_*", Tried("tests/ray/test_existing_cluster.py", "by tests.support.ray_head")),
     ("serve *", Left(MENTION)),
     ("ray *", Left(MENTION)),
     ("lm_eval run *", Left("needs lm-eval and a task's data")),

@@ -17,7 +17,7 @@ REWORDED = {
     "another line",
     "flipped",
     "noise",
-}  # of wire.MALFORMED: they may request something else
+}  # wire.MALFORMED: another request
 
 
 class Answer(msgspec.Struct):
