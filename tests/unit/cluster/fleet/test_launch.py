@@ -33,8 +33,6 @@ from contracts.loading import load_config
 from contracts.ranks import Group, RankReady, RankSpec
 from tests.support.started_ranks import StartedRank
 
-PIPELINES = ("attention", "expert", "prefill")
-
 
 def test_auto_device_is_gpu_only_with_one_for_each_rank() -> None:
     config = load_config(None, ["groups.attention_ranks=2", "groups.expert_ranks=2"])
@@ -56,13 +54,11 @@ def test_each_rank_requests_its_share_and_group_resources() -> None:
         None,
         ["groups.attention_ranks=2", "groups.cpus_per_rank=0.5", "groups.expert_resources={eg: 1}"],
     )
-    requests = rank_requests(config, "cpu")
-    assert [(r.group, r.rank) for r in requests] == [
-        (Group.ATTENTION, 0),
-        (Group.ATTENTION, 1),
-        (Group.EXPERT, 0),
+    assert [tuple(request) for request in rank_requests(config, "cpu")] == [
+        (Group.ATTENTION, 0, {"CPU": 0.5}),
+        (Group.ATTENTION, 1, {"CPU": 0.5}),
+        (Group.EXPERT, 0, {"CPU": 0.5, "eg": 1}),
     ]
-    assert [r.resources for r in requests] == [{"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.5, "eg": 1}]
     assert rank_requests(config, "cuda")[0].resources["GPU"] == 1
 
 
@@ -71,27 +67,28 @@ def placed(config: TandemConfig, groups: Sequence[Group], nodes: str, device: st
     return RankPlacement(requests, None, device, [Node(id, f"at-{id}", f"at-{id}") for id in nodes])
 
 
+def seats_on(nodes: str, prefill_nodes: str, device: str, *settings: str) -> list[Seat]:
+    """Return the seats of two ranks of each kind on these nodes."""
+    ranks = [f"groups.{kind}_ranks=2" for kind in ("attention", "expert", "prefill")]
+    config = load_config(None, [*ranks, *settings])
+    both = [
+        placed(config, (Group.ATTENTION, Group.EXPERT), nodes, device),
+        placed(config, (Group.PREFILL,), prefill_nodes, device),
+    ]
+    return [seat for one in both for seat in seat_ranks(one, kv_ranks(both))]
+
+
 def test_ranks_of_both_pipelines_share_the_kv_memory_of_their_node() -> None:
-    config = load_config(None, [f"groups.{kind}_ranks=2" for kind in PIPELINES])
-    generating = placed(config, (Group.ATTENTION, Group.EXPERT), "aabb", "cpu")
-    prefilling = placed(config, (Group.PREFILL,), "ac", "cpu")
-    with_kv = kv_ranks([generating, prefilling])
-    attention = [seat.ranks_on_node for seat in seat_ranks(generating, with_kv)[:2]]
-    assert attention == [3, 3]
-    assert [seat.ranks_on_node for seat in seat_ranks(prefilling, with_kv)] == [3, 1]
-    assert [seat.host for seat in seat_ranks(prefilling, with_kv)] == ["at-a", "at-c"]
+    seats = seats_on("aabb", "ac", "cpu")
+    first, second, _, _, third, fourth = [seat.ranks_on_node for seat in seats]
+    assert (first, second, third, fourth) == (3, 3, 3, 1)
+    assert [seat.host for seat in seats[4:]] == ["at-a", "at-c"]
 
 
-def test_rank_with_own_gpu_has_all_its_memory() -> None:
-    for backend, shares in (("nccl", 1), ("ipc", 4)):
-        ranks = [f"groups.{kind}_ranks=2" for kind in PIPELINES]
-        config = load_config(None, [*ranks, f"channel.backend={backend}"])
-        both = [
-            placed(config, (Group.ATTENTION, Group.EXPERT), "aaaa", "cuda"),
-            placed(config, (Group.PREFILL,), "aa", "cuda"),
-        ]
-        seats = [seat for one in both for seat in seat_ranks(one, kv_ranks(both))]
-        assert {(seat.device, seat.ranks_on_node) for seat in seats} == {("cuda:0", shares)}
+@pytest.mark.parametrize(("backend", "shares"), [("nccl", 1), ("ipc", 4)])
+def test_rank_with_own_gpu_has_all_its_memory(backend: str, shares: int) -> None:
+    seats = seats_on("aaaa", "aa", "cuda", f"channel.backend={backend}")
+    assert {(seat.device, seat.ranks_on_node) for seat in seats} == {("cuda:0", shares)}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lost ranks: when a rank counts as lost, who is restarted and introduced, when a group fails."""
+"""Lost ranks: detection, restart, introduction to the others, failure of a group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 import cluster.fleet.supervisor
 from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.member import CHECK_PERIOD_S, HUNG_AFTER_S, Member
+from cluster.fleet.planner_discovery import PlannerDiscovery
 from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.repair import MAJORITY_TIMEOUT_S, TIE_TIMEOUT_S
 from cluster.fleet.supervisor import Supervisor
@@ -99,10 +101,13 @@ def test_half_cut_link_replaces_no_rank_before_timeout() -> None:
     assert watched.problems(0.2) == {"expert-0", "expert-1"}
 
 
-def test_timeout_starts_anew_when_a_link_is_back() -> None:
+@pytest.mark.parametrize("reports", [({"expert-1": 1.0}, {}) * 2, ({"expert-1": 0.0},) * 3])
+def test_returned_link_or_loss_of_an_earlier_epoch_replaces_no_rank(
+    reports: tuple[dict[str, float], ...],
+) -> None:
     watched = Watched(attention=2)
-    for lost in (["expert-1"], [], ["expert-1"]):
-        watched.ranks["attention-0"].lost = dict.fromkeys(lost, 1.0)
+    for lost in reports:
+        watched.ranks["attention-0"].lost = lost
         assert not watched.problems(TIE_TIMEOUT_S - 1)
 
 
@@ -115,12 +120,6 @@ def test_rank_lost_by_majority_is_replaced_unless_it_returns(attention: int) -> 
     assert watched.is_introduced_again
     assert not watched.problems(MAJORITY_TIMEOUT_S - 0.1)
     assert watched.problems(0.2) == {"expert-1"}
-
-
-def test_loss_of_an_earlier_epoch_replaces_no_rank() -> None:
-    watched = Watched(attention=1)
-    watched.ranks["attention-0"].lost = {"expert-1": 0}
-    assert not watched.problems(2 * TIE_TIMEOUT_S)
 
 
 # --- groups whose lost rank is not replaced
@@ -290,3 +289,80 @@ def test_replacement_lost_while_it_loads_is_replaced_under_a_later_epoch(rig: Ri
         assert len(rank.calls_of("prepare")) == 1, "the others are not restarted"
         connects = rank.calls_of("connect")[1:]
         assert {addresses["prefill-1"] for (addresses,) in connects} == {"tcp:prefill-1:3"}
+
+
+# --- notifications about a replaced planner and about group sizes
+
+
+class Discovery:
+    """An attention rank, an expert rank, a prefill worker without need of a planner, a planner."""
+
+    def __init__(self) -> None:
+        seats = [Seat("cpu", "127.0.0.1", 1)]
+        group_spec = GroupSpec(load_config(None, ["groups.prefill_ranks=1"]), "", b"", 1, "shm")
+        specs = make_specs(group_spec, seats, seats, seats, seats)
+        self.members = [started_member(spec) for spec in specs]
+        parts = (self.members[:2], self.members[2:3], self.members[3:])
+        self.groups = [RankGroup(members, group_spec) for members in parts]
+        self.planner = self.members[-1]
+        self.discovery = PlannerDiscovery(self.groups)
+
+    def calls(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Return the calls of one round by rank."""
+        self.discovery.update()
+        found = {}
+        for member in self.members:
+            if (rank := rank_of(member)).calls:
+                found[member.name], rank.calls = rank.calls, []
+        return found
+
+    def replace(self, member: Member) -> None:
+        """Replace the process by another one elsewhere."""
+        pid = member.ready.pid + 100
+        ready = msgspec.structs.replace(member.ready, pid=pid, channel_address=f"tcp:here:{pid}")
+        member.assign(member.spec, StartedRank(member.name), ready)
+
+    def add_attention_rank(self) -> Member:
+        added = started_member(msgspec.structs.replace(self.members[0].spec, rank=1))
+        self.groups[0].join(added)
+        return added
+
+
+def test_ranks_are_notified_once_of_a_new_planner() -> None:
+    rig = Discovery()
+    assert not rig.calls()
+    rig.planner.replacement_reason = "its actor died"
+    assert not rig.calls(), "there is none"
+    rig.replace(rig.planner)
+    calls = [("join_planner", rig.planner.ready.channel_address)]
+    assert rig.calls() == {"attention-0": calls, "expert-0": calls}
+    assert not rig.calls()
+
+
+def test_rank_added_later_is_notified() -> None:
+    rig = Discovery()
+    attention, expert, *_ = rig.members
+    rig.replace(attention)
+    assert list(rig.calls()) == ["attention-0"]
+    expert.replacement_reason = "it hangs"
+    rig.replace(rig.planner)
+    assert list(rig.calls()) == ["attention-0"]
+    rig.replace(expert)
+    assert list(rig.calls()) == ["expert-0"]
+
+
+def test_planner_is_resized_once_per_change_and_when_replaced_with_an_old_size() -> None:
+    rig = Discovery()
+    assert not rig.calls()
+    made_before = rig.planner.spec
+    added = rig.add_attention_rank()
+    assert rig.calls()["planner-0"] == [("resize", 2, 1)]
+    assert not rig.calls()
+    assert [one.spec.attention_ranks for one in (rig.members[0], added, rig.planner)] == [2] * 3
+    rig.replace(rig.planner)
+    assert "planner-0" not in rig.calls()
+    rig.planner.spec = made_before
+    rig.replace(rig.planner)
+    assert rig.calls()["planner-0"] == [("resize", 2, 1)]
+    rig.groups[0].leave(added)
+    assert rig.calls()["planner-0"] == [("resize", 1, 1)]
