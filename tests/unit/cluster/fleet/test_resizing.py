@@ -301,25 +301,21 @@ def test_scale_during_which_launchers_end_repeatedly_is_abandoned(rig: Rig) -> N
     assert len(rig.names) == 3
 
 
-@pytest.mark.parametrize("progress", ["running", "done"])
-def test_leaving_rank_continues_to_leave_under_a_new_launcher(rig: Rig, progress: Any) -> None:
+@pytest.mark.parametrize(("before", "after"), [("running", "done"), ("failed", "failed")])
+def test_leaving_rank_continues_to_leave_and_a_failed_scale_is_not_resumed(
+    rig: Rig, before: Any, after: str
+) -> None:
     rig.scale(attention_ranks=3)
     rig.group.leave(rig.group.members[-1])
-    half = ScaleState(state=progress, number=1, requested=ScaleTarget(attention_ranks=2))
-    assert rig.adopted(half).state == "done"
+    requested = ScaleTarget(attention_ranks=2 if before == "running" else 4)
+    state = rig.adopted(ScaleState(state=before, number=3, requested=requested, reason="no room"))
+    assert (state.state, state.number) == (after, 3)
+    assert rig.resizing.kept.resumed == (before == "running")
     wait(lambda: not rig.group.draining, "it never left")
     assert_drained(rig.rank("attention-2"))
     assert (rig.killed, rig.released) == (["attention-2"], [["attention-2"]])
     assert rig.names == ["attention-0", "attention-1"]
-
-
-def test_failed_scale_is_not_resumed(rig: Rig) -> None:
-    requested = ScaleTarget(expert_ranks=3)
-    over = ScaleState(state="failed", number=3, requested=requested, reason="no room")
-    state = rig.adopted(over)
-    assert (state.state, state.number, state.reason) == ("failed", 3, "no room")
-    assert len(rig.started) == 4
-    assert rig.resizing.kept.resumed == 0
+    assert len(rig.started) == 5, "none is started"
 
 
 # --- prefill workers by load
