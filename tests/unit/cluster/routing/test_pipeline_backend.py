@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,6 @@ from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
 from cluster.routing.least_work_placer import (
-    Choose,
     LeastWorkPlacer,
     PrefixTable,
     RankView,
@@ -36,46 +35,17 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async
+from tests.support.attention_ranks import run_ranks, with_ranks
 from tests.support.fake_prefill import FakePrefill, routing
 from tests.support.fake_rank import TOKEN, FakeRank
 from tests.support.manual_clock import ManualClock
 
-Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
+on_ranks = partial(with_ranks, reply=lambda _: [1, 2, 3, 4, 5])
 
 
 def submit(tokens: int = 40, max_tokens: int = 4, *, first: int = 0) -> Submit:
     ids = list(range(first, first + tokens))
     return Submit(request_id=0, token_ids=ids, sampling=Sampling(max_tokens=max_tokens))
-
-
-def run(
-    body: Body,
-    *,
-    ranks: int = 1,
-    max_waiting: int = 100,
-    no_rank_timeout_s: float = 60.0,
-    path: Path | None = None,
-    choose: Choose = least_work,
-) -> None:
-    async def main() -> None:
-        fakes = [FakeRank(f"attention-{i}", lambda _: [1, 2, 3, 4, 5]) for i in range(ranks)]
-        addresses = [await fake.listen(str(path / fake.name) if path else None) for fake in fakes]
-        clients = [
-            RankClient(fake.name, address, ME, QUICK)
-            for fake, address in zip(fakes, addresses, strict=True)
-        ]
-        config = RoutingConfig(max_waiting=max_waiting, no_rank_timeout_s=no_rank_timeout_s)
-        backend = PipelineBackend(LeastWorkPlacer(clients, config, choose))
-        backend.start()
-        try:
-            await backend.wait_ready()
-            await body(backend, fakes)
-        finally:
-            await backend.close()
-            for fake in fakes:
-                await fake.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 async def tokens_of(backend: PipelineBackend, wanted: Submit) -> list[int]:
@@ -94,70 +64,70 @@ def test_tokens_arrive_over_unix_and_tcp_sockets(tmp_path: Path, use_unix: bool)
     async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
         assert await tokens_of(backend, submit()) == [1, 2, 3, 4]
 
-    run(body, path=tmp_path if use_unix else None)
+    run_ranks(body, path=tmp_path if use_unix else None, reply=lambda _: [1, 2, 3, 4])
 
 
-def test_concurrent_requests_on_one_connection_do_not_mix() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].reply = lambda s: [s.token_ids[0]] * 10
-        wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
-        results = await asyncio.gather(*(tokens_of(backend, s) for s in wanted))
-        assert results == [[i] * (i % 5 + 1) for i in range(50)]
-        ids = [ranks[0].submits.get().request_id for _ in range(50)]
-        assert len(set(ids)) == 50
-
-    run(body)
-
-
-def test_request_goes_to_rank_with_its_prefix() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 1
-        busy = backend.generate(submit(first=0))
-        await anext(busy)
-        await tokens_of(backend, submit(first=100))
-        await busy.aclose()
-        await tokens_of(backend, submit(first=100))  # both are idle; rank 1 has the prefix
-        assert [rank.submits.qsize() for rank in ranks] == [1, 2]
-
-    run(body, ranks=2)
+@on_ranks()
+async def test_concurrent_requests_on_one_connection_do_not_mix(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].reply = lambda s: [s.token_ids[0]] * 10
+    wanted = [submit(first=i, max_tokens=i % 5 + 1) for i in range(50)]
+    results = await asyncio.gather(*(tokens_of(backend, s) for s in wanted))
+    assert results == [[i] * (i % 5 + 1) for i in range(50)]
+    ids = [ranks[0].submits.get().request_id for _ in range(50)]
+    assert len(set(ids)) == 50
 
 
-def test_requests_wait_no_rank_timeout_without_healthy_rank() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].healthy = False
-        await backend.clients[0].wait_until(lambda client: client.problem is not None)
-        for _ in range(3):
-            await tokens_of(backend, submit())
-        assert [rank.submits.qsize() for rank in ranks] == [0, 3]
-        ranks[1].healthy = False
-        await backend.clients[1].wait_until(lambda client: client.problem is not None)
-        with pytest.raises(RankError, match=r"no attention rank for 0.2 s.*0.*attention-1") as why:
-            await tokens_of(backend, submit())
-        assert (why.value.code, why.value.status) == ("not_ready", 503)
-        task = asyncio.create_task(tokens_of(backend, submit()))
-        await _until(lambda: backend.waiting()["generation", "ls"] == 1)
-        ranks[1].healthy = True
-        assert await task == [1, 2, 3, 4]
-
-    run(body, ranks=2, no_rank_timeout_s=0.2)
+@on_ranks(2)
+async def test_request_goes_to_rank_with_its_prefix(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].hold_after = 1
+    busy = backend.generate(submit(first=0))
+    await anext(busy)
+    await tokens_of(backend, submit(first=100))
+    await busy.aclose()
+    await tokens_of(backend, submit(first=100))  # both are idle; rank 1 has the prefix
+    assert [rank.submits.qsize() for rank in ranks] == [1, 2]
 
 
-def test_full_rank_is_skipped_and_all_full_is_overload() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        for rank in ranks:
-            rank.hold_after = 0
-        waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(2)]
-        await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
-        with pytest.raises(OverloadError) as caught:
-            await tokens_of(backend, submit())
-        assert caught.value.retry_after_s > 0
-        assert backend.waiting()["generation", "ls"] == 2
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert backend.waiting()["generation", "ls"] == 0
+@on_ranks(2, no_rank_timeout_s=0.2)
+async def test_requests_wait_no_rank_timeout_without_healthy_rank(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].healthy = False
+    await backend.clients[0].wait_until(lambda client: client.problem is not None)
+    for _ in range(3):
+        await tokens_of(backend, submit())
+    assert [rank.submits.qsize() for rank in ranks] == [0, 3]
+    ranks[1].healthy = False
+    await backend.clients[1].wait_until(lambda client: client.problem is not None)
+    with pytest.raises(RankError, match=r"no attention rank for 0.2 s.*0.*attention-1") as why:
+        await tokens_of(backend, submit())
+    assert (why.value.code, why.value.status) == ("not_ready", 503)
+    task = asyncio.create_task(tokens_of(backend, submit()))
+    await _until(lambda: backend.waiting()["generation", "ls"] == 1)
+    ranks[1].healthy = True
+    assert await task == [1, 2, 3, 4]
 
-    run(body, ranks=2, max_waiting=1)
+
+@on_ranks(2, max_waiting=1)
+async def test_full_rank_is_skipped_and_all_full_is_overload(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    for rank in ranks:
+        rank.hold_after = 0
+    waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(2)]
+    await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
+    with pytest.raises(OverloadError) as caught:
+        await tokens_of(backend, submit())
+    assert caught.value.retry_after_s > 0
+    assert backend.waiting()["generation", "ls"] == 2
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert backend.waiting()["generation", "ls"] == 0
 
 
 @run_async
@@ -174,16 +144,16 @@ async def test_wrong_token_is_rejected_with_handshake_error() -> None:
     await fake.close()
 
 
-def test_close_fails_waiting_requests() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 1
-        waiting = asyncio.create_task(tokens_of(backend, submit()))
-        await _until(lambda: ranks[0].submits.qsize() == 1)
-        await backend.close()
-        with pytest.raises(RankError, match="shutting down"):
-            await waiting
-
-    run(body)
+@on_ranks()
+async def test_close_fails_waiting_requests(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].hold_after = 1
+    waiting = asyncio.create_task(tokens_of(backend, submit()))
+    await _until(lambda: ranks[0].submits.qsize() == 1)
+    await backend.close()
+    with pytest.raises(RankError, match="shutting down"):
+        await waiting
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,45 +14,18 @@ from actors.channels.handshake import Identity
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_set import FindRanks, RoutingConfig
+from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import RankError
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async
+from tests.support.attention_ranks import Directory, counted_on, with_ranks
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
 from tests.support.group_harness import ThreadGroup, group_config
 
 PROMPT = list(range(40))
 WANTED = 6
-
-Body = Callable[[PipelineBackend, list[FakeRank]], Coroutine[Any, Any, None]]
-
-
-def counted_on(submit: Submit) -> list[int]:
-    """A model whose next token is the number of tokens."""
-    return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
-
-
-def run(body: Body, ranks: int = 2, waiting: int = 0, **limits: int) -> None:
-    """Run `body` with fake ranks, of which `waiting` have no expert ranks."""
-
-    async def main() -> None:
-        fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
-        for fake in fakes[:waiting]:
-            fake.waits = True
-        clients = [RankClient(fake.name, await fake.listen(), ME, QUICK) for fake in fakes]
-        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
-        backend.start()
-        try:
-            await backend.wait_ready()
-            await body(backend, fakes)
-        finally:
-            await backend.close()
-            for fake in fakes:
-                await fake.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 class Generation:
@@ -87,18 +60,18 @@ async def sent(rank: FakeRank, count: int) -> list[Submit]:
     return [rank.submits.get() for _ in range(count)]
 
 
-def test_request_without_tokens_is_retried_unchanged() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 0
-        generation = [Generation(backend, seed=7, frequency_penalty=1.0) for _ in range(2)]
-        await sent(ranks[0], 1)
-        ranks[0].drop_connections()
-        await asyncio.gather(*(each.task for each in generation))
-        (_, second) = await sent(ranks[1], 2)
-        assert (second.token_ids, second.sampling and second.sampling.seed) == (PROMPT, 7)
-        assert not backend.waiting()["generation", "ls"]
-
-    run(body)
+@with_ranks(2)
+async def test_request_without_tokens_is_retried_unchanged(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].hold_after = 0
+    generation = [Generation(backend, seed=7, frequency_penalty=1.0) for _ in range(2)]
+    await sent(ranks[0], 1)
+    ranks[0].drop_connections()
+    await asyncio.gather(*(each.task for each in generation))
+    (_, second) = await sent(ranks[1], 2)
+    assert (second.token_ids, second.sampling and second.sampling.seed) == (PROMPT, 7)
+    assert not backend.waiting()["generation", "ls"]
 
 
 @pytest.mark.parametrize(
@@ -110,24 +83,24 @@ def test_request_without_tokens_is_retried_unchanged() -> None:
         {"choices": [list(range(40, 46)), [40, 42]], "min_tokens": 0},
     ],
 )
-def test_stream_resumes_with_prompt_and_tokens(sampling: dict[str, Any]) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = 2
-        generation = Generation(backend, **{"min_tokens": 5, "ignore_eos": True, **sampling})
-        await generation.has(2)
-        ranks[0].drop_connections()
-        await generation.task
-        assert generation.tokens == list(range(40, 40 + WANTED))
-        (rest,) = await sent(ranks[1], 1)
-        assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41], 2)
-        assert rest.sampling == generation.submit.sampling, "as requested"
-        assert generation.cached == [CACHED_TOKENS], "prompt tokens count once"
-        assert generation.finished is not None
-        usage = generation.finished.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), WANTED)
-        assert usage.cached_tokens == CACHED_TOKENS
-
-    run(body)
+@with_ranks(2)
+async def test_stream_resumes_with_prompt_and_tokens(
+    backend: PipelineBackend, ranks: list[FakeRank], sampling: dict[str, Any]
+) -> None:
+    ranks[0].hold_after = 2
+    generation = Generation(backend, **{"min_tokens": 5, "ignore_eos": True, **sampling})
+    await generation.has(2)
+    ranks[0].drop_connections()
+    await generation.task
+    assert generation.tokens == list(range(40, 40 + WANTED))
+    (rest,) = await sent(ranks[1], 1)
+    assert (rest.token_ids, rest.generated) == ([*PROMPT, 40, 41], 2)
+    assert rest.sampling == generation.submit.sampling, "as requested"
+    assert generation.cached == [CACHED_TOKENS], "prompt tokens count once"
+    assert generation.finished is not None
+    usage = generation.finished.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), WANTED)
+    assert usage.cached_tokens == CACHED_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -139,26 +112,27 @@ def test_stream_resumes_with_prompt_and_tokens(sampling: dict[str, Any]) -> None
         (2, {"stop_token_ids": [41]}, "stop"),
     ],
 )
-def test_complete_stream_of_lost_rank_ends_normally(
-    held: int, sampling: dict[str, Any], reason: str
+@with_ranks(2)
+async def test_complete_stream_of_lost_rank_ends_normally(
+    backend: PipelineBackend,
+    ranks: list[FakeRank],
+    held: int,
+    sampling: dict[str, Any],
+    reason: str,
 ) -> None:
     """It ends with eos token 43, max_tokens, or a whole choice."""
-
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = held
-        generation = Generation(backend, **sampling)
-        await generation.has(held)
-        ranks[0].drop_connections()
-        await generation.task
-        assert generation.tokens == list(range(40, 40 + held))
-        assert generation.finished is not None
-        assert generation.finished.reason == reason
-        usage = generation.finished.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), held)
-        assert usage.cached_tokens == CACHED_TOKENS
-        assert ranks[1].submits.empty()
-
-    run(body)
+    ranks[0].hold_after = held
+    generation = Generation(backend, **sampling)
+    await generation.has(held)
+    ranks[0].drop_connections()
+    await generation.task
+    assert generation.tokens == list(range(40, 40 + held))
+    assert generation.finished is not None
+    assert generation.finished.reason == reason
+    usage = generation.finished.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), held)
+    assert usage.cached_tokens == CACHED_TOKENS
+    assert ranks[1].submits.empty()
 
 
 @pytest.mark.parametrize(
@@ -201,39 +175,39 @@ def test_stream_over_two_real_ranks_is_unchanged(
         asyncio.run(asyncio.wait_for(body(group), 60))
 
 
-def test_request_fails_after_three_lost_ranks() -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        for rank in ranks:
-            rank.hold_after, rank.on_submit = 1, rank.drop_connections
-        generation = Generation(backend)
-        with pytest.raises(RankError, match=r"3 attention ranks .* last: attention-") as caught:
-            await generation.task
-        assert caught.value.code == "peer_dead"
-        assert sum(rank.submits.qsize() for rank in ranks) == 3
-        assert not backend.waiting()["generation", "ls"]
+@with_ranks(2)
+async def test_request_fails_after_three_lost_ranks(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    for rank in ranks:
+        rank.hold_after, rank.on_submit = 1, rank.drop_connections
+    generation = Generation(backend)
+    with pytest.raises(RankError, match=r"3 attention ranks .* last: attention-") as caught:
+        await generation.task
+    assert caught.value.code == "peer_dead"
+    assert sum(rank.submits.qsize() for rank in ranks) == 3
+    assert not backend.waiting()["generation", "ls"]
 
-    run(body)
 
-
-def test_loss_while_waiting_for_expert_ranks_does_not_count() -> None:
+@with_ranks(2, waiting=2)
+async def test_loss_while_waiting_for_expert_ranks_does_not_count(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
     ends = [None] * 5
 
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        def lost(rank: FakeRank) -> None:
-            ends.pop()
-            for each in ranks:
-                each.hold_after = each.hold_after if ends else None
-                each.on_submit = each.on_submit if ends else None
-            rank.drop_connections()
+    def lost(rank: FakeRank) -> None:
+        ends.pop()
+        for each in ranks:
+            each.hold_after = each.hold_after if ends else None
+            each.on_submit = each.on_submit if ends else None
+        rank.drop_connections()
 
-        for rank in ranks:
-            rank.hold_after, rank.on_submit = 1, partial(lost, rank)
-        generation = Generation(backend, min_tokens=WANTED, ignore_eos=True)
-        await generation.task
-        assert generation.tokens == list(range(40, 40 + WANTED))
-        assert not ends
-
-    run(body, waiting=2)
+    for rank in ranks:
+        rank.hold_after, rank.on_submit = 1, partial(lost, rank)
+    generation = Generation(backend, min_tokens=WANTED, ignore_eos=True)
+    await generation.task
+    assert generation.tokens == list(range(40, 40 + WANTED))
+    assert not ends
 
 
 @run_async
@@ -263,70 +237,36 @@ async def test_stream_waits_for_replacement_rank() -> None:
     await better.close()
 
 
-def test_requests_beyond_max_waiting_are_sent_as_rank_answers() -> None:
+@with_ranks(2, max_waiting=2)
+async def test_requests_beyond_max_waiting_are_sent_as_rank_answers(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
     """All requests of two ranks move to the remaining one."""
-
-    async def body(backend: PipelineBackend, ranks: list[FakeRank]) -> None:
-        ranks[0].hold_after = ranks[1].hold_after = 1
-        started = []
-        for _ in range(6):
-            started.append(Generation(backend, ignore_eos=True))
-            await started[-1].has(1)
-        (full, lost) = sorted(ranks, key=lambda rank: rank.submits.qsize())
-        full.hold_after = 0
-        had = full.submits.qsize()
-        await lost.close()
-        await sent(full, had + 2)
-        await asyncio.sleep(0)
-        assert full.submits.empty(), "max_waiting is 2"
-        full.hold_after = None
-        full.drop_connections()
-        await asyncio.gather(*(each.task for each in started))
-        assert all(each.tokens == list(range(40, 40 + WANTED)) for each in started)
-
-    run(body, max_waiting=2)
+    ranks[0].hold_after = ranks[1].hold_after = 1
+    started = []
+    for _ in range(6):
+        started.append(Generation(backend, ignore_eos=True))
+        await started[-1].has(1)
+    (full, lost) = sorted(ranks, key=lambda rank: rank.submits.qsize())
+    full.hold_after = 0
+    had = full.submits.qsize()
+    await lost.close()
+    await sent(full, had + 2)
+    await asyncio.sleep(0)
+    assert full.submits.empty(), "max_waiting is 2"
+    full.hold_after = None
+    full.drop_connections()
+    await asyncio.gather(*(each.task for each in started))
+    assert all(each.tokens == list(range(40, 40 + WANTED)) for each in started)
 
 
 WHOLE = list(range(40, 40 + WANTED))
-Directory = dict[str, str]
-DirectoryBody = Callable[[PipelineBackend, list[FakeRank], Directory], Coroutine[Any, Any, None]]
 
 
-def run_with_directory(
-    body: DirectoryBody, monkeypatch: pytest.MonkeyPatch, ranks: int = 2, known: int = 2
-) -> None:
-    """Run `body` with fake ranks, of which the directory lists the first `known`."""
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
         monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
-
-    async def main() -> None:
-        fakes = [FakeRank(f"attention-{i}", counted_on) for i in range(ranks)]
-        addresses = {fake.name: await fake.listen() for fake in fakes}
-        directory = dict(list(addresses.items())[:known])
-
-        async def find(_: dict[str, str]) -> dict[str, str]:
-            return directory
-
-        backend = PipelineBackend(placer(directory, find))
-        backend.start()
-        try:
-            await backend.wait_ready()
-            directory["prefill-0"] = "tcp:127.0.0.1:1"  # of the other pipeline
-            await body(backend, fakes, directory)
-        finally:
-            await backend.close()
-            for fake in fakes:
-                await fake.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def placer(directory: Directory, find: FindRanks) -> LeastWorkPlacer:
-    def connect(name: str, address: str) -> RankClient:
-        return RankClient(name, address, ME, QUICK)
-
-    clients = [connect(*each) for each in directory.items()]
-    return LeastWorkPlacer(clients, RoutingConfig(), find=find, connect=connect)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -334,84 +274,80 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_stream_resumes_after_any_number_of_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
-        for rank in ranks[:-1]:
-            rank.hold_after = 1
-        generation = Generation(backend, ignore_eos=True)
-        for tokens, rank in enumerate(ranks[:-1], 1):
-            await generation.has(tokens)
-            await sent(rank, 1)
-            rank.leave()
-        await generation.task
-        assert generation.tokens == WHOLE
-        (rest,) = await sent(ranks[-1], 1)
-        assert rest.generated == 4, "more handovers than max_attempts"
-
-    run_with_directory(body, monkeypatch, 5, 5)
-
-
-def test_draining_rank_completes_its_requests_and_gets_no_new_ones(
-    monkeypatch: pytest.MonkeyPatch,
+@with_ranks(5, known=5)
+async def test_stream_resumes_after_any_number_of_handovers(
+    backend: PipelineBackend, ranks: list[FakeRank]
 ) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
-        ranks[0].hold_after = 1
-        started = Generation(backend, ignore_eos=True)
-        await started.has(1)
-        ranks[0].leave(hands_over=False)
-        await until(lambda: "attention-0 is leaving" in backend.problems())
-        others = [Generation(backend, ignore_eos=True) for _ in range(4)]
-        await asyncio.gather(*(each.task for each in others))
-        assert ranks[0].submits.qsize() == 1
-        assert not started.task.done()
-        ranks[0].leave()
-        await started.task
-        assert started.tokens == WHOLE
-
-    run_with_directory(body, monkeypatch)
+    for rank in ranks[:-1]:
+        rank.hold_after = 1
+    generation = Generation(backend, ignore_eos=True)
+    for tokens, rank in enumerate(ranks[:-1], 1):
+        await generation.has(tokens)
+        await sent(rank, 1)
+        rank.leave()
+    await generation.task
+    assert generation.tokens == WHOLE
+    (rest,) = await sent(ranks[-1], 1)
+    assert rest.generated == 4, "more handovers than max_attempts"
 
 
-def test_handover_by_rank_that_stays_counts_as_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank], _: Directory) -> None:
-        ranks[0].fail_with = ("attention-0 leaves", "handed_over", 503)
-        generation = Generation(backend)
-        with pytest.raises(RankError, match="3 attention ranks were lost"):
-            await generation.task
-
-    run_with_directory(body, monkeypatch, 1, 1)
-
-
-def test_new_rank_is_discovered_and_removed_rank_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+@with_ranks(2, known=2)
+async def test_draining_rank_completes_its_requests_and_gets_no_new_ones(
+    backend: PipelineBackend, ranks: list[FakeRank]
 ) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
-        assert len(backend.clients) == 1
-        directory["attention-1"] = await ranks[1].listen()
-        await until(lambda: len(backend.clients) == 2 and not backend.problems())
-        ranks[0].hold_after = 1
-        started = Generation(backend, ignore_eos=True)
-        await started.has(1)
-        await Generation(backend, ignore_eos=True).task
-        assert [rank.submits.qsize() for rank in ranks] == [1, 1]
-        del directory["attention-0"]
-        await until(lambda: len(backend.clients) == 1)
-        assert not backend.problems(), "a draining rank is no problem"
-        await Generation(backend, ignore_eos=True).task
-        assert ranks[1].submits.qsize() == 2
-        ranks[0].leave()
-        await started.task
-        assert started.tokens == WHOLE
-        await until(lambda: not ranks[0]._writers)
-
-    run_with_directory(body, monkeypatch, 2, 1)
+    ranks[0].hold_after = 1
+    started = Generation(backend, ignore_eos=True)
+    await started.has(1)
+    ranks[0].leave(hands_over=False)
+    await until(lambda: "attention-0 is leaving" in backend.problems())
+    others = [Generation(backend, ignore_eos=True) for _ in range(4)]
+    await asyncio.gather(*(each.task for each in others))
+    assert ranks[0].submits.qsize() == 1
+    assert not started.task.done()
+    ranks[0].leave()
+    await started.task
+    assert started.tokens == WHOLE
 
 
-def test_empty_directory_removes_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(backend: PipelineBackend, ranks: list[FakeRank], directory: Directory) -> None:
-        directory.clear()
-        await asyncio.sleep(0.02)
-        generation = Generation(backend, ignore_eos=True)
+@with_ranks(1, known=1)
+async def test_handover_by_rank_that_stays_counts_as_failure(
+    backend: PipelineBackend, ranks: list[FakeRank]
+) -> None:
+    ranks[0].fail_with = ("attention-0 leaves", "handed_over", 503)
+    generation = Generation(backend)
+    with pytest.raises(RankError, match="3 attention ranks were lost"):
         await generation.task
-        assert generation.tokens == WHOLE
 
-    run_with_directory(body, monkeypatch)
+
+@with_ranks(2, known=1)
+async def test_new_rank_is_discovered_and_removed_rank_is_forgotten(
+    backend: PipelineBackend, ranks: list[FakeRank], directory: Directory
+) -> None:
+    assert len(backend.clients) == 1
+    directory["attention-1"] = await ranks[1].listen()
+    await until(lambda: len(backend.clients) == 2 and not backend.problems())
+    ranks[0].hold_after = 1
+    started = Generation(backend, ignore_eos=True)
+    await started.has(1)
+    await Generation(backend, ignore_eos=True).task
+    assert [rank.submits.qsize() for rank in ranks] == [1, 1]
+    del directory["attention-0"]
+    await until(lambda: len(backend.clients) == 1)
+    assert not backend.problems(), "a draining rank is no problem"
+    await Generation(backend, ignore_eos=True).task
+    assert ranks[1].submits.qsize() == 2
+    ranks[0].leave()
+    await started.task
+    assert started.tokens == WHOLE
+    await until(lambda: not ranks[0]._writers)
+
+
+@with_ranks(2, known=2)
+async def test_empty_directory_removes_no_rank(
+    backend: PipelineBackend, ranks: list[FakeRank], directory: Directory
+) -> None:
+    directory.clear()
+    await asyncio.sleep(0.02)
+    generation = Generation(backend, ignore_eos=True)
+    await generation.task
+    assert generation.tokens == WHOLE
