@@ -48,7 +48,7 @@ TABLE: list[tuple[str, Tried | Left]] = [
     ("tandem scale --attention-ranks 3", Tried("tests/ray/test_scale.py", "slow; another port")),
     (
         "tandem scale --url *",
-        Tried("tests/unit/cluster/observe/test_scale_client.py", "of a server without ranks"),
+        Tried("tests/unit/cluster/observe/test_operator_commands.py", "of a server without ranks"),
     ),
     ("tandem trace --seconds *", Tried("tests/ray/test_serving.py", "for half a second")),
     (

@@ -75,15 +75,6 @@ async def test_endless_scrapes_take_a_bounded_share_of_time() -> None:
 
 
 @run_async
-async def test_single_scraper_never_waits() -> None:
-    loop = Loop()
-    for _ in range(3):
-        await loop.scrapes.text()
-        loop.now_s += MAX_PAUSE_S
-    assert loop.pauses == []
-
-
-@run_async
 async def test_cancelled_scrape_does_not_affect_others_and_errors_reach_all() -> None:
     loop = Loop()
     loop.go.clear()

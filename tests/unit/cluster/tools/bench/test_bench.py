@@ -142,26 +142,6 @@ def test_any_server_answer_is_reported_in_one_line(answer: Answer, error: str) -
     assert summarize([outcome]).answered == 0
 
 
-def test_trickling_server_is_abandoned_at_deadline() -> None:
-    leave = threading.Event()
-
-    def answer(request: BaseHTTPRequestHandler) -> None:
-        request.send_response(200)
-        request.end_headers()
-        while not leave.wait(0.01):
-            try:
-                request.wfile.write(b": still here\n\n")
-            except OSError:
-                return
-
-    outcome = RequestResult(RequestArrival(0.0, LS, Lengths(4, 2)))
-    with server(answer) as url:
-        generator = HttpLoadGenerator(LoadTarget(url=url, model="m"), 1)
-        asyncio.run(generator.run([outcome], timeout_s=0.2))
-        leave.set()
-    assert outcome.error == "ReadTimeout"
-
-
 def test_requests_beyond_max_open_are_not_sent_and_reported() -> None:
     leave = threading.Event()
 

@@ -72,6 +72,12 @@ def changed(tree: dict[str, Any], dotted: str, value: object) -> dict[str, Any]:
     return result
 
 
+def solved(tmp_path: Path, capsys: Captured, tree: object) -> dict[str, Any]:
+    assert plan(tmp_path, tree, "--json") == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
 def one_line(capsys: Captured) -> str:
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -81,8 +87,7 @@ def one_line(capsys: Captured) -> str:
 
 
 def test_stages_spec_gives_plan_and_baselines(tmp_path: Path, capsys: Captured) -> None:
-    assert plan(tmp_path, STAGES, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = solved(tmp_path, capsys, STAGES)
     assert {"ma", "r1", "me", "r2", "order", "makespan_ms", "samples_per_s", "lower_bound_ms",
             "solve_ms", "baselines"} <= set(answer)  # fmt: skip
     assert answer["me"] == answer["ma"] * 64 / answer["r2"]
@@ -92,8 +97,7 @@ def test_stages_spec_gives_plan_and_baselines(tmp_path: Path, capsys: Captured) 
 
 
 def test_model_spec_gives_verdict(tmp_path: Path, capsys: Captured) -> None:
-    assert plan(tmp_path, MODEL, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = solved(tmp_path, capsys, MODEL)
     assert (answer["attention_ranks"], answer["expert_ranks"]) == (3, 5)
     names = {other["name"] for other in answer["alternatives"]}
     assert names == {"colocated DP+EP", "weight gathering"}
@@ -103,8 +107,7 @@ def test_model_spec_gives_verdict(tmp_path: Path, capsys: Captured) -> None:
 
 def test_offload_gives_times_per_token(tmp_path: Path, capsys: Captured) -> None:
     spec = {**MODEL, "offload": {"kept": 0.25, "tier_bytes_per_s": 5e10}}
-    assert plan(tmp_path, spec, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = solved(tmp_path, capsys, spec)
     assert [row["sequences"] for row in answer["offload"]] == [1, 2, 4, 8, 16]
     for row in answer["offload"]:
         assert row["resident_ms"] < row["ahead_ms"] < row["on_demand_ms"]
@@ -112,8 +115,7 @@ def test_offload_gives_times_per_token(tmp_path: Path, capsys: Captured) -> None
     assert plan(tmp_path, spec) == 0
     assert "prefetched, at best" in capsys.readouterr().out
     half = {"kept": 0.5, "tier_bytes_per_s": 5e10, "stored_bits_per_weight": 8}
-    assert plan(tmp_path, {**MODEL, "offload": half}, "--json") == 0
-    stored = json.loads(capsys.readouterr().out)
+    stored = solved(tmp_path, capsys, {**MODEL, "offload": half})
     assert all(row["missing"] == 0.0 for row in stored["offload"])
     assert "none is read" in stored["offload_advice"]
     assert plan(tmp_path, MODEL, "--json") == 0
@@ -125,11 +127,9 @@ def test_ranks_of_one_group_and_devices_are_a_split(
     tmp_path: Path, capsys: Captured, given: str
 ) -> None:
     other = {"attention_ranks": "expert_ranks", "expert_ranks": "attention_ranks"}[given]
-    assert plan(tmp_path, MODEL, "--json") == 0
-    whole = json.loads(capsys.readouterr().out)
+    whole = solved(tmp_path, capsys, MODEL)
     tree = changed(changed(MODEL, other, ...), "devices", 8)
-    assert plan(tmp_path, tree, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = solved(tmp_path, capsys, tree)
     assert answer.pop("solve_ms") > 0
     assert whole.pop("solve_ms") > 0
     assert answer == whole
@@ -267,15 +267,13 @@ def test_any_field_value_gives_plan_or_one_line(
 
 def test_profile_reports_gain_of_placement(tmp_path: Path, capsys: Captured) -> None:
     """Copies of the bundled model on 2 ranks: 1.48 in order, 1.33 at best."""
-    assert plan(tmp_path, ROUTED, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = solved(tmp_path, capsys, ROUTED)
     routing = answer["routing"]
     assert 1.44 < routing["in_order_copies"] < 1.52
     assert 1.30 < routing["copies"] < 1.38
     gain = answer["samples_per_s"] / routing["in_order_samples_per_s"] - 1
     assert routing["gain_fraction"] == pytest.approx(gain)
-    assert plan(tmp_path, {**ROUTED, "spare_slots": 2}, "--json") == 0
-    spare = json.loads(capsys.readouterr().out)["routing"]
+    spare = solved(tmp_path, capsys, {**ROUTED, "spare_slots": 2})["routing"]
     assert spare["copies"] < 1.2
     assert spare["spare_slots"] == 2
 
@@ -299,9 +297,7 @@ def answered(tmp_path: Path, capsys: Captured, **fields: Any) -> dict[str, Any]:
         "max_samples": 64,
         **fields,
     }
-    assert plan(tmp_path, spec, "--json") == 0
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return answer
+    return solved(tmp_path, capsys, spec)
 
 
 def test_plan_reports_more_ranks_than_cores(tmp_path: Path, capsys: Captured) -> None:
