@@ -22,8 +22,8 @@ from planner.placement.levels import level_ranks
 from planner.placement.rank_sets import HAS_SR, SETS, SIZE_S, hitting_sets
 from planner.placement.replicas import PairwiseChooser
 
-_FEW_PAIRS = 24  # at most so many pairs: a scalar loop
-_MANY_PAIRS = 1024  # at least so many pairs: prefer the less loaded ranks
+_FEW_PAIRS = 24  # up to this many pairs: a scalar loop
+_MANY_PAIRS = 1024  # from this many pairs on: prefer less loaded ranks
 _SWEEPS = 3  # top-k from which on the order of pairs spreads a rank's pairs over the batch
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from planner.arrays import Bytes, Ints
 from planner.placement.rank_sets import FEW_RANKS, FIRST_S, HAS_SR, MEMBERS, SEVERAL_S, SIZE_S
 
-_FEW_ITEMS = 48  # at most so many items: one by one
-_FEW_GROUPS = 20  # at most so many groups: one by one
+_FEW_ITEMS = 48  # up to this many items: one by one
+_FEW_GROUPS = 20  # up to this many groups: one by one
 _TURNS = 4  # parts of a batch that are divided alike
 _ROUNDS = 4
 _STEP = 0.8  # of the step that would level a rank alone

@@ -189,7 +189,7 @@ def _select_better(
 
 
 HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run is held out
-SEARCHED_TOKENS = 32_768  # at most so many distinct sets
+SEARCHED_TOKENS = 32_768  # most distinct sets
 
 
 def split(routing: LayerRouting) -> tuple[LayerRouting, LayerRouting]:

@@ -1,7 +1,7 @@
-"""Every plan of FinDEP's search space, simulated task by task: what the solver is held against.
+"""Brute-force simulation of every plan in FinDEP's search space.
 
-Written from the paper's task model (Figure 3, Section 3.2) and sharing no code with the planner.
-Specs of one shape (max_samples, max_r2, num_layers) are simulated side by side, as arrays [specs].
+Written from the paper's task model (Figure 3, Section 3.2), independent of the planner. Specs of
+one shape (max_samples, max_r2, num_layers) are simulated together, as arrays [specs].
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Problems(NamedTuple):
 
 
 def problems_of(specs: Sequence[PlanSpec]) -> Problems:
-    """Given specs of one shape."""
     shape = Shape(specs[0].max_samples, specs[0].max_r2, specs[0].num_layers)
     lines = {
         name: [getattr(spec.stages, name) or Linear(0.0, 0.0) for spec in specs] for name in STAGES
@@ -60,8 +59,10 @@ def problems_of(specs: Sequence[PlanSpec]) -> Problems:
 
 
 def random_problems(shape: Shape, count: int, seed: int) -> Problems:
-    """Stages from much shorter to much longer than each other; some without shared experts or
-    launch times, some with so few tokens that `me >= 1` bites."""
+    """Return random stages of very different lengths, some without shared experts or launch times.
+
+    Some have so few tokens that `me >= 1` limits r2.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.choice([0.25, 0.7, 1.0, 4.0, 96.0, 2048.0], count)
     tokens = np.maximum(tokens, 1 / shape.max_samples)
@@ -76,7 +77,7 @@ def random_problems(shape: Shape, count: int, seed: int) -> Problems:
 
 
 def best_rates(problems: Problems) -> dict[str, Array]:
-    """The most samples per ms of each order, over all plans within the limits [specs]."""
+    """Return the most samples per ms of each order, over all plans [specs]."""
     shape = problems.shape
     rates = {order: np.zeros(len(problems.tokens)) for order in ("asas", "aass", "pppipe", "naive")}
     for ma in range(1, shape.max_samples + 1):
@@ -95,7 +96,7 @@ def best_rates(problems: Problems) -> dict[str, Array]:
 
 
 def simulate(problems: Problems, order: str, plan: tuple[int, int, int]) -> Array:
-    """Makespans in ms [specs] of (ma, r1, r2) under `order`."""
+    """Return makespans in ms [specs] of (ma, r1, r2) under `order`."""
     ma, r1, r2 = plan
     me = problems.tokens * ma / r2
     x = {"attention": ma, "shared": ma, "expert": me, "a2e": me, "e2a": me}

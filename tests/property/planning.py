@@ -1,4 +1,4 @@
-"""Random planning problems, for the planner's property tests."""
+"""Random planning problems for property tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BETAS_MS = st.one_of(st.floats(0.001, 0.1), st.floats(0.1, 5.0))
 
 @st.composite
 def specs(draw: st.DrawFn, *, max_samples: int = 8, max_r2: int = 8) -> PlanSpec:
-    """Any spec of at most `max_samples` samples, with all that schedules beyond the paper need."""
+    """Specs of at most `max_samples` samples, with the fields of plans beyond the paper."""
     tokens = draw(st.sampled_from([1.0, 3.5, 1000.0]))
     # Betas per sample, so that no stage is always the slowest.
     per_x = {"attention": 1.0, "shared": 1.0, "expert": tokens, "a2e": tokens, "e2a": tokens}
@@ -47,7 +47,7 @@ def plans(order: Order) -> st.SearchStrategy[Plan]:
 
 @st.composite
 def beyond_plans(draw: st.DrawFn, spec: PlanSpec) -> Plan:
-    """Plans with any mixture of the fields beyond the paper, as far as `spec` carries them."""
+    """Plans with any mixture of fields beyond the paper that `spec` supports."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
     cuts = draw(st.sets(st.sampled_from([0.25, 0.5, 0.6, 0.75]), max_size=2))
     chunks = (*sorted(cuts), 1.0) if cuts else ()
@@ -64,7 +64,7 @@ def beyond_plans(draw: st.DrawFn, spec: PlanSpec) -> Plan:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Schedules of any order, in and beyond the paper."""
+    """Schedules of any order, within and beyond the paper."""
     spec = draw(specs())
     order = draw(st.sampled_from([*Order, None]))
     plan = draw(beyond_plans(spec) if order is None else plans(order))

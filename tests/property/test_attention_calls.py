@@ -1,4 +1,4 @@
-"""The planner counts the calls that attention's kernel plans, without knowing it."""
+"""The planner's count of attention calls against the kernel's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held requests: each goes once, and while any wait every worker is saturated, by one at most."""
+"""The backlog of held requests with simulated workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ taus = st.integers(1, 400)
 
 
 class Front:
-    """A backlog, its router, and workers that hear and tell everything at once."""
+    """A backlog, its router, and workers with immediate reports."""
 
     def __init__(self, tau: int) -> None:
         self.tau = tau
@@ -183,7 +183,7 @@ def test_idle_worker_steals_from_the_end_of_the_longest_queue() -> None:
 
 
 def test_idle_worker_steals_siblings_only_if_waiting_costs_more() -> None:
-    """A prefix of 16 tokens is 304 of work, a row behind it 36."""
+    """A prefix of 16 tokens is 304 units of work, a row behind it 36."""
     prompts = [prompt_of([0] * 4 * BLOCK + [n], n) for n in range(40)]
     for lane, rows, workers in (
         (Lane.FIRST, 6, WORKERS),
@@ -254,8 +254,7 @@ def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
 def test_ls_dispatch_is_independent_of_best_effort_work(
     texts: list[tuple[list[int], bool]], tau: int, steps: list[int]
 ) -> None:
-    """Whether it goes at once, and past how much, by the books of routers that see all requests
-    in the workers' logs, as those of a bulk job do."""
+    """Checked with routers that see all requests in the workers' logs, as with a bulk job."""
     both, alone = Front(tau), Front(tau)
     for index, (tokens, is_ls) in enumerate(texts):
         priority = Priority.LS if is_ls else Priority.BE

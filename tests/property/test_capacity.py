@@ -1,5 +1,4 @@
-"""What the planner says of a group's capacity, from light traffic, against groups that serve all
-they can (simulated): how much would go, and what one more rank adds."""
+"""Capacity predicted from light traffic against simulated saturated groups."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ DECODES = TrafficMix(240.0, 240.0 * 64, 0.0, 0.0, 0.0, MAX_SEQUENCES)
 
 
 def machine(expert_slower: float) -> Hardware:
-    """Three times as slow as `hardware()`, its experts even slower: which group limits."""
+    """Return `hardware()` three times as slow, with even slower experts."""
     costs = ExpertCost(call_ms=0.3, expert_ms=0.06, ms_per_flop=6e-9 * expert_slower)
     return msgspec.structs.replace(hardware(slower=3.0), expert=costs)
 
@@ -59,7 +58,7 @@ SLOW = {"attention limits", "both"}
 
 
 def at_most_per_s(case: Case, ranks: tuple[int, int]) -> float:
-    """Under whichever of some plans does most."""
+    """Return the best rate over some plans."""
     return max(_under(case, ranks, micro_batches) for micro_batches in (1, 2, 4))
 
 
@@ -230,8 +229,7 @@ def test_prefill_worker_predicts_full_batches_from_small_ones() -> None:
 
 
 def test_reference_curve_predicts_faster_full_batches() -> None:
-    """A machine whose products gain with their rows, three times as slow as it was at the start,
-    and 4 ms for each batch beside."""
+    """The machine is three times slower than at start, plus 4 ms per batch."""
 
     def reference_ms(flops: float) -> float:
         return 12.0 * math.pow(flops / 1e9, 0.8)

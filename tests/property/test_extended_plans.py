@@ -1,4 +1,4 @@
-"""Plans beyond the paper, finite batches and ragged ones."""
+"""Plans beyond the paper, for finite and ragged batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_extended_plan_makespan_equals_replay(spec: PlanSpec) -> None:
 
 @pytest.mark.parametrize("max_samples", [5, 7])
 def test_each_token_group_of_each_micro_batch_has_a_token_per_expert(max_samples: int) -> None:
-    """Where token groups start for free, the finest are the best, and nothing else stops them."""
+    """With free token groups the finest are best, and only this rule limits them."""
     stages = {name: Linear(0.0, 1.0) for name in ("expert", "a2e", "e2a")}
     stages["attention"] = Linear(float(max_samples), 1.0)  # so that two micro-batches are best
     spec = PlanSpec(
@@ -128,7 +128,7 @@ def test_lower_bound_of_equal_micro_batches_equals_closed_form(
 
 
 def _splits(samples: int) -> set[tuple[int, ...]]:
-    """Sizes of at most one difference, larger first; or equal ones and a smaller last."""
+    """Return sizes that differ by at most one, larger first, or equal ones and a smaller last."""
     parts = (
         sizes
         for r1 in range(1, samples + 1)
@@ -164,7 +164,7 @@ def test_no_cut_of_a_finite_batch_beats_the_search(spec: PlanSpec, data: st.Data
 
 
 def _token_spec(max_tokens: int) -> PlanSpec:
-    """A sample is a token, as plan_batch has it."""
+    """Return a spec with one token per sample, as for plan_batch."""
     return msgspec.convert(
         {
             "stages": {
@@ -200,7 +200,7 @@ SEQUENCES = st.lists(
 
 
 def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> Schedule:
-    """The plan's schedule, put together again from its fields as an executor would."""
+    """Return the plan's schedule rebuilt from its fields like an executor does."""
     ends = plan.sequence_chunks or (1.0,)
     first = 0
     micro_batches: list[MicroBatchTimes] = []

@@ -1,5 +1,4 @@
-"""Who stands in for lost expert ranks: every expert is somewhere, evenly, and what is cut anew asks
-for the same pairs."""
+"""Failover placements: all experts present, evenly, with the same pairs requested."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from planner.placement.slots import ExpertPlacement, LayerSlots
 
 @st.composite
 def placements(draw: DrawFn) -> Placement:
-    """Of up to five ranks and nine experts, some of them replicated, in two of three layers."""
+    """Up to five ranks and nine experts, some replicated, in two of three layers."""
     ranks, experts = draw(st.integers(2, 5)), draw(st.integers(1, 9))
     generation = draw(st.integers(0, 1000))
     random = draw(st.randoms(use_true_random=False))

@@ -1,4 +1,4 @@
-"""Turns: nothing is lost, nobody is passed over, and nobody has more than his part."""
+"""The fair queue: no loss, no starvation, bounded shares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ costs = st.integers(1, 50)
 
 
 class Waiting(RuleBasedStateMachine):
-    """Random pushes, pops, removals and returns, beside a plain list."""
+    """Random pushes, pops, removals and returns against a plain list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def pop_all(turns: FairQueue[int]) -> list[int]:
 def test_concurrent_waiters_get_equal_service_within_one_item(
     pushed: list[tuple[int, int, int]],
 ) -> None:
-    """Between tenants, and between the requests of one, over any time in which both wait."""
+    """Between tenants and between one tenant's requests, while both wait."""
     turns: FairQueue[int] = FairQueue()
     for item, (tenant, request, cost) in enumerate(pushed):
         turns.push(item, tenant, (tenant, request), cost=cost)
@@ -114,7 +114,7 @@ def test_new_tenant_waits_one_turn_of_each_other_tenant(
 
 
 def test_new_arrivals_never_starve_a_waiting_item() -> None:
-    """With a new request before every turn, the old one still has its part."""
+    """A new request arrives before every turn."""
     for same_tenant in (True, False):
         turns: FairQueue[str] = FairQueue()
         for number in range(8):

@@ -1,4 +1,4 @@
-"""Fits find what made the samples, are not moved by outliers, and never go below zero."""
+"""Fits: recovery of exact models, robustness to outliers, non-negative coefficients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_coefficients_are_never_negative(samples: list[tuple[float, float]]) -> 
 @some
 @given(seeds)
 def test_no_other_non_negative_coefficients_are_nearer(seed: int) -> None:
-    """Under Huber's loss, against 200 neighbours of the optimum; true coefficients may be 0."""
+    """Against 200 neighbours of the optimum under Huber's loss; true coefficients may be 0."""
     random_ = np.random.default_rng(seed)
     features = random_.uniform(0.1, 1.0, (12, 3))
     truth = np.maximum(random_.uniform(-0.5, 1.0, 3), 0.0)

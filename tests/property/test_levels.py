@@ -1,4 +1,4 @@
-"""Items that may go to several ranks, against the lowest level that any division has."""
+"""Levelling of items over ranks against the lowest possible level."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from planner.placement.levels import level_ranks
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[np.ndarray, int]:
-    """Sets of ranks, a bit for each: few or many, of few kinds or many."""
+    """Draw sets of ranks as bits: few or many, of few kinds or many."""
     ranks, kinds = draw(st.integers(1, 8)), draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     each = rng.integers(1, 1 << ranks, kinds)
@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 def test_items_go_to_allowed_ranks_near_the_least_level(
     case: tuple[np.ndarray, int], spread: bool
 ) -> None:
-    """Divided by groups or at once, 1.2 times the least in one case of a hundred."""
+    """About one case in a hundred is above 1.2 times the least."""
     sets_N, ranks = case
     rank_N = level_ranks(sets_N, ranks, spread=spread)
     assert ((sets_N >> rank_N) & 1).all()
@@ -45,7 +45,6 @@ def test_mean_level_is_near_the_least() -> None:
 
 
 def test_items_of_a_rank_are_spread_over_the_batch() -> None:
-    """Each half of 400 items, token group by token group."""
     rank_N = level_ranks(np.full(400, 0b11, np.uint8), 2, spread=True)
     assert [np.bincount(rank_N[first : first + 100]).tolist() for first in range(0, 400, 100)] == [
         [50, 50]
@@ -53,7 +52,7 @@ def test_items_of_a_rank_are_spread_over_the_batch() -> None:
 
 
 def _least(sets_N: np.ndarray, ranks: int) -> float:
-    """What only some ranks may have, shared by these: the most of any ranks."""
+    """Return the maximum over rank sets of the items that only they may take, per rank."""
     times_S, sets = np.bincount(sets_N, minlength=256), np.arange(256)
     return max(
         float(times_S[(sets & ~some & 255) == 0].sum()) / some.bit_count()

@@ -1,5 +1,4 @@
-"""A refit is used only where it foretells later batches better than what it replaces
-(FINDINGS B17)."""
+"""A refit is used only if it predicts later batches better (FINDINGS B17)."""
 
 from __future__ import annotations
 
@@ -36,8 +35,10 @@ seeds = st.integers(0, 2**32)
 
 
 class MisleadingGroup(SimulatedGroup):
-    """Makespans are the machine's; what is reported of a stage is off by a factor of its own, as it
-    is where small packets pass a rested link in a burst, or another program ran for a while."""
+    """A group with true makespans and stage reports that are off by a factor each.
+
+    This occurs if small packets find an idle link, or if another program ran for a while.
+    """
 
     def __init__(self, off: Sequence[float], seed: int, *, shift: float = 1.0) -> None:
         super().__init__(setup_of(QWEN, hardware()), hardware(), noise=0.0, seed=seed)
@@ -76,7 +77,7 @@ def _off(times: Sequence[RowsTime], factor: float) -> list[RowsTime]:
 
 
 def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> list[float]:
-    """Of each batch, before the planner learns from it."""
+    """Return the error of each batch before the planner learns from it."""
     errors = []
     for _ in range(batches):
         batch, experts = group.reports()
@@ -94,7 +95,6 @@ def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> l
 def test_refit_never_predicts_much_worse_than_a_correct_file(
     off: tuple[float, float, float], seed: int
 ) -> None:
-    """FINDINGS B17."""
     refits = OnlinePlanner(setup_of(QWEN, hardware()))
     keeps = OnlinePlanner(setup_of(QWEN, hardware(), refit=False))
     errors_of(refits, MisleadingGroup(off, seed), WARM)
@@ -106,8 +106,7 @@ def test_refit_never_predicts_much_worse_than_a_correct_file(
 @pytest.mark.parametrize("shift", [0.4, 0.6, 1.6, 3.0])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_different_machine_is_followed_from_the_second_trial(shift: float, seed: int) -> None:
-    """FINDINGS B17: what is gained by refitting stays. A line of 64 batches' memory needs some
-    more of them to forget how far off the file was."""
+    """A model with a memory of 64 batches needs some more to forget the file's error."""
     planner = OnlinePlanner(setup_of(QWEN, hardware()))
     group = MisleadingGroup((1.0, 1.0, 1.0), seed, shift=shift)
     before = statistics.median(errors_of(planner, group, 2 * TRIAL_BATCHES))
@@ -119,7 +118,6 @@ def test_different_machine_is_followed_from_the_second_trial(shift: float, seed:
 
 
 def test_file_models_are_selected_again_after_shift_back() -> None:
-    """FINDINGS B17: a refit is given up as it was taken."""
     planner = OnlinePlanner(setup_of(QWEN, hardware()))
     slower = MisleadingGroup((1.0, 1.0, 1.0), 3, shift=2.0)
     errors_of(planner, slower, 200)

@@ -1,4 +1,4 @@
-"""The online planner on a simulated group whose true times are known: warm, cold, drifting."""
+"""The online planner on a simulated group with known times: warm, cold, drifting."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ batches = st.lists(sequences, min_size=1, max_size=24)
 
 
 def traffic(seed: int) -> Iterator[list[Chunks]]:
-    """Batches cut into one to three micro-batches: prompts and decode steps, mixed."""
+    """Yield batches of one to three micro-batches of prompts and decode steps."""
     source = random.Random(seed)
     while True:
         yield [
@@ -56,7 +56,7 @@ def taught(planner: OnlinePlanner, group: SimulatedGroup, batches: int, seed: in
 
 
 def error_of(planner: OnlinePlanner, group: SimulatedGroup, seed: int) -> float:
-    """The median relative error of predicted makespans, on traffic that it has not seen."""
+    """Return the median relative error of predicted makespans on new traffic."""
     errors = []
     for micro_batches, _ in zip(traffic(seed), range(41), strict=False):
         plan = Plan(r1=len(micro_batches))

@@ -1,4 +1,4 @@
-"""Chains kept run by run, against all their blocks, listed."""
+"""Chains of pending blocks against a plain list of all blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ texts = st.lists(st.integers(0, 1), max_size=9)
 
 
 class Chains(RuleBasedStateMachine):
-    """Blocks of one token: short prompts part, meet and end at every block."""
+    """Blocks of one token, so that short prompts diverge and end at every block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""Experts on more or fewer ranks: each is exactly where it must be, evenly, and none moves that
-need not."""
+"""Resized placements: valid, even, with the fewest moves."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ def test_resize_keeps_all_experts_and_even_slots(placement: Placement, ranks: in
 
 
 def fewest(had: list[set[int]], slots: tuple[int, ...], experts: int) -> int:
-    """Experts that must come to some rank, by trying all that ranks could keep."""
+    """Return the fewest experts that must move, by trying all that ranks could keep."""
     ways = [
         [set(kept) for size in range(room + 1) for kept in itertools.combinations(own, size)]
         for own, room in zip(had, slots, strict=True)
@@ -105,7 +104,7 @@ def test_invalid_rank_count_is_rejected() -> None:
 
 
 def test_replicas_are_replaced_by_lost_experts() -> None:
-    """Two ranks have the same, and those go that have the rest."""
+    """Two ranks have equal experts, and the ranks with the others leave."""
     line = (0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7)
     placement = Placement(num_experts=8, slots_per_rank=(4, 4, 2, 2), expert_of_slot=(line,))
     found = resize_placement(placement, 2, generation=1)

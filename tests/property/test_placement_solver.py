@@ -1,4 +1,4 @@
-"""Placements that are solved: what must hold of each, and of the sums that the search keeps."""
+"""Invariants of solved placements and of the search's sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.made_up_routing import any_routing
 
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[LayerRouting, list[int]]:
-    """A sample, and slots per rank: enough, uneven, at most the experts."""
+    """Draw a sample and uneven slots per rank, enough for all experts."""
     experts = draw(st.integers(2, 12))
     ranks = draw(st.integers(1, min(5, experts)))
     top_k = draw(st.integers(1, min(4, experts)))

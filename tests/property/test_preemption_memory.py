@@ -1,4 +1,4 @@
-"""LS never waits for blocks that BE holds, and the books balance."""
+"""LS never waits for blocks that BE holds, and the block counts balance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many prefill workers there should be: under any course of load, and under a constant one."""
+"""Scaling of prefill workers under random and constant loads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ POLL_INTERVAL_S = 0.5
 
 
 class Simulated:
-    """Workers that share a load, in units of a worker's threshold. starting: looks until one that
-    was asked for is there."""
+    """Workers that share a load, in thresholds; starting: steps until a new worker is present."""
 
     def __init__(self, config: ScalingConfig, least: int, start_polls: int = 4) -> None:
         self.policy = UtilizationScaling(config, least)

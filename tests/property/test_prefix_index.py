@@ -1,4 +1,4 @@
-"""The index of all workers' blocks against one set per worker."""
+"""The prefix index against one set per worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closed forms and recurrence against the replay, the replay against the paper's constraints."""
+"""Closed forms and recurrence against the replay, the replay against the constraints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica answers, against every way in which ranks could have been chosen."""
+"""The replica choice against enumerated choices of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXACT = 3  # experts that no rank which is chosen anyway has: up to so many the 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Placement, np.ndarray, int | None]:
-    """A layer with replicas, experts of some tokens, and perhaps a rank that costs nothing."""
+    """Draw a layer with replicas, experts of some tokens, and possibly a free rank."""
     ranks = draw(st.integers(2, 10))  # above 8 sets are wider
     experts = draw(st.integers(ranks, 14))
     extra = draw(st.lists(st.integers(0, 6), min_size=ranks, max_size=ranks).filter(any))
@@ -61,7 +61,7 @@ def test_a_token_goes_to_the_fewest_ranks(case: tuple[Placement, np.ndarray, int
 def test_load_of_busiest_rank_is_within_a_factor_of_the_sequential_rule(
     case: tuple[Placement, np.ndarray, int | None],
 ) -> None:
-    """The factor is above 1.6 in one of 200 cases: few distinct tokens, each many times."""
+    """The factor exceeds 1.6 in one of 200 cases: few distinct tokens, each many times."""
     placement, ids_TK, free_rank = case
     ids_TK = np.repeat(ids_TK, 20 if len(ids_TK) < 13 else 1, axis=0)
     found = _load(placement, _layer(placement).of_pairs(ids_TK, free_rank))
@@ -70,7 +70,7 @@ def test_load_of_busiest_rank_is_within_a_factor_of_the_sequential_rule(
 
 
 def test_mean_load_of_busiest_rank_is_near_the_sequential_rule() -> None:
-    """One case in 40 is over 1.1 times of it: groups are divided at once, not knowing of others."""
+    """One case in 40 exceeds 1.1, because groups are divided independently."""
     ratios = []
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -111,7 +111,6 @@ def test_equal_tokens_get_equal_slots_regardless_of_history(
 
 
 def test_load_is_even_over_many_equal_ranks() -> None:
-    """Two experts, each on 56 ranks: more than a narrow set holds."""
     ranks = 56
     everywhere = LayerSlots([0, 1] * ranks, [(2 * n, 2 * n + 2) for n in range(ranks)])
     slots = everywhere.of_pairs(np.tile([[1, 0]], (ranks * 3, 1)))
@@ -127,7 +126,7 @@ def test_pair_reaches_its_expert_beyond_max_ranks() -> None:
 
 
 def test_token_in_a_large_batch_uses_as_few_ranks_as_alone() -> None:
-    """Many of them lack three experts and more that no one rank has."""
+    """Many tokens lack three or more experts that no single rank has."""
     rng = np.random.default_rng(5)
     placement = replicated(64, [8] * 8, num_layers=1, moe_layers=[0], seed=1)
     twice = [e for e, ranks in enumerate(_holders(placement)) if len(ranks) > 1]
@@ -146,7 +145,7 @@ def _layer(placement: Placement) -> LayerSlots:
 
 
 def _holders(placement: Placement) -> list[set[int]]:
-    """Ranks of each expert."""
+    """Return the ranks of each expert."""
     experts = [set(placement.experts_of(rank)[0]) for rank in range(placement.ranks)]
     return [
         {rank for rank, have in enumerate(experts) if expert in have}
@@ -164,7 +163,7 @@ def _load(placement: Placement, slot_TK: np.ndarray) -> np.ndarray:
 
 
 def _fewest(sets: Sequence[set[int]], ranks: int) -> int:
-    """Ranks that have one of each set."""
+    """Return the size of a smallest set with a rank of each set."""
     for count in range(ranks + 1):
         for chosen in itertools.combinations(range(ranks), count):
             if all(one.intersection(chosen) for one in sets):
@@ -173,7 +172,7 @@ def _fewest(sets: Sequence[set[int]], ranks: int) -> int:
 
 
 def _greedy(sets: Sequence[set[int]]) -> Iterator[int]:
-    """How many ranks the rule takes, for every way to break its ties."""
+    """Yield the rule's number of ranks for every way to break ties."""
     if not sets:
         yield 0
         return
@@ -185,7 +184,7 @@ def _greedy(sets: Sequence[set[int]]) -> Iterator[int]:
 
 
 def _in_turn(placement: Placement, ids_TK: np.ndarray, free_rank: int | None) -> np.ndarray:
-    """The rule as it is written, token by token."""
+    """Return slots by the rule applied token by token."""
     holders, load = _holders(placement), [0] * placement.ranks
     slot_of = {
         (rank, expert): low + placement.experts_of(rank)[0].index(expert)

@@ -1,4 +1,4 @@
-"""Routers under random use: exact books, the paper's choice, and one truth for all of them."""
+"""Routers under random use: exact loads, the paper's choice, agreement of all routers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def new_router(number: int) -> Router:
 
 
 class Cluster(RuleBasedStateMachine):
-    """Routers place prompts; prompts reach workers, and reports reach routers, late and in any
-    order between workers, some of them twice; workers cache, evict, cancel, die and come back."""
+    """Routers place prompts; prompts and reports arrive late, in any order between workers.
+
+    Some reports arrive twice. Workers cache, evict, cancel, die and return.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Cluster(RuleBasedStateMachine):
                 assert own <= sum(quadratic_work(0, p.prompt_tokens) for p in waiting)
 
     def teardown(self) -> None:
-        """Everything arrives and ends: all routers are of one mind, and nothing is left over."""
+        """Deliver everything and end all requests: routers agree and nothing is left."""
         for number, prompt in self.travelling:
             self.workers[number].accept(prompt)
         self._receive_all()
@@ -148,21 +150,21 @@ class Cluster(RuleBasedStateMachine):
                 self.received[number][worker.number] = len(worker.log)
 
     def _unaccepted(self, number: int, worker: int) -> list[Prompt]:
-        """This router's prompts for that worker of whose arrival it has not heard."""
+        """Return this router's prompts for the worker without a received acceptance."""
         unreceived = self.workers[worker].log[self.received[number][worker] :]
         arrived = [prompt for report in unreceived for prompt in report.accepted]
         sent = [prompt for target, prompt in self.travelling if target == worker]
         return [prompt for prompt in [*arrived, *sent] if prompt.key.router == number]
 
     def _queued(self, number: int, worker: int) -> int:
-        """Work that no batch computes, as far as this router has heard."""
+        """Return the work in no running batch, by the reports this router received."""
         opened = self.routers[number].snapshot(worker).requests
         running = [r for r in opened if r.until_tokens > r.done_tokens]
         under_way = sum(quadratic_work(r.done_tokens, r.until_tokens) for r in running)
         return self.routers[number].load(worker) - under_way
 
     def _paper_choice(self, number: int, prompt: Prompt) -> RouteDecision | None:
-        """The cascade, spelled out over sets."""
+        """Return the choice of the cascade, computed over sets."""
         router, options = self.routers[number], []
         for worker in range(WORKERS):
             snapshot = router.snapshot(worker)

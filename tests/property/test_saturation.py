@@ -1,4 +1,4 @@
-"""Threshold and work: Eq. 1 to 3 of MoE-Prefill against each other and against plain counting."""
+"""Eq. 1 to 3 of MoE-Prefill against each other and against plain counting."""
 
 from __future__ import annotations
 

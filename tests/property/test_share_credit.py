@@ -1,5 +1,4 @@
-"""The bounds of docs/notation.md ("Two classes on one rank"), on random schedules: what best-effort
-work gets, what it takes from the other class, when it is held, and who goes first."""
+"""Bounds of docs/notation.md ("Two classes on one rank") on random schedules."""
 
 from __future__ import annotations
 
@@ -17,8 +16,10 @@ seeds = st.integers(0, 2**32)
 
 
 class Account:
-    """Of one rank. longest_be_s, others_s: q and u, so far. BE is served from a choice of it to the
-    next choice, or to the end of its last slice there."""
+    """Accounts of one rank; longest_be_s, others_s: q and u so far.
+
+    BE is served from its choice to the next choice, or to the end of its last slice there.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.share = rank, rank.world.load.share
@@ -32,7 +33,7 @@ class Account:
 
     @property
     def room_s(self) -> float:
-        """f times the latency of a visit."""
+        """Return f times the latency of a visit."""
         return self.share * self.others_s + (1 - self.share) * self.longest_be_s
 
     def record_choice(self, seen: Chosen, counts: Counter[str]) -> None:
@@ -124,7 +125,7 @@ def is_late(seen: Chosen) -> bool:
 
 
 class Watch:
-    """Both accounts, and the passes of BE: one at a time, in the order in which they came."""
+    """Both accounts and the passes of BE, one at a time in order of arrival."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts

@@ -1,4 +1,4 @@
-"""The solver against every plan there is, and what must hold of any solution."""
+"""The solver against all plans, and invariants of its solutions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_higher_limits_are_never_slower(spec: PlanSpec, factor: int) -> None:
 
 @given(specs(max_samples=12, max_r2=12), st.data())
 def test_no_order_of_any_plan_beats_the_lower_bound(spec: PlanSpec, data: st.DataObject) -> None:
-    """Not even one that no policy of ours would run: any choice among the tasks that can run."""
+    """Any choice among runnable tasks, even by no policy of ours."""
     ma = data.draw(st.integers(1, spec.max_samples))
     r1 = data.draw(st.integers(1, spec.max_samples // ma))
     r2 = data.draw(st.integers(1, spec.max_r2))

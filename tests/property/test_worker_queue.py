@@ -1,4 +1,4 @@
-"""Lanes of a line: order within each, and nobody waits for the whole of another."""
+"""Lanes of a worker queue: order within each and alternation between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def drained(line: WorkerQueue) -> list[RequestKey]:
 
 @few
 def next_of(line: WorkerQueue) -> RequestKey | None:
-    """As a worker that takes both classes asks."""
+    """Return the next request for a worker that takes both classes."""
     key = line.first()
     return line.later() if key is None else key
 

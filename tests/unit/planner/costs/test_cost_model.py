@@ -1,4 +1,4 @@
-"""Stage models from a model's shape: FLOPs, bytes, the paper's factors, counted independently."""
+"""Stage models from a model's shape, against independent counts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_link_time_is_eq_4_in_elements_for_the_printed_splits() -> None:
 
 
 def test_attention_time_is_eq_1_for_multi_head_attention() -> None:
-    """Up to the diagonal of the mask, and the router, which the paper leaves out."""
+    """Up to the diagonal of the mask and the router, which the paper leaves out."""
     heads, d, tokens, model_dim = 32, 128, 4096, 4096
     mha = shape(
         QWEN3_235B, num_attention_heads=heads, num_key_value_heads=heads, num_experts=8,

@@ -1,4 +1,4 @@
-"""How many samples fit, and that what an error advises would fit."""
+"""Number of samples that fit, and the advice of its errors."""
 
 from __future__ import annotations
 

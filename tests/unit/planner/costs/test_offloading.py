@@ -1,4 +1,4 @@
-"""What a token takes where experts are read."""
+"""Token times with experts read on demand or ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch of prompts takes each way, against sums made by hand."""
+"""Prefill batch times per mode against hand-made sums."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def group(
 
 
 def placed(remote_copies: float, load: float = 1.0) -> RoutingShape:
-    """On two workers; remote_copies: that leave a token's own worker."""
+    """Return routing on two workers; remote_copies: copies that leave a token's worker."""
     share = RankShare(0.7, 8.0)
     at_home = 2 - remote_copies / 0.7
     return RoutingShape((Spread(2, 8, share, RankShare(0.7, 8.0 * load), at_home),))
@@ -78,8 +78,7 @@ def test_gathered_batch_waits_for_all_layers_but_the_first() -> None:
 
 
 def test_exchange_sends_remote_copies_both_ways() -> None:
-    """0.5 remote copies a token: rows both ways; with them as much of the pairs' metadata, of
-    which half would go if tokens lived anywhere."""
+    """0.5 remote copies a token, with the metadata of its pairs."""
     pairs = 100 * 2 / 2 * (0.5 / 0.7)
     moved_ms = (2 * 100 * 0.5 * ROW_BYTES + 8 * pairs) * SLOW
     found = 1e3 * batch_seconds(
@@ -89,7 +88,7 @@ def test_exchange_sends_remote_copies_both_ways() -> None:
 
 
 def test_exchange_overlaps_half_batches() -> None:
-    """On a link that takes as long as computing, two halves take little more than one of both."""
+    """On a link that takes as long as compute."""
     fast = group(1e-12, model=QWEN, workers=8)
     batch = [(0, 4096)] * 4
     alone_s = batch_seconds(PrefillMode.ALL_TO_ALL, batch, fast)
@@ -105,8 +104,7 @@ def test_exchange_overlaps_half_batches() -> None:
     ids=["contiguous", "grouped and routed"],
 )
 def test_break_even_matches_measurements(routing: RoutingShape, tokens: int) -> None:
-    """Measured there: a layer's bytes, rows only. Here the first layer is there already, and each
-    pair has 8 bytes more."""
+    """Measured: a layer's bytes, rows only. Here the first layer is present, pairs add 8 bytes."""
     found = break_even_tokens(
         group(SLOW, routing=routing), PrefillMode.GATHERED, PrefillMode.ALL_TO_ALL
     )

@@ -1,4 +1,4 @@
-"""Copies and load in place of uniform routing: what they do to links, experts and memory."""
+"""Effects of copies and load on links, experts and memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ def test_uniform_routing_matches_the_formulas_exactly(small: ModelShape, ag: int
 
 
 def test_fewer_copies_shorten_the_link_with_many_expert_ranks() -> None:
-    """An attention rank sends every copy of its tokens, whichever rank is busiest."""
     deployment = split(2, 4)
     times = [
         link_model(LINK, QWEN, deployment, "e2a", spread(copies, 1.3)).beta_ms
@@ -106,8 +105,7 @@ def test_mean_of_layers() -> None:
     st.floats(0, 1e4),
 )
 def test_stages_of_the_mean_equal_mean_stages(layers: list[tuple[float, float]], me: float) -> None:
-    """Why means may stand for layers: every stage's time is linear in copies and load. (The larger
-    of two bounds, a link's, is convex: its mean is no less.)"""
+    """Every stage's time is linear in copies and load; a link's bound is convex."""
     routing = RoutingShape(tuple(spread(*each) for each in layers))
     each = [stage_models(QWEN, H200, split(4, 4), spread=one) for one in routing.layers]
     mean = stage_models(QWEN, H200, split(4, 4), spread=routing.mean)

@@ -1,4 +1,4 @@
-"""Specs of planning problems: what is refused, and with which words."""
+"""Validation of planning problems."""
 
 from __future__ import annotations
 

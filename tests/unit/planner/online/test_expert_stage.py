@@ -1,5 +1,4 @@
-"""Calls of experts read the weights that their tokens want, each once: what light traffic says of
-full batches."""
+"""Expert call models: small calls predict full batches."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def taught(rows: tuple[int, ...], slower: float = 1.0, stage: ExpertStage | None
 
 
 def test_small_calls_and_a_rare_prompt_predict_full_calls() -> None:
-    """A line through them says half as much again."""
+    """A line through them would be half too high."""
     stage = taught((1,) * 20 + (2,) * 6 + (3, 4) * 3 + (40, 70))
     line = stage.around(64.0)
     assert line is not None

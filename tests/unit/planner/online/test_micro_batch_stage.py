@@ -1,5 +1,4 @@
-"""What a micro-batch costs an attention rank beside its attention: logits, packets to further
-expert ranks."""
+"""Costs of a micro-batch beside its attention: logits and packets."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ def nothing(start: int, stop: int) -> float:
 
 
 def taught() -> MicroBatchStage:
-    """4 ms and 0.4 a sequence to finish it, 0.5 ms and 0.01 a token to send it."""
+    """Return a stage with 4 ms + 0.4 per sequence to finish, 0.5 ms + 0.01 per token to send."""
     stage = MicroBatchStage(LAYERS)
     for _ in range(60):
         for rows in (1, 4, 16, 32):

@@ -1,4 +1,4 @@
-"""What the planner knows of a group whose number of ranks changes, on a simulated one."""
+"""The planner on a simulated group whose number of ranks changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG = hardware(3.0)  # a file of a machine half as fast
 
 
 def batch(source: random.Random) -> list[Chunks]:
-    """One or two micro-batches of prompts and decode steps."""
+    """Return one or two micro-batches of prompts and decode steps."""
     return [
         [(start, start + source.choice((1, 16, 256))) for start in source.choices((0, 500), k=4)]
         for _ in range(source.randint(1, 2))
@@ -36,7 +36,7 @@ def taught(planner: OnlinePlanner, group: SimulatedGroup, batches: int) -> None:
 
 
 def error_of(planner: OnlinePlanner, group: SimulatedGroup) -> float:
-    """The median relative error of what it foretells."""
+    """Return the median relative error of predicted makespans."""
     source, errors = random.Random(7), []
     for _ in range(21):
         micro_batches = batch(source)
@@ -49,7 +49,7 @@ def error_of(planner: OnlinePlanner, group: SimulatedGroup) -> float:
 
 
 def stages_over_truth(planner: OnlinePlanner, group: SimulatedGroup) -> list[float]:
-    """Of experts and both ways of the links, for a batch of some hundred tokens."""
+    """Return ratios to the true times of experts and both links, for 256 tokens."""
     true = group.spec()
     me = 256 * true.tokens_per_expert_per_sample
     found = planner._following.spec(256)
@@ -73,7 +73,7 @@ def stages_over_truth(planner: OnlinePlanner, group: SimulatedGroup) -> list[flo
 def test_measurements_carry_over_to_the_next_size(
     model: ModelShape, known: Hardware | None, size: tuple[int, int]
 ) -> None:
-    """As well as for the one before: times are a twentieth above the truth in the mean."""
+    """Measured times are on average a twentieth above the truth."""
     setup = setup_of(model, known)
     planner = OnlinePlanner(setup)
     taught(planner, SimulatedGroup(setup, hardware(1.5), noise=NOISE, seed=1), 60)

@@ -1,4 +1,4 @@
-"""Stage models know where experts stand: makespans follow a change before refit does."""
+"""Stage models and the spread of tokens over expert ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_links_use_busiest_rows_and_experts_busiest_pairs() -> None:
 
 @pytest.mark.parametrize("learned_under", [UNIFORM, GROUPED])
 def test_learned_models_hold_under_another_placement(learned_under: Spread) -> None:
-    """An expert rank takes 0.1 ms and 0.01 ms a pair; its calls' rows are what it reports."""
+    """An expert call takes 0.1 ms and 0.01 ms per pair."""
     models = OnlineModels(SETUP)
     models.spread_over(learned_under)
     mean = learned_under.mean
@@ -62,7 +62,7 @@ def test_learned_models_hold_under_another_placement(learned_under: Spread) -> N
 
 
 def test_copy_time_is_its_share_of_the_link() -> None:
-    """Tokens of one attention rank to 2 expert ranks: all copies pass its link."""
+    """One attention rank and 2 expert ranks: all copies use its link."""
     unit = OnlineModels(SETUP).unit_ms()
     assert unit is not None
     row_bytes = 192 * 2

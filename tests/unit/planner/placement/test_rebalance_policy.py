@@ -1,4 +1,4 @@
-"""When experts follow the traffic: steps that pay and fit, numbers used once, no thrashing."""
+"""Rebalancing: steps that pay and fit, unique generations, no thrashing."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def paths_of(kind: str, tokens: int, seed: int) -> NDArray[np.int16]:
 
 
 def routing_of(*kinds: str, tokens: int = 2048, per_s: float = 2000.0) -> WindowRouting:
-    """Equally long runs, one after the other."""
+    """Return equally long runs of each kind."""
     each = [paths_of(kind, tokens // len(kinds), seed) for seed, kind in enumerate(kinds)]
     paths_PLK = np.concatenate(each)
     return WindowRouting(E, per_s, np.arange(len(paths_PLK), dtype=np.int32) % 50, paths_PLK)
 
 
 def placement(*, spare: int = 0, ranks: int = 2) -> Placement:
-    """In order; layer 0 has no experts; spare slots have the first experts that a rank lacks."""
+    """Return experts in order; layer 0 has none; spare slots have the first missing experts."""
     share = E // ranks
     line: list[int] = []
     for rank in range(ranks):
@@ -77,7 +77,7 @@ def copies(kind: str, placed: Placement) -> float:
 
 
 def loads_of(before: Placement, after: Placement) -> list[int]:
-    """Experts that each rank brings in."""
+    """Return the experts that each rank loads."""
     return [
         sum(
             len(set(new) - set(before.experts_of(rank)[layer]))
@@ -117,7 +117,7 @@ def test_gain_on_the_newer_half_alone_moves_nothing() -> None:
     ids=["much traffic", "hardly any traffic", "too soon"],
 )
 def test_move_must_save_more_than_it_costs(per_s: float, payback_s: float, moves: bool) -> None:
-    """Two experts of 1 MB for a rank and layer take 20 ms to bring in."""
+    """Loading two experts of 1 MB per rank and layer takes 20 ms."""
     config = PlacementConfig(rebalance="continuous", payback_s=payback_s)
     costs = COSTS._replace(expert_bytes=1_000_000)
     step = find_rebalance_step(
@@ -188,7 +188,7 @@ def test_unreached_layers_are_unchanged() -> None:
 
 
 class Clockwork:
-    """A group whose moves take `move_s`, and a policy, on a clock of its own."""
+    """A group whose moves take `move_s`, and a policy, on a simulated clock."""
 
     def __init__(self, config: PlacementConfig = CONFIG, move_s: float = 0.5) -> None:
         self.window = RoutingWindow(E, LAYERS, K, vocab_size=50)

@@ -1,4 +1,4 @@
-"""Copies, load and locality of a placement, by hand."""
+"""Copies, load and locality of hand-made placements."""
 
 from __future__ import annotations
 

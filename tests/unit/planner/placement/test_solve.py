@@ -1,4 +1,4 @@
-"""The solver of placements on samples whose best placement is known, and on poor samples."""
+"""The placement solver on samples with known optimum, and on poor samples."""
 
 from __future__ import annotations
 
@@ -50,8 +50,7 @@ def test_planted_groups_are_found(experts: int, groups: int, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_many_experts_per_rank_are_balanced_finely(seed: int) -> None:
-    """16 on each of 4 ranks, hot experts side by side: in order the busiest has half as much
-    again."""
+    """16 experts on each of 4 ranks, hot ones adjacent: in order the load is about 1.5."""
     rng = np.random.default_rng(seed)
     weight_E = np.repeat([3.0, 1.5, 1.0, 0.5], 16) * rng.uniform(0.5, 1.5, 64)
     score_PE = np.log(weight_E) + rng.gumbel(size=(5000, 64))
@@ -115,7 +114,7 @@ def test_start_changes_only_if_it_pays_and_within_max_moves() -> None:
 
 
 def _price(measured: Measured) -> float:
-    """Of a token of two experts on four ranks."""
+    """Return the price per token of two experts on four ranks."""
     objective = Objective(usual_costs(2, 4), 1.0, 2.0, 4)
     return float(objective.price(measured.copies, measured.load / 2))
 

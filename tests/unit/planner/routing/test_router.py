@@ -1,4 +1,4 @@
-"""The router's cascade in plain cases, and what it says to a log that cannot be."""
+"""The router's cascade in simple cases, and invalid logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits of N devices, and whether to split at all."""
+"""Splits of N devices against no split."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_advice_names_a_slow_link() -> None:
 
 
 def test_advice_is_to_split_if_only_a_split_fits() -> None:
-    """Each device alone would hold attention and a share of the experts; in groups, only one."""
+    """Without a split each device holds attention and a share of the experts."""
     model = shape(DEEPSEEK_V2, num_hidden_layers=12, moe_intermediate_size=2048)
     small = Workload(model, H200, 8, 512, 0, 18.0 * GIB)
     verdict = search(small, best)

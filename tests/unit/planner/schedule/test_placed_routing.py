@@ -1,5 +1,4 @@
-"""From a sample of routing and a placement to what the cost models take; plans of layers that
-differ."""
+"""Routing shapes from samples and placements; plans of different layers."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def routing_of(sets: object, experts: int) -> LayerRouting:
 
 
 def test_spread_of_hand_made_sample() -> None:
-    """Four tokens, experts 0 1 | 2 3: the second rank has 3 of 4 tokens and 5 of 8 pairs."""
+    """Experts 0 1 | 2 3: the second rank has 3 of 4 tokens and 5 of 8 pairs."""
     routing = routing_of([[0, 1], [2, 3], [3, 2], [0, 3]], 4)
     spread = spread_of(routing, LayerSlots(range(4), [(0, 2), (2, 4)]))
     assert spread.copies == 5 / 4
@@ -53,8 +52,7 @@ def test_spread_matches_placement_measure(seed: int, tokens: int, ranks: int) ->
 
 
 def test_at_home_counts_copies_on_the_tokens_rank() -> None:
-    """Expert 0 is on both ranks; tokens 0 and 2 live on the first, 1 and 3 on the second. One of
-    four copies leaves, that of the third token for expert 3, instead of half of them."""
+    """Expert 0 is on both ranks, token t lives on rank t % 2: one of four copies leaves."""
     routing = routing_of([[0, 1], [0, 2], [0, 3], [0, 2]], 4)
     spread = spread_of(routing, LayerSlots([0, 1, 0, 2, 3], [(0, 2), (2, 5)]))
     assert spread.copies == 4 / 4
@@ -97,8 +95,7 @@ def spec(one: StageModels, layers: int) -> PlanSpec:
 def test_equal_layers_match_one_schedule(
     costs: list[float], r1: int, r2: int, order: Order
 ) -> None:
-    """And a layer that differs is no shorter than all of the cheapest, no longer than all of the
-    dearest."""
+    """Different layers lie between all of the cheapest and all of the most expensive."""
     plan = Plan(r1=r1, r2=r2, ma=2, order=order)
 
     def alike(cost: float) -> float:
@@ -123,7 +120,7 @@ def test_equal_layers_match_one_schedule(
 def test_mean_of_layers_underestimates_alternating_bottlenecks(
     micro_batches: int, costs: tuple[float, float], least: float, most: float
 ) -> None:
-    """ms of experts per sample, in turns; attention takes 1.5."""
+    """costs: ms of experts per sample, alternating; attention takes 1.5."""
     layers = tuple(stages(cost) for cost in costs) * 20
     mean = spec(stages(sum(costs) / 2), 40)
     plan = Plan(ma=2, r1=micro_batches)
@@ -133,7 +130,7 @@ def test_mean_of_layers_underestimates_alternating_bottlenecks(
 
 
 def test_split_with_uneven_layers_is_slower_than_its_mean_predicts() -> None:
-    """As many busy layers as idle ones; links of no length."""
+    """As many busy layers as idle ones; links take no time."""
 
     def layers(*loads: float) -> RoutingShape:
         share = RankShare(0.6, 128 / 5)

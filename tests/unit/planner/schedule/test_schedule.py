@@ -1,4 +1,4 @@
-"""Plans with their times, and replays worked out by hand."""
+"""Schedules of plans and hand-made replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each constraint of FinDEP's Eq. 5, violated by itself."""
+"""Violations of each constraint of FinDEP's Eq. 5."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES = MicroBatchTimes(4.0, 2.0, (GroupRun(1, 3.0, 5.0, 1.0),))
 
 
 def timeline(schedule: Schedule, **starts_ms: float) -> list[TaskSpan]:
-    """One micro-batch through one layer, with the given starts by stage."""
+    """Return one micro-batch's spans in one layer with the given starts."""
     lengths_ms = {"attention": 4.0, "shared": 2.0, "a2e": 3.0, "expert": 5.0, "e2a": 1.0}
     resources = (ATTENTION_GROUP, ATTENTION_GROUP, A2E_LINK, EXPERT_GROUP, E2A_LINK)
     return [

@@ -1,4 +1,4 @@
-"""When another batch is formed."""
+"""Batching policies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from planner.scheduling.batching import (
 
 
 class View(NamedTuple):
-    """Batches of one class; of each, how many of its 8 layers are left."""
+    """Live batches of one class, by the remaining ones of 8 layers."""
 
     left: tuple[int, ...]
     layers: int = 8
@@ -75,7 +75,7 @@ def test_batch_joins_within_the_layer_limit(left: tuple[int, ...], forms: bool) 
 
 
 class Classes(NamedTuple):
-    """Sequences of each class, and what is live."""
+    """Sequences of each class and live batches."""
 
     ls: int
     be: int

@@ -1,4 +1,4 @@
-"""How fast a queue drains, and what is made of it."""
+"""Drain rate of a queue and Retry-After."""
 
 from __future__ import annotations
 

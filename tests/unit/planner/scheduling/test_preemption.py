@@ -1,4 +1,4 @@
-"""The choice at a yield, by hand; on random schedules: tests/property/test_share_credit.py."""
+"""Preemption in simple cases; random schedules: tests/property/test_share_credit.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def last(ready: Sequence[Work]) -> Work:
 
 
 class Rig:
-    """A choice of share 0.25 and its clock."""
+    """A preemption policy with share 0.25, and its clock."""
 
     def __init__(self, be_share: float = 0.25) -> None:
         self.on_blocked: list[float] = []
@@ -106,8 +106,7 @@ def test_live_passes_are_read_only_when_be_may_be_held() -> None:
 
 
 def test_dropped_work_earns_no_credit_and_no_hold() -> None:
-    """An expert rank loses the attention rank whose work waits, and is asked for nothing for long:
-    without `forget` what comes then would keep LS waiting for as long again."""
+    """An expert rank loses the attention rank of its waiting work and idles for an hour."""
     for live in ((), (LATE,)):
         rig = Rig()
         rig.pick(*(() if live else (LS,)), BE, live=live)

@@ -1,4 +1,4 @@
-"""Clients that were told to come again."""
+"""Reservations of rejected clients."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def test_reservations_of_one_tenant_delay_another_by_one_turn() -> None:
 def test_queued_ahead_equals_a_walk_over_all_reservations(
     given_: list[tuple[int, int, int]], keep_all: bool
 ) -> None:
-    """Beside a walk over all that was promised."""
     book, amounts = RetryReservations(), dict[tuple[int, int], int]()
     for tenant, request, amount in given_:
         if keep_all or (tenant, request) not in amounts:
@@ -107,7 +106,7 @@ def all_alike(promises: int) -> list[int]:
 
 
 def all_different(promises: int) -> list[int]:
-    """1, 2, 3, ... as many promises to each tenant: the most lengths that there can be."""
+    """Return 1, 2, 3, ... reservations per tenant: the most different counts."""
     lengths = list(range(1, promises))
     while sum(lengths) > promises:
         lengths.pop()

@@ -1,4 +1,4 @@
-"""Averages by kind and size."""
+"""Predicted task times by kind and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may use: held in the long run, whatever it does meanwhile."""
+"""Rate limits with bursts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy of one's own: how it is found, and what becomes of one that fails."""
+"""Loading of user policies and fallback on failure."""
 
 from __future__ import annotations
 
