@@ -28,7 +28,7 @@ from contracts.config import TandemConfig
 from contracts.loading import load_config
 from contracts.messages import Failed, Submit
 from contracts.ranks import RankStatus
-from tests.support.stub_executor import StubExecutor
+from tests.support.stub_rank import StubExecutor
 
 pytestmark = pytest.mark.ray
 

@@ -194,9 +194,9 @@ def _logprob(token_id: int, top: int) -> TokenLogprob:
     return TokenLogprob(token_logprob(token_id), others)
 
 
-def scored(submit: Submit) -> Scored:
+def scored(submit: Submit, cached_tokens: int = CACHED_TOKENS) -> Scored:
     """Return scores that depend on the token ids only."""
-    usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=CACHED_TOKENS)
+    usage = Usage(prompt_tokens=len(submit.token_ids), cached_tokens=cached_tokens)
     logits = logprobs = tops = None
     if submit.candidates is not None:
         logits = [token_logprob(token_id) for token_id in submit.candidates]
