@@ -15,8 +15,14 @@ import actors.gather.peer_dialer
 from actors.gather.peer_source import PeerSource
 from models.experts.expert_store import ExpertBuffer
 from tests.support.group_harness import group_config, until
-from tests.support.prefill_workers import assert_layer, make_source, new_buffer, worker_spec
-from tests.support.weights_peer import Peer, peer_process
+from tests.support.prefill_workers import (
+    Peer,
+    assert_layer,
+    make_source,
+    new_buffer,
+    peer_process,
+    worker_spec,
+)
 
 Checkpoints = Callable[..., Path]
 SEEN_WITHIN_S = 10.0
