@@ -21,7 +21,7 @@ from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.support.documented import DOCUMENTS, ROOT, Command, commands_of, documented
-from tests.support.documented_table import TESTED, is_name, tested_in
+from tests.support.documented_table import TESTED, file_running, is_name
 
 Run = Callable[[str], subprocess.CompletedProcess[str]]
 COMMANDS = documented()
@@ -81,7 +81,7 @@ def test_every_documented_command_is_in_the_table() -> None:
     unknown = [
         f"{command.document}:{command.line}: {command.text or command.language}"
         for command in COMMANDS
-        if tested_in(command) is None
+        if file_running(command) is None
     ]
     assert not unknown, f"add them to tests/support/documented_table.py: {unknown}"
 
@@ -171,5 +171,5 @@ serve run x &              (then)
 
 
 def test_unlisted_command_is_reported() -> None:
-    assert tested_in(Command("README.md", 1, "tandem fly --away")) is None
-    assert tested_in(Command("README.md", 1, "", "rust")) is None
+    assert file_running(Command("README.md", 1, "tandem fly --away")) is None
+    assert file_running(Command("README.md", 1, "", "rust")) is None

@@ -60,7 +60,7 @@ UNTESTED = (
 BLOCKS = {"python": SERVED, "yaml": HERE}
 
 
-def tested_in(command: Command) -> str | None:
+def file_running(command: Command) -> str | None:
     """Return the file that runs the command, "" if it is not run, or None if it is not listed."""
     if command.language:
         return BLOCKS.get(command.language)
