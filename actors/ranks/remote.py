@@ -27,7 +27,7 @@ _STATUS, _QUERIES = "status", "looks"
 # Calls answered while another one, such as `connect`, runs. `status` has its own thread, because
 # supervisors use it as the liveness check.
 _GROUP_OF = {"status": _STATUS} | dict.fromkeys(
-    ("metrics", "spans", "clock_s", "trace", "identity", "leave", "place", "placed"), _QUERIES
+    ("metrics", "spans", "clock_s", "trace", "identity", "drain", "place", "placed"), _QUERIES
 )
 
 

@@ -169,12 +169,12 @@ def _wait_drained(member: Member, until_s: float, closing: threading.Event) -> N
     """
     within_s = max(0.0, until_s - time.monotonic())
     last_s = time.monotonic() + within_s + LATE_S
-    leave_reply = member.handle.call("leave", within_s)
+    drain_reply = member.handle.call("drain", within_s)
     while not closing.wait(POLL_PERIOD_S) and time.monotonic() < last_s:
         try:
             status: RankStatus = member.handle.call("status").result(REPLY_TIMEOUT_S)
-            if leave_reply.done():
-                leave_reply.result()
+            if drain_reply.done():
+                drain_reply.result()
         except FutureTimeoutError:
             continue
         except (TandemError, RayError) as error:

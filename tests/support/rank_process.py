@@ -37,7 +37,7 @@ _ARGUMENTS: dict[str, msgspec.json.Decoder[Any]] = {
     "join_planner": msgspec.json.Decoder(str),
     "pin_plan": msgspec.json.Decoder(Plan | None),
     "trace": msgspec.json.Decoder(float),
-    "leave": msgspec.json.Decoder(float),
+    "drain": msgspec.json.Decoder(float),
     "resize": msgspec.json.Decoder(int),
 }
 _RESULTS: dict[str, msgspec.json.Decoder[Any]] = {

@@ -52,7 +52,7 @@ class StartedRank(RayRank):
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         self.calls.append((method, *arguments))
-        leaves = bool(self.calls_of("leave"))
+        leaves = bool(self.calls_of("drain"))
         if leaves and self.hangs:
             return Future()
         if leaves and self.dies:

@@ -110,7 +110,7 @@ def running(**requested: int) -> ScaleState:
 
 def assert_drained(rank: StartedRank) -> None:
     calls = [each[0] for each in rank.calls]
-    assert calls.index("leave") < calls.index("stop")
+    assert calls.index("drain") < calls.index("stop")
 
 
 def test_added_ranks_serve_and_removed_ones_leave_first(rig: Rig) -> None:
@@ -126,7 +126,7 @@ def test_added_ranks_serve_and_removed_ones_leave_first(rig: Rig) -> None:
     assert rig.killed == ["attention-2", "attention-1"]
     for name in rig.killed:
         assert_drained(rig.rank(name))
-        assert rig.rank(name).calls_of("leave")[0][0] <= 0.1
+        assert rig.rank(name).calls_of("drain")[0][0] <= 0.1
     assert rig.released == [["attention-2"]], "the other bundle is of the launch"
     assert [step for step in state.steps if step.endswith("; its seat is kept (CPU=0.5)")]
     rig.free = 0.0
@@ -197,7 +197,7 @@ def test_rank_removed_during_its_replacement_does_not_return(rig: Rig) -> None:
     wait(lambda: len(rig.started) == 5 and rig.started[4].spec is not None, "it was not replaced")
     assert rig.scale(attention_ranks=3).state == "done"
     assert rig.scale(attention_ranks=1).state == "done"
-    assert not rig.started[1].calls_of("leave"), "its process is lost"
+    assert not rig.started[1].calls_of("drain"), "its process is lost"
     held.set_result(rig.started[4].ready)
     replacing.join(20.0)
     assert not replacing.is_alive()
