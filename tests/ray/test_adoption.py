@@ -1,4 +1,4 @@
-"""A launcher that is killed: another one takes its ranks over, and without one they end."""
+"""Adoption of ranks by a restarted launcher, and the end of orphans."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.support.ray_support import own_ray, processes_of, rank_pids
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEADLINE_S = 90.0
-ALONE_S = 45.0
+ORPHAN_TIMEOUT_S = 45.0
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """For all tests of this file, in order: the last one ends it."""
+    """Return a server for all tests, in order; the last one ends it."""
     settings = [
         "model.dtype=float32",
         "groups.ingress_replicas=2",
         "groups.ready_timeout_s=100",
-        f"groups.orphan_timeout_s={ALONE_S}",
+        f"groups.orphan_timeout_s={ORPHAN_TIMEOUT_S}",
         "kv.pool_tokens=16384",
         f"http.port={free_port()}",
     ]
@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def stream(served: RunningServer) -> Iterator[str]:
-    """The texts of a generation of a few seconds; always the same."""
+    """Yield the texts of a deterministic generation that takes seconds."""
     client = openai.OpenAI(
         base_url=f"{served.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0
     )
@@ -63,21 +63,21 @@ def stream(served: RunningServer) -> Iterator[str]:
     return (piece.choices[0].text for piece in answer)
 
 
-def test_a_killed_launcher_is_started_again_and_takes_its_ranks_over(served: RunningServer) -> None:
+def test_restarted_launcher_adopts_ranks(served: RunningServer) -> None:
     whole = "".join(stream(served))
-    begun = stream(served)
-    text = next(begun)
+    running = stream(served)
+    text = next(running)
     (launcher,) = processes_of("Groups")
     os.kill(launcher.pid, signal.SIGKILL)
     until(lambda: [one.pid for one in processes_of("Groups")] not in ([], [launcher.pid]))
-    assert text + "".join(begun) == whole
+    assert text + "".join(running) == whole
     assert rank_pids(served) == {rank.name: rank.pid for rank in served.directory.ranks}
     assert not served.groups.problem.remote(served.directory.token).result(timeout_s=DEADLINE_S)
     assert "".join(stream(served)) == whole
     assert httpx.get(f"{served.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
-def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
+def test_killed_ingress_replica_breaks_only_its_connections(
     served: RunningServer,
 ) -> None:
     replicas = processes_of("Ingress")
@@ -93,13 +93,13 @@ def test_an_ingress_replica_that_is_killed_breaks_its_own_connections_only(
     until(lambda: len(processes_of("Ingress")) == 2)
 
 
-def test_ranks_that_nobody_looks_after_end_by_themselves(served: RunningServer) -> None:
-    """Where nothing starts the launcher again: Serve's controller stands still."""
+def test_orphaned_ranks_end(served: RunningServer) -> None:
+    """Serve's controller is suspended, so nothing restarts the launcher."""
     ranks = [psutil.Process(pid) for pid in rank_pids(served).values()]
     (launcher,) = processes_of("Groups")
     (controller,) = processes_of("ServeController")
     controller.suspend()
     os.kill(launcher.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(ranks, timeout=ALONE_S + DEADLINE_S)
+    _, alive = psutil.wait_procs(ranks, timeout=ORPHAN_TIMEOUT_S + DEADLINE_S)
     controller.resume()
     assert not alive

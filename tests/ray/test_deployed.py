@@ -1,5 +1,4 @@
-"""deploy/serve.yaml by `serve run` and by `serve deploy`, and beside it the RayJob's entrypoint by
-`ray job submit`: the commands that documents show, on a cluster that was there before."""
+"""deploy/serve.yaml by `serve run` and `serve deploy`, and the RayJob by `ray job submit`."""
 
 from __future__ import annotations
 
@@ -40,30 +39,30 @@ class File:
     """deploy/serve.yaml on a port that is free, with a small KV pool."""
 
     def __init__(self, folder: Path) -> None:
-        told = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
-        self.port = told["http_options"]["port"] = free_port()
-        told["applications"][0]["args"]["kv"]["pool_tokens"] = 4096
-        told["applications"][0]["args"].setdefault("http", {})["drain_timeout_s"] = DRAIN_S
+        document = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
+        self.port = document["http_options"]["port"] = free_port()
+        document["applications"][0]["args"]["kv"]["pool_tokens"] = 4096
+        document["applications"][0]["args"].setdefault("http", {})["drain_timeout_s"] = DRAIN_S
         self.path = folder / "serve.yaml"
-        self.path.write_text(yaml.safe_dump(told), encoding="utf-8")
+        self.path.write_text(yaml.safe_dump(document), encoding="utf-8")
 
     def without_applications(self) -> Path:
-        """The same file, by which `serve deploy` takes all of them away."""
-        return self._changed("none.yaml", {**self._told(), "applications": []})
+        """Return the same file, by which `serve deploy` removes all applications."""
+        return self._changed("none.yaml", {**self._document(), "applications": []})
 
     def with_model_named(self, name: str) -> Path:
-        """The same file with another argument, by which `serve deploy` deploys it anew."""
-        told = self._told()
-        told["applications"][0]["args"]["model"]["name"] = name
-        return self._changed("anew.yaml", told)
+        """Return the same file with another argument, by which `serve deploy` redeploys it."""
+        document = self._document()
+        document["applications"][0]["args"]["model"]["name"] = name
+        return self._changed("anew.yaml", document)
 
-    def _told(self) -> dict[str, Any]:
-        told: dict[str, Any] = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        return told
+    def _document(self) -> dict[str, Any]:
+        document: dict[str, Any] = yaml.safe_load(self.path.read_text(encoding="utf-8"))
+        return document
 
-    def _changed(self, name: str, told: dict[str, Any]) -> Path:
+    def _changed(self, name: str, document: dict[str, Any]) -> Path:
         path = self.path.with_name(name)
-        path.write_text(yaml.safe_dump(told), encoding="utf-8")
+        path.write_text(yaml.safe_dump(document), encoding="utf-8")
         return path
 
     def wait_healthy(self, process: subprocess.Popen[bytes] | None = None) -> None:
@@ -85,7 +84,7 @@ class File:
 
     @contextlib.contextmanager
     def long_answer(self, model: str = "bundled") -> Iterator[Iterator[str]]:
-        """The lines of one that has begun."""
+        """Yield the lines of an answer after its first line."""
         body = {
             "model": model,
             "prompt": "The",
@@ -121,7 +120,7 @@ def run(cluster: RayHead, *words: str) -> str:
 
 
 def entrypoint(folder: Path) -> str:
-    """The RayJob's, with its volume in `folder`, and rows there."""
+    """Return the RayJob's command with its volume in `folder`, which has rows."""
     job = yaml.safe_load((ROOT / "deploy/kubernetes/bulk_job.yaml").read_text(encoding="utf-8"))
     text: str = job["spec"]["entrypoint"]
     rows = pyarrow.table({"id": [1, 2, 3], "text": ["It works.", "It broke.", "Fine."]})
@@ -130,7 +129,7 @@ def entrypoint(folder: Path) -> str:
     return text.replace("/shared", str(folder))
 
 
-def test_serve_run_and_the_jobs_entrypoint_beside_it(cluster: RayHead, tmp_path: Path) -> None:
+def test_serve_run_and_job_entrypoint_answer(cluster: RayHead, tmp_path: Path) -> None:
     file = File(tmp_path)
     with subprocess.Popen(
         [str(BIN / "serve"), "run", str(file.path)],
@@ -153,7 +152,7 @@ def test_serve_run_and_the_jobs_entrypoint_beside_it(cluster: RayHead, tmp_path:
     assert {answer["label"] for answer in answers} <= {"negative", "positive"}
 
 
-def test_serve_deploy_and_what_is_deployed_anew_or_taken_away_answers_what_it_has(
+def test_redeployed_or_removed_application_completes_answers(
     cluster: RayHead, tmp_path: Path
 ) -> None:
     file = File(tmp_path)
@@ -164,20 +163,20 @@ def test_serve_deploy_and_what_is_deployed_anew_or_taken_away_answers_what_it_ha
     assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
     with file.long_answer() as lines:
         run(cluster, *deploy, os.fspath(file.with_model_named("anew")))
-        is_whole(lines)
-    until(lambda: file.answers("anew"), "what was deployed anew does not answer")
-    until(lambda: len(cluster.running("Groups")) == 1, "the ranks of before have not ended")
+        check_complete(lines)
+    until(lambda: file.answers("anew"), "the redeployed application does not answer")
+    until(lambda: len(cluster.running("Groups")) == 1, "the replaced ranks have not ended")
     with file.long_answer("anew") as lines:
         run(cluster, *deploy, os.fspath(file.without_applications()))
-        assert not file.answers("anew"), "nobody else gets in"
-        is_whole(lines)
+        assert not file.answers("anew")
+        check_complete(lines)
     until(lambda: not cluster.running("Groups"), "it has not ended")
 
 
-def is_whole(lines: Iterator[str]) -> None:
-    """What is left of an answer: it goes to its last token."""
+def check_complete(lines: Iterator[str]) -> None:
+    """Check that the rest of an answer extends to its last token."""
     chunks = [line for line in lines if line]
     assert chunks[-1] == "data: [DONE]"
     assert not [chunk for chunk in chunks if '"error"' in chunk]
-    told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-    assert told[-1]["choices"][0]["finish_reason"] == "length"
+    events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
+    assert document[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,5 +1,4 @@
-"""`tandem serve` whose prefill workers follow the load: from one to three and back, and every
-request is answered, with the same probabilities, whoever comes or goes."""
+"""Prefill workers scale with the load, and every request is answered correctly."""
 
 from __future__ import annotations
 
@@ -49,25 +48,24 @@ SETTINGS = (
 
 
 class Load:
-    """Clients that ask one request after another until they are told to stop. failed: whatever was
-    not the expected answer."""
+    """Clients that repeat requests until `stop`. failed: unexpected answers."""
 
     def __init__(self, url: str, expected: list[list[float]]) -> None:
         self._url, self._expected = url, expected
         self._stop = threading.Event()
-        self.rows_asked = ROWS
+        self.rows_per_request = ROWS
         self.outcomes: Counter[str] = Counter()
         self.failed: list[str] = []
 
     def stop(self) -> None:
         self._stop.set()
 
-    def ask(self) -> None:
+    def run(self) -> None:
         with httpx.Client(base_url=self._url, timeout=DEADLINE_S) as client:
             while not self._stop.is_set():
-                self._ask(client, self.rows_asked)
+                self._request(client, self.rows_per_request)
 
-    def _ask(self, client: httpx.Client, rows: int) -> None:
+    def _request(self, client: httpx.Client, rows: int) -> None:
         answer = client.post("/v1/classify", json=body(rows))
         self.outcomes[str(answer.status_code)] += 1
         if answer.status_code != 200:
@@ -100,12 +98,12 @@ def served(app_settings: list[str]) -> Iterator[RunningServer]:
         yield served
 
 
-def test_from_one_worker_to_three_and_back_without_a_failed_request(served: RunningServer) -> None:
+def test_workers_scale_up_and_down_without_failed_request(served: RunningServer) -> None:
     first = httpx.post(f"{served.url}/v1/classify", json=body(ROWS), timeout=DEADLINE_S)
     load = Load(served.url, [row["probs"] for row in first.json()["data"]])
     (start,) = rank_pids(served).items()
     with ThreadPoolExecutor(CLIENTS) as threads:
-        asking = [threads.submit(load.ask) for _ in range(CLIENTS)]
+        running = [threads.submit(load.run) for _ in range(CLIENTS)]
         try:
             most = wait_for(served, 3)
             at_most = load.outcomes.total()
@@ -113,7 +111,7 @@ def test_from_one_worker_to_three_and_back_without_a_failed_request(served: Runn
             while load.outcomes.total() < at_most + 10 * CLIENTS:  # all three have work
                 assert time.monotonic() < end_s
                 time.sleep(0.05)
-            load.rows_asked = 1
+            load.rows_per_request = 1
             least = wait_for(served, 1)
             gone = set(most.values()) - set(least.values())
             while any(psutil.pid_exists(pid) for pid in gone):
@@ -121,15 +119,15 @@ def test_from_one_worker_to_three_and_back_without_a_failed_request(served: Runn
                 time.sleep(0.1)
         finally:
             load.stop()
-        for future in asking:
+        for future in running:
             future.result(DEADLINE_S)
     assert not load.failed, load.failed[:3]
     assert set(load.outcomes) == {"200"}
     assert least.items() == {start}, "the first one stays"
     assert len(gone) == 2
     shown = httpx.get(f"{served.url}/metrics").text
-    asked = load.outcomes.total() + 1
-    assert f'outcome="ok",pipeline="prefill"}} {asked}.0' in shown
+    requests = load.outcomes.total() + 1
+    assert f'outcome="ok",pipeline="prefill"}} {requests}.0' in shown
     up = [line for line in shown.splitlines() if line.startswith("tandem_rank_up{")]
     assert up == ['tandem_rank_up{group="prefill",rank="prefill-0"} 1.0']
     assert httpx.get(f"{served.url}/health").status_code == 200

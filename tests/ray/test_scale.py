@@ -1,5 +1,7 @@
-"""`tandem serve` under streams while ranks come and go, by `tandem scale` and by SIGTERM:
-every answer is that of an undisturbed server, and nothing of the ranks that went is left."""
+"""Ranks are added, removed and replaced under streams: every answer is unchanged.
+
+Ranks change by `tandem scale` and by signals; nothing of removed ranks is left.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ SETTINGS = (
     "groups.orphan_timeout_s=300",  # a busy machine may take minutes to start another launcher
     *("http.api_keys=[client]", "http.operator_key=operator"),
 )
-ASKED: list[dict[str, Any]] = [
+PROMPTS: list[dict[str, Any]] = [
     {"prompt": "The capital of France is", "temperature": 0.0},
     {"prompt": "One two three", "temperature": 0.0},
     {"prompt": "A film that", "temperature": 1.0, "seed": 5},
@@ -49,14 +51,13 @@ ASKED: list[dict[str, Any]] = [
 
 
 class Streams:
-    """Clients that ask one generation after another until they are told to stop. wrong: whatever
-    was not the expected answer."""
+    """Clients that repeat generations. wrong: unexpected answers."""
 
     def __init__(self, served: RunningServer) -> None:
         self.served = served
         self._stop = threading.Event()
         with self._client() as client:
-            self._expected = [self._ask(client, each) for each in ASKED]
+            self._expected = [self._generate(client, each) for each in PROMPTS]
         self.answers = 0
         self.wrong: list[str] = []
 
@@ -64,9 +65,9 @@ class Streams:
         headers = {"authorization": "Bearer client"}
         return httpx.Client(base_url=self.served.url, timeout=DEADLINE_S, headers=headers)
 
-    def _ask(self, client: httpx.Client, asked: dict[str, Any]) -> str:
+    def _generate(self, client: httpx.Client, fields: dict[str, Any]) -> str:
         model = client.get("/v1/models").json()["data"][0]["id"]
-        body = {"model": model, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **asked}
+        body = {"model": model, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **fields}
         text = ""
         with client.stream("POST", "/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
@@ -81,14 +82,14 @@ class Streams:
         with self._client() as client:
             number = first
             while not self._stop.is_set():
-                number = (number + 1) % len(ASKED)
-                found = self._ask(client, ASKED[number])
+                number = (number + 1) % len(PROMPTS)
+                found = self._generate(client, PROMPTS[number])
                 self.answers += 1
                 if found != self._expected[number]:
                     self.wrong.append(f"{found!r} instead of {self._expected[number]!r}")
 
     def wait_more(self, answers: int) -> None:
-        """Until so many more have come."""
+        """Wait for `answers` more answers."""
         requested, end_s = self.answers + answers, time.monotonic() + DEADLINE_S
         while self.answers < requested:
             assert time.monotonic() < end_s
@@ -97,12 +98,12 @@ class Streams:
     @contextlib.contextmanager
     def going(self) -> Iterator[None]:
         with ThreadPoolExecutor(CLIENTS) as threads:
-            asking: list[Future[None]] = [threads.submit(self._run, n) for n in range(CLIENTS)]
+            running: list[Future[None]] = [threads.submit(self._run, n) for n in range(CLIENTS)]
             try:
                 yield
             finally:
                 self._stop.set()
-            for future in asking:
+            for future in running:
                 future.result(DEADLINE_S)
         self._stop.clear()
         assert not self.wrong, self.wrong[:3]
@@ -116,7 +117,7 @@ def served(app_settings: list[str]) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def free(served: RunningServer) -> float:
-    """CPUs beside those of the launch."""
+    """Return the CPUs that the launched server leaves free."""
     return free_cpus()
 
 
@@ -130,12 +131,12 @@ def scale(served: RunningServer, *arguments: str) -> int:
 
 
 def ranks_up(served: RunningServer) -> list[str]:
-    """As /metrics shows them."""
+    """Return the lines of attention ranks in /metrics."""
     lines = httpx.get(f"{served.url}/metrics", timeout=DEADLINE_S).text.splitlines()
     return [line for line in lines if line.startswith('tandem_rank_up{group="attention"')]
 
 
-def test_from_two_attention_ranks_to_three_and_to_one(
+def test_attention_ranks_scale_up_and_down(
     served: RunningServer, streams: Streams, free: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = rank_pids(served)
@@ -144,7 +145,7 @@ def test_from_two_attention_ranks_to_three_and_to_one(
         assert scale(served, "--attention-ranks", "3") == 0
         three = rank_pids(served)
         assert set(three) - set(before) == {"attention-2"}
-        assert three.items() >= before.items(), "nobody else was started anew"
+        assert three.items() >= before.items()
         streams.wait_more(4 * CLIENTS)
         status = httpx.get(f"{served.url}/status", timeout=DEADLINE_S).json()
         computed = {one["name"]: one["sections"].get("totals", {}) for one in status["ranks"]}
@@ -154,7 +155,7 @@ def test_from_two_attention_ranks_to_three_and_to_one(
     one = rank_pids(served)
     assert set(before) - set(one) == {"attention-1"}
     gone = {three[name] for name in ("attention-1", "attention-2")}
-    wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes are left", 20.0)
+    wait_until(lambda: not any(map(psutil.pid_exists, gone)), "their processes still run", 20.0)
     assert len(ranks_up(served)) == 1
     assert "attention_ranks=1" in capsys.readouterr().out
     assert free - free_cpus() == pytest.approx(0.0, abs=0.01), (
@@ -164,7 +165,7 @@ def test_from_two_attention_ranks_to_three_and_to_one(
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_from_two_expert_ranks_to_three_and_to_one(served: RunningServer, streams: Streams) -> None:
+def test_expert_ranks_scale_up_and_down(served: RunningServer, streams: Streams) -> None:
     before = rank_pids(served)
     with streams.going():
         for ranks in ("3", "1", "2"):
@@ -194,7 +195,7 @@ def test_ended_ranks_are_replaced_and_every_answer_is_complete(
 
 
 class Killed:
-    """`tandem scale`, whose launcher gets SIGKILL at the step that begins so."""
+    """A scaling whose launcher gets SIGKILL at the step that starts with `at`."""
 
     def __init__(
         self, ray_cluster: RayHead, served: RunningServer, at: str, **requested: int
@@ -202,16 +203,16 @@ class Killed:
         self.ray_cluster = ray_cluster
         self.at, self.steps, self.killed = at, list[str](), 0
         server = Server(served.url, "operator")
-        begun = start_scale(server, ScaleTarget(**requested))
-        self.state = follow_scale(server, begun, self._say, 2 * DEADLINE_S)
+        operation = start_scale(server, ScaleTarget(**requested))
+        self.state = follow_scale(server, operation, self._on_step, 2 * DEADLINE_S)
 
-    def _say(self, step: str) -> None:
+    def _on_step(self, step: str) -> None:
         self.steps.append(step)
         if step.startswith(self.at) and not self.killed:
             rank, what = self.at.split(maxsplit=1)
             if what == "starts":
                 ranks = self.ray_cluster.running
-                wait_until(lambda: bool(ranks(f"ray::{rank}")), f"{rank} is not there", 90.0)
+                wait_until(lambda: bool(ranks(f"ray::{rank}")), f"{rank} did not start", 90.0)
             (launcher,) = self.ray_cluster.running("Groups")
             self.killed = launcher.pid
             os.kill(launcher.pid, signal.SIGKILL)
@@ -231,7 +232,7 @@ def free_cpus() -> float:
         ("experts move to 2", {"expert_ranks": 2}, 0),
     ],
 )
-def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on(
+def test_scaling_continues_after_launcher_is_killed(
     ray_cluster: RayHead,
     served: RunningServer,
     streams: Streams,
@@ -241,8 +242,7 @@ def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on
     requested: dict[str, int],
     seats: int,
 ) -> None:
-    """seats: that are taken then, beyond those of the launch. Nothing of what was half started is
-    left, and the command has noticed nothing."""
+    """seats: used afterwards, beyond those of the launch."""
     monkeypatch.setattr(client, "_MAX_SILENCE_S", DEADLINE_S)
     with streams.going():
         streams.wait_more(CLIENTS)
@@ -269,10 +269,10 @@ def test_a_launcher_that_is_killed_in_the_middle_is_followed_by_one_that_goes_on
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def test_what_cannot_be_is_one_line_and_changes_nothing(
+def test_impossible_scaling_is_one_line_without_change(
     served: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for arguments, said in (
+    for arguments, message in (
         (["--attention-ranks", "0"], "give 1 to 1024"),
         (["--attention-ranks", "900"], "CPU, the Ray cluster has"),
         (["--prefill-workers", "2"], "started without any"),
@@ -281,5 +281,5 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(
         before = rank_pids(served)
         assert scale(served, *arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
+        assert message in line
         assert rank_pids(served) == before

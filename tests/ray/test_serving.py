@@ -338,8 +338,8 @@ def test_trace_names_requests_in_spans_of_every_rank(server: Server, tmp_path: P
         if "its-name" in str(event.get("args", {}).get("requests"))
     }
     assert named == {pids[rank] for rank in ranks}
-    (begun, *_) = (e for e in whole["traceEvents"] if e["pid"] == pids["ingress"] and "ts" in e)
-    assert begun["args"]["request_id"] == "its-name"
+    (first, *_) = (e for e in whole["traceEvents"] if e["pid"] == pids["ingress"] and "ts" in e)
+    assert first["args"]["request_id"] == "its-name"
     spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     first_us, last_us = (choose(event["ts"] for event in spans) for choose in (min, max))
     assert last_us - first_us < 2e6, "all on one axis"

@@ -38,7 +38,7 @@ from contracts.ranks import Group
 TOKEN = b"a token of 32 random bytes......"
 DEADLINE_S = 20.0
 # Made here: where two threads make the first one of a type at once, msgspec crashes.
-_decode_asked = msgspec.msgpack.Decoder(ToPlanner).decode
+_decode_request = msgspec.msgpack.Decoder(ToPlanner).decode
 _decode_answer = msgspec.msgpack.Decoder(FromPlanner).decode
 Answer = Callable[[PlanRequest], PlanResponse | None]
 
@@ -128,7 +128,7 @@ class FakePlanner:
             _send(sock, ModelsChanged(1))
             with sock.makefile("rb") as file:
                 while size := int.from_bytes(file.read(4), "little"):
-                    message = _decode_asked(file.read(size))
+                    message = _decode_request(file.read(size))
                     if isinstance(message, CurrentPlacement):
                         self._socket_of[message.rank] = sock
                         self.held[message.rank] = message  # from here on it may be proposed to

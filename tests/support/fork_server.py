@@ -1,7 +1,6 @@
-"""Processes forked from one that has imported torch: real ones, without the seconds of an import.
+"""Processes forked from one that has imported torch, which saves the seconds of an import.
 
-`python -m tests.support.fork_server FD` serves, for as long as the other end of that socket is
-open.
+`python -m tests.support.fork_server FD` serves until the other end of that socket closes.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class ForkServer:
             return int(self._socket.recv(MAX_REQUEST_BYTES))
 
     def import_too(self, module: str) -> None:
-        """What is forked from now on has imported it."""
+        """Import a module into processes forked from now on."""
         self.call({"import": module})
 
     def close(self) -> None:
@@ -60,13 +59,13 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """What the tests need of a `subprocess.Popen` of `python -m MODULE ARGUMENT...`."""
+    """The part of `subprocess.Popen` for `python -m MODULE ARGUMENT...` that tests use."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        child_in, mine_in = os.pipe()
-        mine_out, child_out = os.pipe()
-        self.stdin = os.fdopen(mine_in, "wb")
-        self.stdout = os.fdopen(mine_out, "rb")
+        child_in, parent_in = os.pipe()
+        parent_out, child_out = os.pipe()
+        self.stdin = os.fdopen(parent_in, "wb")
+        self.stdout = os.fdopen(parent_out, "rb")
         try:
             self.pid = fork_server().call(
                 {"module": module, "arguments": arguments}, [child_in, child_out]
@@ -77,7 +76,7 @@ class ForkedProcess:
         self.returncode: int | None = None
         self._ended = os.pidfd_open(self.pid)
         weakref.finalize(self, os.close, self._ended)
-        self._reaping = threading.Lock()  # who looks after it and who closes it may be two threads
+        self._reaping = threading.Lock()  # two threads may wait
 
     def poll(self) -> int | None:
         try:
@@ -107,21 +106,21 @@ def fork_server() -> ForkServer:
 
 
 def start_forked(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    """Has `module`, which says `subprocess.Popen(module_command(…))`, fork instead."""
+    """Make `module` fork where it calls `subprocess.Popen(module_command(…))`."""
     names = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=_popen, **names))
     monkeypatch.setattr(module, "module_command", lambda name: [sys.executable, "-m", name])
 
 
 def _popen(command: Sequence[str], **_: Any) -> ForkedProcess:
-    """In place of `subprocess.Popen`, for [python, "-m", module, ...] with both pipes."""
+    """Fork for [python, "-m", module, ...] with both pipes."""
     python, option, module, *arguments = command
     assert (python, option) == (sys.executable, "-m")
     return ForkedProcess(module, *arguments)
 
 
 def _next_child(server: socket.socket) -> dict[str, Any] | None:
-    """In a child: what to run there. In the server: None, once nobody asks for more."""
+    """Return in a child what it runs; return None in the server when its socket closes."""
     while True:
         body, fds, _, _ = socket.recv_fds(server, MAX_REQUEST_BYTES, 2)
         if not body:

@@ -24,15 +24,17 @@ _KNOWN = {"apiVersion", "kind", "resources", "patches", "configMapGenerator"}
 
 
 def render(folder: Path) -> list[Manifest]:
-    """What `kubectl kustomize FOLDER` prints, of the parts of kustomize that are used here:
-    resources, JSON patches by a target's kind and name, files as ConfigMaps. Raises ValueError for
-    any other part, and for a file above its kustomization, which kustomize refuses to read."""
-    told = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
-    if unknown := set(told) - _KNOWN:
+    """Return what `kubectl kustomize FOLDER` prints.
+
+    Supports resources, JSON patches by kind and name, and ConfigMaps of files. Raises ValueError for
+    anything else and for files above the kustomization, as kustomize does.
+    """
+    spec = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
+    if unknown := set(spec) - _KNOWN:
         raise ValueError(f"{folder}: {unknown} is not rendered here")
-    manifests = [one for name in told.get("resources", ()) for one in _resource(folder, name)]
-    manifests += [_config_map(folder, one) for one in told.get("configMapGenerator", ())]
-    for patch in told.get("patches", ()):
+    manifests = [one for name in spec.get("resources", ()) for one in _resource(folder, name)]
+    manifests += [_config_map(folder, one) for one in spec.get("configMapGenerator", ())]
+    for patch in spec.get("patches", ()):
         _patch(folder, manifests, patch)
     return manifests
 
@@ -53,15 +55,15 @@ def _below(folder: Path, name: str) -> Path:
     return path
 
 
-def _config_map(folder: Path, told: Manifest) -> Manifest:
-    options = told.get("options", {})
+def _config_map(folder: Path, spec: Manifest) -> Manifest:
+    options = spec.get("options", {})
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": told["name"], "labels": options.get("labels", {})},
+        "metadata": {"name": spec["name"], "labels": options.get("labels", {})},
         "data": {
             Path(name).name: _below(folder, name).read_text(encoding="utf-8")
-            for name in told["files"]
+            for name in spec["files"]
         },
     }
 
@@ -75,14 +77,14 @@ def _patch(folder: Path, manifests: list[Manifest], patch: Manifest) -> None:
         and re.fullmatch(target.get("name", ".*"), one["metadata"]["name"])
     ]
     if not found:
-        raise ValueError(f"{folder}: nothing is {target}")
+        raise ValueError(f"{folder}: nothing matches {target}")
     for operation in yaml.safe_load(_below(folder, patch["path"]).read_text(encoding="utf-8")):
         for manifest in found:
             _apply(manifest, operation)
 
 
 def _apply(manifest: Manifest, operation: Manifest) -> None:
-    """RFC 6902, add and replace. Raises KeyError or IndexError for a path that is not there."""
+    """RFC 6902, add and replace. Raises KeyError or IndexError for a missing path."""
     *path, last = [part.replace("~1", "/") for part in operation["path"].split("/")[1:]]
     at: Any = manifest
     for part in path:
@@ -96,7 +98,7 @@ def _apply(manifest: Manifest, operation: Manifest) -> None:
 
 
 def faults(manifest: Manifest) -> Iterator[str]:
-    """What its schema says against it; a kind without a schema is one fault."""
+    """Yield schema violations; a kind without a schema is one."""
     registry: Registry[Any] = Registry()
     for name in ("kubernetes.json", "operators.json"):
         contents = json.loads((_SCHEMAS / name).read_text(encoding="utf-8"))

@@ -31,8 +31,8 @@ def replicated(
         for slots, size in zip(base, sizes, strict=True):
             last = first + slots
             others = rng.permutation(np.concatenate([order[:first], order[last:]]))
-            mine = np.concatenate([order[first:last], others[: size - slots]])
-            line += rng.permutation(mine).tolist()
+            own = np.concatenate([order[first:last], others[: size - slots]])
+            line += rng.permutation(own).tolist()
             first = last
         return tuple(line)
 
