@@ -179,4 +179,4 @@ def check_complete(lines: Iterator[str]) -> None:
     assert chunks[-1] == "data: [DONE]"
     assert not [chunk for chunk in chunks if '"error"' in chunk]
     events = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks[:-1]]
-    assert document[-1]["choices"][0]["finish_reason"] == "length"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"

@@ -26,8 +26,8 @@ _KNOWN = {"apiVersion", "kind", "resources", "patches", "configMapGenerator"}
 def render(folder: Path) -> list[Manifest]:
     """Return what `kubectl kustomize FOLDER` prints.
 
-    Supports resources, JSON patches by kind and name, and ConfigMaps of files. Raises ValueError for
-    anything else and for files above the kustomization, as kustomize does.
+    Supports resources, JSON patches by kind and name, and ConfigMaps of files. Raises ValueError
+    for anything else and for files above the kustomization, as kustomize does.
     """
     spec = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
     if unknown := set(spec) - _KNOWN:
