@@ -110,6 +110,17 @@ def test_silent_rank_is_named_and_delays_no_other(monkeypatch: pytest.MonkeyPatc
     assert b"expert-0: missing, no answer" in bytes(answer.events)
 
 
+def test_overwritten_spans_are_reported_and_a_clock_only_trace_has_none() -> None:
+    rank, timeline = traced_rank("expert-0")
+    for number in range(5):
+        timeline.add(TaskSpan("expert-0", Stage.EXPERT, number, number + 0.5))
+    cut, whole = timeline.since("expert-0", 0.0), timeline.since("expert-0", 2.0)
+    assert ([span.start_s for span in cut.spans], cut.is_cut) == ([1, 2, 3, 4], True)
+    assert ([span.start_s for span in whole.spans], whole.is_cut) == ([2, 3, 4], False)
+    answer = trace_answer(gather_traces([rank], 0.0, monotonic_s, spans=False), 0.0, 2)
+    assert answer.note.ranks["expert-0"].spans == 0
+
+
 def test_one_trace_is_made_at_a_time() -> None:
     clock = ManualClock()
     traces = TraceLock(clock)
