@@ -215,15 +215,13 @@ def half_of(worker: Rank) -> AttentionHalf:
 
 
 @contextmanager
-def rank_of(
-    kind: str, folder: Path, *, disable_kv_cache: bool = False
-) -> Iterator[tuple[Rank, RankConnection]]:
-    """Run a rank of kind "attention" or "prefill" and a client of it."""
+def rank_of(kind: str, folder: Path, **prefill: Any) -> Iterator[tuple[Rank, RankConnection]]:
+    """Run a rank of kind "attention" or "prefill" (with these settings) and a client of it."""
     if kind == "attention":
         with ThreadGroup(folder, group_config()) as group, group.client() as client:
             yield group.attention[0], client
     else:
-        config = prefill_config(prefill={"disable_kv_cache": disable_kv_cache})
+        config = prefill_config(prefill={"disable_kv_cache": False, **prefill})
         with PrefillThreads(folder, config) as workers, workers.client() as client:
             yield workers.workers[0], client
 

@@ -182,33 +182,13 @@ def test_replaced_acceptor_is_not_joined(backend: str) -> None:
             each.close()
 
 
-def test_poll_reports_a_peer_joined_from_another_thread(backend: str) -> None:
-    left, right = endpoint("left", backend), endpoint("right", backend)
-    try:
-        address = right.listen()
-        thread = threading.Thread(target=left.join, args=("right", address))
-        thread.start()
-        thread.join(10.0)
-        assert wait_for(left, PeerJoined) == [PeerJoined("right")]
-        wait_for(right, PeerJoined)
-        send(left, "right", [torch.ones(3)], header(1))
-        first_packet(right).release()
-        left.close()
-        with pytest.raises(ChannelError):
-            left.join("right", address)
-    finally:
-        left.close()
-        right.close()
-
-
 def test_linked_name_is_refused(backend: str) -> None:
     with linked(backend) as (left, right):
-        impostor = endpoint("left", backend)
-        try:
-            with pytest.raises(HandshakeError, match="linked to right already"):
-                impostor.connect("right", _address(right))
-        finally:
-            impostor.close()
+        with (
+            contextlib.closing(endpoint("left", backend)) as impostor,
+            pytest.raises(HandshakeError, match="linked to right already"),
+        ):
+            impostor.connect("right", _address(right))
         send(left, "right", [torch.ones(1)], header())
         first_packet(right).release()
 

@@ -14,13 +14,12 @@ import pytest
 
 import actors.gather.peer_source
 from actors.channels.listener import ADDRESS_SEPARATOR
-from actors.gather import peer_dialer
 from actors.gather.peer_source import PeerSource
-from actors.gather.weight_link import WeightLink, join
-from contracts.errors import ChannelError, HandshakeError, PeerDeadError, ResourceError
+from actors.gather.weight_link import WeightLink
+from contracts.errors import ChannelError, HandshakeError, ResourceError
 from models.weights.checkpoint import check_checkpoint
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.group_harness import group_config, until
+from tests.support.group_harness import group_config
 from tests.support.prefill_workers import (
     assert_layer,
     gathering,
@@ -35,6 +34,12 @@ Checkpoints = Callable[..., Path]
 LAYERS = {"num_hidden_layers": 4}
 
 
+def check_copy(folder: Path, source: PeerSource, layer: int, *, packed: bool = True) -> None:
+    buffer = new_buffer(folder, packed=packed)
+    source.copy(layer, buffer)
+    assert_layer(folder, buffer, layer, packed=packed)
+
+
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
 def test_workers_at_different_layers_share_a_window_of_one(
     tiny_checkpoint: Checkpoints, backend: str
@@ -44,18 +49,14 @@ def test_workers_at_different_layers_share_a_window_of_one(
     with gathering(folder, 3, backend=backend, window=1) as sources:
         for step in range(2 * len(layers)):
             for shift, source in enumerate(sources):
-                layer, buffer = layers[(step + shift) % len(layers)], new_buffer(folder)
-                source.copy(layer, buffer)
-                assert_layer(folder, buffer, layer)
+                check_copy(folder, source, layers[(step + shift) % len(layers)])
 
 
 def test_more_workers_than_experts_leave_some_without_a_part(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("mixtral", num_local_experts=2, num_experts_per_tok=1)
     with gathering(folder, 3, backend="tcp") as sources:
         for source in sources:
-            buffer = new_buffer(folder)
-            source.copy(1, buffer)
-            assert_layer(folder, buffer, 1)
+            check_copy(folder, source, 1)
 
 
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
@@ -65,9 +66,7 @@ def test_stranger_is_refused(tiny_checkpoint: Checkpoints, backend: str) -> None
     with gathering(folder, 2, backend=backend) as sources:
         with pytest.raises(HandshakeError, match=r"cannot join prefill-0: .*wrong token"):
             stranger.connect({"prefill-0": sources[0].address})
-        buffer = new_buffer(folder)
-        sources[0].copy(1, buffer)
-        assert_layer(folder, buffer, 1)
+        check_copy(folder, sources[0], 1)
     stranger.close()
 
 
@@ -105,9 +104,7 @@ def test_layout_mismatch_is_refused(tiny_checkpoint: Checkpoints) -> None:
         make_source(worker_spec(folder, rank, 2, backend="tcp"), layout=plain) for rank in (0, 1)
     ]
     join_all(sources)
-    buffer = new_buffer(folder, packed=False)
-    sources[0].copy(1, buffer)
-    assert_layer(folder, buffer, 1, packed=False)
+    check_copy(folder, sources[0], 1, packed=False)
     for source in sources:
         source.close()
 
@@ -119,18 +116,14 @@ def test_replaced_worker_is_rejoined_at_its_new_address(
     folder = tiny_checkpoint("qwen3_moe", **LAYERS)
     with gathering(folder, 2, backend=backend) as (first, second):
         second.close()
-        buffer = new_buffer(folder)
-        first.copy(1, buffer)
-        assert_layer(folder, buffer, 1)
+        check_copy(folder, first, 1)
         assert list(first.lost) == ["prefill-1"]
         assert first.fallbacks == 1
         third = make_source(worker_spec(folder, 1, 2, backend=backend, epoch=2))
         first.connect({"prefill-1": third.listen("127.0.0.1")})
         third.connect({"prefill-0": first.address})
         for source in (first, third):
-            buffer = new_buffer(folder)
-            source.copy(2, buffer)
-            assert_layer(folder, buffer, 2)
+            check_copy(folder, source, 2)
         assert not first.lost
         assert first.fallbacks == 1
         late = make_source(worker_spec(folder, 1, 2, backend=backend, epoch=1))
@@ -152,12 +145,10 @@ def test_layer_that_the_host_store_cannot_read_comes_from_the_fallback(
     good = make_source(worker_spec(folder, 0, 2, backend="tcp"))
     broken = make_source(worker_spec(folder, 1, 2, backend="tcp"), window=2, host=Broken())
     join_all([good, broken])
-    buffer = new_buffer(folder)
-    good.copy(1, buffer)
-    assert_layer(folder, buffer, 1)
+    check_copy(folder, good, 1)
     assert "the disk is gone" in good.lost["prefill-1"]
     with pytest.raises(ChannelError, match="the disk is gone"):
-        broken.copy(1, buffer)
+        broken.copy(1, new_buffer(folder))
     good.close()
     broken.close()
 
@@ -215,38 +206,9 @@ def test_unresponsive_peer_is_skipped_and_others_are_joined(
     with mute(hangs_up=hangs_up) as address, sources(folder, 3, config=config) as made:
         first, _, third = made
         first.connect({"prefill-1": address, "prefill-2": third.listen("127.0.0.1")})
-        buffer = new_buffer(folder)
-        first.copy(1, buffer)
-        assert_layer(folder, buffer, 1)
+        check_copy(folder, first, 1)
         assert list(first.lost) == ["prefill-1"]
         assert first.fallbacks == 1
-
-
-def test_failed_peer_is_joined_once_it_answers(
-    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_dialer, "REDIAL_S", 0.05)
-    failures = [PeerDeadError("not yet", "prefill-1")] * 3
-
-    def fail_first(*arguments: Any) -> WeightLink:
-        if failures:
-            raise failures.pop()
-        return join(*arguments)
-
-    monkeypatch.setattr(peer_dialer, "join", fail_first)
-    folder = tiny_checkpoint("qwen3_moe")
-    with sources(folder, 2) as (first, second):
-        first.connect({"prefill-1": second.listen("127.0.0.1")})
-        assert first.lost == {"prefill-1": "cannot join prefill-1: not yet"}
-        until(lambda: not failures)
-        buffer = new_buffer(folder)
-
-        def joined() -> bool:
-            first.copy(1, buffer)
-            return not first.lost
-
-        until(joined)
-        assert_layer(folder, buffer, 1)
 
 
 def test_worker_moved_to_another_node_uses_tcp(
@@ -260,9 +222,7 @@ def test_worker_moved_to_another_node_uses_tcp(
         stayed.connect({"prefill-1": elsewhere(moved.address)})
         moved.connect({"prefill-0": elsewhere(stayed.address)})
         for source in (stayed, moved):
-            buffer = new_buffer(folder)
-            source.copy(1, buffer)
-            assert_layer(folder, buffer, 1)
+            check_copy(folder, source, 1)
             assert not source.lost
             assert source.fallbacks == 0
         (link,) = stayed._links.values()

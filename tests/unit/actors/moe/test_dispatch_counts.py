@@ -95,15 +95,6 @@ def test_expert_series_are_most_used_and_bounded() -> None:
     assert sum("expert_tokens" in name for name in lines) == MAX_SHOWN
 
 
-def test_load_covers_current_ranks_only() -> None:
-    telemetry, counts = Telemetry(), DispatchCounts(2)
-    counts.show(telemetry, "attention-0")
-    four = LayerSlots([3, 2, 1, 0], [(0, 1), (1, 2), (2, 3), (3, 4)])
-    for placed in (PLACED, four, LayerSlots(range(4), [(0, 4)])):
-        _run(counts, 4, np.array([[0, 1, 2, 3]]), placed)
-        assert _lines(telemetry)['tandem_expert_load_ratio{rank="attention-0"}'] == 1.0
-
-
 LAUNCH = Placement(num_experts=6, slots_per_rank=(2, 2, 2), expert_of_slot=(tuple(range(6)),))
 
 

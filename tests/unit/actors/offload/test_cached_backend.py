@@ -607,16 +607,3 @@ def test_stalled_device_is_named_in_error(opened_on_device: Callable[..., Device
     with pytest.raises(ChannelError, match=expected_error):
         backend.poll(0.02, idle=False)
     backend.drop(pending)
-
-
-def test_wake_ends_device_poll(opened_on_device: Callable[..., DeviceRig]) -> None:
-    rig = opened_on_device()
-    lane = FakeLane(0)
-    backend, layer = rig.backend(100, lane), rig.spec.moe_layers[0]
-    lane.stalls = True
-    backend.wake()
-    assert not backend.poll(20.0, idle=True)
-    pending = rig.begin(backend, layer, routed_tokens(rig.spec, 2, 0))
-    backend.wake()
-    assert not backend.poll(20.0, idle=False)
-    backend.drop(pending)

@@ -10,7 +10,7 @@ import torch
 
 from actors.planning.calibration import BUDGET_S, PROBE_TOKENS, calibrate
 from actors.planning.link_probe import link_probe
-from actors.planning.stage_probe import first_layers, pool_tokens_for, stage_probe
+from actors.planning.stage_probe import pool_tokens_for, stage_probe
 from contracts.errors import ResourceError
 from contracts.traces import Stage
 from models.spec.model import read_spec
@@ -114,13 +114,6 @@ def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: Tiny
         for micro_batches in (1, 2):
             assert probe.serve([20, 7, 33], micro_batches=micro_batches, seed=1) > 0
         assert probe.run(RAGGED, seed=0).attention  # goes on as before
-
-
-def test_few_layers_represent_all(tiny_checkpoint: TinyCheckpoint) -> None:
-    spec = read_spec(tiny_checkpoint("gpt_oss", num_hidden_layers=12))
-    cut = first_layers(spec)
-    assert cut.num_layers < spec.num_layers
-    assert set(cut.sliding_windows[1:]) == set(spec.sliding_windows)
 
 
 def test_model_larger_than_memory_is_rejected(tiny_checkpoint: TinyCheckpoint) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,17 @@ class Rank:
         self.planning.close()
 
 
+@contextmanager
+def planned(
+    rank: Rank, answer: Callable[[PlanRequest], PlanResponse | None]
+) -> Iterator[FakePlanner]:
+    """Connect the rank to a planner."""
+    with FakePlanner(answer) as planner:
+        rank.planning.join(planner.address)
+        until(lambda: rank.planning.state == "ready")
+        yield planner
+
+
 @pytest.fixture
 def rank() -> Iterator[Rank]:
     with closing(Rank()) as made:
@@ -126,9 +137,7 @@ def rank() -> Iterator[Rank]:
 
 
 def test_plan_requested_ahead_is_used_when_the_batch_is_formed(rank: Rank) -> None:
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(CHOSEN)):
         for tokens in (100, 101, 102):
             rank.submit(tokens)
         rank.planning.request_upcoming()
@@ -139,9 +148,7 @@ def test_plan_requested_ahead_is_used_when_the_batch_is_formed(rank: Rank) -> No
 
 
 def test_unknown_shape_runs_default_plan_and_is_requested(rank: Rank) -> None:
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(CHOSEN)) as planner:
         rank.submit(64)
         batch, plan = rank.form()
         assert plan == Plan(r1=2)
@@ -172,9 +179,7 @@ def test_plan_follows_shape_within_one_batch(tiny_checkpoint: Checkpoints, rank:
 
 
 def test_pinned_plan_overrides_the_planner_without_query(rank: Rank) -> None:
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(CHOSEN)) as planner:
         rank.planning.pin(Plan(order=Order.NAIVE))
         rank.submit(100)
         rank.planning.request_upcoming()
@@ -192,9 +197,7 @@ def test_pinned_plan_overrides_the_planner_without_query(rank: Rank) -> None:
 
 
 def test_plan_with_too_many_micro_batches_is_rejected(rank: Rank) -> None:
-    with FakePlanner(always(Plan(r1=4))) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(Plan(r1=4))):
         rank.submit(50)
         rank.planning.request_upcoming()
         until(lambda: rank.answers == 1)
@@ -207,9 +210,7 @@ def test_cold_planner_is_reported_with_its_reason(rank: Rank) -> None:
     def cold(query: PlanRequest) -> PlanResponse:
         return PlanResponse(number=query.number, version=1, reason="too few times yet of: expert")
 
-    with FakePlanner(cold) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, cold):
         rank.submit(50)
         batch, _ = rank.form()
         until(lambda: rank.planning.state == "cold: too few times yet of: expert")
@@ -236,9 +237,7 @@ def test_overdue_planner_is_slow_and_gets_no_query() -> None:
 
 
 def test_lost_planner_answers_are_discarded(rank: Rank) -> None:
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(CHOSEN)):
         rank.submit(50)
         rank.planning.request_upcoming()
         until(lambda: rank.answers == 1)
@@ -248,9 +247,7 @@ def test_lost_planner_answers_are_discarded(rank: Rank) -> None:
 
 
 def test_returning_planner_is_reconnected(rank: Rank) -> None:
-    with FakePlanner(always(CHOSEN)) as planner:
-        rank.planning.join(planner.address)
-        until(lambda: rank.planning.state == "ready")
+    with planned(rank, always(CHOSEN)) as planner:
         planner.hang_up()
         until(lambda: rank.planning.state == "lost")
         until(lambda: rank.planning.state == "ready")

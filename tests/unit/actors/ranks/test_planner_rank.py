@@ -82,13 +82,6 @@ def test_request_is_answered_with_plan_and_makespan(planner: Rank) -> None:
     assert answer.solve_ms > 0
 
 
-def test_same_shape_is_not_solved_twice(planner: Rank) -> None:
-    with PlannerConnection(address_of(planner)) as rank:
-        first = rank.answer(PlanRequest(1, [(0, 300)]))
-        second = rank.answer(PlanRequest(2, [(0, 301)]))
-    assert (second.plan, second.solve_ms) == (first.plan, 0.0)
-
-
 def test_cold_planner_reports_why_it_has_no_plan(cold_planner: Rank) -> None:
     with PlannerConnection(address_of(cold_planner)) as rank:
         answer = rank.answer(PlanRequest(1, [(0, 300)]))

@@ -321,23 +321,13 @@ def damaged(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return folder
 
 
-def assert_names_checkpoint(worker: Rank, client: RankConnection, folder: Path) -> None:
-    failed = client.failed(client.submit([1, 2, 3], candidates=[0]))
-    for message in (failed.message, worker.status().reason):
-        assert str(folder) in message
-        assert "not finite" in message
-        assert "model.dtype" in message
-    assert not worker.status().healthy
-
-
-def test_attention_rank_with_nonfinite_warm_up_names_its_checkpoint(damaged: Path) -> None:
-    with ThreadGroup(damaged, group_config()) as group, group.client() as client:
+@pytest.mark.parametrize("kind", ["attention", "prefill"])
+def test_rank_with_nonfinite_first_pass_names_its_checkpoint(damaged: Path, kind: str) -> None:
+    with rank_of(kind, damaged, saturation=None) as (worker, client):
         client.read_until(lambda: client.state is not None and not client.state.healthy)
-        assert_names_checkpoint(group.attention[0], client, damaged)
-
-
-def test_prefill_worker_with_nonfinite_reference_pass_names_its_checkpoint(damaged: Path) -> None:
-    config = prefill_config(prefill={"saturation": None})
-    with PrefillThreads(damaged, config) as workers, workers.client() as client:
-        client.read_until(lambda: client.state is not None and not client.state.healthy)
-        assert_names_checkpoint(workers.workers[0], client, damaged)
+        failed = client.failed(client.submit([1, 2, 3], candidates=[0]))
+        for message in (failed.message, worker.status().reason):
+            assert str(damaged) in message
+            assert "not finite" in message
+            assert "model.dtype" in message
+        assert not worker.status().healthy

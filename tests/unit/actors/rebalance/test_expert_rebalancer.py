@@ -363,17 +363,6 @@ def test_draining_rank_serves_until_stand_in_is_ready(present: ExpertMembership)
     assert (present.placement, present.absent) == (THREE_RANKS, {})
 
 
-def test_draining_rank_serves_to_its_end_without_stand_in(present: ExpertMembership) -> None:
-    present.start_draining("expert-1", 1.0)
-    present.add_abort_vote("expert-0", number(1), "no room", 1.0)
-    report_ready(present, "expert-2", number(1), 2.0)
-    assert present.placement == THREE_RANKS
-    assert present.can_serve("expert-1", 0)
-    assert {message.kind for message in present.release_unused(())} == {PacketKind.RELEASE}, (
-        "of the stand-in"
-    )
-
-
 def resized(ranks: int, generation: int) -> Placement:
     return msgspec.structs.replace(
         THREE_RANKS,

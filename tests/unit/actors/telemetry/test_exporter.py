@@ -203,19 +203,6 @@ def test_key_of_the_file_takes_precedence_and_changes_after_settling(tmp_path: P
     assert key() == "second"
 
 
-def test_incomplete_file_keeps_the_key(tmp_path: Path) -> None:
-    time, path = ManualClock(), written(tmp_path / "keys", "metrics_key: first")
-    key = followed(path, time)
-    written(path)
-    assert key() == "first"
-    time.advance(SETTLE_S / 2)
-    written(path, "metrics_key: second-one")
-    time.advance(SETTLE_S / 2)
-    assert key() == "first"
-    time.advance(SETTLE_S)
-    assert key() == "second-one"
-
-
 @pytest.mark.parametrize("damage", ["gone", "no keys"])
 def test_invalid_file_keeps_the_key(tmp_path: Path, damage: str) -> None:
     time, path = ManualClock(), written(tmp_path / "keys", "metrics_key: first")
