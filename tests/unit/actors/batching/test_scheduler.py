@@ -101,7 +101,7 @@ class Simulation:
         self._run(batch)
         return batch
 
-    def form(self, selection: BatchSelection = ALL) -> ScheduledBatch:
+    def next_batch(self, selection: BatchSelection = ALL) -> ScheduledBatch:
         batch = self.scheduler.next_batch(selection)
         assert batch is not None
         return batch
@@ -488,36 +488,25 @@ def test_queue_is_bounded_per_request() -> None:
     admission.check(4, started, sim.scheduler)  # elsewhere, and let in there
 
 
-def test_started_be_prompt_leaves_tokens_to_ls_in_mixed_batch() -> None:
-    simulation = Simulation(max_batch_tokens=8, max_batch_sequences=4)
-    long = simulation.add(range(100, 120), priority=Priority.BE)
-    first = simulation.form()
-    simulation.scheduler.complete(first)
-    assert long.num_computed == 8
-    ls = simulation.add(range(6), priority=Priority.LS)
-    batch = simulation.form()
-    assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [(ls, 6), (long, 2)]
-
-
 def test_form_limits_starts_per_batch() -> None:
     simulation = Simulation(max_batch_tokens=64, max_batch_sequences=16)
     for number in range(5):
         simulation.add([10 * number, 1], priority=Priority.BE)
     for started in (2, 2, 1):
-        batch = simulation.form(BatchSelection((Priority.BE,), starts=2))
+        batch = simulation.next_batch(BatchSelection((Priority.BE,), starts=2))
         assert len(batch.chunks) == started
 
 
 def test_batch_by_keys_keeps_the_order_and_fits() -> None:
     simulation = Simulation(max_batch_tokens=10, max_batch_sequences=4)
     running = simulation.add([1, 2, 3], max_tokens=5)
-    first = simulation.form()
+    first = simulation.next_batch()
     simulation.scheduler.complete(first)
     running.token_ids.append(7)
     be = simulation.add(range(10, 16), priority=Priority.BE)
     ls = simulation.add(range(20, 28), priority=Priority.LS)
     simulation.add([30])
-    batch = simulation.form(BatchSelection(keys=(be.key, running.key, ls.key)))
+    batch = simulation.next_batch(BatchSelection(keys=(be.key, running.key, ls.key)))
     assert [(c.sequence, c.stop - c.start) for c in batch.chunks] == [
         (be, 6),
         (running, 1),

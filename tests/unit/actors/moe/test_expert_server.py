@@ -344,16 +344,6 @@ def test_calls_without_missing_experts_run_first_in_their_class(opened: Callable
     rig.check()
 
 
-def test_policy_ranks_missing_experts_last_in_class() -> None:
-    lacks = QueueHead(LS, 1, oldest_arrival_s=1.0, groups=1, missing=2)
-    whole = QueueHead(LS, 2, oldest_arrival_s=2.0, groups=1)
-    running = QueueHead(LS, 3, oldest_arrival_s=3.0, groups=1, is_started=True, missing=1)
-    other = QueueHead(BE, 4, oldest_arrival_s=0.0, groups=1)
-    assert oldest_of_highest_class([lacks, whole, running, other]) is whole
-    assert oldest_of_highest_class([lacks, running, other]) is running
-    assert oldest_of_highest_class([other, lacks]) is lacks
-
-
 def test_hint_names_experts_by_local_index(opened: Callable[..., Rig]) -> None:
     rig = opened(slots=4)
     layer = rig.spec.moe_layers[1]

@@ -16,10 +16,8 @@ from actors.telemetry.telemetry import Telemetry
 from contracts.config import TandemConfig
 from contracts.errors import CheckpointError, ConfigError, ResourceError, TandemError
 from contracts.ranks import Group, RankSpec
-from contracts.requests import Priority
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_layout import ExpertLayout
-from models.experts.host_experts import open_expert_memory
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from models.weights.checkpoint import Checkpoint
@@ -50,22 +48,6 @@ def device_spec(store: Path, **experts: Any) -> RankSpec:
 def layout() -> ExpertLayout:
     """Return a GPU's layout on the CPU."""
     return ExpertLayout(read_spec(FOLDER), torch.float32, torch.device("cpu"), packed=False)
-
-
-def test_slot_holds_checkpoint_weights(layout: ExpertLayout, tmp_path: Path) -> None:
-    held = device_cache(device_spec(tmp_path, slots=5), layout, Telemetry())
-    layer = layout.spec.moe_layers[1]
-    request = held.cache.request(layer, [3, 9, 12], Priority.LS)
-    host = open_expert_memory(FOLDER, layout, store=tmp_path, deadline_s=20.0)
-    for expert, slot in held.cache.acquire_ready(request):
-        for stored, there in zip(
-            host.expert(layer, expert), held.slots.memory(slot).pieces, strict=True
-        ):
-            assert torch.equal(stored, there)
-    held.cache.cancel(request)
-    held.cache.check()
-    for closed in (held, held, host, host):
-        closed.close()
 
 
 @pytest.mark.parametrize(

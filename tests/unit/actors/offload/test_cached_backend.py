@@ -272,19 +272,6 @@ def test_interleaved_micro_batches_are_bit_equal(
     backend._cache.close()
 
 
-def test_pending_is_complete_while_an_expert_is_ready(opened: Callable[..., Rig]) -> None:
-    rig = opened()
-    backend, layer = rig.backend(100), rig.spec.moe_layers[0]
-    with torch.inference_mode():
-        one = routed_tokens(rig.spec, 1, 3)
-        rig.finish(backend, rig.begin(backend, layer, one))
-        assert rig.begin(backend, layer, one).is_complete, "all of it is there"
-        pending = rig.begin(backend, layer, routed_tokens(rig.spec, 30, 4))
-        while not pending.is_complete:
-            backend.poll(0.1, idle=False)
-        rig.finish(backend, pending)
-
-
 def test_predictions_of_dropped_batches_are_bounded(opened: Callable[..., Rig]) -> None:
     rig = opened()
     backend, layer = rig.backend(100, seed=2), rig.spec.moe_layers[0]

@@ -106,23 +106,6 @@ def test_single_token_choice_needs_one_pass(client: RankConnection, temperature:
     assert (len(ids), last.reason) == (1, "stop")
 
 
-CHOICES = [[40, 41], [40, 41, 42, 43], [50]]
-
-
-def test_prefix_choice_ends_with_eos(tiny_checkpoint: Checkpoints) -> None:
-    folder, ends = tiny_checkpoint("qwen3_moe"), set()
-    with ThreadGroup(folder, group_config()) as group, group.client() as client:
-        for seed in range(30):
-            sampling = Sampling(
-                max_tokens=4, temperature=2.0, seed=seed, choices=CHOICES, ignore_eos=seed > 15
-            )
-            request = client.submit(PROMPT, sampling=sampling, eos_token_ids=[EOS])
-            ids, last = client.generated(request)
-            assert last.reason == "stop"
-            ends.add(tuple(ids))
-    assert ends == {(40, 41, EOS), (40, 41, 42, 43), (50,)}
-
-
 def test_requeue_does_not_change_tokens(tiny_checkpoint: Checkpoints) -> None:
     """Seeds, penalties and choices, in a pool for half of the sequences."""
     settings = [
