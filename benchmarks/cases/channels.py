@@ -1,10 +1,10 @@
 """Round trips and bandwidth of the channel backends between two processes, one core each, beside
-what bounds them: plain sockets, and memcpy on both cores at once.
+memcpy on both cores at once.
 
     python -m benchmarks channels
 
 Bandwidth is from private memory of one process to private memory of the other: with shared memory
-two copies, one on either core, which is what the memcpy beside it does.
+two copies, one on either core.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -30,7 +29,6 @@ from benchmarks.support.wires import (
     ChannelWire,
     MemcpyWire,
     Mover,
-    SocketWire,
     Wire,
 )
 from contracts.clock import monotonic_s
@@ -42,7 +40,7 @@ PING_BYTES = (256, 4 << 10, 64 << 10)
 FLOW_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20, MAX_BYTES)
 PINGS = 200  # per round
 FLOW_TOTAL_BYTES, MAX_FLOW_COUNT, MIN_FLOW_COUNT = 128 << 20, 2000, 4
-SILENCE_S = 20.0  # a pinned process may be kept from its pulse by a long copy
+SILENCE_S = 20.0  # a long copy may delay the heartbeat of a pinned process
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -53,7 +51,7 @@ def _device(backend: str, rank: int) -> torch.device:
 
 
 class Side:
-    """One of the two processes: its wires by name. rank 0 is the main process, 1 the other."""
+    """The wires of one process by name. rank 0 is the main process."""
 
     def __init__(self, rank: int, token: bytes) -> None:
         self._rank = rank
@@ -85,32 +83,13 @@ class Side:
             device=_device(backend, self._rank),
         )
 
-    def listen_plain(self, family: int, name: str, control: Connection) -> None:
-        """The same with a socket of the operating system."""
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind("" if family == socket.AF_UNIX else ("127.0.0.1", 0))
-            listener.listen()
-            control.send((name, (int(family), listener.getsockname())))
-            connection, _ = listener.accept()
-        self._add_plain(name, connection)
-
-    def connect_plain(self, name: str, family: int, address: Any) -> None:
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        connection.connect(address)
-        self._add_plain(name, connection)
-
-    def _add_plain(self, name: str, connection: socket.socket) -> None:
-        if connection.family == socket.AF_INET:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.wires[name] = SocketWire(connection)
-
     def close(self) -> None:
         for wire in self.wires.values():
             wire.close()
 
 
 def _other_side(core: int, token: bytes, control: Connection) -> None:
-    """The process of rank 1: joins what rank 0 listens for, then does its half of each call."""
+    """Run rank 1: connect to each endpoint of rank 0, then do its half of each call."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     side = Side(1, token)
@@ -121,8 +100,6 @@ def _other_side(core: int, token: bytes, control: Connection) -> None:
             return
         if call in BACKENDS:
             side.connect(call, *arguments)
-        elif call in PLAIN:
-            side.connect_plain(call, *arguments[0])
         else:
             name, *numbers = arguments
             control.send("ready")
@@ -130,11 +107,8 @@ def _other_side(core: int, token: bytes, control: Connection) -> None:
         control.send("done")
 
 
-PLAIN = {"tcp socket": socket.AF_INET, "unix socket": socket.AF_UNIX}
-
-
 class Pair:
-    """Drives both sides. `skipped`: why a backend cannot be measured here."""
+    """Drives both sides. skipped: reason by backend that this machine lacks."""
 
     def __init__(self, cores: list[int]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -153,9 +127,6 @@ class Pair:
                 self._expect("done")
             except ChannelError as error:
                 self.skipped[backend] = error.message
-        for name, family in PLAIN.items():
-            self._side.listen_plain(family, name, self._control)
-            self._expect("done")
 
     @property
     def movers(self) -> list[str]:
@@ -174,7 +145,7 @@ class Pair:
         return seconds
 
     def bytes_per_s(self, name: str, num_bytes: int, *, both_ways: bool) -> float:
-        """Of one direction."""
+        """Return the rate of one direction."""
         count = max(MIN_FLOW_COUNT, min(MAX_FLOW_COUNT, FLOW_TOTAL_BYTES // num_bytes))
         back = count if both_ways else 0
         self._control.send(("flow", name, num_bytes, back, count))
@@ -191,14 +162,14 @@ class Pair:
 
     def _expect(self, word: str) -> None:
         if not self._control.poll(ANSWER_TIMEOUT_S) or self._control.recv() != word:
-            raise RuntimeError(f"the other process did not say {word!r}")
+            raise RuntimeError(f"the other process did not send {word!r}")
 
 
 Samples = dict[str, dict[str, list[float]]]
 
 
 def _rounds(pair: Pair, rounds: int) -> tuple[Samples, Samples]:
-    """Medians of round trips in seconds, and bytes/s, by case and wire: one per round, in turn."""
+    """Return round trips in seconds, and bytes/s, by case and wire: one per round."""
     trips: Samples = {f"{size} B": {w: [] for w in pair.wires} for size in PING_BYTES}
     flows: Samples = {}
     for number in range(rounds + 1):  # the first round warms up
@@ -265,8 +236,7 @@ CASES = [
     Case(
         "channels",
         "Channels",
-        "Round trips and bandwidth of the channel backends between two processes, beside plain "
-        "sockets and memcpy.",
+        "Round trips and bandwidth of the channel backends between two processes, beside memcpy.",
         measure,
         tables,
         add_options,

@@ -2,17 +2,14 @@
 
     python -m benchmarks http_overhead
 
-One attention and one expert rank behind `tandem serve`'s ingress, without a prefix cache, so that
-the two do the same work. Closed loop: one request at a time, the two ways in turn, overhead pair by
-pair. Open loop: Poisson arrivals, the two ways in turn in one stream, overhead as the difference
-between their quantiles.
+One attention and one expert rank behind the ingress of `tandem serve`, without a prefix cache: both
+ways do the same work. One request at a time, the two ways in turn; the overhead is that of a pair.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -40,7 +37,7 @@ PROMPT = f"Message: {TEXT}\nSpam:"
 LABELS = (" no", " yes")
 CHAT = [{"role": "user", "content": f"Is this message spam?\n{TEXT}"}]
 CHAT_TOKENS = 24
-STREAM_SHARE = 4  # a chat takes that many times longer: fewer of them
+STREAM_SHARE = 4  # a chat takes longer: one for so many other requests
 QUANTILES = (50, 90, 99)
 WAYS = ("direct", "http")
 
@@ -57,7 +54,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The same work, as an HTTP request and as what the ingress makes of it."""
+    """One unit of work, as an HTTP request and as the message that the ingress sends."""
 
     name: str
     path: str
@@ -98,7 +95,7 @@ def requests_of(tokenizer: Tokenizer) -> list[Request]:
 
 
 class Bench:
-    """Runs cases in either way. Lines are reused, and opened where all are busy."""
+    """Runs requests either way, on reused connections."""
 
     def __init__(self, client: RankClient, host: str, port: int) -> None:
         self._client = client
@@ -155,49 +152,27 @@ Timings = dict[str, list[Timing]]
 async def closed_loop(bench: Bench, case: Request, pairs: int) -> Timings:
     timings: Timings = {way: [] for way in WAYS}
     for number in range(pairs):
-        for way in WAYS if number % 2 else reversed(WAYS):  # neither is always the second
+        for way in WAYS if number % 2 else reversed(WAYS):
             timings[way].append(await bench.run(case, way))
-    return timings
-
-
-async def open_loop(bench: Bench, case: Request, pairs: int, *, per_s: float) -> Timings:
-    """Starts 2 * pairs requests at Poisson times, whether earlier ones have ended or not."""
-    clock, dice = asyncio.get_running_loop().time, random.Random(0)
-    timings: Timings = {way: [] for way in WAYS}
-
-    async def one(way: str) -> None:
-        timings[way].append(await bench.run(case, way))
-
-    tasks, at_s = [], clock()
-    for number in range(2 * pairs):
-        at_s += dice.expovariate(per_s)
-        await asyncio.sleep(at_s - clock())
-        tasks.append(asyncio.create_task(one(WAYS[number % 2])))
-    await asyncio.gather(*tasks)
     return timings
 
 
 async def _measure(
     served: RunningServer, port: int, options: argparse.Namespace
-) -> dict[str, dict[str, Timings]]:
-    """Timings by loop, case and way."""
+) -> dict[str, Timings]:
+    """Return timings by case and way."""
     ((name, address),) = served.directory.client_addresses.items()
     me = Identity(name="bench", token=served.directory.token, epoch=None)
     client = RankClient(name, address, me)
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
     bench = Bench(client, "127.0.0.1", port)
-    samples: dict[str, dict[str, Timings]] = {"closed": {}, "open": {}}
+    samples: dict[str, Timings] = {}
     for case in requests_of(Tokenizer.load(resolve_model_folder(BUNDLED))):
         await bench.check(case)
         pairs = options.pairs // (STREAM_SHARE if case.streams else 1)
         await closed_loop(bench, case, max(5, pairs // 10))  # warms up
-        closed = await closed_loop(bench, case, pairs)
-        service_s = statistics.median(timing.last_s for timing in closed["direct"])
-        samples["closed"][case.name] = closed
-        samples["open"][case.name] = await open_loop(
-            bench, case, pairs, per_s=options.load / service_s
-        )
+        samples[case.name] = await closed_loop(bench, case, pairs)
     bench.close()
     await client.close()
     return samples
@@ -210,21 +185,15 @@ MEASURES: dict[str, Callable[[Timing], float]] = {
 }
 
 
-def figures(timings: Timings, loop: str) -> dict[str, Any]:
-    """Milliseconds by measure (per token where there is more than one): the medians of the two
-    ways, and quantiles of the overhead."""
+def figures(timings: Timings) -> dict[str, Any]:
+    """Return milliseconds by measure: medians of both ways, and quantiles of the overhead."""
     streams = any(timing.last_s > timing.first_s for timing in timings["http"])
     found: dict[str, Any] = {}
     for measure in MEASURES if streams else ["first"]:
         values = {way: [1e3 * MEASURES[measure](t) for t in timings[way]] for way in WAYS}
         pairs = zip(values["http"], values["direct"], strict=True)
         differences = [http - direct for http, direct in pairs]
-        overhead = {
-            f"p{q}": quantile(differences, q)
-            if loop == "closed"
-            else quantile(values["http"], q) - quantile(values["direct"], q)
-            for q in QUANTILES
-        }
+        overhead = {f"p{q}": quantile(differences, q) for q in QUANTILES}
         medians = {way: statistics.median(values[way]) for way in WAYS}
         found[measure] = {"median_ms": medians, "overhead_ms": overhead}
     return found
@@ -239,8 +208,8 @@ def measure(options: argparse.Namespace) -> Measured:
     config = load_config(None, [f"http.port={port}", "kv.prefix_cache=false"])
     with serving(config) as served:
         samples = asyncio.run(_measure(served, port, options))
-    summary = {loop: {c: figures(t, loop) for c, t in by.items()} for loop, by in samples.items()}
-    return Measured(samples, summary, {"chat_tokens": CHAT_TOKENS})
+    summary = {"closed": {case: figures(timings) for case, timings in samples.items()}}
+    return Measured({"closed": samples}, summary, {"chat_tokens": CHAT_TOKENS})
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:
@@ -258,8 +227,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pairs", type=int, default=200, help="requests per case and loop")
-    parser.add_argument("--load", type=float, default=0.3, help="open loop: arrivals per service")
+    parser.add_argument("--pairs", type=int, default=200, help="requests per case")
 
 
 CASES = [

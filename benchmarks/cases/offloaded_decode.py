@@ -1,23 +1,17 @@
 """Time per token of streams whose experts do not all fit: they are read from a file, past the page
-cache, when they are wanted or a layer ahead.
+cache, on demand or a layer ahead.
 
     python -m benchmarks offloaded_decode                    (about 5 minutes)
     python -m benchmarks offloaded_decode --kept 0.5 --times 1 --rounds 4
     python -m benchmarks offloaded_decode --streams 1 2 4 8 16 --kept 0.5 --only "ahead, best"
 
-Variants in turns, each round on another text, tokens forced. Logits are held against resident
-experts bit for bit. times: how large experts are read (benchmarks/support/larger_experts.py), so
-that a miss costs up to some layers of compute.
+Variants run in turn, each round on another text with forced tokens. Logits must equal those of
+resident experts. --times: factor on the size of an expert read (support/larger_experts.py).
 
-no cache: what a token needs and no more is kept. on demand: a cache and no hints; twin: the same
-once more, what equal variants differ by. best: by the kind of guess that is most precise at each
-layer. oracle: hints are what a first
-run wanted: the bound of reading ahead; two deep: and those of the layer behind it, once nothing
-nearer is left to read. wrong: hints are never wanted. stored: experts are kept and read as the
-checkpoint stores them (bfloat16, computed with in float32): twice as many in the same bytes.
-
-All variants read through one process: of several that read the same file in the same way one was
-seen to be 1.4 times as fast as the others for a whole run.
+no cache: keeps only the experts of a token. on demand: a cache without prefetch. ahead: with
+prefetch by a predictor; best: the most precise one of each layer; oracle: the experts of a first
+run, the bound of prefetch; wrong: never the right experts. stored: experts in the checkpoint's
+format (bfloat16, computed in float32): twice as many in the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,18 +59,17 @@ from planner.scheduling.expert_eviction import Kind, eviction, pays
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "bundled"
 TEXTS = Path(__file__).resolve().parents[2] / "docs"
 PROMPT, BLOCK, BATCH = 16, 16, 0
-ORACLE, DEEP = "oracle", "oracle, two deep"
-HINTS = ("router", "fitted", "estimator", "best", ORACLE, DEEP, "wrong")
+ORACLE = "oracle"
+HINTS = ("router", "fitted", "estimator", "best", ORACLE, "wrong")
 Texts = Sequence[Sequence[int]]
-"""Of streams that generate side by side: token ids, equally many."""
+"""Token ids of concurrent streams, equally many."""
 CACHES = ("walk", "lru")
 ON_DEMAND, NO_CACHE, RESIDENT = "on demand, walk", "no cache", "resident"
-STORED, TWIN = ", stored", ", twin"
-_NEARLY = 0.99  # as sure as what is nearer: it comes behind it
+STORED = ", stored"
 
 
 class Certain(Precision):
-    """Whatever is foretold is as sure as it turned out to be for that layer."""
+    """The confidence of a prediction is the measured precision of its layer."""
 
     def predicted_experts(self, layer: int, predicted_routing: Ids) -> list[PredictedExpert]:
         experts = {expert for ids in predicted_routing for expert in ids}
@@ -86,17 +78,13 @@ class Certain(Precision):
 
 
 class Oracle(ExpertPredictor):
-    """Knows what the text wants: `requested` by (token, layer). wrong: says what it does not
-    want."""
+    """Predicts the experts of a text, `requested` by (token, layer). wrong: predicts others."""
 
     def __init__(
         self, half: AttentionHalf, requested: dict[tuple[int, int], Ids], *, wrong: bool = False
     ) -> None:
         super().__init__(half, None)
         self.requested, self._wrong = requested, wrong
-        self.deeper: Callable[[int, list[PredictedExpert]], None] | None = (
-            None  # told of the layer behind
-        )
         layers, even = half.spec.moe_layers, [0.5] * half.spec.top_k
         self.first = self.before = Certain({layer: list(even) for layer in layers})
         self.step = 0
@@ -108,15 +96,7 @@ class Oracle(ExpertPredictor):
         self, layer: int, hidden_TD: Tensor, routed: RoutedTokens
     ) -> PredictedRouting | None:
         following = self._next_of.get(layer)
-        if following is None:
-            return None
-        behind = self._next_of.get(following)
-        if self.deeper is not None and behind is not None:
-            predicted_experts = self._predicted(behind).predicted_experts
-            self.deeper(
-                behind, [PredictedExpert(e, _NEARLY * sure) for e, sure in predicted_experts]
-            )
-        return self._predicted(following)
+        return None if following is None else self._predicted(following)
 
     def _predicted(self, layer: int) -> PredictedRouting:
         ids = self.requested[self.step, layer]
@@ -146,8 +126,8 @@ class Model:
         experts: Callable[[int, int, Tensor, RoutedTokens], None],
         starts: Callable[[int, Tensor], None] = lambda step, token_ids_T: None,
     ) -> tuple[float, Tensor]:
-        """(mean milliseconds per token behind the prompts, the last logits). experts: adds them;
-        starts: told of each pass."""
+        """Return (mean ms per token after the prompts, the last logits). experts: adds the output
+        of a layer; starts: is called before each pass."""
         half, each = self.half, -(-len(texts[0]) // BLOCK)
         kv = KvPool(self.spec, each * len(texts), BLOCK, half.dtype, half.device)
         bounds = [(0, PROMPT), *((p, p + 1) for p in range(PROMPT, len(texts[0])))]
@@ -178,21 +158,19 @@ class Model:
 
 
 class Offloaded:
-    """One variant, with a cache of its own that stays from text to text."""
+    """One variant, with a cache that stays from text to text."""
 
     def __init__(
         self, model: Model, tier: FileTier, slot_format: ExpertFormat, slots: int, name: str
     ) -> None:
-        when, _, order = name.removesuffix(STORED).removesuffix(TWIN).partition(", ")
+        when, _, order = name.removesuffix(STORED).partition(", ")
         hints, order = (order, "walk") if when == "ahead" else ("", order or "walk")
         evict = eviction(cast("Kind", order))
         self.tier = tier
         self.cache = ExpertCache(tier, slot_format, slots, evict, pays, deadline_s=30.0)
         self.predictor: ExpertPredictor | None = None
-        if hints in (ORACLE, DEEP, "wrong"):
-            self.predictor = oracle = Oracle(model.half, {}, wrong=hints == "wrong")
-            if hints == DEEP:
-                oracle.deeper = partial(self.cache.hint, (BATCH, 0))
+        if hints in (ORACLE, "wrong"):
+            self.predictor = Oracle(model.half, {}, wrong=hints == "wrong")
         elif hints:
             kind: Any = None if hints.startswith("best") else hints
             self.predictor = ExpertPredictor(model.half, model.profile, kind)
@@ -216,13 +194,13 @@ class Offloaded:
 
         found = model.run(texts, experts, starts)
         self.cache.forget_hints((BATCH, 0))
-        while self.tier.room < ENTRIES:  # the next variant reads through it, too
+        while self.tier.room < ENTRIES:  # the next variant uses the same tier
             self.cache.wait(0.01)
         return found
 
 
 def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
-    """Of the project's own documents."""
+    """Return token ids of this project's documents, one list per round."""
     ids = [i for path in sorted(TEXTS.glob("*.md")) for i in tokenizer.encode(path.read_text())]
     step = max(1, (len(ids) - tokens) // rounds)
     return [ids[number * step : number * step + tokens] for number in range(rounds)]
@@ -232,7 +210,7 @@ def texts(tokenizer: Tokenizer, rounds: int, tokens: int) -> list[list[int]]:
 def variants(
     model: Model, folder: Path, kept: float, times: int, only: Sequence[str] | None
 ) -> Iterator[dict[str, Offloaded]]:
-    """By name; kept: the part of all experts that fits, as they are computed with."""
+    """Yield variants by name. kept: fraction of all experts, in compute format, that fits."""
     whole = len(model.spec.moe_layers) * model.spec.num_experts
     computed = ComputeFormat(model.layout)
     stored = CheckpointFormat(Checkpoint(BUNDLED), model.spec, torch.float32)
@@ -254,7 +232,6 @@ def variants(
         return Offloaded(model, tiers[slot_format], slot_format, slots, name)
 
     names = [NO_CACHE, *(f"on demand, {order}" for order in CACHES), ON_DEMAND + STORED]
-    names += [ON_DEMAND + TWIN]
     names += [*(f"ahead, {hints}" for hints in HINTS), "ahead, best" + STORED]
     found = {name: made(name) for name in names if only is None or name in (*only, ON_DEMAND)}
     try:
@@ -323,7 +300,7 @@ def _traffic(variant: Offloaded | None) -> dict[str, Any]:
 
 
 def summary(samples: dict[str, Any]) -> dict[str, Any]:
-    """Medians; gain: on demand with the same cache over it, pair by pair."""
+    """Return medians. gain: over reading on demand with the same cache, round by round."""
     found = {}
     for setting, by_variant in samples.items():
         for name, measured in by_variant.items():
@@ -334,7 +311,7 @@ def summary(samples: dict[str, Any]) -> dict[str, Any]:
 
 
 def gain(base_ms: Sequence[float], spent_ms: Sequence[float]) -> dict[str, float]:
-    """Medians of times per token, and of base over them, round by round."""
+    """Return the median time per token, and the median ratio of base to it."""
     ratios = [base / spent for base, spent in zip(base_ms, spent_ms, strict=True)]
     return {
         "tpot_ms": round(statistics.median(spent_ms), 2),

@@ -1,14 +1,12 @@
-"""Ways to move bytes between two processes, all driven alike: our channels, a plain socket, and
-memcpy, which moves nothing but does the copies that a move through shared memory needs.
+"""Ways to move bytes between two processes: the channels, and memcpy, which only makes the copies
+of a move through shared memory.
 
-`flow` moves payloads from private memory of one side to private memory of the other: the sender's
-filling and the receiver's copying out are part of it.
+`flow` moves payloads from private memory of one side to private memory of the other: filling by the
+sender and copying out by the receiver are part of it.
 """
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from typing import Protocol
@@ -24,31 +22,31 @@ POLL_S = 5.0
 
 
 def window(num_bytes: int) -> int:
-    """Payloads of that size that may be under way at once."""
+    """Return how many payloads of that size may be in transit."""
     return max(MIN_WINDOW, min(MAX_WINDOW, WINDOW_BYTES // num_bytes))
 
 
 class Mover(Protocol):
-    """One side. What one side sends, the other must expect: the two calls belong together."""
+    """One side. The other side makes the matching call."""
 
     def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
-        """Sends and receives that many payloads; returns when all have arrived on either side."""
+        """Send and receive payloads; return when all have arrived on either side."""
 
     def close(self) -> None: ...
 
 
 class Wire(Mover, Protocol):
-    """One side of what also has round trips."""
+    """One side of a mover that also has round trips."""
 
     def ping(self, num_bytes: int, count: int) -> list[float]:
-        """Seconds of each of `count` round trips, one after another."""
+        """Return the seconds of each of `count` round trips."""
 
     def pong(self, num_bytes: int, count: int) -> None:
-        """The other side of `ping`."""
+        """Serve the `ping` of the other side."""
 
 
 class ChannelWire:
-    """A link of an endpoint."""
+    """One link of an endpoint."""
 
     def __init__(self, end: Endpoint, peer: str, device: torch.device) -> None:
         self._end = end
@@ -72,7 +70,7 @@ class ChannelWire:
             self._send(num_bytes, PacketKind.A2E)
 
     def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
-        """Each payload (A2E) is answered by an empty one (E2A), as nothing else bounds a sender."""
+        """An empty packet (E2A) acknowledges each payload (A2E), which bounds the sender."""
         unanswered = 0
         while outgoing or incoming or unanswered:
             while outgoing and unanswered < window(num_bytes):
@@ -105,7 +103,7 @@ class ChannelWire:
         packet.release()
 
     def _packets(self, at_most: int | None = None) -> Iterator[Packet]:
-        """Packets as they come; at_most: of that many polls."""
+        """Yield packets as they arrive, from at most so many polls."""
         polls = 0
         while at_most is None or polls < at_most:
             polls += 1
@@ -116,55 +114,8 @@ class ChannelWire:
                     yield channel_event
 
 
-class SocketWire:
-    """A connected stream socket, sends and receives on threads of their own."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._source = memoryview(bytearray(b"\1") * MAX_BYTES)
-        self._target = memoryview(bytearray(MAX_BYTES))
-
-    def ping(self, num_bytes: int, count: int) -> list[float]:
-        seconds = []
-        for _ in range(count):
-            started_s = time.perf_counter()
-            self._sock.sendall(self._source[:num_bytes])
-            self._receive(num_bytes, 1)
-            seconds.append(time.perf_counter() - started_s)
-        return seconds
-
-    def pong(self, num_bytes: int, count: int) -> None:
-        for _ in range(count):
-            self._receive(num_bytes, 1)
-            self._sock.sendall(self._source[:num_bytes])
-
-    def flow(self, num_bytes: int, outgoing: int, incoming: int) -> None:
-        receiver = threading.Thread(target=self._receive, args=(num_bytes, incoming))
-        receiver.start()
-        for _ in range(outgoing):
-            self._sock.sendall(self._source[:num_bytes])
-        receiver.join()
-        if incoming:
-            self._sock.sendall(b"\0")
-        if outgoing:
-            self._receive(1, 1)
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _receive(self, num_bytes: int, count: int) -> None:
-        for _ in range(count):
-            got = 0
-            while got < num_bytes:
-                more = self._sock.recv_into(self._target[got:num_bytes])
-                if not more:
-                    raise ConnectionError("the other side is gone")
-                got += more
-
-
 class MemcpyWire:
-    """Copies as often as shared memory would: out of a private tensor, or into one. It alternates
-    between two places, the fewest that a stream of packets can do with: the caches help it most."""
+    """Makes the copies of shared memory, alternating between two slots, the minimum of a stream."""
 
     def __init__(self) -> None:
         self._private = torch.ones(MAX_BYTES, dtype=torch.uint8)
