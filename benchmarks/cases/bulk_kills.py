@@ -158,7 +158,7 @@ def watch(
     options: argparse.Namespace,
     strike: Callable[[str], bool],
 ) -> Watched:
-    """Follows a submission to its end; strikes whoever the plan names at that many rows."""
+    """Follow a submission to its end; kill the process that the plan names at each row count."""
     client = JobSubmissionClient(head.dashboard)
     started_s = printed_s = time.monotonic()
     samples: list[Sample] = []

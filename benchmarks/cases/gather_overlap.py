@@ -54,7 +54,7 @@ async def _measure(options: argparse.Namespace) -> Measured:
 async def _gather_parts(
     nodes: TwoNodes, path: Path, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """All kinds of workers stand ready; idle ones cost nothing. Kinds take turns."""
+    """Start workers of all modes, then run the modes in turn."""
     modes = [mode for mode in MODES if mode in (*options.modes, *COMPARED)]
     pairs: dict[str, Pair] = {}
     samples: dict[str, dict[str, Any]] = {}

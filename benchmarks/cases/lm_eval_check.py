@@ -28,7 +28,7 @@ SETTINGS = ("--dtype", "float32", "--attention-ranks", "2", "--expert-ranks", "2
 MAX_PROMPT_TOKENS = 1900  # of the model's 2,048: neither backend may have to cut an item
 TOLERANCE = 1e-4  # of a log-likelihood, which is a sum over tokens
 
-# How lm-eval may be told to send its requests.
+# Ways in which lm-eval sends its requests.
 WAYS: dict[str, dict[str, object]] = {
     "token ids, 8 at once": {"num_concurrent": 8},
     "texts, 16 a request": {"tokenized_requests": False, "batch_size": 16},

@@ -5,8 +5,8 @@ others in the host's, pinned. Qwen3-30B-A3B's shape, random bfloat16 weights, im
     python -m benchmarks offloaded_on_gpu --device cpu --shape small   the same way, in seconds
 
 Routing is imposed, and even: random weights say nothing of hits, and even routing is the least that
-a cache can hit. So is the context: keys and values are random. What is foretold is right for
---recall of the experts; the next router runs all the same.
+a cache can hit. So is the context: keys and values are random. Predictions are right for
+--recall of the experts; the next router still runs.
 
 no cache: what a token needs and no more is kept (the paper's on demand). on demand: a cache and no
 hints. ahead: with hints. oracle: hints are right. there: every token wants the same experts, so
@@ -282,7 +282,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help="at most (default: the shape's)")
     add("--kept", type=float, nargs="+", default=[0.1, 0.25, 0.5, 1.0], help="of all experts")
     add("--contexts", type=int, nargs="+", default=[1024, 65_536] if there else [64, 256])
-    add("--recall", type=float, default=0.95, help="of what is foretold")
+    add("--recall", type=float, default=0.95, help="of predictions")
     add("--tokens", type=int, default=24, help="of a turn")
     add("--warm", type=int, default=8, help="tokens before those")
     add("--rounds", type=int, default=3)

@@ -139,7 +139,7 @@ class Clients:
         return Outcome(question.kind, how, detail, began_s, time.monotonic() - began_s)
 
     async def _url(self) -> str:
-        """There may be none for a while; whoever asks tries again, as all clients do."""
+        """Wait until there is an ingress and return its URL."""
         while not (urls := self._urls()):
             await asyncio.sleep(RETRY_S)
         return urls[next(self._turns) % len(urls)]

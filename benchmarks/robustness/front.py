@@ -42,8 +42,8 @@ _decode_orders = msgspec.json.Decoder(Orders).decode
 
 
 class Place:
-    """Where the ranks are, as whoever looks after them says; it listens from the beginning on, for
-    ranks come and go while this process starts, too. `over`: nothing more is said."""
+    """The current addresses of ranks, read from `lines` from the start on. over: done at the end of
+    `lines`."""
 
     def __init__(self, directory: Directory, lines: BinaryIO) -> None:
         self.directory = directory

@@ -65,4 +65,4 @@ class FrontProcess:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
         except OSError:
-            return  # it has been killed: its successor is told
+            return  # it was killed; its successor receives the line

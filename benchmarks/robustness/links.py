@@ -1,8 +1,7 @@
 """The link between two nodes, network namespaces of this machine: cut both ways or one, or slow.
 
-Frames of a direction that is cut go to a hardware address that nobody has: they are lost, and
-nobody is told. That needs nothing of the kernel but namespaces; a slow link needs `tc tbf`, as any
-link has here.
+Frames of a cut direction go to an unassigned hardware address and are lost without an error. That
+needs namespaces only; a slow link needs `tc tbf`.
 """
 
 from __future__ import annotations

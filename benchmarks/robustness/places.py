@@ -1,8 +1,7 @@
-"""Who is in which place, before a fault and after it, and what must not have become of them. Pure.
+"""The processes of roles before and after a fault, and what is wrong with them. Pure.
 
-A launcher that takes ranks over knows them by what another one has written down. What it does not
-know shows here: a rank that lived is another process, or a second one has its name, or whoever
-takes a place has an epoch that somebody had before, so that it is not told from him.
+A launcher adopts ranks by the records of another one. Wrong: a surviving rank is another process, a
+second process has its name, or a replacement has an epoch that was in use before.
 """
 
 from __future__ import annotations

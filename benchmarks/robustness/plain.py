@@ -118,8 +118,7 @@ class PlainTarget:
             self._group.processes[role].send_signal(signal.SIGKILL)
 
     def wake(self, role: str) -> str:
-        """See `run.Target`. Of an attention rank: it asks the expert ranks to take it back, also
-        while nobody is in its place."""
+        """See `run.Target`. An attention rank also tries to rejoin before it has a replacement."""
         with self._lock:
             stray, seen = self._group.processes[role], len(self.replaced)
             stray.send_signal(signal.SIGSTOP)
@@ -141,7 +140,7 @@ class PlainTarget:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nobody is being replaced, or must be."""
+        """Return whether every rank serves and none awaits a replacement."""
         with self._lock:
             whole = len(self._serving) == self._replicas and not self._lost()
             return whole and not self._replacing and not self._are_missed()

@@ -48,7 +48,7 @@ def others(server: ServerProcess, ours: dict[str, psutil.Process]) -> list[psuti
 
 
 def listening_ports(ours: dict[str, psutil.Process], http_port: int) -> list[int]:
-    """TCP ports on which ranks and channels of ours listen: strangers will come there."""
+    """Return the TCP ports on which ranks listen."""
     ports = set()
     for name, process in ours.items():
         if name in ("serve", "ingress", "groups"):
@@ -60,7 +60,7 @@ def listening_ports(ours: dict[str, psutil.Process], http_port: int) -> list[int
 
 
 def abstract_sockets(ours: dict[str, psutil.Process]) -> list[str]:
-    """Names of the abstract Unix sockets on which ranks listen (shared memory begins there)."""
+    """Return the abstract Unix sockets on which ranks listen for shared memory links."""
     names = set()
     for process in ours.values():
         for connection in process.net_connections(kind="unix"):

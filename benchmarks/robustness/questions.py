@@ -1,4 +1,4 @@
-"""What is asked again and again, each with one right answer in float32."""
+"""The requests of the regular clients, each with one right answer in float32."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Question(NamedTuple):
 
 
 class Load(NamedTuple):
-    """by_kind: what is asked, in turn. at_once: by how many clients, by kind. learned: how often
-    each is asked before the first fault. rest_s: of a client between two questions that are not
-    streamed."""
+    """by_kind: requests, in turn. at_once: clients by kind. learned: repetitions before the first
+    fault. rest_s: pause of a client after an answer that is not streamed."""
 
     by_kind: dict[str, list[Question]]
     at_once: dict[str, int]

@@ -29,7 +29,7 @@ from contracts.ranks import RankStatus
 
 FILLER = Path("/dev/shm/chaos-fills-it")
 WHOLE_S = 60.0  # until everything serves again after a fault
-SETTLE_S = 10.0  # until nobody holds more than before it
+SETTLE_S = 10.0  # limit until resources return to their level before the fault
 POLL_S = 0.05
 DRAIN_S = 60.0
 PIECES = 32  # of a stream with two choices, after which earlier losses count no longer
@@ -62,8 +62,8 @@ class Target(Protocol):
     def kill(self, role: str) -> None: ...
 
     def wake(self, role: str) -> str:
-        """Another comes in the place of this rank, which is stopped and out of reach; then it wakes
-        up and is told where the others are. Returns what must not be: that it was taken back."""
+        """Replace this stopped, unreachable rank, then wake it and send it the addresses of the
+        others. Return a failure: it was accepted again."""
 
     def status(self) -> list[RankStatus]: ...
 
@@ -79,9 +79,8 @@ class Done(NamedTuple):
 
 
 class Run:
-    """differed: of the undisturbed answers, those that were others the second time, by kind.
-    on_done: called after each fault. own_shm: nobody else has anything in /dev/shm. until_wrong: it
-    ends with the fault after which something is wrong."""
+    """differed: undisturbed answers that differed when repeated, by kind. on_done: called after
+    each fault. own_shm: no other program uses /dev/shm. until_wrong: end at the first failure."""
 
     def __init__(
         self,
@@ -229,8 +228,8 @@ class Run:
         return None
 
     async def _answers_come_on(self, at_s: float) -> None:
-        """Those that were under way then: nobody meets three ends one after the other, for such a
-        request is given up."""
+        """Wait until the requests in progress at `at_s` have received more: a request that meets
+        three faults in succession fails."""
         end_s = at_s + WHOLE_S
         while time.monotonic() < end_s and not self.clients.have_come_on(at_s, PIECES):
             await asyncio.sleep(POLL_S)

@@ -27,8 +27,8 @@ class Kind(StrEnum):
 
 
 class Fault(NamedTuple):
-    """target: a role, as "expert-1"; "": nobody's. stopped_s: for how long it lasts. pause_s:
-    before it. with_next: the next one comes at the same moment."""
+    """target: a role, such as "expert-1", or "". stopped_s: duration. pause_s: delay before it.
+    with_next: the next fault is simultaneous."""
 
     kind: Kind
     target: str

@@ -23,9 +23,8 @@ def retries_refused(
     kill_its_successor: Callable[[], None],
     is_whole: Callable[[], bool],
 ) -> str:
-    """What must not be: that expert ranks let it in again, also while nobody is in its place, or
-    refuse it for another reason than that it has been replaced. It is gone afterwards. experts:
-    name -> address, as a late message tells it."""
+    """Wake a replaced rank and end it. Return a failure: an expert rank accepted it, or rejected it
+    for another reason than its replacement. experts: addresses by name."""
     end_s = time.monotonic() + WAKE_S
     stray.send_signal(signal.SIGCONT)
     try:
@@ -37,7 +36,7 @@ def retries_refused(
             if linked := _linked(stray, experts):
                 return f"{stray.name}, which had been replaced, was taken back by {linked}"
             if REFUSED not in error:
-                return f"{stray.name}, which had been replaced, was told {error or 'nothing'}"
+                return f"{stray.name}, which had been replaced, received {error or 'nothing'}"
             if time.monotonic() > end_s or is_whole():
                 return ""
             time.sleep(LOOK_S)
@@ -62,7 +61,7 @@ def _linked(stray: RankProcess, experts: Mapping[str, str]) -> list[str]:
 
 
 class OutOfReach(RankProcess):
-    """In the place of a rank that whoever looks after it cannot reach: it counts as gone."""
+    """Stands for a rank that its supervisor cannot reach and considers lost."""
 
     def __init__(self, rank: RankProcess) -> None:
         self.name, self._process = rank.name, _Gone(rank.pid)  # type: ignore[assignment]

@@ -51,8 +51,8 @@ class ImposedRouting:
 
 
 class ImposedPredictor(ExpertPredictor):
-    """Foretells what it was told, and is as sure of it as that is right. The next router runs all
-    the same: a guess takes its time."""
+    """Predicts the imposed experts with the imposed precision as confidence. The next router still
+    runs, so that a prediction takes its usual time."""
 
     def __init__(self, half: AttentionHalf, precision: float) -> None:
         super().__init__(half, None, "router")
@@ -64,7 +64,7 @@ class ImposedPredictor(ExpertPredictor):
 
     @property
     def speculates(self) -> bool:
-        """So that it is asked always, not where it pays."""
+        """Return True: predict at every layer, not only where it pays."""
         return True
 
     def predict_first(self, token_ids_T: Tensor) -> None:

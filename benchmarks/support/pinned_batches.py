@@ -66,7 +66,7 @@ class BatchRunner:
 
     async def _answers(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """Logits of the rows. What is ahead of them keeps the rank busy until all have arrived:
-        they are then one batch, as a rule."""
+        they then usually form one batch."""
         submits = [
             Submit(request_id=0, token_ids=ids, sampling=None, candidates=CANDIDATES)
             for ids in (self._ahead_ids, *rows)
@@ -86,7 +86,7 @@ class BatchRunner:
 async def bench_client(
     name: str, address: str, token: bytes, *, heartbeat_timeout_s: float = 2.0
 ) -> RankClient:
-    """A client of the rank, once that is ready and through with its own first batch."""
+    """Return a client of the rank after its first batch."""
     me = Identity(name="bench", token=token, epoch=None)
     client = RankClient(
         name, address, me, RankClientConfig(heartbeat_timeout_s=heartbeat_timeout_s)

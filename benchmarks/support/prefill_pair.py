@@ -66,8 +66,8 @@ class Pair:
 
     @staticmethod
     async def start(nodes: TwoNodes, folder: Path, max_batch_tokens: int, **prefill: Any) -> Pair:
-        """prefill: keys of the configuration's section. Returns when both are through with their
-        reference pass."""
+        """prefill: keys of the configuration's section. Return after the reference pass of
+        both."""
         settings = {"max_batch_tokens": max_batch_tokens, "max_batch_sequences": 1024, **prefill}
         config = load_config(
             None,

@@ -25,8 +25,8 @@ POLL_S = 0.02
 
 class ServerProcess:
     """A context manager: starts at once, and is gone afterwards. `url` has no /v1.
-    checkout: whose code runs; None: this one's. limits: what `resource.setrlimit` is told, by
-    resource, in every process of the server. log: where its standard error goes; None: to ours."""
+    checkout: source tree to run (default: this one). limits: for `resource.setrlimit` of every
+    process, by resource. log: file for its standard error."""
 
     def __init__(
         self,
