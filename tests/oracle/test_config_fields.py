@@ -1,4 +1,4 @@
-"""config.json is read as `transformers` reads it, or refused by name (FINDINGS B10).
+"""config.json is read as `transformers` reads it, or refused by name.
 
 Each case is a checkpoint that `transformers` wrote, with a few fields of its config.json changed.
 All single changes and many pairs: `python -m pytest -m slow tests/oracle/test_config_fields.py`.
@@ -49,7 +49,6 @@ AS_TRANSFORMERS: list[tuple[str, dict[str, Any], Change]] = [
 def test_a_field_that_is_spelled_another_way_gives_the_logits_of_transformers(
     tiny_checkpoint: Make, tmp_path: Path, family: str, made: dict[str, Any], change: Change
 ) -> None:
-    """FINDINGS B10."""
     folder = changed(tiny_checkpoint(family, **made), change, tmp_path / "changed")
     assert outcome(folder) == ("agree", "")
 
@@ -80,7 +79,6 @@ REFUSED: list[tuple[str, Change, list[str]]] = [
 def test_what_would_be_computed_otherwise_than_by_transformers_is_refused_by_name(
     tiny_checkpoint: Make, tmp_path: Path, family: str, change: Change, parts: list[str]
 ) -> None:
-    """FINDINGS B10."""
     folder = changed(tiny_checkpoint(family), change, tmp_path / "changed")
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(folder)
@@ -91,7 +89,7 @@ def test_what_would_be_computed_otherwise_than_by_transformers_is_refused_by_nam
 def test_yarn_makes_the_context_its_factor_times_the_original_one(
     tiny_checkpoint: Make, tmp_path: Path
 ) -> None:
-    """FINDINGS B10: the recipe published for Qwen3 leaves max_position_embeddings at 40960."""
+    """The recipe published for Qwen3 leaves max_position_embeddings at 40960."""
     recipe = {
         "max_position_embeddings": 40960,
         "rope_theta": 1e6,
@@ -116,7 +114,6 @@ def test_yarn_makes_the_context_its_factor_times_the_original_one(
 def test_unread_tensor_error_names_tensor(
     tiny_checkpoint: Make, tmp_path: Path, family: str, name: str
 ) -> None:
-    """FINDINGS B10."""
     folder = with_tensors(tiny_checkpoint(family), tmp_path / "changed", name)
     with pytest.raises(CheckpointError) as caught:
         check_checkpoint(folder)
@@ -135,7 +132,6 @@ def test_unread_tensor_error_names_tensor(
 def test_tensors_of_which_the_logits_do_not_depend_are_left_alone(
     tiny_checkpoint: Make, tmp_path: Path, family: str, name: str
 ) -> None:
-    """FINDINGS B10."""
     folder = with_tensors(tiny_checkpoint(family), tmp_path / "changed", name)
     assert check_checkpoint(folder).architecture == family
 
@@ -164,7 +160,7 @@ def disagreement(folder: Path, family: str, change: Change, target: Path) -> str
 def test_no_plausible_change_of_a_field_is_read_otherwise_than_by_transformers(
     tiny_checkpoint: Make, tmp_path: Path, family: str
 ) -> None:
-    """FINDINGS B10. Every eleventh change, another eleventh in each family."""
+    """Every eleventh change, another eleventh in each family."""
     family_changes = single_changes()[FAMILIES.index(family) :: 11]
     folder, target = tiny_checkpoint(family), tmp_path / "changed"
     assert len(family_changes) > 20
@@ -178,7 +174,6 @@ def test_no_plausible_change_of_a_field_is_read_otherwise_than_by_transformers(
 def test_every_plausible_change_and_a_thousand_pairs_are_read_as_by_transformers(
     tiny_checkpoint: Make, tmp_path: Path, family: str, old_keys: bool
 ) -> None:
-    """FINDINGS B10."""
     folder = tiny_checkpoint(family, old_keys=old_keys)
     changes = [*single_changes(), *pairs(seed=old_keys, count=1000)]
     found = [disagreement(folder, family, change, tmp_path / "changed") for change in changes]

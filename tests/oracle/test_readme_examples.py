@@ -58,7 +58,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def test_each_example_is_answered_as_a_person_would(bundled: tuple[LocalModel, Tokenizer]) -> None:
-    """FINDINGS C: the first classification example was answered wrongly."""
+    """The first classification example was answered wrongly."""
     model, tokenizer = bundled
     answers: dict[str, str] = {}
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A refit is used only if it predicts later batches better (FINDINGS B17)."""
+"""A refit is used only if it predicts later batches better."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ STUB = (
 def test_named_servers_share_cluster_and_stop_independently(
     ray_cluster: RayHead, tmp_path: Path
 ) -> None:
-    """FINDINGS B5; B8: modules in the current folder are not imported."""
+    """Modules in the current folder are not imported."""
     (tmp_path / "models.py").write_text("raise RuntimeError('of the current folder')\n")
     hostile = tmp_path / "cluster"
     hostile.mkdir()
@@ -147,7 +147,6 @@ def test_named_servers_share_cluster_and_stop_independently(
 def test_ingress_failure_is_one_line_and_leaves_no_process(
     ray_cluster: RayHead, tmp_path: Path
 ) -> None:
-    """FINDINGS B7."""
     model = shutil.copytree(resolve_model_folder(BUNDLED), tmp_path / "bundled")
     failing = ("serve", "--port", str(free_port()), *STUB, "--model", str(model))
     with tandem(ray_cluster.address, *failing) as server:
@@ -198,7 +197,6 @@ def test_unplaceable_server_is_one_line_and_leaves_no_process(
 def test_server_exits_with_status_3_if_lost_rank_is_not_replaced_in_time(
     ray_cluster: RayHead,
 ) -> None:
-    """FINDINGS B15."""
     settings = ("--set", "groups.recovery_timeout_s=1", "--set", "planner.enabled=false")
     command = ("serve", "--port", str(free_port()), *settings)
     with tandem(ray_cluster.address, *command) as server:

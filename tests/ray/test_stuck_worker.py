@@ -100,7 +100,6 @@ def job(number: int) -> Submit:
 
 
 def test_status_is_answered_while_connect_and_metrics_block(config: TandemConfig) -> None:
-    """FINDINGS B2."""
     actor: Any = rank_class("attention-0", WaitingShell).options(num_cpus=0).remote()
     rank = RayRank("prefill-0", actor)
     connecting = rank.call("connect", {"prefill-1": "tcp:10.0.0.1:1"})

@@ -32,7 +32,7 @@ from contracts.loading import config_from, load_config
     ],
 )
 def test_invalid_key_is_rejected_by_position(keys: list[Any], place: str) -> None:
-    """FINDINGS B9: an empty string among api_keys opened the server."""
+    """An empty string among api_keys opened the server."""
     with pytest.raises(ConfigError) as caught:
         config_from({"http": {"api_keys": keys}}, source="here")
     assert place in caught.value.message
@@ -43,7 +43,6 @@ def test_invalid_key_is_rejected_by_position(keys: list[Any], place: str) -> Non
 
 @pytest.mark.parametrize("key", ["", " ", "ä"])
 def test_invalid_metrics_key_is_rejected(key: str) -> None:
-    """FINDINGS B9."""
     with pytest.raises(ConfigError, match="metrics_key"):
         config_from({"http": {"metrics_key": key}}, source="here")
 

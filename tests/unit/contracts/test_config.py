@@ -102,7 +102,6 @@ def test_configuration_pickles() -> None:
 
 
 def test_relative_paths_are_relative_to_the_command_line(tmp_path: Path) -> None:
-    """FINDINGS B8."""
     for name in ("bundled", "a", "deeper"):
         (tmp_path / name).mkdir()
     given = ["planner.hardware=h200-node", "prefill.host_store=made/later", "model.name=a"]
@@ -117,7 +116,6 @@ def test_relative_paths_are_relative_to_the_command_line(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["", "Tandem", "a b", "-a", "a-", "a/b", "a" * 41, "ä"])
 def test_invalid_application_name_is_rejected(name: str) -> None:
-    """FINDINGS B5."""
     with pytest.raises(ConfigError, match=r"1 to 40 of a-z, 0-9 and -.* `serve`"):
         config_from({"serve": {"name": name}}, source="here")
     assert load_config(None, ["serve.name=a-2"]).serve.name == "a-2"

@@ -66,7 +66,6 @@ def across_a_pipe(error: Exception) -> BaseException | None:
 
 @pytest.mark.parametrize("kind", all_errors(), ids=lambda kind: kind.__name__)
 def test_error_keeps_attributes_through_pickle_and_pipe(kind: type[TandemError]) -> None:
-    """FINDINGS B14."""
     error = made(kind)
     unpickled = pickle.loads(pickle.dumps(error))
     assert type(unpickled) is kind

@@ -1,4 +1,4 @@
-"""Modules in the current folder do not shadow this package (FINDINGS B8)."""
+"""Modules in the current folder do not shadow this package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*command: str, cwd: Path, path: str = f"{ROOT}") -> subprocess.Completed
 
 @pytest.mark.long
 def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> None:
-    """FINDINGS B8. An empty entry of PYTHONPATH is the current folder, too."""
+    """An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
     command = "from cluster.cli.main import main; main(['--help'])"
     before = "from cluster.cli.current_folder import remove_current_folder as leave; leave(); "
@@ -64,7 +64,6 @@ def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> N
     ],
 )
 def test_processes_ignore_shadowing_modules(tmp_path: Path, command: list[str], path: str) -> None:
-    """FINDINGS B8."""
     done = run(*command, cwd=hostile(tmp_path, "actors", "contracts", "planner"), path=path)
     assert (done.returncode, done.stderr) == (0, "")
 

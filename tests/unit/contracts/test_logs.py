@@ -1,4 +1,4 @@
-"""Log format, files and run folders (FINDINGS C)."""
+"""Log format, files and run folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and processors within control groups, on fake files of /proc and /sys (FINDINGS B12)."""
+"""Memory and processors within control groups, on fake files of /proc and /sys."""
 
 from __future__ import annotations
 
@@ -116,7 +116,6 @@ def test_cpu_quota_limits_cores(tmp_path: Path, quota: str, cores: float, thread
 def test_kv_pool_size_follows_container_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B12."""
     machine(tmp_path, "0::/\n", limited(str(GIB // 64), 0))
     monkeypatch.setattr(actors.ranks.memory, "available_bytes", lambda: available_bytes(tmp_path))
     model = read_spec(resolve_model_folder(BUNDLED))
@@ -135,7 +134,6 @@ def test_kv_pool_size_follows_container_memory(
 def test_memory_file_system_is_limited_by_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FINDINGS B12."""
     monkeypatch.setattr(contracts.machine, "available_bytes", lambda: 5)
     shm = Path("/dev/shm")
     if shm.is_dir() and os.path.ismount(shm):

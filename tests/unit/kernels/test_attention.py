@@ -119,7 +119,7 @@ def test_short_sequences_of_similar_size_form_groups() -> None:
 def test_sinks_in_pieces_equal_reference(
     causal: bool, scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Causal calls are those of a GPU for new prompts (FINDINGS B16)."""
+    """Causal calls are those of a GPU for new prompts."""
     monkeypatch.setattr("kernels.sinks._ROWS", 7)
     monkeypatch.setattr("kernels.sinks._LEAST_KEYS", 3)
     monkeypatch.setattr("kernels.sinks._SCORES", scores)
@@ -162,7 +162,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.mark.parametrize("start", [0, 4096])
 @pytest.mark.parametrize("window", [None, 128])
 def test_sinks_of_long_prompt_allocate_at_most_query_size(window: int | None, start: int) -> None:
-    """The meta device allocates like a GPU, with gpt-oss's heads (FINDINGS B16)."""
+    """The meta device allocates like a GPU, with gpt-oss's heads."""
     T, H, G, d = 8192, 64, 8, 64
     meta = torch.device("meta")
     seq = SequenceRows(0, T, start, slice(0, start + T))

@@ -43,7 +43,7 @@ from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_plann
 from tests.support.group_harness import group_config
 from tests.support.simulated_group import hardware
 
-NESTED = b"\xaf\x0f\x00\x00\x82\xa4type\xa5query\xa1x" + b"\x91" * 4000 + b"\xc0"  # FINDINGS A8
+NESTED = b"\xaf\x0f\x00\x00\x82\xa4type\xa5query\xa1x" + b"\x91" * 4000 + b"\xc0"
 Checkpoints = Callable[..., Path]
 
 

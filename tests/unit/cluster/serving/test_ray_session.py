@@ -92,7 +92,7 @@ def test_ranks_without_cpus_fit_any_machine() -> None:
 
 
 def test_a_cluster_of_our_own_takes_tokens_and_another_is_joined_as_it_is() -> None:
-    """FINDINGS C: Ray listens on all interfaces."""
+    """Ray listens on all interfaces."""
     ours: dict[str, str] = {}
     prepare_cluster_environment(TandemConfig(), ours)
     assert ours == {"RAY_AUTH_MODE": "token"}

@@ -1,4 +1,4 @@
-"""When a server that can serve no more ends, and with which reason (FINDINGS B15)."""
+"""End and drain of a server, and requests to its launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from contracts.scaling import ScaleState, ScaleTarget
 
 
 class FakeGroups:
-    """answers: what each question is answered with, or raises; the last one for ever."""
+    """Gives or raises `answers` in turn; the last one repeats."""
 
     def __init__(self, *answers: str | tuple[str, int] | Exception) -> None:
         self.answers = list(answers)
@@ -46,7 +46,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_can_serve_no_more_ends_with_the_reason() -> None:
-    """FINDINGS B15: it stayed at 503 for ever."""
     groups = FakeGroups("", "", TimeoutError(), "", "expert-0: its actor died")
     assert (
         wait_for_shutdown(groups, b"token", threading.Event(), 60.0) == "expert-0: its actor died"
@@ -57,7 +56,6 @@ def test_a_server_that_can_serve_no_more_ends_with_the_reason() -> None:
 def test_unresponsive_launcher_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """FINDINGS B15."""
     monkeypatch.setattr(shutdown, "REPLY_TIMEOUT_S", 0.01)
     groups = FakeGroups("", RuntimeError("the actor died"))
     reason = wait_for_shutdown(groups, b"token", threading.Event(), 0.01)
@@ -82,6 +80,14 @@ def test_each_of_several_ingress_replicas_is_drained() -> None:
     ingress = FakeGroups(("a", 0), ("a", 0), ("b", 3), failure, ("a", 0), ("b", 1), ("b", 0))
     drain(ingress, 60.0, threading.Event(), replicas=2)
     assert ingress.answers == [("b", 0)]
+
+
+@pytest.mark.parametrize("reply", [("a", 1), TimeoutError()])
+def test_drain_ends_at_its_limit(
+    reply: tuple[str, int] | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutdown, "REPLY_TIMEOUT_S", 0.01)
+    drain(FakeGroups(reply), 0.01, threading.Event())
 
 
 def test_a_second_signal_or_an_ingress_that_is_gone_ends_it_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The folder of shared files is private, and unused files are deleted (FINDINGS B16)."""
+"""The folder of shared files is private, and unused files are deleted."""
 
 from __future__ import annotations
 
