@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.simulated_generations import Faults, World, settled
+from actors.rebalance.placement_transition import AttentionGenerations
+from tests.support.simulated_generations import DEADLINE_S, Faults, World, proposal, settled
 
 chances = st.sampled_from((0.0, 0.1, 0.4))
 faults = st.builds(
@@ -45,6 +46,15 @@ def test_without_faults_every_rank_switches_to_the_proposal(seed: int, attention
     assert not settled(world)
     assert world.switches == attentions
     assert {expert.machine.current for expert in world.experts.values()} == {1}
+
+
+def test_smaller_generation_waits_for_departing_ranks() -> None:
+    smaller, attention = proposal(1, 2), AttentionGenerations(proposal(0, 3), DEADLINE_S)
+    for expert in ("expert-0", "expert-1"):
+        attention.prepared(expert, smaller, 0, 0.0)
+    assert attention.generation == 0
+    attention.prepared("expert-2", smaller, 0, 0.0)
+    assert attention.generation == 1
 
 
 def test_simulated_faults_reach_every_outcome() -> None:
