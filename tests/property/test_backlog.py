@@ -1,17 +1,19 @@
-"""The backlog of held requests with simulated workers."""
+"""The backlog of held requests, and the lanes of its worker queues."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
 from contracts.requests import Priority
-from contracts.routing_messages import Prompt
+from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.backlog import Backlog
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_queue import Lane
+from planner.routing.worker_queue import HeldRequest, Lane, WorkerQueue
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of, quadratic_work, token_lists
 
 WORKERS = 3
@@ -32,6 +34,10 @@ class Front:
         self.backlog = Backlog(self.router, quadratic_work)
         self.workers = [LoggingWorker(n, quadratic_work, UNLIMITED) for n in range(WORKERS)]
         self.sent: list[Prompt] = []
+
+    def put(self, prompts: Iterable[Prompt], lane: Lane = Lane.FIRST) -> None:
+        for prompt in prompts:
+            self.backlog.put(prompt, lane)
 
     def send(self) -> None:
         for prompt, decision in self.backlog.take():
@@ -87,8 +93,7 @@ def test_queues_stay_within_one_request_of_the_threshold(
 ) -> None:
     front, prompts = Front(tau), prompts_of(texts)
     largest = max(quadratic_work(0, prompt.prompt_tokens) for prompt in prompts)
-    for prompt in prompts:
-        front.backlog.put(prompt)
+    front.put(prompts)
     front.send()
     for step in range(steps):
         if step % 3 and front.workers[step % WORKERS].queue:
@@ -105,8 +110,7 @@ def test_cancelled_requests_are_never_dispatched_and_leave_no_state(
     texts: list[list[int]], data: st.DataObject
 ) -> None:
     front, prompts = Front(tau=1), prompts_of(texts)
-    for prompt in prompts:
-        front.backlog.put(prompt)
+    front.put(prompts)
     gone = data.draw(st.sets(st.sampled_from([prompt.key for prompt in prompts])))
     for key in gone:
         front.backlog.remove(key)
@@ -119,8 +123,7 @@ def test_cancelled_requests_are_never_dispatched_and_leave_no_state(
 @given(st.lists(token_lists, min_size=4, max_size=30), st.integers(0, WORKERS - 1))
 def test_requests_held_for_a_lost_worker_move(texts: list[list[int]], lost: int) -> None:
     front, prompts = Front(tau=1), prompts_of(texts)
-    for prompt in prompts:
-        front.backlog.put(prompt)
+    front.put(prompts)
     front.send()
     again = front.router.lose(lost)
     front.backlog.lose(lost)
@@ -128,8 +131,7 @@ def test_requests_held_for_a_lost_worker_move(texts: list[list[int]], lost: int)
     by_key = {prompt.key: prompt for prompt in prompts}
     front.workers[lost] = LoggingWorker(lost, quadratic_work, UNLIMITED, epoch=1)
     front.sent = survivors
-    for key in again:
-        front.backlog.put(by_key[key])
+    front.put(by_key[key] for key in again)
     front.drain()
     assert sorted(p.key for p in front.sent) == [p.key for p in prompts]
 
@@ -151,8 +153,7 @@ def test_siblings_share_a_home() -> None:
     prompts = [prompt_of([*families[n % 3], 2, n], n) for n in range(12)]
     for tau in (400, 1_000_000):
         front = Front(tau)
-        for prompt in prompts:
-            front.backlog.put(prompt)
+        front.put(prompts)
         front.send()
         homes = [{p.key.number % 3 for p in worker.queue} for worker in front.workers]
         assert homes == [{0}, {1}, {2}]
@@ -163,8 +164,7 @@ def test_cancelled_request_attracts_no_siblings() -> None:
     first, other, sibling = (prompt_of([n] * 8, number) for number, n in enumerate((1, 2, 1)))
     front.backlog.put(first)
     front.backlog.remove(first.key)
-    front.backlog.put(other)
-    front.backlog.put(sibling)
+    front.put((other, sibling))
     front.send()
     assert [[p.key.number for p in worker.queue] for worker in front.workers] == [[1], [2], []]
 
@@ -172,8 +172,7 @@ def test_cancelled_request_attracts_no_siblings() -> None:
 def test_idle_worker_steals_from_the_end_of_the_longest_queue() -> None:
     front = Front(tau=1)
     prompts = [prompt_of([n] * 8, n) for n in range(12)]
-    for prompt in prompts:
-        front.backlog.put(prompt)
+    front.put(prompts)
     front.send()
     assert [prompt.key.number for prompt in front.sent] == [0, 1, 2]
     for number in (4, 7, 10):  # those that are held for worker 1
@@ -192,8 +191,7 @@ def test_idle_worker_steals_siblings_only_if_waiting_costs_more() -> None:
         (Lane.LATER, 40, WORKERS),
     ):
         front = Front(tau=1)
-        for prompt in prompts[:rows]:
-            front.backlog.put(prompt, lane)
+        front.put(prompts[:rows], lane)
         front.send()
         front.drain()
         assert sum(bool(worker.cache) for worker in front.workers) == workers, (lane, rows)
@@ -206,12 +204,10 @@ def test_first_lane_request_is_stolen_from_behind_best_effort_siblings() -> None
     long_ones = [prompt_of([1, n] * 15, 6 + n) for n in range(1, WORKERS)]
     waited_for = prompt_of([0] * 4 * BLOCK + [1, 1], 10)
     front.backlog.put(siblings[0], Lane.LATER)
-    for prompt in long_ones:  # one for each other worker
-        front.backlog.put(prompt)
+    front.put(long_ones)  # one for each other worker
     front.send()
     assert [len(worker.queue) for worker in front.workers] == [1] * WORKERS
-    for prompt in siblings[1:]:
-        front.backlog.put(prompt, Lane.LATER)
+    front.put(siblings[1:], Lane.LATER)
     front.backlog.put(waited_for)
     front.step(1)
     assert front.sent[WORKERS:] == [waited_for]
@@ -231,8 +227,7 @@ def test_first_lane_request_is_dispatched_early_and_a_tail_is_not() -> None:
     one = quadratic_work(0, BLOCK)
     front = Front(tau=2 * one)
     texts = [[number] * BLOCK for number in range(3 * WORKERS)]
-    for prompt in prompts_of(texts):
-        front.backlog.put(prompt, Lane.LATER)
+    front.put(prompts_of(texts), Lane.LATER)
     front.send()
     front.begin(0)
     assert front.router.queued(0) == one
@@ -271,3 +266,56 @@ def test_ls_dispatch_is_independent_of_best_effort_work(
         both.step(worker)
     both.drain()
     assert len(both.sent) == len(texts)
+
+
+lanes = st.lists(st.sampled_from(Lane), min_size=1, max_size=30)
+
+
+def filled(lanes_: Sequence[Lane]) -> WorkerQueue:
+    line = WorkerQueue()
+    for number, lane in enumerate(lanes_):
+        line.add(HeldRequest(prompt_of([number], number), lane))
+    return line
+
+
+def drained(line: WorkerQueue) -> list[RequestKey]:
+    """Pop the next request for a worker that takes both classes until there is none."""
+    order = []
+    while (key := line.first() or line.later()) is not None:
+        line.pop(key)
+        order.append(key)
+    return order
+
+
+@given(lanes)
+def test_requests_leave_once_in_lane_order_with_best_effort_last(
+    given: list[Lane],
+) -> None:
+    order = [key.number for key in drained(filled(given))]
+    assert sorted(order) == list(range(len(given)))
+    for lane in Lane:
+        of_lane = [number for number in order if given[number] is lane]
+        assert of_lane == sorted(of_lane)
+    later = given.count(Lane.LATER)
+    assert all(given[number] is not Lane.LATER for number in order[: len(order) - later])
+
+
+@few
+@given(lanes, lanes)
+def test_first_and_rest_lanes_alternate(some: list[Lane], more: list[Lane]) -> None:
+    both = [lane for lane in (*some, *more) if lane is not Lane.LATER]
+    order = [both[key.number] for key in drained(filled(both))]
+    fewer = min(both.count(Lane.FIRST), both.count(Lane.REST))
+    assert order[: 2 * fewer] == [Lane.FIRST, Lane.REST] * fewer
+
+
+@few
+@given(lanes)
+def test_last_yields_newest_of_each_lane_longest_wait_first(
+    given: list[Lane],
+) -> None:
+    lasts = {lane: number for number, lane in enumerate(given)}
+    order = sorted(lasts, reverse=True)
+    assert [(lane, key.number) for lane, key in filled(given).last()] == [
+        (n, lasts[n]) for n in order
+    ]

@@ -1,20 +1,32 @@
-"""The online planner on a simulated group with known times: warm, cold, drifting."""
+"""The online planner on a simulated group: warm, cold, drifting; refits that predict better."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.hardware import Hardware
 from contracts.plan import Plan
-from contracts.planner_messages import Batch, MicroBatchReport
+from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
+from planner.costs.model_shape import ModelShape
 from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
 from planner.online.models import OnlineModels
-from planner.online.planner import REPORTS_BETWEEN, NoPlanError, OnlinePlanner
+from planner.online.planner import (
+    LEAST_DIFFERENCE,
+    REPORTS_BETWEEN,
+    TRIAL_BATCHES,
+    ModelSelector,
+    NoPlanError,
+    OnlinePlanner,
+)
+from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
 from planner.schedule.batch_plan import LEAST_GAIN, NewTokens, plan_batch
 from planner.schedule.plan_fit import MORE_TOKENS, fit_plan
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
@@ -60,38 +72,23 @@ def error_of(planner: OnlinePlanner, group: SimulatedGroup, seed: int) -> float:
     errors = []
     for micro_batches, _ in zip(traffic(seed), range(41), strict=False):
         plan = Plan(r1=len(micro_batches))
-        predicted, true = (
-            planner.predict_ms(plan, micro_batches),
-            group.makespan_ms(micro_batches, plan),
-        )
+        predicted = planner.predict_ms(plan, micro_batches)
+        true = group.makespan_ms(micro_batches, plan)
         assert predicted is not None
         errors.append(abs(predicted - true) / true)
     return sorted(errors)[20]
 
 
 @some
-@given(batches, seeds)
-def test_bucket_is_independent_of_sequence_order(batch: Batch, seed: int) -> None:
+@given(batches, seeds, st.integers(1, 10**6), st.integers(1, 10**6))
+def test_bucket_is_independent_of_order_and_within_a_step(
+    batch: Batch, seed: int, a: int, b: int
+) -> None:
     assert bucket_of(random.Random(seed).sample(batch, len(batch))) == bucket_of(batch)
-
-
-@some
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_prompts_share_a_bucket_only_within_a_step(a: int, b: int) -> None:
     alike = bucket_of([(0, a + 1)]) == bucket_of([(0, b + 1)])
     ratio = max(a + 1, b + 1) / min(a + 1, b + 1)
     assert not (alike and ratio >= 2 ** (1 / STEPS_PER_OCTAVE))
-
-
-def test_small_batches_of_different_sizes_are_in_different_buckets() -> None:
-    rows = [bucket_of([(50, 51)] * count) for count in range(1, 8)]
-    assert len(set(rows)) == 7
-
-
-def test_cold_planner_names_the_unmeasured_stages() -> None:
-    planner = OnlinePlanner(setup_of(WITH_SHARED, None))
-    with pytest.raises(NoPlanError, match="attention, expert, a2e, e2a, shared"):
-        planner.plan([(0, 64)])
+    assert len({bucket_of([(50, 51)] * count) for count in range(1, 8)}) == 7
 
 
 def test_attention_is_learned_from_few_sizes_after_uninformative_times() -> None:
@@ -166,9 +163,8 @@ def test_learned_plans_are_close_to_optimal(seed: int) -> None:
     taught(planner, group, 150, seed)
     batch = [(0, 512), (0, 300), (0, 200), (64, 65), (700, 701)]
     plan = planner.plan(batch).plan
-    sizes = plan.micro_batch_samples
     cut, first = [], 0
-    for size in sizes:
+    for size in plan.micro_batch_samples:
         cut.append(batch[first : first + size])
         first += size
     exact = [NewTokens(*chunk) for chunk in batch]
@@ -218,17 +214,21 @@ def test_batch_is_cut_only_for_the_least_gain(batch: Batch) -> None:
         assert planned.makespan_ms <= (1 - LEAST_GAIN) * uncut_ms * (1 + 1e-9)
 
 
-def test_plans_are_cached_until_models_change() -> None:
+def test_plans_are_cached_until_models_change_which_is_never_without_refit() -> None:
     setup = setup_of(QWEN, hardware())
-    planner = OnlinePlanner(setup)
+    slower = SimulatedGroup(setup, hardware(slower=3.0), noise=0.0, seed=0)
+    planner, fixed = OnlinePlanner(setup), OnlinePlanner(setup._replace(refit=False))
     batch, alike = [(0, 400), (0, 100)], [(0, 405), (0, 101)]
     first = planner.plan(batch)
     assert planner.known(batch) is first
     assert planner.known(alike) is first
     assert planner.known([(0, 4000)]) is None
-    taught(planner, SimulatedGroup(setup, hardware(slower=3.0), noise=0.0, seed=0), 60)
+    before = fixed.plan(batch).makespan_ms
+    for each in (planner, fixed):
+        taught(each, slower, 60)
     assert planner.version > 1
     assert planner.known(batch) is None
+    assert (fixed.version, fixed.plan(batch).makespan_ms) == (1, before)
 
 
 def test_model_version_changes_at_most_once_per_report_interval() -> None:
@@ -238,9 +238,13 @@ def test_model_version_changes_at_most_once_per_report_interval() -> None:
     assert 1 < planner.version <= 1 + 2 * 100 / REPORTS_BETWEEN
 
 
-def test_without_hardware_file_no_plan_for_batches_far_above_measured() -> None:
+def test_without_hardware_file_no_plan_while_cold_nor_for_batches_far_above_measured() -> None:
     setup = setup_of(QWEN, None)
     planner = OnlinePlanner(setup)
+    with pytest.raises(NoPlanError, match="attention, expert, a2e, e2a"):
+        planner.plan([(0, 64)])
+    with pytest.raises(NoPlanError, match="attention, expert, a2e, e2a, shared"):
+        OnlinePlanner(setup_of(WITH_SHARED, None)).plan([(0, 64)])
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=0)
     for tokens in (8, 16, 32, 64) * 10:
         batch, experts = group.run([[(0, tokens)]])
@@ -249,20 +253,8 @@ def test_without_hardware_file_no_plan_for_batches_far_above_measured() -> None:
     assert planner.plan([(0, 200)]).makespan_ms > 0
     with pytest.raises(NoPlanError, match="4096 tokens"):
         planner.plan([(0, 4096)])
-
-
-def test_models_are_fixed_without_refit() -> None:
-    setup = setup_of(QWEN, hardware(), refit=False)
-    planner = OnlinePlanner(setup)
-    before = planner.plan([(0, 400)]).makespan_ms
-    taught(planner, SimulatedGroup(setup, hardware(slower=3.0), noise=0.0, seed=0), 60)
-    assert (planner.version, planner.plan([(0, 400)]).makespan_ms) == (1, before)
-
-
-def test_batch_that_does_not_fit_is_rejected_with_its_size() -> None:
-    planner = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=100))
     with pytest.raises(NoPlanError, match="101 new tokens"):
-        planner.plan([(0, 101)])
+        OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=100)).plan([(0, 101)])
 
 
 @settings(deadline=None, max_examples=60)
@@ -270,6 +262,7 @@ def test_batch_that_does_not_fit_is_rejected_with_its_size() -> None:
 def test_plan_is_used_only_for_a_batch_that_fits(planned: Batch, formed: Batch) -> None:
     planner = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=30_000))
     answer = planner.plan(planned).plan
+    assert fit_plan(answer, planned, planned, max_tokens=30_000) == answer
     plan = fit_plan(answer, planned, formed, max_tokens=30_000)
     tokens = sum(stop - start for start, stop in formed)
     if plan is None:
@@ -282,13 +275,6 @@ def test_plan_is_used_only_for_a_batch_that_fits(planned: Batch, formed: Batch) 
     )  # fmt: skip
 
 
-@some
-@given(batches)
-def test_plan_fits_its_own_batch(batch: Batch) -> None:
-    plan = OnlinePlanner(setup_of(QWEN, hardware(), max_batch_tokens=30_000)).plan(batch).plan
-    assert fit_plan(plan, batch, batch, max_tokens=30_000) == plan
-
-
 def test_micro_batch_sizes_remain_only_for_a_similar_batch() -> None:
     plan, planned = Plan(r1=2, micro_batch_samples=(1, 3)), [(0, 90), (0, 30), (0, 30), (0, 30)]
     general = Plan(r1=2)
@@ -299,7 +285,197 @@ def test_micro_batch_sizes_remain_only_for_a_similar_batch() -> None:
     assert fitted([(0, 95), (0, 30), (0, 28), (0, 32)]) == plan
     assert fitted([(0, 30), (0, 30), (0, 30), (0, 90)]) == general
     assert fitted([(0, 90), (0, 45), (0, 45)]) == general
-
-
-def test_batch_above_token_limit_gets_no_plan() -> None:
     assert fit_plan(Plan(r1=1), [(0, 100)], [(0, 101)], max_tokens=100) is None
+
+
+def stages_over_truth(planner: OnlinePlanner, group: SimulatedGroup) -> list[float]:
+    """Return ratios to the true times of experts and both links, for 256 tokens."""
+    true = group.spec()
+    me = 256 * true.tokens_per_expert_per_sample
+    found = planner._following.spec(256)
+    assert found is not None
+    return [
+        getattr(found.stages, name).at(me) / getattr(true.stages, name).at(me)
+        for name in ("expert", "a2e", "e2a")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "known", "size"),
+    [
+        (QWEN, None, (1, 3)),
+        (WITH_SHARED, None, (2, 2)),
+        (QWEN, hardware(3.0), (1, 1)),
+        (WITH_SHARED, hardware(3.0), (3, 4)),
+    ],
+    ids=["from nothing", "from nothing, shared", "wrong file", "wrong file, shared"],
+)
+def test_measurements_carry_over_to_the_next_size(
+    model: ModelShape, known: Hardware | None, size: tuple[int, int]
+) -> None:
+    """Measured times are on average a twentieth above the truth."""
+    setup = setup_of(model, known)
+    planner = OnlinePlanner(setup)
+    taught(planner, SimulatedGroup(setup, hardware(1.5), noise=NOISE, seed=1), 60)
+    version = planner.version
+    planner.resize(*size)
+    after = setup._replace(attention_ranks=size[0], expert_ranks=size[1])
+    group = SimulatedGroup(after, hardware(1.5), noise=NOISE, seed=2)
+    assert (planner.size, planner.version > version) == (size, True)
+    assert planner.plan([(0, 256)]).makespan_ms > 0
+    assert error_of(planner, group, 7) < 0.12
+    assert stages_over_truth(planner, group) == pytest.approx([1.05] * 3, rel=0.12)
+    taught(planner, group, 30)
+    assert error_of(planner, group, 7) < 0.12
+
+
+def test_cold_stages_stay_cold_and_unmeasured_stages_keep_the_file() -> None:
+    planner = OnlinePlanner(setup_of(QWEN, None))
+    planner.resize(1, 3)
+    with pytest.raises(NoPlanError, match="too few measured times yet of: attention, expert"):
+        planner.plan([(0, 16)])
+    known = setup_of(QWEN, hardware())
+    resized = OnlinePlanner(known._replace(refit=False))
+    resized.resize(2, 3)
+    anew = OnlinePlanner(known._replace(attention_ranks=2, expert_ranks=3))
+    assert resized.plan([(0, 256)]) == anew.plan([(0, 256)])
+
+
+PROMPTS = (64, 256, 1024)
+WARM, JUDGED = 120, 80  # batches that a planner learns from, and that it is held to
+# The file's median error may grow by the margin of a switch and by what a median of 16 batches
+# tells wrongly of one of 80; noise is 4 %.
+BOUND = 1 + SELECTION_GAIN, 0.015
+
+factors = st.sampled_from([0.5, 0.75, 1.0, 1.3, 1.8])
+
+
+class MisleadingGroup(SimulatedGroup):
+    """A group with true makespans and stage reports that are off by a factor each.
+
+    This occurs if small packets find an idle link, or if another program ran for a while.
+    """
+
+    def __init__(self, off: Sequence[float], seed: int, *, shift: float = 1.0) -> None:
+        super().__init__(setup_of(QWEN, hardware()), hardware(), noise=0.0, seed=seed)
+        self.off_attention, self.off_links, self.off_experts = off
+        self.shift = shift
+
+    def _noisy(self, ms: float) -> float:
+        return ms * self.shift * (1 + self.random.gauss(0.0, 0.04))
+
+    def makespan_ms(self, micro_batches: Sequence[Chunks], plan: Plan) -> float:
+        return super().makespan_ms(micro_batches, plan) - 0.5  # nothing that no stage has
+
+    def reports(self) -> tuple[BatchReport, ExpertReport]:
+        batches = [
+            [(0, self.random.choice(PROMPTS)) for _ in range(self.random.choice((1, 3)))]
+            for _ in range(self.random.randint(1, 3))
+        ]
+        batch, experts = self.run(batches)
+        micro_batches = [
+            MicroBatchReport(m.batch, m.attention_ms * self.off_attention)
+            for m in batch.micro_batches
+        ]
+        batch = msgspec.structs.replace(
+            batch, micro_batches=micro_batches, e2a=_off(batch.e2a, self.off_links)
+        )
+        off = {
+            "experts": _off(experts.experts, self.off_experts),
+            "a2e": _off(experts.a2e, self.off_links),
+        }
+        return batch, msgspec.structs.replace(experts, **off)
+
+
+def _off(times: Sequence[RowsTime], factor: float) -> list[RowsTime]:
+    return [RowsTime(time.rows, time.ms * factor) for time in times]
+
+
+def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> list[float]:
+    """Return the error of each batch before the planner learns from it."""
+    errors = []
+    for _ in range(batches):
+        batch, experts = group.reports()
+        predicted = planner.predict_ms(batch.plan, [times.batch for times in batch.micro_batches])
+        assert predicted is not None
+        errors.append(abs(predicted - batch.measured_ms) / batch.measured_ms)
+        planner.observe_batch(batch)
+        planner.observe_experts(experts)
+    return errors
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.tuples(factors, factors, factors), seeds)
+def test_refit_never_predicts_much_worse_than_a_correct_file(
+    off: tuple[float, float, float], seed: int
+) -> None:
+    refits = OnlinePlanner(setup_of(QWEN, hardware()))
+    keeps = OnlinePlanner(setup_of(QWEN, hardware(), refit=False))
+    errors_of(refits, MisleadingGroup(off, seed), WARM)
+    found = statistics.median(errors_of(refits, MisleadingGroup(off, seed + 1), JUDGED))
+    files = statistics.median(errors_of(keeps, MisleadingGroup(off, seed + 1), JUDGED))
+    assert found <= BOUND[0] * files + BOUND[1]
+
+
+@pytest.mark.parametrize("shift", [0.4, 0.6, 1.6, 3.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_different_machine_is_followed_from_the_second_trial(shift: float, seed: int) -> None:
+    """A model with a memory of 64 batches needs some more to forget the file's error."""
+    planner = OnlinePlanner(setup_of(QWEN, hardware()))
+    group = MisleadingGroup((1.0, 1.0, 1.0), seed, shift=shift)
+    before = statistics.median(errors_of(planner, group, 2 * TRIAL_BATCHES))
+    soon = statistics.median(errors_of(planner, group, 2 * TRIAL_BATCHES))
+    errors_of(planner, group, 160)
+    assert before > 0.2
+    assert soon < 0.6 * before
+    assert statistics.median(errors_of(planner, group, JUDGED)) < 0.06
+
+
+def test_file_models_are_selected_again_after_shift_back() -> None:
+    planner = OnlinePlanner(setup_of(QWEN, hardware()))
+    slower = MisleadingGroup((1.0, 1.0, 1.0), 3, shift=2.0)
+    errors_of(planner, slower, 200)
+    batches = [[(0, 64)], [(0, 1024)]]
+    assert planner.predict_ms(Plan(r1=2), batches) == pytest.approx(
+        2 * slower.makespan_ms(batches, Plan(r1=2)), rel=0.1
+    )
+    errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 4), 200)
+    found = errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 5), JUDGED)
+    assert statistics.median(found) < 0.06
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200), st.floats(0.0, 0.19))
+def test_contender_within_the_margin_is_never_selected(errors: list[float], better: float) -> None:
+    trial = ModelSelector(2)
+    for error in errors:
+        trial.add([100 * (1 + error), 100 * (1 + error * (1 - better))], 100.0)
+        assert trial.selected == 0
+
+
+@given(seeds, st.integers(0, 60))
+def test_better_contender_is_selected_within_two_trials_and_deselected(
+    seed: int, before: int
+) -> None:
+    source = random.Random(seed)
+    trial = ModelSelector(2)
+
+    def run(batches: int, *means: float) -> None:
+        for _ in range(batches):
+            trial.add([100 * (1 + mean * source.uniform(0.9, 1.1)) for mean in means], 100.0)
+
+    run(before, 0.05, 0.05)
+    assert trial.selected == 0
+    run(2 * TRIAL_BATCHES, 0.2, 0.05)
+    assert trial.selected == 1
+    run(2 * TRIAL_BATCHES, 0.05, 0.2)
+    assert trial.selected == 0
+
+
+def test_errors_within_the_least_difference_are_equal() -> None:
+    trial = ModelSelector(2)
+    for _ in range(3 * TRIAL_BATCHES):
+        trial.add([100 * (1 + 0.9 * LEAST_DIFFERENCE), 100.0], 100.0)
+    assert trial.selected == 0
+    for _ in range(TRIAL_BATCHES):
+        trial.add([100 * (1 + 1.1 * LEAST_DIFFERENCE), 100.0], 100.0)
+    assert trial.selected == 1

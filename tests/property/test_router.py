@@ -1,18 +1,31 @@
-"""Routers under random use: exact loads, the paper's choice, agreement of all routers."""
+"""Routers under random use, their block indexes, and the thresholds of Eq. 1 to 3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from random import Random
+from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from contracts.block_hash import chain_hashes
 from contracts.routing_messages import Calibration, Prompt
+from planner.costs.model_shape import ModelShape, layer_mean_work
+from planner.routing.pending_blocks import PendingBlocks
+from planner.routing.prefix_index import PrefixIndex
+from planner.routing.request_work import flops_work, token_work, work_of
 from planner.routing.router import RouteDecision, Router, RouterConfig
-from planner.routing.saturation import SaturationConfig, threshold
+from planner.routing.saturation import (
+    SaturationConfig,
+    calibrated_threshold,
+    threshold,
+    transfer_threshold_flops,
+)
 from planner.routing.worker_state import usable_tokens
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes
 from tests.support.routing import (
     BLOCK,
     LoggingWorker,
@@ -26,6 +39,7 @@ WORKERS, ROUTERS = 3, 2
 SATURATION = SaturationConfig(fallback_prompts=(12,))
 workers = st.integers(0, WORKERS - 1)
 routers = st.integers(0, ROUTERS - 1)
+stateful = settings(max_examples=120, stateful_step_count=40, deadline=None)
 
 
 def new_router(number: int) -> Router:
@@ -183,34 +197,208 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(token_lists, min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_routers_agree_whatever_the_order_between_workers(
-    texts: list[list[int]], random: Random
-) -> None:
-    logging = [LoggingWorker(n, quadratic_work, cache_blocks=4) for n in range(WORKERS)]
-    for index, tokens in enumerate(texts):
-        worker = logging[index % WORKERS]
-        worker.accept(prompt_of(tokens, index))
-        if index % 4 == 3:
-            worker.start()
-            worker.finish()
-    reports = [report for worker in logging for report in worker.log]
-    pair = [new_router(0), new_router(1)]
-    for router in pair:
-        keys = [(random.random(), report.worker) for report in reports]
-        queues = {n: list(logging[n].log) for n in range(WORKERS)}
-        for _, number in sorted(keys):
-            router.apply(queues[number].pop(0))
-    prompt = prompt_of(texts[0], 999)
-    assert [pair[0].snapshot(n) for n in range(WORKERS)] == [
-        pair[1].snapshot(n) for n in range(WORKERS)
-    ]
-    assert pair[0].route(prompt) == pair[1].route(prompt)
+TestCluster.settings = stateful
 
 
 def _contiguous(hashes: Sequence[bytes], known: set[bytes]) -> int:
     return next((i for i, digest in enumerate(hashes) if digest not in known), len(hashes))
+
+
+NUMBERS = 8
+digests = st.integers(0, NUMBERS - 1).map(lambda number: bytes([number]))
+changes = st.lists(st.tuples(workers, st.sets(digests), st.booleans()), max_size=20)
+chains = st.permutations([bytes([number]) for number in range(NUMBERS)])
+
+
+def built(steps: list[tuple[int, set[bytes], bool]]) -> tuple[PrefixIndex, list[set[bytes]]]:
+    index, sets = PrefixIndex(WORKERS), [set[bytes]() for _ in range(WORKERS)]
+    for worker, some, held in steps:
+        (index.add if held else index.discard)(worker, sorted(some))
+        (sets[worker].update if held else sets[worker].difference_update)(some)
+    return index, sets
+
+
+@given(chains, st.lists(st.integers(0, NUMBERS), min_size=WORKERS, max_size=WORKERS))
+def test_match_counts_leading_blocks(chain: list[bytes], held: list[int]) -> None:
+    index = PrefixIndex(WORKERS)
+    for worker, blocks in enumerate(held):
+        index.add(worker, chain[:blocks])
+    assert index.matches(chain) == held
+    assert [index.match(worker, chain) for worker in range(WORKERS)] == held
+
+
+@given(changes, chains)
+def test_match_of_broken_chain_is_an_end_of_a_held_run(
+    steps: list[tuple[int, set[bytes], bool]], chain: list[bytes]
+) -> None:
+    index, sets = built(steps)
+    for matches in (index.matches(chain), [index.match(n, chain) for n in range(WORKERS)]):
+        for blocks, held in zip(matches, sets, strict=True):
+            assert blocks == 0 or chain[blocks - 1] in held
+            assert blocks == len(chain) or chain[blocks] not in held
+
+
+@given(changes, workers)
+def test_index_equals_a_set_per_worker(
+    steps: list[tuple[int, set[bytes], bool]], cleared: int
+) -> None:
+    index, sets = built(steps)
+    for _ in range(2):
+        assert len(index) == len(set().union(*sets))
+        for digest in map(bytes, ([number] for number in range(NUMBERS))):
+            assert index.matches([digest]) == [int(digest in held) for held in sets]
+        index.clear(cleared)
+        sets[cleared].clear()
+
+
+texts = st.lists(st.integers(0, 1), max_size=9)
+
+
+class Chains(RuleBasedStateMachine):
+    """Blocks of one token, so that short prompts diverge and end at every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.promises = PendingBlocks()
+        self.open: list[tuple[int, list[bytes]]] = []
+
+    @rule(worker=workers, tokens=texts)
+    def a_chain_comes(self, worker: int, tokens: list[int]) -> None:
+        hashes = chain_hashes(tokens, 1)
+        self.promises.add(worker, hashes)
+        self.open.append((worker, hashes))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def a_chain_goes(self, data: st.DataObject) -> None:
+        worker, hashes = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.promises.remove(worker, [bytes(bytearray(digest)) for digest in hashes])
+
+    @rule(worker=workers)
+    def a_worker_goes(self, worker: int) -> None:
+        self.promises.clear(worker)
+        self.open = [(owner, hashes) for owner, hashes in self.open if owner != worker]
+
+    @rule(tokens=texts)
+    def matches_are_those_of_a_set_per_worker(self, tokens: list[int]) -> None:
+        hashes = chain_hashes(tokens, 1)
+        expected = [sum(digest in self._blocks(n) for digest in hashes) for n in range(WORKERS)]
+        found = self.promises.matches(hashes)
+        assert [found.get(worker, 0) for worker in range(WORKERS)] == expected
+        assert [self.promises.match(worker, hashes) for worker in range(WORKERS)] == expected
+
+    @invariant()
+    def blocks_are_counted_once(self) -> None:
+        assert len(self.promises) == len(set().union(*map(self._blocks, range(WORKERS))))
+
+    def _blocks(self, worker: int) -> set[bytes]:
+        return {digest for owner, hashes in self.open if owner == worker for digest in hashes}
+
+
+def test_unchained_hashes_are_rejected() -> None:
+    promises = PendingBlocks()
+    for digest in (b"a", b"b"):
+        promises.add(0, [digest])
+    with pytest.raises(ValueError, match="block 1 has the hash of block 0 of another prompt"):
+        promises.add(0, [b"b", b"a"])
+
+
+TestChains = Chains.TestCase
+TestChains.settings = stateful
+
+
+some = settings(deadline=None, max_examples=60)
+rates = st.floats(1e9, 1e15)
+windows = st.sampled_from([None, 1, 5, 64])
+
+
+@some
+@given(small_shapes, st.floats(1e-5, 1.0), rates, st.lists(st.integers(1, 500), min_size=1))
+def test_eq_3_is_eq_1_where_the_reference_batch_waits_for_transfers(
+    model: ModelShape, transfer_s: float, flops_per_s: float, prompts: list[int]
+) -> None:
+    work, layers = flops_work(model), model.num_layers
+    compute_s = sum(work(0, tokens) for tokens in prompts) / layers / flops_per_s
+    calibration = Calibration(
+        first_layer_s=compute_s,
+        slowest_layer_s=max(compute_s, transfer_s),
+        reference_prompts=tuple(prompts),
+    )
+    needed = transfer_threshold_flops(
+        transfer_s=max(compute_s, transfer_s), layers=layers, flops_per_s=flops_per_s
+    )
+    assert calibrated_threshold(calibration, work) == pytest.approx(needed, rel=1e-9, abs=1)
+
+
+@some
+@given(calibrations, st.integers(1, 1 << 60))
+def test_fallback_threshold_is_eq_3_without_stretch_and_a_pinned_one_is_kept(
+    calibration: Calibration, pinned: int
+) -> None:
+    config = SaturationConfig(fallback_prompts=calibration.reference_prompts)
+    fallback = threshold(config, token_work, None)
+    assert fallback <= threshold(config, token_work, calibration)
+    assert fallback == pytest.approx(1.1 * sum(calibration.reference_prompts), abs=1)
+    config = SaturationConfig(fallback_prompts=(1,), pinned=pinned)
+    assert threshold(config, token_work, calibration) == pinned
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pinned": 0}, "saturation.pinned=0: no request would ever be routed"),
+        ({"margin_fraction": -0.5}, "saturation.margin_fraction=-0.5: give 0 to 10"),
+        ({"fallback_prompts": ()}, "saturation.fallback_prompts="),
+    ],
+)
+def test_invalid_value_is_rejected_with_field_and_number(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SaturationConfig(**{"fallback_prompts": (1,), **fields})
+    for first, slowest in ((0.0, 1.0), (2.0, 1.0), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="layer"):
+            Calibration(first_layer_s=first, slowest_layer_s=slowest, reference_prompts=(1,))
+
+
+@some
+@given(small_shapes, windows, st.integers(0, 90), st.integers(1, 90))
+def test_work_is_what_counting_every_token_and_pair_gives(
+    model: ModelShape, window: int | None, cached: int, fresh: int
+) -> None:
+    model = msgspec.structs.replace(model, windows=(window,) * model.num_layers)
+    per_token = model.projection_elements + model.hidden_size * model.num_experts
+    per_token += model.top_k * model.expert_elements + model.shared_elements
+    seen = [min(token + 1, window or token + 1) for token in range(cached, cached + fresh)]
+    pair_flops = 4 * model.num_heads * model.head_dim
+    expected = model.num_layers * (2 * fresh * per_token + pair_flops * sum(seen))
+    assert flops_work(model)(cached, cached + fresh) == expected
+
+
+@some
+@given(st.sampled_from([QWEN3_235B, DEEPSEEK_V2]), st.integers(0, 3000), st.integers(1, 3000))
+def test_work_agrees_with_the_planner_s_attention(
+    config: dict[str, object], cached: int, fresh: int
+) -> None:
+    model = shape(config)
+    attention = layer_mean_work(model, cached, cached + fresh)
+    dense_layers = model.num_layers - model.moe_layers
+    rest = model.moe_layers * (model.top_k * model.expert_elements + model.shared_elements)
+    rest += model.dense_elements - dense_layers * model.hidden_size * model.num_experts
+    expected = model.num_layers * (attention.linear_flops + attention.attended_flops)
+    expected += 2.0 * fresh * rest
+    assert flops_work(model)(cached, cached + fresh) == pytest.approx(expected, rel=1e-9)
+
+
+@some
+@given(small_shapes, st.integers(0, 900), st.integers(0, 900), st.integers(0, 900))
+def test_work_done_in_pieces_adds_up_exactly(model: ModelShape, a: int, b: int, c: int) -> None:
+    start, middle, stop = sorted((a, b, c))
+    work = flops_work(model)
+    assert work(start, middle) + work(middle, stop) == work(start, stop)
+
+
+def test_work_without_shape_is_in_tokens() -> None:
+    assert work_of(None)(16, 40) == 24
+    assert work_of(shape(QWEN3_235B))(16, 40) > 24e9
+    assert shape(DEEPSEEK_V2).dense_elements == 3 * 5120 * 12288

@@ -1,9 +1,11 @@
-"""Stage models from a model's shape, against independent counts."""
+"""Stage models from shapes of models and of routing, against independent counts."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,17 +21,21 @@ from contracts.hardware import AttentionCost, LinkCost, ServingCost
 from models.decoder.kv_pool import kv_bytes_per_token
 from models.weights import layout
 from planner.costs.cost_model import (
+    Direction,
     attention_model,
     batch_attention_ms,
+    expert_model,
     link_model,
     quadratic_fraction,
     serving_ms,
     stage_models,
 )
-from planner.costs.model_shape import chunk_work, hit_fraction
-from planner.costs.routing_shape import RankShare, Spread, uniform_spread
+from planner.costs.memory import rank_memories
+from planner.costs.model_shape import ModelShape, chunk_work, hit_fraction
+from planner.costs.routing_shape import RankShare, RoutingShape, Spread, uniform_spread
+from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.placement.slots import ExpertPlacement, contiguous
-from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, spec_of, split
+from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes, spec_of, split
 
 GEMM_ALPHA, GEMM_BETA, ATTENTION_ALPHA, ATTENTION_BETA = 0.17, 8.59e-11, 0.15, 1.54e-11
 TESTBED_A = load_hardware("findep-testbed-a")
@@ -48,22 +54,16 @@ def test_bytes_match_allocations_of_ranks(config: dict[str, object]) -> None:
     assert counted.expert_elements == 3 * spec.hidden_size * spec.expert_ffn_size
 
 
-def test_expert_time_is_eq_3_with_its_factor_3_and_whole_experts() -> None:
+def test_stage_times_are_eq_2_to_4_with_factor_3_and_whole_experts() -> None:
+    """Eq. 4 in elements, for the printed splits."""
     stages = stage_models(V2, TESTBED_A, split(2, 6))
     experts = 27  # ceil(160 / 6)
     assert stages.expert.alpha_ms == pytest.approx(3 * experts * GEMM_ALPHA)
     assert stages.expert.beta_ms == pytest.approx(3 * experts * GEMM_BETA * 5120 * 1536, rel=1e-4)
-
-
-def test_shared_expert_time_is_eq_2() -> None:
-    shared = stage_models(V2, TESTBED_A, split(4, 4, tokens=1024)).shared
-    assert shared is not None
-    assert shared.alpha_ms == pytest.approx(3 * 2 * GEMM_ALPHA)
-    assert shared.beta_ms == pytest.approx(3 * 2 * GEMM_BETA * 1024 * 5120 * 1536, rel=1e-4)
-
-
-def test_link_time_is_eq_4_in_elements_for_the_printed_splits() -> None:
-    stages = stage_models(V2, TESTBED_A, split(4, 4))
+    stages = stage_models(V2, TESTBED_A, split(4, 4, tokens=1024))
+    assert stages.shared is not None
+    assert stages.shared.alpha_ms == pytest.approx(3 * 2 * GEMM_ALPHA)
+    assert stages.shared.beta_ms == pytest.approx(3 * 2 * GEMM_BETA * 1024 * 5120 * 1536, rel=1e-4)
     assert stages.a2e == stages.e2a
     assert stages.a2e.alpha_ms == pytest.approx(0.37)
     assert stages.a2e.beta_ms == pytest.approx(2.55e-6 * 160 * 5120 / 4, rel=1e-4)
@@ -104,10 +104,8 @@ def test_decode_reads_its_context_and_prompts_do_not() -> None:
 
 
 def test_latent_attention_absorbs_decode_steps_and_expands_prompts() -> None:
-    latent = V2.latent
-    assert latent is not None
     pair = chunk_work(V2, 9999, 10000, None).attended_flops / 10000 / 128 / 2
-    assert pair == 2 * latent.kv_rank + latent.rope_dim
+    assert pair == 2 * 512 + 64
     pairs = 4096 * 4097 / 2
     assert chunk_work(V2, 0, 4096, None).attended_flops / pairs / 128 / 2 == 128 + 64 + 128
 
@@ -147,38 +145,28 @@ def test_link_bytes_are_those_of_the_packets_that_dispatch_cuts(
     num_bytes = sum(piece.num_rows * 64 * 2 + 8 * len(piece.index_N) for piece in fullest)
     me = tokens * ag * 4 / experts
     link = LinkCost(backend="shm", direction="both", alpha_ms=0.0, ms_per_byte=1.0)
-    busiest = (
-        max(ag, eg) * num_bytes
-    )  # bytes that one attention rank sends, or one expert rank gets
+    busiest = max(ag, eg) * num_bytes  # one attention rank sends, or one expert rank gets
     assert link_model(link, small, split(ag, eg), "a2e").at(me) == pytest.approx(busiest, rel=0.05)
     assert uniform_spread(small, eg).copies <= min(eg, 4) + 1e-9
 
 
-def test_split_without_figures_is_rejected() -> None:
+def test_split_without_figures_and_unknown_backend_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"attention_ranks=3.*1\+7, 2\+6, 4\+4"):
         stage_models(V2, TESTBED_A, split(3, 5))
-
-
-def test_unknown_backend_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"backend=tcp.*nccl"):
         stage_models(V2, TESTBED_A, split(4, 4), "tcp")
 
 
 def test_further_packets_and_copies_cost_the_attention_rank() -> None:
     cost = AttentionCost(
-        call_ms=1.0,
-        linear_ms_per_flop=1e-9,
-        attended_ms_per_flop=1e-9,
-        packet_ms=0.25,
+        call_ms=1.0, linear_ms_per_flop=1e-9, attended_ms_per_flop=1e-9, packet_ms=0.25,
         copied_ms_per_byte=1e-6,
-    )
+    )  # fmt: skip
     share = RankShare(rows=0.5, pairs=QWEN.num_experts / 4)
     spread = Spread(ranks=4, slots=32, mean=share, busiest=share)  # two copies of each token
     chunks = [(0, 10), (5, 20)]
-    one, four = (
-        batch_attention_ms(cost, QWEN, chunks),
-        batch_attention_ms(cost, QWEN, chunks, spread),
-    )
+    one = batch_attention_ms(cost, QWEN, chunks)
+    four = batch_attention_ms(cost, QWEN, chunks, spread)
     row_bytes = QWEN.hidden_size * QWEN.element_bytes
     assert four - one == pytest.approx(3 * 0.25 + (2 - 1) * 25 * row_bytes * 1e-6)
     model = attention_model(cost, QWEN, split(1, 4, 10), spread)
@@ -210,3 +198,139 @@ def test_serving_time_includes_measured_costs_and_logits() -> None:
     found = serving_ms(msgspec.structs.replace(h200, serving=cost), QWEN, **sizes)  # type: ignore[arg-type]
     logits = 3 * 2 * QWEN.hidden_size * QWEN.vocab_size * h200.attention.linear_ms_per_flop
     assert found == pytest.approx(1.0 + 2 * 0.5 + 3 * 0.1 + 100 * 0.01 + logits)
+
+
+LINEAR = {"alpha_ms": 0.1, "beta_ms": 0.2}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    stages = dict.fromkeys(("attention", "shared", "expert", "a2e", "e2a"), LINEAR)
+    sizes = {"num_layers": 4, "max_samples": 8, "max_r2": 16, "has_shared": True}
+    return {"stages": stages, "tokens_per_expert_per_sample": 32.0, **sizes, **changes}
+
+
+def decode(value: dict[str, Any]) -> PlanSpec:
+    return msgspec.json.decode(json.dumps(value), type=PlanSpec)
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e10])
+@pytest.mark.parametrize("field", ["alpha_ms", "beta_ms"])
+def test_invalid_time_is_rejected_by_field_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field}="):
+        Linear(**(LINEAR | {field: value}))
+
+
+def test_free_compute_stage_is_rejected() -> None:
+    stages = {key: Linear(0.1, 0.1) for key in ("attention", "expert", "a2e", "e2a")}
+    for name in ("attention", "expert"):
+        with pytest.raises(ValueError, match=f"{name}: alpha_ms=0 and beta_ms=0"):
+            StageModels(**(stages | {name: Linear(0.0, 0.0)}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0: give a whole number from 1"),
+        ({"max_samples": -3}, "max_samples=-3"),
+        ({"max_samples": 10**9}, "max_samples=1000000000"),
+        ({"max_r2": 0}, "max_r2=0"),
+        ({"tokens_per_expert_per_sample": 0.0}, "tokens_per_expert_per_sample=0"),
+        ({"tokens_per_expert_per_sample": -1.0}, "tokens_per_expert_per_sample=-1"),
+        ({"tokens_per_expert_per_sample": 0.01}, "raise max_samples to 100"),
+        ({"attention_quadratic_fraction": 1.5}, "attention_quadratic_fraction=1.5"),
+        ({"attention_chunk_ms": -1.0}, "attention_chunk_ms=-1"),
+        ({"num_layers": 2.5}, "num_layers"),
+        ({"max_samples": None}, "max_samples"),
+        ({"max_sampels": 3}, "max_sampels"),
+        (
+            {"stages": dict.fromkeys(("attention", "expert", "a2e", "e2a"), LINEAR)},
+            r"stages\.shared is missing",
+        ),
+    ],
+)
+def test_invalid_spec_is_rejected_by_field_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        decode(document(**changes))
+
+
+H200 = load_hardware("h200-node")
+LINK = LinkCost(backend="nccl", direction="both", alpha_ms=0.01, ms_per_byte=3e-8)
+ROW_BYTES = QWEN.hidden_size * QWEN.element_bytes
+ranks = st.integers(1, 9)
+
+
+def spread(copies: float, load: float, rows: float | None = None, *, eg: int = 4) -> Spread:
+    """128 experts on eg ranks; rows: of the busiest rank."""
+    mean = RankShare(copies / eg, 128 / eg)
+    busiest = RankShare(copies / eg if rows is None else rows, load * 128 / eg)
+    return Spread(eg, 128 // eg, mean, busiest)
+
+
+@given(small_shapes, ranks, ranks)
+def test_uniform_routing_matches_the_formulas_exactly(small: ModelShape, ag: int, eg: int) -> None:
+    deployment = split(ag, eg)
+    experts = small.experts_per_rank(eg)
+    tokens = small.num_experts / (ag * small.top_k)
+    row_bytes = small.hidden_size * small.element_bytes
+    packet_bytes = tokens * hit_fraction(small, experts) * row_bytes
+    e2a = max(ag, eg) * packet_bytes * LINK.ms_per_byte
+    packet_bytes += tokens * small.top_k * experts / small.num_experts * 8
+    a2e = max(ag, eg) * packet_bytes * LINK.ms_per_byte
+    found = [link_model(LINK, small, deployment, way).beta_ms for way in ("a2e", "e2a")]
+    assert found == [a2e, e2a]
+    expert = expert_model(H200, small, uniform_spread(small, eg))
+    assert expert.beta_ms == experts * small.pair_flops * H200.expert.ms_per_flop
+
+
+def test_link_time_follows_copies_or_the_busiest_rows() -> None:
+    """Many expert ranks; many attention ranks; coefficients printed for FinDEP's Eq. 4."""
+
+    def link_ms(link: LinkCost, ag: int, uneven: Spread, way: Direction = "e2a") -> float:
+        return link_model(link, QWEN, split(ag, uneven.ranks), way, uneven).beta_ms
+
+    three, fewer = (link_ms(LINK, 2, spread(copies, 1.3)) for copies in (3.0, 1.5))
+    assert three == pytest.approx(128 / (2 * 8) * 3.0 * ROW_BYTES * LINK.ms_per_byte)
+    assert fewer == pytest.approx(three / 2)
+    busy_ms = link_ms(LINK, 6, spread(1.5, 1.2, rows=0.9, eg=2))
+    assert busy_ms == pytest.approx(128 / 8 * 0.9 * ROW_BYTES * LINK.ms_per_byte)
+    printed = msgspec.structs.replace(LINK, deduplicated=False)
+    three, fewer = (link_ms(printed, 2, spread(copies, 1.0), "a2e") for copies in (3.0, 1.5))
+    assert three == fewer
+
+
+def test_load_scales_expert_compute_and_slots_scale_launch() -> None:
+    even, late = spread(3.0, 1.0), spread(3.0, 1.5)._replace(slots=40)
+    one, other = expert_model(H200, QWEN, even), expert_model(H200, QWEN, late)
+    assert other.beta_ms == pytest.approx(1.5 * one.beta_ms)
+    assert other.alpha_ms - one.alpha_ms == pytest.approx(
+        8 * (expert_model(H200, QWEN, even._replace(slots=1)).alpha_ms - H200.expert.call_ms)
+    )
+
+
+def test_spare_slots_and_copies_are_in_the_memory_of_a_rank() -> None:
+    usable_bytes = 1e12
+    lean = rank_memories(QWEN, split(2, 4), usable_bytes, spread(1.5, 1.0))
+    full = rank_memories(QWEN, split(2, 4), usable_bytes, spread(3.0, 1.0)._replace(slots=40))
+    slot_bytes = QWEN.moe_layers * QWEN.expert_elements * QWEN.element_bytes
+    assert full[1].weight_bytes - lean[1].weight_bytes == 8 * slot_bytes
+    assert full[0].sample_bytes - lean[0].sample_bytes == 2048 * 2 * 1.5 * ROW_BYTES
+    assert full[1].sample_bytes == 2 * lean[1].sample_bytes
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=1, max_size=6),
+    st.floats(0, 1e4),
+)
+def test_stages_of_the_mean_equal_mean_stages(layers: list[tuple[float, float]], me: float) -> None:
+    """Every stage's time is linear in copies and load; a link's bound is convex."""
+    routing = RoutingShape(tuple(spread(*each) for each in layers))
+    each = [stage_models(QWEN, H200, split(4, 4), spread=one) for one in routing.layers]
+    mean = stage_models(QWEN, H200, split(4, 4), spread=routing.mean)
+    by_layer = sum(stages.expert.at(me) for stages in each) / len(each)
+    assert mean.expert.at(me) == pytest.approx(by_layer)
+    link = sum(stages.e2a.at(me) for stages in each) / len(each)
+    assert mean.e2a.at(me) <= link * (1 + 1e-9)
+    assert routing.is_even == (len(set(routing.layers)) == 1)
+    even = RoutingShape(routing.layers[:1] * 3)
+    assert even.is_even
+    assert even.mean == even.layers[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +65,13 @@ def placement(*, spare: int = 0, ranks: int = 2) -> Placement:
     return Placement(num_experts=E, slots_per_rank=(share + spare,) * ranks, expert_of_slot=lines)
 
 
+def step_of(
+    routing: WindowRouting, placed: Placement, *, config: PlacementConfig = CONFIG, **options: Any
+) -> RebalanceStep | None:
+    arguments = {"costs": COSTS, "generation": 1, **options}
+    return find_rebalance_step(routing, placed, config=config, **arguments)
+
+
 def copies(kind: str, placed: Placement) -> float:
     routing = routing_of(kind)
     lines = placed.expert_of_slot[1:]
@@ -90,25 +97,33 @@ def loads_of(before: Placement, after: Placement) -> list[int]:
 # --- one step
 
 
-def test_coactivated_experts_are_placed_together() -> None:
-    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
+@pytest.mark.parametrize("costs", [COSTS, MoveCosts(expert_bytes=1000)], ids=["costs", "default"])
+def test_coactivated_experts_are_placed_together(costs: MoveCosts) -> None:
+    step = step_of(routing_of("one"), placement(), costs=costs)
     assert step is not None
     assert copies("one", placement()) == 2.0
     assert copies("one", step.placement) == 1.0
     assert (step.is_whole, step.placement.generation) == (True, 1)
     assert step.gain_fraction > 0.1
-    again = find_rebalance_step(routing_of("one"), step.placement, COSTS, CONFIG, generation=2)
+    again = step_of(routing_of("one"), step.placement, costs=costs)
     assert again is None, "the traffic suits the placement"
 
 
 def test_gain_on_the_newer_half_alone_moves_nothing() -> None:
-    step = find_rebalance_step(routing_of("one"), placement(), COSTS, CONFIG, generation=1)
+    step = step_of(routing_of("one"), placement())
     assert step is not None
-    turned = routing_of("one", "other")
-    assert find_rebalance_step(turned, step.placement, COSTS, CONFIG, generation=2) is None
-    whole = find_rebalance_step(routing_of("other"), step.placement, COSTS, CONFIG, generation=2)
+    assert step_of(routing_of("one", "other"), step.placement) is None
+    whole = step_of(routing_of("other"), step.placement)
     assert whole is not None
     assert copies("other", whole.placement) == 1.0
+
+
+def test_unreached_layers_are_unchanged() -> None:
+    replies = iter([True, False])
+    cut = step_of(routing_of("one"), placement(), should_continue=lambda: next(replies))
+    assert cut is not None
+    lines = zip(cut.placement.expert_of_slot[1:], placement().expert_of_slot[1:], strict=True)
+    assert (sum(new != old for new, old in lines), cut.is_whole) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +135,8 @@ def test_move_must_save_more_than_it_costs(per_s: float, payback_s: float, moves
     """Loading two experts of 1 MB per rank and layer takes 20 ms."""
     config = PlacementConfig(rebalance="continuous", payback_s=payback_s)
     costs = COSTS._replace(expert_bytes=1_000_000)
-    step = find_rebalance_step(
-        routing_of("one", per_s=per_s), placement(), costs, config, generation=1
-    )
+    step = step_of(routing_of("one", per_s=per_s), placement(), costs=costs, config=config)
     assert (step is not None) == moves
-
-
-def test_default_costs_apply_without_measured_stages() -> None:
-    unknown = MoveCosts(expert_bytes=1000)
-    step = find_rebalance_step(routing_of("one"), placement(), unknown, CONFIG, generation=1)
-    assert step is not None
-    assert copies("one", step.placement) == 1.0
 
 
 @given(st.integers(0, 12), st.integers(0, 2), st.sampled_from([2, 4]), st.sampled_from(list(PAIRS)))
@@ -141,7 +147,7 @@ def test_each_step_stays_within_move_bytes_and_gains(
     current = placement(spare=spare, ranks=ranks)
     config = PlacementConfig(rebalance="continuous", max_move_bytes=most * 1000 + 1)
     for generation in range(1, 20):
-        step = find_rebalance_step(routing_of(kind), current, COSTS, config, generation=generation)
+        step = step_of(routing_of(kind), current, config=config, generation=generation)
         if step is None:
             return
         loads = loads_of(current, step.placement)
@@ -152,78 +158,39 @@ def test_each_step_stays_within_move_bytes_and_gains(
     raise AssertionError("steps without an end")
 
 
-def test_large_change_is_made_in_several_steps() -> None:
-    current, steps = placement(), 0
-    config = PlacementConfig(rebalance="continuous", max_move_bytes=2500)
-    while True:
-        step = find_rebalance_step(routing_of("one"), current, COSTS, config, generation=steps + 1)
-        if step is None:
-            break
-        current, steps = step.placement, steps + 1
-    assert copies("one", current) == 1.0
-    assert steps == LAYERS  # two experts of a layer for each rank
-
-
-def test_unreached_layers_are_unchanged() -> None:
-    replies: Iterator[bool] = iter([True, False])
-    cut = find_rebalance_step(
-        routing_of("one"),
-        placement(),
-        COSTS,
-        CONFIG,
-        generation=1,
-        should_continue=lambda: next(replies),
-    )
-    assert cut is not None
-    changed = [
-        a != b
-        for a, b in zip(
-            cut.placement.expert_of_slot[1:], placement().expert_of_slot[1:], strict=True
-        )
-    ]
-    assert (sum(changed), cut.is_whole) == (1, False)
-
-
 # --- over time
 
 
 class Clockwork:
-    """A group whose moves take `move_s`, and a policy, on a simulated clock."""
+    """A group whose moves take half a second, and a policy, on a simulated clock."""
 
-    def __init__(self, config: PlacementConfig = CONFIG, move_s: float = 0.5) -> None:
+    def __init__(self, config: PlacementConfig = CONFIG) -> None:
         self.window = RoutingWindow(E, LAYERS, K, vocab_size=50)
         self.policy = RebalancePolicy(placement(), config)
-        self.config, self.move_s, self.now_s = config, move_s, 0.0
+        self.config, self.now_s = config, 0.0
         self.steps: list[tuple[float, RebalanceStep]] = []
         self.answers = True
 
-    def run(self, kind: str, seconds: float, tokens_per_s: int = 256) -> None:
+    def run(self, kind: str, seconds: float) -> None:
+        """128 sampled tokens each half second."""
+        ids = np.stack([np.arange(128) % 50, np.full(128, -1)], axis=1).astype("<i4").tobytes()
         for _ in range(round(2 * seconds)):
             self.now_s += 0.5
-            count = tokens_per_s // 2
-            paths = paths_of(kind, count, round(2 * self.now_s))
-            ids = np.stack([np.arange(count) % 50, np.full(count, -1)], axis=1)
-            self.window.add(
-                self.now_s, 10 * count, ids.astype("<i4").tobytes(), paths.astype("<i2").tobytes()
-            )
+            paths = paths_of(kind, 128, round(2 * self.now_s))
+            self.window.add(self.now_s, 1280, ids, paths.astype("<i2").tobytes())
             self._poll()
 
     def _poll(self) -> None:
         policy, routing = self.policy, self.window.routing(self.now_s)
         if self.steps and policy.pending and self.answers:
             sent_s, sent = self.steps[-1]
-            if self.now_s >= sent_s + self.move_s:
+            if self.now_s >= sent_s + 0.5:
                 for rank in range(2):
                     policy.record_retired(f"expert-{rank}", sent.placement.generation, self.now_s)
         if not policy.is_due(self.now_s, routing):
             return
-        step = find_rebalance_step(
-            routing,
-            policy.current,
-            COSTS,
-            self.config,
-            generation=policy.newest + 1,
-        )
+        generation = policy.newest + 1
+        step = step_of(routing, policy.current, config=self.config, generation=generation)
         if step is None:
             policy.record_no_step(self.now_s)
             return
@@ -261,19 +228,16 @@ def test_generations_are_used_once_and_grow() -> None:
 
 
 def test_off_proposes_no_step_and_once_stops_after_one_complete_change() -> None:
-    for rebalance, most in (("off", 0), ("once", 1)):
-        group = Clockwork(PlacementConfig(rebalance=rebalance))  # type: ignore[arg-type]
+    for rebalance, most_bytes, steps in (
+        ("off", 1 << 30, 0),
+        ("once", 1 << 30, 1),
+        ("once", 2500, LAYERS),
+    ):
+        config = PlacementConfig(rebalance=rebalance, max_move_bytes=most_bytes)  # type: ignore[arg-type]
+        group = Clockwork(config)
         for kind in ("one", "other", "one"):
             group.run(kind, 60)
-        assert len(group.steps) == most
-
-
-def test_once_continues_until_the_change_is_complete() -> None:
-    group = Clockwork(PlacementConfig(rebalance="once", max_move_bytes=2500))
-    group.run("one", 60)
-    assert len(group.steps) == LAYERS
-    group.run("other", 60)
-    assert len(group.steps) == LAYERS
+            assert len(group.steps) == steps
     assert copies("one", group.policy.current) == 1.0
 
 
@@ -283,21 +247,9 @@ def test_proposal_times_out_and_a_late_outcome_is_accepted() -> None:
     group.run("one", 40)
     assert len(group.steps) == 2  # again after its time, and a rest
     first = group.steps[0][1].placement
-    for rank in range(2):
+    for rank, current in ((0, placement()), (0, placement()), (1, first)):  # all must retire theirs
         group.policy.record_retired(f"expert-{rank}", first.generation, group.now_s)
-    assert group.policy.current == first
-
-
-def test_placement_changes_after_all_ranks_retired_the_old_one() -> None:
-    group = Clockwork()
-    group.answers = False
-    group.run("one", 10)
-    step = group.steps[0][1].placement
-    for _ in range(2):
-        group.policy.record_retired("expert-0", step.generation, group.now_s)
-    assert group.policy.current == placement()
-    group.policy.record_retired("expert-1", step.generation, group.now_s)
-    assert group.policy.current == step
+        assert group.policy.current == current
 
 
 # --- the window

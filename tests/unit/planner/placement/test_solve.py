@@ -1,4 +1,4 @@
-"""The placement solver on samples with known optimum, and on poor samples."""
+"""The placement solver on samples with known optimum and on poor samples; measures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from benchmarks.placement.synthetic import planted, routing_of
 from contracts.errors import ConfigError
 from planner.placement.layout import Layout
 from planner.placement.objective import Objective, PlacementCosts, usual_costs
-from planner.placement.routing import Measured, measure
-from planner.placement.slots import contiguous_line, held, layer_slots, moved
+from planner.placement.routing import LayerRouting, Measured, TokenCounts, local_fraction, measure
+from planner.placement.slots import LayerSlots, contiguous_line, held, layer_slots, moved
 from planner.placement.solve import price_with_ids, sample_of, solve_layer, split
 from tests.support.made_up_routing import any_routing, grouped
-
-
-def test_one_rank_has_its_experts_in_order() -> None:
-    routing = any_routing(9, 3, 500, seed=0)
-    assert solve_layer(routing, [9]).expert_of_slot == tuple(range(9))
 
 
 @pytest.mark.parametrize(("experts", "slots"), [(6, (3, 3)), (7, (3, 2, 2)), (8, (4, 4))])
@@ -63,18 +58,14 @@ def test_many_experts_per_rank_are_balanced_finely(seed: int) -> None:
     assert load <= 1 + 0.6 / 16 + 0.01
 
 
-def test_ordered_router_groups_stay_together() -> None:
+def test_ordered_router_groups_stay_together_and_measures_are_of_the_held_out_sample() -> None:
     routing = grouped(32, 4, 4, tokens=4000, seed=0)
     placed = solve_layer(routing, [8] * 4)
     assert placed.measured.copies <= placed.baseline.copies
     assert placed.expert_of_slot == tuple(range(32))
-
-
-def test_solver_is_deterministic() -> None:
-    routing = any_routing(16, 2, 2000, seed=3)
-    one, other = (solve_layer(routing, [5, 5, 5, 5], seed=7) for _ in range(2))
-    assert one.expert_of_slot == other.expert_of_slot
-    assert (one.rank_of_id_V == other.rank_of_id_V).all()
+    placed = solve_layer(any_routing(12, 2, 3000, seed=0), [4] * 3)
+    _, kept = split(any_routing(12, 2, 3000, seed=0))
+    assert placed.measured == measure(kept, layer_slots(placed.expert_of_slot, [4] * 3))
 
 
 def test_replicas_save_copies_and_even_out_a_hot_expert() -> None:
@@ -107,6 +98,9 @@ def test_start_changes_only_if_it_pays_and_within_max_moves() -> None:
     few = solve_layer(other, [4] * 4, start=settled, max_moves=3)
     assert 0 < few.moves <= 3 < free.moves <= 16
     assert again.moves < free.moves
+    kept = sum(a == b for a, b in zip(settled, free.expert_of_slot, strict=True))
+    assert kept == 16 - free.moves, "an expert that stays on a rank keeps its slot"
+    assert free.moves == sum(moved(settled, free.expert_of_slot, [4] * 4))
     assert _price(free.measured) < _price(few.measured) < _price(few.baseline)
     dear = costs._replace(move=0.5)
     stays = solve_layer(other, [4] * 4, start=settled, costs=dear)
@@ -119,14 +113,6 @@ def _price(measured: Measured) -> float:
     return float(objective.price(measured.copies, measured.load / 2))
 
 
-def test_expert_that_stays_on_a_rank_keeps_its_slot() -> None:
-    settled = solve_layer(any_routing(16, 2, 6000, seed=1), [5] * 4).expert_of_slot
-    placed = solve_layer(any_routing(16, 2, 6000, seed=2), [5] * 4, start=settled)
-    kept = sum(a == b for a, b in zip(settled, placed.expert_of_slot, strict=True))
-    assert kept == 20 - placed.moves
-    assert placed.moves == sum(moved(settled, placed.expert_of_slot, [5] * 4))
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 4, 300])
 def test_few_tokens_give_a_valid_placement(tokens: int) -> None:
     routing = any_routing(16, 2, tokens, seed=0)
@@ -136,22 +122,47 @@ def test_few_tokens_give_a_valid_placement(tokens: int) -> None:
         assert placed.expert_of_slot == contiguous_line(routing.load(), [5, 6, 5])
 
 
-def test_repeated_text_gives_a_valid_placement() -> None:
+def test_repeated_text_gives_a_valid_placement_which_is_deterministic() -> None:
     routing = any_routing(16, 2, 7, seed=0)
     sets_PK, ids_P = np.tile(routing.sets_PK, (300, 1)), np.tile(routing.ids_P, 300)
-    placed = solve_layer(routing_of(16, sets_PK, ids_P), [4] * 4)
+    placed, other = (solve_layer(routing_of(16, sets_PK, ids_P), [4] * 4) for _ in range(2))
     assert sorted(placed.expert_of_slot) == list(range(16))
     assert placed.measured.copies <= placed.baseline.copies
-
-
-def test_measured_values_are_of_the_held_out_sample() -> None:
-    routing = any_routing(12, 2, 3000, seed=0)
-    placed = solve_layer(routing, [4] * 3)
-    _, kept = split(routing)
-    assert placed.measured == measure(kept, layer_slots(placed.expert_of_slot, [4] * 3))
+    assert placed.expert_of_slot == other.expert_of_slot
+    assert (placed.rank_of_id_V == other.rank_of_id_V).all()
+    assert solve_layer(any_routing(9, 3, 500, seed=0), [9]).expert_of_slot == tuple(range(9))
 
 
 @pytest.mark.parametrize("slots", [(4, 3), (9, 4), (-1, 9), ()])
 def test_slots_that_do_not_fit_are_rejected(slots: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="8 experts need as many slots"):
         solve_layer(any_routing(8, 2, 100, seed=0), slots)
+
+
+NOTHING = np.zeros(0, np.int64)
+TWO_RANKS = LayerSlots([0, 1, 2, 3], [(0, 2), (2, 4)])
+
+
+COUNTS = TokenCounts(NOTHING, NOTHING, NOTHING)
+
+
+def _routing(sets: list[list[int]], ids: list[int]) -> LayerRouting:
+    return LayerRouting(4, np.array(sets), np.array(ids), COUNTS)
+
+
+def test_copies_are_distinct_ranks_and_load_is_the_busiest_over_the_mean() -> None:
+    found = measure(_routing([[0, 1], [0, 2], [1, 0], [0, 1]], [0, 1, 2, 3]), TWO_RANKS)
+    assert found.copies == pytest.approx(5 / 4)
+    assert found.load == found.batch_load == pytest.approx(7 / 4)
+    assert (
+        measure(LayerRouting(4, np.zeros((0, 2), np.int64), NOTHING, COUNTS), TWO_RANKS).load == 1.0
+    )
+
+
+def test_pair_is_local_if_its_tokens_rank_has_the_expert() -> None:
+    routing = _routing([[0, 1], [0, 2], [3, 1]], [7, 7, 5])
+    ranks_of_ids = np.zeros(8, np.int64)
+    ranks_of_ids[5] = 1
+    assert local_fraction(routing, TWO_RANKS, ranks_of_ids) == pytest.approx(4 / 6)
+    everywhere = LayerSlots([0, 1, 2, 3, 2, 3, 0, 1], [(0, 4), (4, 8)])
+    assert local_fraction(routing, everywhere, ranks_of_ids) == 1.0

@@ -1,4 +1,4 @@
-"""The router's cascade in simple cases, and invalid logs."""
+"""The router's cascade in simple cases, invalid logs, and reports out of order."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from contracts.routing_messages import Calibration, Prompt, PromptProgress, RequestKey, WorkerReport
+from contracts.routing_messages import Prompt, PromptProgress, RequestKey, WorkerReport
 from planner.routing.request_work import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
+from planner.routing.worker_state import MissingReportsError, WorkerState
 from tests.support.routing import BLOCK, LoggingWorker, prompt_of
 
 DOCUMENT = [7] * 5 * BLOCK
@@ -36,33 +37,10 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     assert router.load(0) == len(DOCUMENT) + 10
 
 
-def test_popular_prefix_spills_to_least_loaded_worker() -> None:
-    router = router_of(tau=len(DOCUMENT) + 2)
-    assert placed(router, [sibling(n) for n in range(5)]) == [0, 0, 1, 1, 2]
-
-
-def test_requests_wait_for_a_report_if_all_workers_are_saturated() -> None:
-    router, worker = router_of(tau=1, workers=1), LoggingWorker(0, token_work, cache_blocks=99)
-    assert placed(router, [sibling(0), sibling(1)]) == [0, None]
-    for report in (worker.accept(sibling(0)), worker.start(), worker.finish()):
-        router.apply(report)
-    decision = router.route(sibling(1))
-    assert decision is not None
-    assert decision.cached_tokens == len(DOCUMENT)
-
-
 def test_last_block_of_fully_cached_prompt_is_computed() -> None:
     router = router_of(tau=1000)
     assert placed(router, [prompt_of(DOCUMENT, 0), prompt_of(DOCUMENT, 1)]) == [0, 0]
     assert router.load(0) == len(DOCUMENT) + BLOCK
-
-
-def test_calibration_sets_threshold_of_its_worker_only() -> None:
-    config = RouterConfig(workers=2, saturation=SaturationConfig(fallback_prompts=(100,)))
-    router = Router(config, token_work)
-    measured = Calibration(first_layer_s=1.0, slowest_layer_s=3.0, reference_prompts=(100,))
-    router.apply(WorkerReport(worker=1, epoch=0, number=0, calibration=measured))
-    assert [router.threshold(worker) for worker in (0, 1)] == pytest.approx([110, 330], abs=1)
 
 
 def test_evicted_prefix_returns_to_the_load() -> None:
@@ -75,18 +53,6 @@ def test_evicted_prefix_returns_to_the_load() -> None:
     assert router.load(0) == 1
     router.apply(worker.append_report(progress=(PromptProgress(second.key, 0),)))
     assert router.load(0) == len(DOCUMENT) + 1
-
-
-def test_snapshot_restores_cached_and_pending_blocks() -> None:
-    worker, joined = LoggingWorker(1, token_work, cache_blocks=99), router_of(tau=1000)
-    cached, promised = prompt_of([1] * 2 * BLOCK, 0), prompt_of([2] * 3 * BLOCK, 1)
-    worker.accept(cached)
-    worker.start()
-    worker.finish()
-    worker.accept(promised)
-    joined.restore(worker.state.snapshot(1))
-    assert joined.load(1) == 3 * BLOCK
-    assert placed(joined, [prompt_of([1] * 9, 2), prompt_of([2] * 13, 3)]) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -116,3 +82,36 @@ def test_retired_worker_accepts_no_requests_and_finishes_its_own() -> None:
     router.readmit(0)
     assert router.is_open(0)
     assert [one.worker for one in router.candidates(sibling(3))] == [0, 1]
+
+
+def new_state() -> WorkerState:
+    return WorkerState(lambda cached, tokens: tokens - cached, 4)
+
+
+def report(epoch: int, number: int, *stored: bytes) -> WorkerReport:
+    return WorkerReport(worker=0, epoch=epoch, number=number, stored=stored)
+
+
+def test_report_after_a_gap_is_rejected() -> None:
+    state = new_state()
+    state.apply(report(1, 0, b"a"))
+    with pytest.raises(MissingReportsError, match=r"1\.2 follows 1\.0"):
+        state.apply(report(1, 2, b"c"))
+    assert state.committed() == (b"a",)
+    with pytest.raises(MissingReportsError):
+        state.apply(report(2, 1, b"d"))
+    state.apply(report(1, 1, b"b"))
+    assert state.committed() == (b"a", b"b")
+
+
+def test_reports_of_a_lost_epoch_are_ignored() -> None:
+    state = new_state()
+    state.apply(report(3, 0, b"a"))
+    snapshot = state.snapshot(0)
+    state.lose()
+    assert state.apply(report(3, 0, b"a")) is None
+    assert not state.restore(snapshot)
+    assert not state.present
+    assert state.committed() == ()
+    assert state.apply(report(4, 0, b"b")) == []
+    assert state.committed() == (b"b",)

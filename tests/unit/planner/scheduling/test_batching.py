@@ -1,12 +1,16 @@
-"""Batching policies."""
+"""Batching policies and user policies."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
+from contracts.errors import ConfigError
 from contracts.requests import Priority
 from planner.scheduling.batching import (
     ALL,
@@ -26,35 +30,29 @@ from planner.scheduling.batching import (
     one_at_a_time,
     preempt_if_profitable,
 )
+from planner.scheduling.preemption import PolicyFallbackError, Preemption
+from planner.scheduling.task_order import Task
+from planner.scheduling.user_policy import (
+    MAX_FAILURES,
+    MAX_HOLD_S,
+    MAX_LIVE_BATCHES,
+    SLOW_CALLS,
+    GuardedPolicy,
+    guarded_choice,
+    load_policy,
+    sample_views,
+    user_batching,
+)
 
 
-class View(NamedTuple):
-    """Live batches of one class, by the remaining ones of 8 layers."""
-
-    left: tuple[int, ...]
-    layers: int = 8
-    free_blocks: int = 4
-    running: int = 0
-    idle: tuple[SequenceView, ...] = ()
-
-    @property
-    def in_flight(self) -> int:
-        return len(self.left)
-
-    @property
-    def live(self) -> list[LiveBatch]:
-        return [LiveBatch(Priority.LS, 16, left) for left in self.left]
-
-    def count(self, priority: Priority) -> int:
-        return int(priority is Priority.LS)
-
-    def waiting(self, priority: Priority) -> WaitingWork:
-        return WaitingWork(1, 16)
+def passes(*left: int) -> Classes:
+    """Return live batches of one class, by the remaining ones of 8 layers."""
+    return Classes(1, 0, tuple(LiveBatch(Priority.LS, 16, layers) for layers in left))
 
 
 @pytest.mark.parametrize(("left", "forms"), [((), True), ((8,), False), ((1, 2), False)])
 def test_one_at_a_time_waits_for_any_live_batch(left: tuple[int, ...], forms: bool) -> None:
-    assert bool(one_at_a_time(View(left))) is forms
+    assert bool(one_at_a_time(passes(*left))) is forms
 
 
 @pytest.mark.parametrize(
@@ -69,9 +67,9 @@ def test_one_at_a_time_waits_for_any_live_batch(left: tuple[int, ...], forms: bo
     ],
 )
 def test_batch_joins_within_the_layer_limit(left: tuple[int, ...], forms: bool) -> None:
-    assert bool(joining(most=2, within_layers=2)(View(left))) is forms
+    assert bool(joining(most=2, within_layers=2)(passes(*left))) is forms
     if forms:
-        assert joining(most=3, within_layers=8)(View((*left, 1)))
+        assert joining(most=3, within_layers=8)(passes(*left, 1))
 
 
 class Classes(NamedTuple):
@@ -115,35 +113,13 @@ def test_single_class_runs_one_mixed_batch_at_a_time(ls: int, be: int) -> None:
         ((live(Priority.LS, Phase.DECODE),), [LS_PROMPTS, BE_BATCH]),
         ((live(Priority.LS, Phase.PREFILL),), [LS_DECODES, BE_BATCH]),
         ((live(Priority.LS),), [BE_BATCH]),  # of both phases, from when LS was alone
-        (
-            (
-                live(Priority.LS, Phase.DECODE),
-                live(Priority.LS, Phase.PREFILL),
-                live(Priority.BE),
-            ),
-            [],
-        ),
+        ((*(live(Priority.LS, phase) for phase in Phase), live(Priority.BE)), []),
     ],
 )
 def test_two_classes_form_missing_batches_with_be_last(
     running: tuple[LiveBatch, ...], forms: list[BatchSelection]
 ) -> None:
     assert list(by_class(Classes(2, 2, running))) == forms
-
-
-@pytest.mark.parametrize(
-    ("running", "left_s", "forms"),
-    [
-        ((live(Priority.BE),), 0.05, [LS_PROMPTS]),
-        ((live(Priority.BE),), -0.01, [LS_DECODES, LS_PROMPTS]),
-        ((), 0.05, [LS_DECODES, LS_PROMPTS, BE_BATCH]),  # the ranks have nothing else to do
-        ((live(Priority.LS, Phase.PREFILL),), 0.05, [LS_DECODES, BE_BATCH]),
-    ],
-)
-def test_ls_decodes_coalesce_while_in_time(
-    running: tuple[LiveBatch, ...], left_s: float, forms: list[BatchSelection]
-) -> None:
-    assert list(coalesce_decodes(lambda: left_s, lambda: -1)(Classes(2, 2, running))) == forms
 
 
 def be_prompts(starts: int) -> BatchSelection:
@@ -156,6 +132,12 @@ LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
 @pytest.mark.parametrize(
     ("running", "left_s", "places", "forms"),
     [
+        # LS has room for no BE decode, or would be late
+        ((live(Priority.BE),), 0.05, -1, [LS_PROMPTS]),
+        ((live(Priority.BE),), -0.01, -1, [LS_DECODES, LS_PROMPTS]),
+        ((), 0.05, -1, [LS_DECODES, LS_PROMPTS, BE_BATCH]),  # the ranks have nothing else to do
+        ((live(Priority.LS, Phase.PREFILL),), 0.05, -1, [LS_DECODES, BE_BATCH]),
+        ((LS_DECODE_RUNS,), math.inf, -1, [LS_PROMPTS, BE_BATCH]),
         ((), 0.05, 5, [ALL_DECODES, LS_PROMPTS, be_prompts(5)]),
         ((), 0.05, 0, [ALL_DECODES, LS_PROMPTS, be_prompts(0)]),
         ((), 0.05, 999, [ALL_DECODES, LS_PROMPTS, be_prompts(BEST_EFFORT_STARTS)]),
@@ -165,25 +147,16 @@ LS_DECODE_RUNS = live(Priority.LS, Phase.DECODE)
         # nobody of LS decodes: a batch of BE is of both phases
         ((), math.inf, 5, [LS_DECODES, LS_PROMPTS, BE_BATCH]),
         ((live(Priority.LS, Phase.PREFILL),), math.inf, 5, [LS_DECODES, BE_BATCH]),
-        # LS would be late, or leaves them no room
-        ((LS_DECODE_RUNS,), math.inf, -1, [LS_PROMPTS, BE_BATCH]),
     ],
 )
-def test_be_decodes_fill_ls_decode_batches(
+def test_ls_decodes_coalesce_in_time_and_be_decodes_fill_them(
     running: tuple[LiveBatch, ...], left_s: float, places: int, forms: list[BatchSelection]
 ) -> None:
     policy = coalesce_decodes(lambda: left_s, lambda: places)
     assert list(policy(Classes(2, 2, running))) == forms
-
-
-def test_single_class_batch_is_not_filled_up() -> None:
-    policy = coalesce_decodes(lambda: 0.05, lambda: 5)
-    assert tuple(policy(Classes(2, 0))) == (ALL,)
-    assert not tuple(policy(Classes(2, 0, (LS_DECODE_RUNS,))))
-
-
-def best_effort(ran_s: float, age_s: float, left_s: float) -> LiveBatch:
-    return LiveBatch(Priority.BE, 4096, 8, ran_s=ran_s, age_s=age_s, remaining_s=left_s)
+    if not running:
+        assert tuple(policy(Classes(2, 0))) == (ALL,)
+        assert not tuple(policy(Classes(2, 0, (LS_DECODE_RUNS,))))
 
 
 @pytest.mark.parametrize(
@@ -200,9 +173,181 @@ def test_ls_preempts_a_copied_pass_only_if_profitable(
     left_s: float, copy_s: float, ran_s: float, overtakes: bool
 ) -> None:
     policy = preempt_if_profitable(lambda: copy_s, 0.1)
-    running = best_effort(ran_s, 1.0, left_s)
+    running = LiveBatch(Priority.BE, 4096, 8, ran_s=ran_s, age_s=1.0, remaining_s=left_s)
     forms = [BatchSelection((Priority.LS,))] if overtakes else []
     assert list(policy(Classes(1, 1, (running,)))) == forms
     overtaking = LiveBatch(Priority.LS, 64, 8)
     assert not list(policy(Classes(1, 1, (running, overtaking)))), "nobody overtakes who overtakes"
     assert list(policy(Classes(1, 1))) == [ALL]
+
+
+TASKS: Sequence[Task] = sample_views()["pick"]
+SEQUENCES: Sequence[SequenceView] = sample_views()["form"]
+
+
+class Good:
+    def pick(self, tasks: Sequence[Task]) -> Task | None:
+        return tasks[-1]
+
+
+class Random:
+    calls = 0
+
+    def pick(self, tasks: Sequence[Task]) -> Task | None:
+        Random.calls += 1
+        return tasks[Random.calls % 2]
+
+
+class Raises:
+    def form(self, sequences: Sequence[SequenceView]) -> list[object]:
+        raise KeyError("no tenant")
+
+
+class Invents:
+    def form(self, sequences: Sequence[SequenceView]) -> list[object]:
+        return ["somebody"]
+
+
+class NeedsArguments:
+    def __init__(self, weight: int) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def policy_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("mine")
+    for kind in (Good, Random, Raises, Invents, NeedsArguments):
+        setattr(module, kind.__name__, kind)
+    vars(module).update(instance=Good(), is_hold=3, wrong=type("W", (), {"serve": 5}))
+    monkeypatch.setitem(sys.modules, "mine", module)
+
+
+def test_class_or_object_is_loaded_with_missing_functions_as_none() -> None:
+    for path in ("mine:Good", "mine:instance"):
+        policy = load_policy(path)
+        assert policy.pick is not None
+        assert policy.pick(TASKS) is TASKS[-1]
+        assert policy.form is None
+        assert policy.serve is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected_message"),
+    [
+        ("policy_module", "give package.module:name"),
+        ("mine:", "give package.module:name"),
+        ("no_such_module_x:name", "PYTHONPATH"),
+        ("mine:Absent", "Absent"),
+        ("mine:NeedsArguments", "weight"),
+        ("mine:is_hold", "none of form, pick, serve"),
+        ("mine:wrong", "its serve cannot be called"),
+        ("mine:Raises", "form raised KeyError"),
+        ("mine:Invents", "form returned an unknown element"),
+        ("mine:Random", "pick is not repeatable"),
+    ],
+)
+def test_unusable_policy_is_rejected_in_one_line(path: str, expected_message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(path)
+    assert caught.value.message.startswith(f"priority.policy={path!r}: ")
+    assert expected_message in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_raising_policy_falls_back_and_is_disabled_after_max_failures() -> None:
+    reasons: list[str] = []
+    calls = []
+
+    def pick(tasks: Sequence[Task]) -> Task | None:
+        calls.append(tasks)
+        raise ValueError("what")
+
+    choice = guarded_choice(pick, reasons.append)
+    for _ in range(MAX_FAILURES + 5):
+        with pytest.raises(PolicyFallbackError):
+            choice(TASKS)
+    assert len(calls) == len(reasons) == MAX_FAILURES
+    assert reasons[0] == "pick raised ValueError: what"
+    assert reasons[-1].endswith("; the policy is disabled")
+
+
+def test_slow_policy_is_disabled() -> None:
+    clock, reasons = Clock(), list[str]()
+
+    def pick(tasks: Sequence[Task]) -> Task:
+        clock.now_s += 0.002
+        return tasks[0]
+
+    guarded: GuardedPolicy[Task, Task] = GuardedPolicy(
+        "pick", pick, lambda tasks, one: one in tasks, reasons.append, clock
+    )
+    for _ in range(SLOW_CALLS - 1):
+        assert guarded(TASKS) is TASKS[0]
+    for _ in range(2):
+        with pytest.raises(PolicyFallbackError):
+            guarded(TASKS)
+    assert reasons == ["pick takes 2.0 ms a call; the policy is disabled"]
+
+
+def test_long_hold_falls_back_once() -> None:
+    clock = Clock()
+    guarded: GuardedPolicy[Task, None] = GuardedPolicy(
+        "pick", lambda _: None, lambda *_: True, clock=clock
+    )
+    guarded.check_hold(is_hold=True)
+    clock.now_s += MAX_HOLD_S / 2
+    guarded.check_hold(is_hold=True)
+    clock.now_s += MAX_HOLD_S
+    with pytest.raises(PolicyFallbackError):
+        guarded.check_hold(is_hold=True)
+    guarded.check_hold(is_hold=True)
+    guarded.check_hold(is_hold=False)
+
+
+def test_be_keeps_its_share_under_any_policy() -> None:
+    def never_be(tasks: Sequence[Task]) -> Task | None:
+        return next((task for task in tasks if task.priority == Priority.LS), None)
+
+    def raising(tasks: Sequence[Task]) -> Any:
+        raise OSError
+
+    def run(choose: Any) -> float:
+        choice: Preemption[Task] = Preemption(
+            lambda tasks: tasks[0], be_share=0.1, choose=guarded_choice(choose)
+        )
+        be_s, now_s = 0.0, 0.0
+        for _ in range(2000):
+            task = choice.pick(TASKS, (), now_s)
+            assert task is not None
+            choice.ran(task, now_s, now_s + 0.001)
+            be_s += 0.001 * (task.priority == Priority.BE)
+            now_s += 0.001
+        return be_s / now_s
+
+    for choose in (never_be, raising):
+        assert run(choose) == pytest.approx(0.1, abs=0.01)
+
+
+def test_user_batching_takes_named_sequences_or_default() -> None:
+    idle = tuple(SEQUENCES)
+
+    def policy_of(form: Any) -> Any:
+        return user_batching(form, one_at_a_time)
+
+    named = policy_of(lambda views: (view.key for view in reversed(views)))
+    keys = tuple(each.key for each in reversed(SEQUENCES))
+    assert list(named(Classes(2, 1, idle=idle))) == [BatchSelection(keys=keys)]
+    running = live(Priority.LS)
+    assert list(named(Classes(2, 1, (running,), idle=idle))) == [BatchSelection(keys=keys)]
+    assert not list(named(Classes(2, 1, (running,) * MAX_LIVE_BATCHES, idle=idle)))
+    none = policy_of(lambda _: ())
+    assert list(none(Classes(2, 1, idle=idle))) == [ALL], "nothing would ask it again"
+    assert not list(none(Classes(2, 1, (running,), idle=idle)))
+    twice = policy_of(lambda views: [views[0].key, views[0].key])
+    assert list(twice(Classes(2, 1, idle=idle))) == [ALL]

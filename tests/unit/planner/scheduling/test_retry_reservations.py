@@ -1,24 +1,100 @@
-"""Reservations of rejected clients."""
+"""Rate limits, Retry-After, and reservations of rejected clients; task times."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.scheduling import retry_reservations
+from planner.scheduling.drain_rate import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
 from planner.scheduling.retry_reservations import (
     GRACE_S,
     MAX_RESERVATIONS,
     ReservedWork,
     RetryReservations,
 )
+from planner.scheduling.task_times import TaskTimes
+from planner.scheduling.token_bucket import BURST_S, TokenBucket
 from tests.support.steps import lines_run
 
-A, B, C = b"a", b"b", b"c"
+
+def test_time_without_backlog_is_not_counted() -> None:
+    rate = DrainRate()
+    for hour in range(3):
+        now_s = 3600.0 * hour
+        rate.begin(now_s)
+        for index in range(10):
+            now_s += 0.1
+            rate.leave(64, now_s, last=index == 9)
+        rate.leave(64, now_s + 30, last=True)  # alone: it says nothing of what many would take
+        assert abs((rate.per_second(now_s + 60) or 0) - 640) < 1e-6
+
+
+def test_stalled_backlog_lowers_the_rate() -> None:
+    rate = DrainRate()
+    rate.begin(0.0)
+    assert rate.per_second(5.0) is None, "nothing has left yet"
+    rate.leave(100, 1.0, last=False)
+    assert rate.per_second(1.0) == 100
+    assert rate.per_second(10.0) == 10
+
+
+@given(st.floats(0, 1e6), st.floats(1e-6, 1e6))
+def test_retry_after_is_between_one_second_and_ten_minutes(
+    excess: float, per_second: float
+) -> None:
+    retry_s = retry_after_s(excess, per_second)
+    assert SHORTEST_S <= retry_s <= LONGEST_S
+    assert retry_s in (SHORTEST_S, LONGEST_S) or retry_s == excess / per_second
+    assert retry_after_s(excess, None) == SHORTEST_S, "nothing is known"
+
+
+def test_unused_rate_accumulates_up_to_the_burst_and_a_slow_rate_admits_one() -> None:
+    bucket = TokenBucket(2.0, now_s=0.0)
+    assert bucket.level(1000.0) == bucket.burst == 2.0 * BURST_S
+    bucket.take(bucket.burst, 1000.0)
+    assert bucket.wait_s(1.0, 1000.0) == pytest.approx(0.5)
+    assert bucket.wait_s(1.0, 1000.5) == 0.0
+    slow = TokenBucket(0.01, now_s=0.0)
+    assert slow.wait_s(1.0, 0.0) == 0.0
+    slow.take(1.0, 0.0)
+    assert slow.wait_s(1.0, 0.0) == pytest.approx(100.0)
+
+
+@given(
+    st.floats(0.1, 1000.0),
+    st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5000.0)), max_size=60),
+)
+def test_usage_stays_within_rate_and_reported_wait_suffices(
+    per_s: float, uses: list[tuple[float, float]]
+) -> None:
+    bucket, now_s, used, last = TokenBucket(per_s, 0.0), 0.0, 0.0, 0.0
+    for pause_s, amount in uses:
+        now_s += pause_s
+        wait_s = bucket.wait_s(1.0, now_s)
+        assert bucket.wait_s(1.0, now_s + wait_s + 1e-6 * (1 + wait_s + now_s)) == 0.0
+        if wait_s == 0.0:
+            bucket.take(amount, now_s)
+            used, last = used + amount, amount
+    assert used - last <= (bucket.burst + per_s * now_s) * (1 + 1e-9)
+
+
+def test_prediction_is_per_kind_and_octave_and_follows_times_by_a_fifth() -> None:
+    times = TaskTimes()
+    times.add("slice", 64, 1.0)
+    found = [times.predict("slice", size) for size in (63, 64, 127, 128)]
+    assert (found, times.predict("attention", 64)) == ([0.0, 1.0, 1.0, 0.0], 0.0)
+    times.add("slice", 64, 6.0)
+    assert times.predict("slice", 64) == pytest.approx(2.0)
+    for _ in range(50):
+        times.add("slice", 64, 6.0)
+    assert times.predict("slice", 64) == pytest.approx(6.0, rel=1e-3)
+
+
+A, B = b"a", b"b"
 
 
 def test_client_that_returns_on_time_is_expected_and_counted() -> None:
@@ -28,6 +104,8 @@ def test_client_that_returns_on_time_is_expected_and_counted() -> None:
     assert book.queued_ahead(A) == ReservedWork(2, 15)
     assert [book.remaining_s(A, 1, now) for now in (100, 115, 120, 121)] == [20, 5, 0, 0]
     assert book.remaining_s(B, 1, 120) is None
+    book.reserve(A, 1, 10, now_s=120, in_s=7)  # replaces the old one
+    assert (book.queued_ahead(A), book.remaining_s(A, 1, 120)) == (ReservedWork(2, 15), 7)
     for _ in range(2):
         book.drop(A, 1)
         assert book.queued_ahead(A) == ReservedWork(1, 5)
@@ -56,25 +134,6 @@ def test_oldest_reservation_of_the_largest_tenant_is_evicted() -> None:
     assert [book.remaining_s(A, number, 0) for number in (6, 7)] == [None, 5]
 
 
-def test_new_reservation_replaces_the_old_one() -> None:
-    book = RetryReservations()
-    book.reserve(A, 1, 10, now_s=0, in_s=20)
-    book.reserve(A, 1, 10, now_s=20, in_s=7)
-    assert book.queued_ahead(A) == ReservedWork(1, 10)
-    assert book.remaining_s(A, 1, 20) == 7
-
-
-def test_reservations_of_one_tenant_delay_another_by_one_turn() -> None:
-    book = RetryReservations()
-    for number in range(1000):
-        book.reserve(A, number, 20, now_s=0, in_s=5)
-    assert book.queued_ahead(A) == ReservedWork(1000, 20_000)
-    assert book.queued_ahead(B) == ReservedWork(1, 20)
-    book.reserve(B, 0, 7, now_s=0, in_s=5)
-    book.reserve(C, 0, 3, now_s=0, in_s=5)
-    assert book.queued_ahead(B) == ReservedWork(1 + 2 + 1, 7 + 40 + 3)
-
-
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(1, 9))), st.booleans())
 def test_queued_ahead_equals_a_walk_over_all_reservations(
     given_: list[tuple[int, int, int]], keep_all: bool
@@ -101,10 +160,6 @@ def test_queued_ahead_equals_a_walk_over_all_reservations(
         assert found.amount == pytest.approx(wanted)
 
 
-def all_alike(promises: int) -> list[int]:
-    return [1] * promises
-
-
 def all_different(promises: int) -> list[int]:
     """Return 1, 2, 3, ... reservations per tenant: the most different counts."""
     lengths = list(range(1, promises))
@@ -113,12 +168,10 @@ def all_different(promises: int) -> list[int]:
     return [*lengths, promises - sum(lengths)]
 
 
-@pytest.mark.parametrize("lines", [all_alike, all_different])
-def test_new_request_costs_bounded_steps_with_many_tenants(
-    lines: Callable[[int], list[int]],
-) -> None:
+@pytest.mark.parametrize("lines", [[1] * MAX_RESERVATIONS, all_different(MAX_RESERVATIONS)])
+def test_new_request_costs_bounded_steps_with_many_tenants(lines: list[int]) -> None:
     book = RetryReservations()
-    for number, length in enumerate(lines(MAX_RESERVATIONS)):
+    for number, length in enumerate(lines):
         for request in range(length):
             book.reserve(number.to_bytes(8, "big"), request, 20, now_s=0, in_s=5)
     assert len(book) == MAX_RESERVATIONS
@@ -130,6 +183,6 @@ def test_new_request_costs_bounded_steps_with_many_tenants(
         book.reserve(A, 1, 20, now_s=1, in_s=5)  # which makes the oldest one of who has most void
         book.drop(A, 1)
 
-    lengths = len(set(lines(MAX_RESERVATIONS)))
+    lengths = len(set(lines))
     assert lengths <= 91
     assert lines_run(newcomer, retry_reservations) <= 4 * lengths + 100
