@@ -45,6 +45,25 @@ def test_linked_headings_exist(document: Path) -> None:
     assert not missing, f"{document.name} links to what does not exist: {missing}"
 
 
+def test_class_names_in_documents_exist() -> None:
+    """CamelCase names in backticks, but for those of other projects."""
+    code = " ".join(
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in tracked_files()
+        if path.suffix in (".py", ".yaml", ".yml")
+    )
+    known = {*re.findall(r"\w+", code), "RestartPreventExitStatus", "Dots1ForCausalLM", "BurnsSlow"}
+    missing = [
+        f"{document.name}: {name}"
+        for document in DOCUMENTS
+        if document.name != "CHANGELOG.md"
+        for quoted in re.findall(r"`([^`\n]+)`", document.read_text(encoding="utf-8"))
+        for name in re.findall(r"\b[A-Z]\w*[a-z]\w*[A-Z]\w*\b", quoted)
+        if name not in known
+    ]
+    assert not missing
+
+
 @pytest.mark.parametrize("name", ["README.md", "docs/structure.md"])
 def test_introductory_documents_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
