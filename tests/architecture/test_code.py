@@ -91,6 +91,7 @@ def test_errors_pickle(kind: type[TandemError]) -> None:
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is error_type
         assert (copy.args, copy.message) == (error.args, "what went wrong")
+        assert vars(copy) == vars(error)
         assert (copy.code, copy.status, copy.retryable) == (
             error.code,
             error.status,

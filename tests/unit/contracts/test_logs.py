@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import re
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -51,26 +49,6 @@ def test_event_is_one_parsable_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == line + "\n", "stderr has it too"
 
 
-def test_kept_record_holds_no_traceback_frames(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Held:
-        """Memory, say."""
-
-    def fail() -> weakref.ref[Held]:
-        held = Held()
-        try:
-            raise ValueError("no")
-        except ValueError as error:
-            event(log, "lost", logging.WARNING, reason=error)
-        return weakref.ref(held)
-
-    held = fail()
-    gc.collect()
-    assert held() is None
-    assert caplog.messages == ["lost reason=no"]
-
-
 def test_stderr_has_warnings_without_tracebacks_if_there_is_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,9 +65,7 @@ def test_stderr_has_warnings_without_tracebacks_if_there_is_a_file(
     assert capsys.readouterr().err == head + "\n"
 
 
-def test_stderr_has_everything_without_a_folder(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_stderr_has_everything_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert set_up_logging("a", LogConfig()) is None
     event(log, "one")
     set_up_logging("a", LogConfig(level="warning"))
@@ -181,33 +157,19 @@ def test_log_file_rotates_at_its_size(tmp_path: Path) -> None:
     assert max(sum(map(len, part)) for part in (older, newer)) <= (1 << 16) + 200
 
 
-def test_unwritable_log_folder_falls_back_to_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert set_up_logging("a", LogConfig(folder=str(tmp_path / "file"))) is None
-    event(log, "one")
-    failed, one = capsys.readouterr().err.splitlines()
-    assert "log_file_failed" in failed
-    assert one.endswith("one")
-
-
-def test_run_folder_is_kept_after_the_run(tmp_path: Path) -> None:
-    environment = {"XDG_STATE_HOME": str(tmp_path)}
-    with log_folder(load_config(None, ["serve.name=a"]), environment) as config:
-        assert config.log.folder is not None
-        folder = Path(config.log.folder)
-        assert folder.parent == tmp_path / "tandem" / "a"
-    assert folder.is_dir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-
-
 def test_old_run_folders_are_removed_except_active_and_foreign_ones(tmp_path: Path) -> None:
     def run(name: str) -> Path:
         (tmp_path / name).mkdir()
         (tmp_path / name / LOCK).touch()
         return tmp_path / name
 
+    with log_folder(
+        load_config(None, ["serve.name=a"]), {"XDG_STATE_HOME": str(tmp_path)}
+    ) as config:
+        folder = Path(config.log.folder or "")
+        assert folder.parent == tmp_path / "tandem" / "a"
+    assert folder.stat().st_mode & 0o777 == 0o700, "it stays after the run"
+    (tmp_path := tmp_path / "runs").mkdir()
     config = load_config(None, [f"log.folder={tmp_path}", "log.runs=2"])
     (tmp_path / "notes").mkdir()
     (tmp_path / "a.log").touch()
@@ -222,8 +184,15 @@ def test_old_run_folders_are_removed_except_active_and_foreign_ones(tmp_path: Pa
     assert left == {"notes", "a.log", running.name, old[-1].name, latest}
 
 
-def test_log_folder_error_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_log_folder_is_reported_and_replaced_by_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
+    assert set_up_logging("a", LogConfig(folder=str(tmp_path / "file"))) is None
+    event(log, "one")
+    failed, one = capsys.readouterr().err.splitlines()
+    assert "log_file_failed" in failed
+    assert one.endswith("one")
     config = load_config(None, [f"log.folder={tmp_path}/file/a"])
     with pytest.raises(ConfigError, match=r"log\.folder=.*cannot be written"):
         log_folder(config, {}).__enter__()

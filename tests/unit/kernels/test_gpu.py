@@ -72,16 +72,6 @@ def test_grouped_product_equals_single_products() -> None:
     torch.testing.assert_close(grouped, single)
 
 
-def test_stacked_weight_exists_unless_reordered_or_biased() -> None:
-    weight, bias = torch.randn(3, 8, 8), torch.randn(3, 8)
-    assert plain_linears(weight).weight_eNK is weight
-    assert plain_linears(weight, bias).weight_eNK is None
-    assert linears(weight, bias).weight_eNK is None
-    assert linears(weight.half()).weight_eNK is not None  # not reordered
-    assert len(linears(weight)) == 3
-    torch.testing.assert_close(linears(weight)[1](weight[0]), weight[0] @ weight[1].t())
-
-
 def test_packed_part_has_bounds_and_keys_of_sequences() -> None:
     sequences = [
         SequenceRows(0, 3, 0, slice(32, 35)),
@@ -106,13 +96,6 @@ def test_fused_ops_use_torch_without_gpu() -> None:
     assert torch.equal(fused_ops.norm_and_rope(x_THd[:, 1:], weight_Hd, 1e-6, *turn), expected)
     expected = apply_rope(x_THd, *turn)
     assert torch.equal(fused_ops.norm_and_rope(x_THd, None, 1e-6, *turn), expected)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_missing_fused_kernels_are_logged_with_reason(caplog: pytest.LogCaptureFixture) -> None:
-    fused_ops._triton_kernels.cache_clear()
-    assert fused_ops._triton_kernels() is None
-    assert "fused_kernels_disabled reason=" in caplog.text
 
 
 def test_fused_ops_call_only_functions_of_the_triton_kernels() -> None:

@@ -1,4 +1,4 @@
-"""Products with weights equal references and do not depend on other rows."""
+"""Products, dequantisation, norm, rope, routing and experts against their references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear import PackedLinear, PlainLinear, is_packed, linear
+from kernels import experts
+from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears
+from kernels.norm import rms_norm
+from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
+from kernels.rope import apply_rope, cos_sin, inverse_frequencies
+from kernels.routing import (
+    GroupLimit,
+    group_by_expert,
+    limited_top_k,
+    local_index,
+    softmax_top_k,
+)
+from models.spec.rope_spec import RopeSpec
+from tests.support import kernel_reference as reference
+from tests.support.kernel_reference import (
+    dequantize_fp8_reference,
+    dequantize_mxfp4_reference,
+    grouped_experts,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -68,3 +86,163 @@ def test_linear_has_bits_of_packed_linear(dtype: torch.dtype) -> None:
     x = torch.randn(50, 96, generator=generator).to(dtype)
     weight = torch.randn(130, 96, generator=generator).to(dtype)
     assert torch.equal(linear(x, weight), PackedLinear(weight)(x))
+
+
+@pytest.mark.parametrize(("R", "C"), [(3, 5), (128, 256), (130, 129), (257, 60)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_fp8_blocks_equal_reference(R: int, C: int, scale_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(R + C)
+    weight = (torch.randn(R, C, generator=generator) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-R // FP8_BLOCK), -(-C // FP8_BLOCK), generator=generator)
+    scales = scales.to(scale_dtype)
+    found = dequantize_fp8_blocks(weight, scales)
+    assert found.dtype is torch.float32
+    expected = dequantize_fp8_reference(weight, scales, FP8_BLOCK)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=1e-7)
+
+
+def test_mxfp4_equals_reference() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
+    exponents = torch.tensor([[0, 100, 126, 127, 128, 130, 150, 250]] * 2, dtype=torch.uint8)
+    found = dequantize_mxfp4(blocks, exponents)
+    assert found.shape == (2, 8 * 32)
+    for row in range(2):
+        for group in range(8):
+            expected = dequantize_mxfp4_reference(
+                blocks[row, group].tolist(), int(exponents[row, group])
+            )
+            assert found[row, group * 32 : (group + 1) * 32].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol", "rtol"), [(torch.float32, 2e-6, 1e-6), (torch.bfloat16, 0.0, 2**-7)]
+)
+def test_rms_norm_equals_reference_and_keeps_input(
+    dtype: torch.dtype, atol: float, rtol: float
+) -> None:
+    x = (torch.randn(5, 3, 24, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    weight = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before, normed = x.clone(), rms_norm(x, weight, 1e-5)
+    assert normed.dtype is dtype
+    assert torch.equal(x, before)
+    expected = reference.rms_norm_reference(x, weight, 1e-5)
+    torch.testing.assert_close(normed.double(), expected, atol=atol, rtol=rtol)
+
+
+def test_rms_norm_with_one_rounding_equals_rounded_reference() -> None:
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weight = torch.rand(24, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    expected = reference.rms_norm_reference(x, weight, 1e-6).float().to(torch.bfloat16)
+    once = rms_norm(x, weight, 1e-6, round_once=True)
+    assert (once != expected).float().mean() < 0.001  # float32 before the rounding, not float64
+    assert (rms_norm(x, weight, 1e-6) != expected).float().mean() > 0.1
+
+
+def test_rope_equals_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_THd = torch.randn(7, 5, 12, generator=generator)
+    positions_T = torch.tensor([0, 1, 2, 40, 41, 7, 300])
+    inv_freq = inverse_frequencies(RopeSpec(theta=10_000.0), 12)
+    cos, sin = cos_sin(positions_T, inv_freq, factor=1.0, dtype=torch.float32)
+    expected = reference.rope_reference(x_THd, positions_T, inv_freq)
+    difference = apply_rope(x_THd, cos, sin).double() - expected
+    assert difference.abs().max() < 1e-4  # float32 angles of 300 radians
+    assert difference[:3].abs().max() < 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 12), st.booleans(), st.data())
+def test_routing_equals_reference(T: int, E: int, normalize: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, E))
+    logits_TE = torch.randn(T, E, generator=torch.Generator().manual_seed(T * E + top_k)) * 3
+    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=normalize)
+    assert ids_TK.dtype is torch.int64
+    assert weights_TK.dtype is torch.float32
+    for ids, weights, logits in zip(ids_TK, weights_TK, logits_TE, strict=True):
+        expected = reference.softmax_top_k_reference(logits.tolist(), top_k, normalize=normalize)
+        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(2, 4), st.booleans(), st.data())
+def test_group_limited_routing_equals_reference(
+    T: int, groups: int, size: int, normalize: bool, data: st.DataObject
+) -> None:
+    kept, best = data.draw(st.integers(1, groups)), data.draw(st.integers(1, 2))
+    top_k = data.draw(st.integers(1, kept * size))
+    generator = torch.Generator().manual_seed(T * 1000 + groups * 100 + size * 10 + kept)
+    scores_TE = torch.rand(T, groups * size, generator=generator)
+    bias_E = torch.randn(groups * size, generator=generator) if best == 2 else None
+    ids_TK, weights_TK = limited_top_k(
+        scores_TE, top_k, GroupLimit(groups, kept, best), bias_E=bias_E, normalize=normalize
+    )
+    for ids, weights, scores in zip(ids_TK, weights_TK, scores_TE, strict=True):
+        expected = reference.limited_top_k_reference(
+            scores.tolist(),
+            top_k,
+            groups=groups,
+            kept=kept,
+            best=best,
+            bias_E=[0.0] * groups * size if bias_E is None else bias_E.tolist(),
+            normalize=normalize,
+        )
+        found = dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 7),
+    st.sampled_from([1, 5, 512]),
+    st.none() | st.floats(0.1, 8.0),
+    st.data(),
+)
+def test_local_experts_equal_reference(
+    T: int, E: int, run_pairs: int, limit: float | None, data: st.DataObject
+) -> None:
+    """limit: of clamped experts with biases; None: without."""
+    top_k = data.draw(st.integers(1, E))
+    held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E))]
+    generator = torch.Generator().manual_seed(T * 100 + E * 10 + top_k)
+    D, F, e = 6, 5, len(held)
+    x_TD = torch.randn(T, D, generator=generator)
+    logits_TE = torch.randn(T, E, generator=generator)
+    ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize=True)
+    gate_up, down = (torch.randn(e, *s, generator=generator) for s in ((2 * F, D), (D, F)))
+    rows_N, weights_N, counts = group_by_expert(ids_TK, weights_TK, local_index(held, E), e)
+    pairs = [
+        (t, held.index(expert), weight)
+        for t in range(T)
+        for expert, weight in zip(ids_TK[t].tolist(), weights_TK[t].tolist(), strict=True)
+        if expert in held
+    ]
+    linears_e, clamped = (linears(gate_up), linears(down)), None
+    if limit is None:
+        expected = reference.experts_reference(x_TD, gate_up, down, pairs)
+    else:
+        clamped = experts.ClampedGate(alpha=1.7, limit=limit)
+        biases = (
+            torch.randn(e, 2 * F, generator=generator),
+            torch.randn(e, D, generator=generator),
+        )
+        linears_e = linears(gate_up, biases[0]), linears(down, biases[1])
+        expected = reference.clamped_experts_reference(x_TD, gate_up, down, biases, pairs, clamped)
+    before = x_TD.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "RUN_PAIRS", run_pairs)
+        out_TD = grouped_experts(x_TD, *linears_e, rows_N, weights_N, counts, clamped)
+    assert sum(counts) == len(pairs)
+    assert torch.equal(x_TD, before)
+    assert out_TD.dtype is torch.float32
+    torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
+
+
+def test_pairs_of_one_expert_keep_token_order() -> None:
+    ids_TK = torch.tensor([[2, 0], [0, 1], [2, 1], [0, 2]])
+    weights_TK = torch.arange(8, dtype=torch.float32).view(4, 2)
+    rows, weights, counts = group_by_expert(ids_TK, weights_TK, local_index([2, 0], 3), 2)
+    assert rows.tolist() == [0, 2, 3, 0, 1, 3]
+    assert weights.tolist() == [0, 4, 7, 1, 2, 6]
+    assert counts == [3, 3]
