@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,15 +126,10 @@ def layout(tiny_checkpoint: Checkpoints) -> ExpertLayout:
 
 
 def opened(
-    layout: ExpertLayout,
-    slots: int,
-    tier: FakeTier,
-    *,
-    kind: Kind = "lru",
-    deadline_s: float = DEADLINE_S,
+    layout: ExpertLayout, slots: int, tier: FakeTier, *, kind: Kind = "lru", **options: Any
 ) -> ExpertCache:
-    order = eviction(kind)
-    return ExpertCache(tier, ComputeFormat(layout), slots, order, pays, deadline_s=deadline_s)
+    options = {"deadline_s": DEADLINE_S, **options}
+    return ExpertCache(tier, ComputeFormat(layout), slots, eviction(kind), pays, **options)
 
 
 def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:
@@ -167,9 +163,7 @@ def test_cached_expert_is_a_hit_and_not_read_again(layout: ExpertLayout) -> None
     assert traffic.hit_fraction(1) == pytest.approx(4 / 6)
 
 
-def test_acquired_experts_are_adjacent_in_request(
-    layout: ExpertLayout,
-) -> None:
+def test_acquired_experts_are_adjacent_in_request(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 4, tier)
     compute(cache, cache.request(0, [1, 3], LS))
@@ -204,10 +198,7 @@ def test_be_keeps_ls_experts_while_ls_is_live(
     layout: ExpertLayout, kind: Kind, quiet_s: float
 ) -> None:
     tier, now = FakeTier(), [5.0]
-    cache = ExpertCache(
-        tier, ComputeFormat(layout), 8, eviction(kind), pays, deadline_s=20.0,
-        clock=lambda: now[0],
-    )  # fmt: skip
+    cache = opened(layout, 8, tier, kind=kind, clock=lambda: now[0])
     for layer in range(2):
         compute(cache, cache.request(layer, [0, 1], LS))
     now[0] += quiet_s
@@ -222,11 +213,12 @@ def test_be_keeps_ls_experts_while_ls_is_live(
     cache.check()
 
 
-def test_hints_are_read_by_confidence_after_requests(
-    layout: ExpertLayout,
-) -> None:
+def test_hints_are_read_by_confidence_after_requests(layout: ExpertLayout) -> None:
     tier = FakeTier(allowed=0)
     cache = opened(layout, 6, tier)
+    cache.hint("other", 2, [PredictedExpert(expert, 0.9) for expert in range(EXPERTS)])
+    assert tier.room == ROOM - min(PARTS, HINT_PARTS), "one hint is read at a time"
+    cache.forget_hints("other")
     cache.request(0, [0], LS)
     cache.hint("me", 1, [PredictedExpert(1, 0.2), PredictedExpert(2, 0.9), PredictedExpert(3, 0.5)])
     tier.allowed = 1000
@@ -235,20 +227,7 @@ def test_hints_are_read_by_confidence_after_requests(
     assert tier.experts == [(0, 0), (1, 2), (1, 3), (1, 1)]
 
 
-def test_one_hint_is_read_at_a_time(layout: ExpertLayout) -> None:
-    tier = FakeTier(allowed=0)
-    cache = opened(layout, 6, tier)
-    cache.hint("me", 1, [PredictedExpert(expert, 0.9) for expert in range(EXPERTS)])
-    assert tier.room == ROOM - min(PARTS, HINT_PARTS)
-    tier.allowed = PARTS
-    cache.wait(0.0)
-    assert tier.experts == [(1, 0)]
-    assert tier.room == ROOM - min(PARTS, HINT_PARTS), "the next hint follows"
-
-
-def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(
-    layout: ExpertLayout,
-) -> None:
+def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(layout: ExpertLayout) -> None:
     tier = FakeTier()
     cache = opened(layout, 6, tier)
     cache.hint("me", 1, [PredictedExpert(2, 0.9)])
@@ -289,31 +268,7 @@ def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> 
     assert tier.experts[2:] == [(1, 2)], "a slot is free now"
 
 
-def test_unprofitable_hint_is_not_read(layout: ExpertLayout) -> None:
-    tier = FakeTier()
-    order = eviction("lru")
-    cache = ExpertCache(
-        tier,
-        ComputeFormat(layout),
-        6,
-        order,
-        lambda p, hidden_s, wait_s: p > 0.5,
-        deadline_s=DEADLINE_S,
-    )
-    for owner in ("one", "two"):  # the first one measures times
-        cache.hint(owner, 1, [PredictedExpert(0, 0.9)])
-        cache.wait(0.0)
-        compute(cache, cache.request(1, [0], LS, owner))
-    cache.hint("three", 2, [PredictedExpert(1, 0.6), PredictedExpert(2, 0.4)])
-    for _ in range(4):
-        cache.wait(0.0)
-    assert cache.holds(2, 1)
-    assert not cache.holds(2, 2)
-
-
-def test_unreadable_expert_fails_only_its_requests(
-    layout: ExpertLayout,
-) -> None:
+def test_unreadable_expert_fails_only_its_requests(layout: ExpertLayout) -> None:
     tier = FakeTier()
     tier.broken = {(0, 1)}
     cache = opened(layout, 3, tier)
