@@ -129,7 +129,8 @@ def opened(
     layout: ExpertLayout, slots: int, tier: FakeTier, *, kind: Kind = "lru", **options: Any
 ) -> ExpertCache:
     options = {"deadline_s": DEADLINE_S, **options}
-    return ExpertCache(tier, ComputeFormat(layout), slots, eviction(kind), pays, **options)
+    worth = options.pop("worth", pays)
+    return ExpertCache(tier, ComputeFormat(layout), slots, eviction(kind), worth, **options)
 
 
 def compute(cache: ExpertCache, request: ExpertRequest, most: int = 1) -> list[int]:
@@ -266,6 +267,19 @@ def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> 
     assert sorted(compute(cache, request)) == [0, 1]
     assert not cache.wait(0.0)
     assert tier.experts[2:] == [(1, 2)], "a slot is free now"
+
+
+def test_unprofitable_hint_is_not_read(layout: ExpertLayout) -> None:
+    cache = opened(layout, 6, FakeTier(), worth=lambda p, hidden_s, wait_s: p > 0.5)
+    for owner in ("one", "two"):  # the first one measures times
+        cache.hint(owner, 1, [PredictedExpert(0, 0.9)])
+        cache.wait(0.0)
+        compute(cache, cache.request(1, [0], LS, owner))
+    cache.hint("three", 2, [PredictedExpert(1, 0.6), PredictedExpert(2, 0.4)])
+    for _ in range(4):
+        cache.wait(0.0)
+    assert cache.holds(2, 1)
+    assert not cache.holds(2, 2)
 
 
 def test_unreadable_expert_fails_only_its_requests(layout: ExpertLayout) -> None:

@@ -218,17 +218,17 @@ def test_impossible_routing_is_not_counted(
 
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
 SPEC = read_spec(FOLDER)
-FILE_E, FILE_K, FILE_V = SPEC.num_experts, SPEC.top_k, SPEC.vocab_size
+E2, K2, V2 = SPEC.num_experts, SPEC.top_k, SPEC.vocab_size
 
 
 def counts_of(tokens: int = 1200, seed: int = 0) -> RoutingCounts:
     random = np.random.default_rng(seed)
     of = CountedModel(
-        checkpoint_digest(FOLDER), tokenizer_digest(FOLDER), SPEC.moe_layers, FILE_E, FILE_K, FILE_V
+        checkpoint_digest(FOLDER), tokenizer_digest(FOLDER), SPEC.moe_layers, E2, K2, V2
     )
     counter = RoutingCounter(of)
-    paths = np.argsort(random.random((tokens, len(SPEC.moe_layers), FILE_E)), axis=2)[:, :, :FILE_K]
-    counter.add(random.integers(0, FILE_V, (tokens, 2)), paths)
+    paths = np.argsort(random.random((tokens, len(SPEC.moe_layers), E2)), axis=2)[:, :, :K2]
+    counter.add(random.integers(0, V2, (tokens, 2)), paths)
     return counter.counts()
 
 
@@ -292,7 +292,7 @@ def put(index: Any, value: Any) -> Callable[[Any], Any]:
         ("load.0", lambda array: array + 5, "load.0: 1200 tokens have 2400 experts"),
         (
             "load.0",
-            lambda _: np.full(FILE_E, np.nan, np.float32),
+            lambda _: np.full(E2, np.nan, np.float32),
             r"load.0: F32 \[16\], expected I64",
         ),
         ("together.0", put((0, 1), 1199), "together.0: is not symmetric"),
@@ -303,15 +303,15 @@ def put(index: Any, value: Any) -> Callable[[Any], Any]:
         ),
         (
             "pairs.0",
-            put((-1, 0), FILE_V * FILE_E),
+            put((-1, 0), V2 * E2),
             "pairs.0: a token id is not one of the vocabulary's 4096",
         ),
         ("pairs.4", put((0, 1), 0), "pairs.4: a pair was seen less than once"),
         ("pairs.4", put((1, 0), 0), "pairs.4: pairs are not in ascending order"),
         ("pairs.4", None, "pairs.4: missing"),
-        ("paths", put((0, 0, 0), FILE_E), "paths: not all are of 16 experts"),
+        ("paths", put((0, 0, 0), E2), "paths: not all are of 16 experts"),
         ("paths", put((0, 0), 3), "paths: an expert appears twice"),
-        ("path_ids", put((0, 1), FILE_V), "path_ids: a token id is not one"),
+        ("path_ids", put((0, 1), V2), "path_ids: a token id is not one"),
         ("path_ids", lambda array: array[1:], "path_ids: I32"),
         ("sets.0", put(0, [5, 2]), "sets.0: a set is not in ascending order"),
         ("times.0", put(0, 5000), "times.0: does not fit 1200 tokens"),

@@ -38,9 +38,6 @@ def test_deepseek_v2_lite(tmp_path: Path) -> None:
     assert spec.latent == LatentSpec(
         kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128, interleaved=True
     )
-
-
-def test_deepseek_v2_with_groups(tmp_path: Path) -> None:
     groups = {"n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"}
     spec = spec_of(tmp_path, {**V2_LITE, **groups, "routed_scaling_factor": 16.0})
     assert spec.routing == RoutingSpec(normalize=False, groups=8, kept_groups=3, scale=16.0)
@@ -73,8 +70,4 @@ def test_known_model_is_found_by_name_and_hub_id(tmp_path: Path, name: str) -> N
     config = published(name.lower())
     assert spec_of(tmp_path, config).num_experts > 1
     assert find_known_model(f"org/{name}") is None
-
-
-def test_known_model_is_found_by_hub_id() -> None:
     assert find_known_model("Qwen/Qwen3-30B-A3B") is find_known_model("qwen3-30b-a3b")
-    assert find_known_model("mistralai/Mixtral-8x7B-v0.1") is find_known_model("Mixtral-8x7B")

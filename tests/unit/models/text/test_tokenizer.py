@@ -1,10 +1,10 @@
-"""Ids and prompts equal those of `transformers`."""
+"""Tokenizers equal those of `transformers`; the joined pieces of a stream equal the text."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.text import TokenizerPool
 from contracts.errors import CheckpointError, RequestError
+from models.text.detokenizer import WindowDetokenizer
 from models.text.encoding_steps import finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
-from tests.support.tokenization import continuations
 
 WRITERS = {"byte_level": write_byte_level, "sentencepiece": write_sentencepiece_like}
 TEXTS = [
@@ -49,14 +49,6 @@ def oracle(folder: Path) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("special", [True, False])
-def test_ids_equal_transformers(
-    tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str, special: bool
-) -> None:
-    assert tokenizer.encode(text, special) == oracle.encode(text, add_special_tokens=special)
-
-
-@pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("skip", [True, False])
 def test_decoding_equals_transformers(
     tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str, skip: bool
@@ -66,23 +58,20 @@ def test_decoding_equals_transformers(
     assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-@given(text=st.text(max_size=40))
+@given(text=st.text(max_size=40) | st.sampled_from(TEXTS), special=st.booleans())
 def test_ids_of_any_text_equal_transformers(
-    tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str
+    tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, text: str, special: bool
 ) -> None:
-    assert tokenizer.encode(text) == oracle.encode(text)
+    assert tokenizer.encode(text, special) == oracle.encode(text, add_special_tokens=special)
 
 
-def test_chat_prompt_equals_transformers(tmp_path: Path) -> None:
+def test_chat_prompt_equals_transformers_and_template_is_found(tmp_path: Path) -> None:
     folder = write_byte_level(tmp_path)
     oracle = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = oracle.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert Tokenizer.load(folder).encode_chat(MESSAGES) == expected
-
-
-def test_template_comes_from_jinja_file_or_default_name(
-    tmp_path: Path,
-) -> None:
+    prompt = Tokenizer.load(folder).render_chat([{"role": "developer", "content": "Do."}])
+    assert "<|im_start|>system\nDo." in prompt, "a developer message is a system message"
     named = [
         {"name": "tool_use", "template": "tools"},
         {"name": "default", "template": "{{ eos_token }}{{ messages[0].content | tojson }}"},
@@ -97,7 +86,6 @@ def test_template_comes_from_jinja_file_or_default_name(
     "template",
     [
         "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[7].content }}",
         "{{ messages[0].content + 1 }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
@@ -110,48 +98,28 @@ def test_failing_template_raises_request_error(tmp_path: Path, template: str) ->
     assert caught.value.param == "messages"
 
 
-def test_developer_message_becomes_system_message(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(write_byte_level(tmp_path))
-    assert "<|im_start|>system\nDo." in tokenizer.render_chat(
-        [{"role": "developer", "content": "Do."}]
-    )
-
-
 def test_model_without_template_rejects_chat_with_remedy(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_level(tmp_path, chat_template=None))
     with pytest.raises(RequestError, match="/v1/completions"):
         tokenizer.encode_chat(MESSAGES)
 
 
-def _remove(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-
-
-def _truncate(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text()[:100])
-
-
-def _break_config(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text("{")
-
-
-def _break_template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text("{% if %}")
-
-
-def _make_config_a_list(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text("[]")
-
-
 @pytest.mark.parametrize(
-    "damage", [_remove, _truncate, _break_config, _break_template, _make_config_a_list]
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", '{"version": "1.0", "trunc'),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
 )
-def test_damaged_folder_gives_one_line_error(
-    tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
+def test_damaged_folder_gives_one_line_error(tmp_path: Path, name: str, text: str | None) -> None:
     folder = write_byte_level(tmp_path)
-    damage(folder)
+    if text is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(text)
     with pytest.raises(CheckpointError) as caught:
         Tokenizer.load(folder)
     assert "\n" not in str(caught.value)
@@ -161,12 +129,8 @@ def test_truncation_in_file_is_ignored(tmp_path: Path) -> None:
     folder = write_byte_level(tmp_path)
     path = folder / "tokenizer.json"
     tree = json.loads(path.read_text())
-    tree["truncation"] = {
-        "direction": "Right",
-        "max_length": 2,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
+    limit = {"max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    tree["truncation"] = {"direction": "Right", **limit}
     path.write_text(json.dumps(tree))
     assert len(Tokenizer.load(folder).encode("The quick brown fox jumps")) > 2
 
@@ -185,16 +149,6 @@ def test_long_texts_have_same_ids_in_thread(tokenizer: Tokenizer) -> None:
         threads.encode(texts, made.append, param="x", characters=10**6)
     ) == tokenizer.encode_many(texts)
     assert sum(made) == sum(map(len, tokenizer.encode_many(texts)))
-
-
-@given(prompt=st.text(max_size=20), continuation=st.text(min_size=1, max_size=10))
-def test_continuation_is_rest_of_whole_text(
-    tokenizer: Tokenizer, prompt: str, continuation: str
-) -> None:
-    prompt_ids, (continuation_ids,) = continuations(tokenizer, prompt, [continuation])
-    whole = tokenizer.encode(prompt + continuation)
-    assert continuation_ids == whole[len(prompt_ids) :]
-    assert prompt_ids == tokenizer.encode(prompt.rstrip())
 
 
 words = st.sampled_from(["word", "Größe", "x1", "10", "'s", "…", "\n\n", "  ", "你好", "a.b", "?"])
@@ -220,3 +174,93 @@ def test_continuations_of_long_prompts_equal_whole_texts(
         assert prompt_ids == tokenizer.encode(prompt.rstrip())
         whole = [tokenizer.encode(prompt + text) for text in texts]
         assert found == [ids[len(prompt_ids) :] for ids in whole]
+
+
+Cut = st.lists(st.integers(1, 4))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_byte_level(tmp_path_factory.mktemp("byte_level")))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_sentencepiece_like(tmp_path_factory.mktemp("sentencepiece")))
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int], cut: list[int], *, hide: bool = True) -> list[str]:
+    """Return the pieces of `ids` pushed in groups of the sizes in `cut`, then one by one."""
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=hide)
+    out, start = [], 0
+    for size in [*cut, *([1] * len(ids))]:
+        out.append(detokenizer.push(ids[start : start + size]))
+        start += size
+    return [*out, detokenizer.flush()]
+
+
+@given(text=st.text(max_size=60) | st.text(alphabet="aé你😀\u200d", max_size=30), cut=Cut)
+def test_split_text_is_unchanged_without_broken_characters(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, text: str, cut: list[int]
+) -> None:
+    out = pieces(byte_level, byte_level.encode(text), cut)
+    assert "".join(out) == text
+    if "\ufffd" not in text:
+        for found in (out, pieces(sentencepiece, sentencepiece.encode(text), [])):
+            assert not any("\ufffd" in piece for piece in found)
+
+
+@given(data=st.data(), cut=Cut)
+def test_split_ids_equal_whole_decode_byte_level(
+    byte_level: Tokenizer, data: st.DataObject, cut: list[int]
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=30))
+    assert "".join(pieces(byte_level, ids, cut)) == byte_level.decode(ids)
+
+
+@given(data=st.data(), cut=Cut, hide=st.booleans())
+def test_split_ids_equal_whole_decode_with_byte_fallback(
+    sentencepiece: Tokenizer, data: st.DataObject, cut: list[int], hide: bool
+) -> None:
+    """Ids include invalid UTF-8 bytes, special tokens and unknown ids (FINDINGS B14)."""
+    vocabulary = sentencepiece.vocab_size
+    byte_ids = [i for i in range(vocabulary) if sentencepiece._fallback_byte(i) is not None]
+    assert len(byte_ids) == 256
+    one = st.one_of(st.sampled_from(byte_ids), st.integers(0, vocabulary + 3))
+    runs = st.text(alphabet="é你😀", min_size=1, max_size=3).map(
+        lambda text: [byte_ids[byte] for byte in text.encode()]
+    )
+    parts = data.draw(st.lists(st.one_of(one.map(lambda i: [i]), runs), max_size=20))
+    ids = [i for part in parts for i in part]
+    streamed = "".join(pieces(sentencepiece, ids, cut, hide=hide))
+    assert streamed == sentencepiece.decode(ids, skip_special_tokens=hide)
+
+
+def test_each_token_is_decoded_bounded_number_of_times() -> None:
+    longest = 0
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return "x" * len(ids)
+
+    detokenizer = WindowDetokenizer(decode, lambda _: None, lambda _: True)
+    detokenizer.push(range(10_000))
+    assert longest <= 4
+
+
+def test_token_without_text_keeps_space_of_next_token() -> None:
+    vocabulary = [" one", "", " two"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(vocabulary[i] for i in ids).removeprefix(" ")
+
+    detokenizer = WindowDetokenizer(decode, lambda _: None, lambda _: True)
+    assert [detokenizer.push([i]) for i in (0, 1, 1, 2)] == ["one", "", "", " two"]
+
+
+def test_special_tokens_are_hidden_or_shown_as_requested(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a<|im_end|>b")
+    shown = byte_level.detokenizer(skip_special_tokens=False)
+    assert "".join(pieces(byte_level, ids, [])) == "ab"
+    assert shown.push(ids) + shown.flush() == "a<|im_end|>b"
