@@ -1,4 +1,4 @@
-"""The KV block manager under random use."""
+"""The KV block manager and its index of contents under random use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from actors.kv.block_contents import BlockContents
 from actors.kv.block_manager import BlockManager
-from contracts.block_hash import chain_hashes
+from contracts.block_hash import DIGEST_BYTES, chain_hashes
 
 BLOCK = 4
 POOL = 12
@@ -95,6 +96,14 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
+def committed(blocks: BlockManager, count: int, tokens: Sequence[int]) -> list[int]:
+    table = blocks.take([], count)
+    assert table is not None
+    register(blocks, table, tokens, batch=0)
+    blocks.commit(0)
+    return table
+
+
 def test_pending_blocks_are_shared_within_their_batch_only() -> None:
     blocks = BlockManager(8)
     hashes = chain_hashes(range(8), BLOCK)
@@ -105,6 +114,10 @@ def test_pending_blocks_are_shared_within_their_batch_only() -> None:
     assert blocks.head(hashes[1], [8, 9, 10], batch=7) == (table[2], 2)
     assert blocks.match(hashes, batch=8) == []
     assert blocks.head(hashes[1], [8, 9, 10], batch=8) is None
+    blocks.abandon(7)
+    assert blocks.match(hashes, batch=7) == [], "nor in a later batch of the same number"
+    assert blocks.head(hashes[1], [8, 9, 10], batch=7) is None
+    register(blocks, table, range(10), batch=7)
     blocks.commit(7)
     assert blocks.match(hashes, batch=8) == table[:2]
     assert blocks.head(hashes[1], [8, 9, 10], batch=8) == (table[2], 2)
@@ -112,26 +125,9 @@ def test_pending_blocks_are_shared_within_their_batch_only() -> None:
     assert blocks.head(hashes[0], [8, 9, 10], batch=8) is None
 
 
-def test_blocks_of_a_failed_batch_are_not_found() -> None:
-    """Also not by a later batch of the same number."""
-    blocks = BlockManager(8)
-    table = blocks.take([], 3)
-    assert table is not None
-    register(blocks, table, range(10), batch=7)
-    blocks.abandon(7)
-    hashes = chain_hashes(range(8), BLOCK)
-    assert blocks.match(hashes, batch=7) == []
-    assert blocks.head(hashes[1], [8, 9, 10], batch=7) is None
-    blocks.release(table)
-    assert blocks.counts == {"free": 8, "cached": 0, "used": 0}
-
-
 def test_retaken_cached_blocks_are_not_available() -> None:
     blocks = BlockManager(4)
-    table = blocks.take([], 3)
-    assert table is not None
-    register(blocks, table, range(12), batch=0)
-    blocks.commit(0)
+    table = committed(blocks, 3, range(12))
     blocks.release(table)
     assert blocks.take(table[:2], 3) is None
     assert blocks.counts == {"free": 1, "cached": 3, "used": 0}, "nothing has changed"
@@ -140,10 +136,7 @@ def test_retaken_cached_blocks_are_not_available() -> None:
 
 def test_block_without_hash_is_cached_for_its_head() -> None:
     blocks = BlockManager(2)
-    table = blocks.take([], 1)
-    assert table is not None
-    register(blocks, table, [5, 6, 7], batch=0)
-    blocks.commit(0)
+    table = committed(blocks, 1, [5, 6, 7])
     blocks.release(table)
     assert blocks.counts == {"free": 1, "cached": 1, "used": 0}
     assert blocks.head(b"", [5, 6, 1], batch=1) == (table[0], 2)
@@ -153,10 +146,7 @@ def test_block_without_hash_is_cached_for_its_head() -> None:
 
 def test_only_full_blocks_are_found_without_partial_sharing() -> None:
     blocks = BlockManager(4, share_partial=False)
-    table = blocks.take([], 2)
-    assert table is not None
-    register(blocks, table, range(6), batch=0)
-    blocks.commit(0)
+    table = committed(blocks, 2, range(6))
     assert blocks.match(chain_hashes(range(6), BLOCK), batch=1) == table[:1]
     assert blocks.head(b"", [0, 1], batch=1) is None
     blocks.release(table)
@@ -166,12 +156,8 @@ def test_only_full_blocks_are_found_without_partial_sharing() -> None:
 def test_least_recently_used_chain_is_evicted_from_its_end() -> None:
     blocks = BlockManager(4)
     old, new = chain_hashes(range(8), BLOCK), chain_hashes(range(100, 108), BLOCK)
-    for batch, first in enumerate((0, 100)):
-        table = blocks.take([], 2)
-        assert table is not None
-        register(blocks, table, range(first, first + 8), batch=batch)
-        blocks.commit(batch)
-        blocks.release(table)
+    for first in (0, 100):
+        blocks.release(committed(blocks, 2, range(first, first + 8)))
     assert blocks.take([], 1) is not None
     assert len(blocks.match(old, batch=2)) == 1
     assert len(blocks.match(new, batch=2)) == 2
@@ -189,18 +175,6 @@ def cache(blocks: BlockManager, first: int, *, batch: int, best_effort: bool) ->
     return hashes
 
 
-def test_be_blocks_are_evicted_first() -> None:
-    blocks = BlockManager(4)
-    of_ls = cache(blocks, 0, batch=0, best_effort=False)
-    of_be = cache(blocks, 100, batch=1, best_effort=True)
-    taken = blocks.take([], 2)
-    assert len(blocks.match(of_ls, batch=2)) == 2
-    assert not blocks.match(of_be, batch=2)
-    assert taken is not None
-    assert blocks.take([], 1) is not None
-    assert len(blocks.match(of_ls, batch=2)) == 1, "then LS's"
-
-
 @pytest.mark.parametrize("again", [False, True])
 def test_blocks_reused_by_ls_count_as_ls(again: bool) -> None:
     blocks = BlockManager(6)
@@ -216,13 +190,6 @@ def test_blocks_reused_by_ls_count_as_ls(again: bool) -> None:
     blocks.check([[block] for block in range(6) if blocks._references[block]])
 
 
-def test_taking_too_many_blocks_changes_nothing() -> None:
-    blocks = BlockManager(3)
-    assert blocks.take([], 4) is None
-    blocks.check([])
-    assert blocks.available == 3
-
-
 def test_integrity_check_reports_a_lost_block() -> None:
     blocks = BlockManager(3)
     blocks.take([], 1)
@@ -235,5 +202,45 @@ def test_equal_chain_hashes_mean_equal_prefixes(left: list[int], right: list[int
     left_hashes, right_hashes = chain_hashes(left, BLOCK), chain_hashes(right, BLOCK)
     for count, (a, b) in enumerate(zip(left_hashes, right_hashes, strict=False), start=1):
         assert (a == b) == (left[: count * BLOCK] == right[: count * BLOCK])
+    assert not set(chain_hashes(left, BLOCK, salt=bytes(DIGEST_BYTES))) & set(left_hashes)
     known = chain_hashes(left[: BLOCK * 2], BLOCK)
     assert chain_hashes(left, BLOCK, known=known) == left_hashes
+
+
+parents = st.sampled_from([b"", b"a"])
+contents = st.lists(st.integers(0, 2) | st.integers(2**31, 2**31 + 1), min_size=1, max_size=4)
+puts = st.tuples(st.integers(0, 7), parents, contents)
+drops = st.integers(0, 7)
+
+
+@given(steps=st.lists(puts | drops, max_size=30), parent=parents, wanted=contents)
+def test_longest_head_is_found_after_any_puts_and_drops(
+    steps: list[tuple[int, bytes, list[int]] | int], parent: bytes, wanted: list[int]
+) -> None:
+    index = BlockContents()
+    noted: dict[int, tuple[bytes, list[int]]] = {}
+    for step in steps:
+        if isinstance(step, int):
+            index.drop(step)
+            noted.pop(step, None)
+        else:
+            block, of, held = step
+            covered = any(of == p and t[: len(held)] == held for p, t in noted.values())
+            assert index.put(block, of, held) is not covered
+            if not covered:
+                noted[block] = (of, held)
+        index.check()
+    assert all((block in index) == (block in noted) for block in range(8))
+    heads = {block: common(t, wanted) for block, (p, t) in noted.items() if p == parent}
+    found = index.longest_head(parent, wanted)
+    if found is None:
+        assert not any(heads.values())
+    else:
+        assert heads[found.block] == found.tokens == max(heads.values())
+
+
+def common(left: list[int], right: list[int]) -> int:
+    return next(
+        (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]),
+        min(len(left), len(right)),
+    )

@@ -1,9 +1,8 @@
-"""A bulk job answers every row once and writes the same files, wherever a run was cut short."""
+"""Bulk jobs: equal windows and files in every run, wherever a run is cut short."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.classification.classify import ClassifyTask
 from cluster.tools.bulk.journal import Journal
 from cluster.tools.bulk.output import part_name
 from cluster.tools.bulk.records import InputRecord, InputRow, Reject, RowAnswer
-from cluster.tools.bulk.windows import WindowLimits, split_windows
+from cluster.tools.bulk.windows import DUPLICATE, SeenIds, WindowLimits, split_chunks, split_windows
 from contracts.errors import ConfigError, JobError
 from tests.support.bulk_support import (
     EchoRouter,
@@ -47,11 +47,8 @@ def some_records() -> list[InputRecord]:
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="bulk-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="bulk-") as folder:
+        yield Path(folder)
 
 
 def whole_run(folder: Path, records: list[InputRecord]) -> dict[str, bytes]:
@@ -164,7 +161,7 @@ def test_repeated_kills_and_torn_files_end_with_same_output(
                 if torn.get(path.name.partition("-")[0], False):
                     size = path.stat().st_size
                     if path.name == "rejected.jsonl":
-                        _append(path, b"x" * torn_bytes)  # beyond the ledger's size
+                        path.write_bytes(path.read_bytes() + b"x" * torn_bytes)  # not in the ledger
                     else:
                         os.truncate(path, max(0, size - torn_bytes))
         run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
@@ -186,9 +183,7 @@ def test_window_after_torn_ledger_line_stays_committed(tmp_path: Path) -> None:
     assert not again.requested
 
 
-def test_answers_after_torn_journal_line_survive_next_run(
-    tmp_path: Path,
-) -> None:
+def test_answers_after_torn_journal_line_survive_next_run(tmp_path: Path) -> None:
     (window,) = split_windows(iter(rows_of(["a", "b", "c"])), WindowLimits(rows=3), ids=True)
     path, answer = tmp_path / "journal", RowAnswer([0.5, 0.5], 1, 0)
     for row in range(3):
@@ -205,22 +200,15 @@ def test_answers_after_torn_journal_line_survive_next_run(
 @given(st.lists(st.integers(0, 26), min_size=1, max_size=4))
 def test_kill_repeats_at_most_rows_in_flight(kills: list[int]) -> None:
     records = some_records()
-    requested = 0
     with temporary() as folder:
         for row in kills:
             run_killed(folder, records, row=row)
-        router = EchoRouter()
-        run_job(folder, records, router, in_flight_rows=IN_FLIGHT)
+        run_job(folder, records, EchoRouter(), in_flight_rows=IN_FLIGHT)
         requested = sum(line["rows_sent_again"] for line in json_lines(folder / "ledger.jsonl"))
     assert requested <= IN_FLIGHT * len(kills)
 
 
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
-
-
-def test_input_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
+def test_changed_input_and_missing_part_are_refused(tmp_path: Path) -> None:
     records = rows_of([f"text {n}" for n in range(30)])
     run_killed(tmp_path, records, row=18)
     for changed in (3, 16):  # in a committed window, in an open one
@@ -230,11 +218,85 @@ def test_input_that_changed_between_runs_is_refused(tmp_path: Path) -> None:
             run_job(tmp_path, other, EchoRouter())
     run_job(tmp_path, records, EchoRouter())
     assert len(parts(tmp_path)) == 30
-
-
-def test_removed_part_is_reported_missing(tmp_path: Path) -> None:
-    records = rows_of([f"text {n}" for n in range(30)])
-    run_job(tmp_path, records, EchoRouter())
     (tmp_path / part_name(1)).unlink()
     with pytest.raises(ConfigError, match=r"part-00001.jsonl is in the ledger"):
         run_job(tmp_path, records, EchoRouter())
+
+
+ids = st.one_of(st.integers(0, 9), st.sampled_from("0123abc"))
+rows = st.builds(
+    InputRow, ids, st.just("in:1"), st.sampled_from(["", "p ", "q "]), st.text("xyz", max_size=4)
+)
+rejects = st.builds(Reject, ids, st.just("in:2"), st.just("bad"))
+inputs = st.lists(st.one_of(rows, rejects), max_size=40)
+limits = st.builds(WindowLimits, rows=st.integers(1, 9), characters=st.integers(1, 40))
+TASK = ClassifyTask(labels=("a", "b"), template="{prefix}{text}")
+
+
+@given(inputs, limits)
+def test_windows_partition_records_and_reject_duplicate_ids(
+    given_: list[InputRecord], limits: WindowLimits
+) -> None:
+    windows = list(split_windows(given_, limits, ids=True))
+    assert [window.number for window in windows] == list(range(len(windows)))
+    kept = [row for window in windows for row in window.rows]
+    first: dict[object, InputRow] = {}
+    for record in given_:
+        if isinstance(record, InputRow):
+            first.setdefault((type(record.id), record.id), record)
+    assert kept == list(first.values())
+    turned_away = [reject for window in windows for reject in window.rejects]
+    assert len(kept) + len(turned_away) == len(given_)
+    bad = [reject for reject in turned_away if reject.reason != DUPLICATE]
+    assert bad == [record for record in given_ if isinstance(record, Reject)]
+
+
+@given(inputs, limits)
+def test_window_ends_only_when_full(given_: list[InputRecord], limits: WindowLimits) -> None:
+    windows = list(split_windows(given_, limits, ids=False))
+    for window in windows[:-1]:
+        characters = sum(len(row.prefix) + len(row.text) for row in window.rows)
+        assert window.records == limits.rows or characters >= limits.characters
+    assert all(window.records <= limits.rows for window in windows)
+
+
+@given(inputs, inputs, limits)
+def test_digest_distinguishes_inputs(
+    one: list[InputRecord], other: list[InputRecord], limits: WindowLimits
+) -> None:
+    digests = [
+        [window.digest for window in split_windows(each, limits, ids=True)] for each in (one, other)
+    ]
+    assert (digests[0] == digests[1]) == (one == other)
+
+
+@given(st.lists(rows, min_size=1, max_size=30), st.integers(1, 7), st.data())
+def test_chunks_contain_missing_rows_once_sorted_by_prompt(
+    given_: list[InputRow], size: int, data: st.DataObject
+) -> None:
+    (window,) = split_windows(given_, WindowLimits(rows=100), ids=False)
+    missing = data.draw(st.sets(st.integers(0, len(given_) - 1)))
+    chunks = list(split_chunks(window, missing, TASK, size, 1000))
+    sent = [row for chunk in chunks for row in chunk]
+    assert sorted(sent) == sorted(missing)
+    prompts = [window.rows[row].prefix + window.rows[row].text for row in sent]
+    assert prompts == sorted(prompts)
+    assert all(len(chunk) == size for chunk in chunks[:-1])
+
+
+@given(st.lists(st.lists(ids, max_size=20), max_size=8))
+def test_id_is_new_only_once(batches: list[list[int | str]]) -> None:
+    seen, known = SeenIds(), set()
+    for batch in batches:
+        expected = []
+        for row_id in batch:
+            key = (type(row_id), row_id)
+            expected.append(key not in known)
+            known.add(key)
+        assert seen.add(batch) == expected
+
+
+def test_seen_ids_need_eight_bytes_each() -> None:
+    seen = SeenIds()
+    assert all(seen.add(range(10_000)))
+    assert seen.num_bytes == 8 * 10_000

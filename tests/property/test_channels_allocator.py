@@ -13,7 +13,6 @@ from actors.channels.segments import (
     FLAG_BYTES,
     IDLE_S,
     FirstFit,
-    HostMemory,
     PayloadLocation,
     SegmentAllocator,
     SegmentMemory,
@@ -27,16 +26,14 @@ STEPS = st.lists(st.tuples(st.booleans(), st.integers(1, 16)), max_size=120)
 
 @given(steps=STEPS)
 @settings(deadline=None, max_examples=300)
-def test_allocator_never_overlaps_and_finds_the_first_gap(
-    steps: list[tuple[bool, int]],
-) -> None:
+def test_allocator_never_overlaps_and_finds_the_first_gap(steps: list[tuple[bool, int]]) -> None:
     allocator = FirstFit(SIZE)
     owner: list[int | None] = [None] * SIZE  # of each byte
     offsets: dict[int, int] = {}
     for number, (allocate, value) in enumerate(steps):
         if allocate:
             offset = allocator.allocate(value)
-            fits = [s for s in range(SIZE - value + 1) if not any_owner(owner, s, value)]
+            fits = [s for s in range(SIZE - value + 1) if owner[s : s + value] == [None] * value]
             assert offset == (fits[0] if fits else None)
             if offset is not None:
                 owner[offset : offset + value] = [number] * value
@@ -64,16 +61,10 @@ def check_gaps(allocator: FirstFit) -> None:
     assert not {end for _, end in gaps} & {start for start, _ in gaps}
 
 
-def any_owner(owner: list[int | None], start: int, size: int) -> bool:
-    return any(o is not None for o in owner[start : start + size])
-
-
 class PlainMemory:
     """A segment of this process only."""
 
     def __init__(self, num_bytes: int) -> None:
-        import torch
-
         self.flags = mmap.mmap(-1, FLAG_BYTES)
         self.views = Views(torch.zeros(num_bytes, dtype=torch.uint8))
         self.closed = False
@@ -84,9 +75,7 @@ class PlainMemory:
 
 @given(steps=STEPS)
 @settings(deadline=None, max_examples=200)
-def test_payloads_keep_their_bytes_under_any_release_order(
-    steps: list[tuple[bool, int]],
-) -> None:
+def test_payloads_keep_their_bytes_under_any_release_order(steps: list[tuple[bool, int]]) -> None:
     made: dict[int, PlainMemory] = {}
 
     def new_memory(number: int, num_bytes: int) -> SegmentMemory:
@@ -137,8 +126,3 @@ def test_segment_without_free_slots_adds_another() -> None:
     places = [arena.allocate(1) for _ in range(FLAG_BYTES + 1)]
     assert made == [0, 1]
     assert len({(place.segment, place.slot) for place in places}) == FLAG_BYTES + 1
-
-
-def test_host_memory_implements_memory() -> None:
-    assert set(SegmentMemory.__annotations__) == {"views", "flags"}
-    assert callable(HostMemory.close)

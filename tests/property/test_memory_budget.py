@@ -56,7 +56,7 @@ def test_held_memory_is_sum_of_accounts_within_limits(wanted: list[Operation]) -
     assert budget.held_bytes == 0
 
 
-def test_request_over_share_gets_413_and_full_budget_429() -> None:
+def test_share_of_request_and_of_best_effort_and_full_budget() -> None:
     budget = MemoryBudget(LIMITS)
     with pytest.raises(TooCostlyError, match="196609 bytes, one may hold 196608"):
         budget.open().charge(LIMITS.request_bytes + 1, "prompt")
@@ -64,19 +64,12 @@ def test_request_over_share_gets_413_and_full_budget_429() -> None:
         budget.open().charge(LIMITS.request_bytes)
     with pytest.raises(OverloadError, match=r"limits\.open_bytes"):
         budget.open().charge(2 * STEP_BYTES)
-
-
-def test_best_effort_leaves_quarter_of_budget() -> None:
     budget = MemoryBudget(LIMITS)
-    step = LIMITS.open_bytes // 10
-
-    def account(*, best_effort: bool) -> MemoryAccount:
-        opened = budget.open()
-        opened.best_effort = best_effort
-        return opened
-
-    for _ in range(7):
-        account(best_effort=True).charge(step)
+    accounts = [budget.open() for _ in range(9)]
+    for account in accounts[:8]:
+        account.best_effort = True
+    for account in accounts[:7]:
+        account.charge(LIMITS.open_bytes // 10)
     with pytest.raises(OverloadError):
-        account(best_effort=True).charge(step)
-    account(best_effort=False).charge(step)
+        accounts[7].charge(LIMITS.open_bytes // 10)
+    accounts[8].charge(LIMITS.open_bytes // 10)

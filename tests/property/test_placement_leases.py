@@ -91,9 +91,7 @@ class World:
 
     def _begin(self, generation: int) -> None:
         if self.loading is not None or generation in self.resident:
-            self.broken.append(
-                f"{generation} is read, as {self.loading} is, there: {self.resident}"
-            )
+            self.broken.append(f"{generation} is read, as {self.loading}, beside {self.resident}")
         self.loading = generation
         self.reads.append(generation)
 
@@ -212,9 +210,8 @@ def test_generations_are_loaded_once_in_order_of_acquisition(seed: int, wanted: 
     world = World(seed)
     for generation in wanted:
         for name in world.random.sample(NAMES, 3):
-            world.do(
-                world.machine.acquire(name, proposal(generation, 1), 1, resident=False, misfit="")
-            )
+            placement = proposal(generation, 1)
+            world.do(world.machine.acquire(name, placement, 1, resident=False, misfit=""))
     assert world.reads == wanted[:1]
     while world.loading is not None:
         generation, world.loading = world.loading, None

@@ -185,24 +185,6 @@ TestGivingWay = GivingWay.TestCase
 TestGivingWay.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_idle_be_sequences_are_preempted_least_computed_first() -> None:
-    sim = TwoClasses(max_batch_tokens=24)
-    more, less = sim.add([0] * 7, 8, priority=BE), sim.add([1] * 4, 8, priority=BE)
-    sim.form()
-    sim.end(sim.live_batches[0])
-    assert sim.blocks.available == 5
-    decoding = sim.add([0, 1] * 12, 4, priority=LS)
-    sim.form()
-    assert len(decoding.block_table) == 6
-    assert not less.block_table
-    assert [batch.priority for batch in sim.live_batches] == [LS, BE], "the other one goes on"
-    sim.end(sim.live_batches[0])
-    sim.form()  # its next token has a seventh block
-    assert len(decoding.block_table) == 7
-    assert sim.dropped == 1
-    assert more.num_computed == 0
-
-
 def test_prompt_too_long_for_the_batch_preempts_no_best_effort_work() -> None:
     """It lacks room in the batch, not blocks."""
     sim = TwoClasses(whole_prompts=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.config import ScalingConfig
 from contracts.errors import ConfigError
-from contracts.loading import config_from
+from contracts.loading import load_config
 from planner.scheduling.prefill_scaling import UtilizationScaling
 
 POLL_INTERVAL_S = 0.5
@@ -93,14 +95,11 @@ def test_small_load_always_ends_at_the_minimum(
 def test_mean_adapts_between_two_changes(
     course: list[tuple[float, int]], look_back_period_s: float, downscale_delay_s: float
 ) -> None:
-    simulated = Simulated(
-        scaling(4, look_back_period_s=look_back_period_s, downscale_delay_s=downscale_delay_s), 1
-    )
+    delays = {"look_back_period_s": look_back_period_s, "downscale_delay_s": downscale_delay_s}
+    simulated = Simulated(scaling(4, **delays), 1)
     for load, polls in course:
         simulated.run(load, polls)
-    for (before_s, _), (after_s, step) in zip(
-        simulated.changes, simulated.changes[1:], strict=False
-    ):
+    for (before_s, _), (after_s, step) in itertools.pairwise(simulated.changes):
         assert after_s - before_s >= (downscale_delay_s if step < 0 else look_back_period_s)
 
 
@@ -130,24 +129,14 @@ def test_idle_time_before_a_loss_is_not_counted() -> None:
     ("keys", "words"),
     [
         (
-            {"scaling": {"scale_up_utilization": 0.4, "scale_down_utilization": 0.4}},
+            ["scaling.scale_up_utilization=0.4", "scaling.scale_down_utilization=0.4"],
             "scale_down_utilization=0.4 is not below scale_up_utilization",
         ),
-        ({"scaling": {"max_prefill_ranks": 2}}, "groups.prefill_ranks=0"),
-        (
-            {"scaling": {"max_prefill_ranks": 2}, "groups": {"prefill_ranks": 3}},
-            "max_prefill_ranks=2 with groups.prefill_ranks=3",
-        ),
-        (
-            {
-                "scaling": {"max_prefill_ranks": 2},
-                "groups": {"prefill_ranks": 1},
-                "prefill": {"experts": "gathered"},
-            },
-            "prefill.experts=gathered",
-        ),
+        ([], "groups.prefill_ranks=0"),
+        (["groups.prefill_ranks=3"], "max_prefill_ranks=2 with groups.prefill_ranks=3"),
+        (["groups.prefill_ranks=1", "prefill.experts=gathered"], "prefill.experts=gathered"),
     ],
 )
-def test_what_would_not_work_is_refused(keys: dict[str, object], words: str) -> None:
+def test_invalid_scaling_is_refused(keys: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config_from(keys, source="test")
+        load_config(None, ["scaling.max_prefill_ranks=2", *keys])

@@ -233,7 +233,7 @@ def test_unusable_store_folder_is_named_unless_experts_can_be_packed_on_read(
 
 
 ROOT = Path(__file__).parents[4]
-OURS = f"tandem-{os.getuid()}"  # the private folder (FINDINGS B16)
+OURS = f"tandem-{os.getuid()}"  # the private folder
 HOLD = """
 import mmap, pathlib, signal, sys
 from models.experts.shared_file import open_shared_file

@@ -222,7 +222,7 @@ def test_split_ids_equal_whole_decode_byte_level(
 def test_split_ids_equal_whole_decode_with_byte_fallback(
     sentencepiece: Tokenizer, data: st.DataObject, cut: list[int], hide: bool
 ) -> None:
-    """Ids include invalid UTF-8 bytes, special tokens and unknown ids (FINDINGS B14)."""
+    """Ids include invalid UTF-8 bytes, special tokens and unknown ids."""
     vocabulary = sentencepiece.vocab_size
     byte_ids = [i for i in range(vocabulary) if sentencepiece._fallback_byte(i) is not None]
     assert len(byte_ids) == 256

@@ -1,14 +1,38 @@
-"""Passes over a trie of labels against one pass per label."""
+"""Token choices: the matcher of a generation, and the passes over a trie of labels."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.classification.label_trie import LabelPass, LabelTrie, Path
+from contracts.choice_matcher import ChoiceMatcher
+
+EOS = 9
+tokens = st.integers(0, 2)
+choice_lists = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(max_examples=200)
+@given(choice_lists, st.lists(st.one_of(tokens, st.just(EOS)), max_size=5))
+def test_allowed_tokens_and_completion_match_slow_reference(
+    choices: list[list[int]], generated: list[int]
+) -> None:
+    matcher = ChoiceMatcher(choices)
+    for token in generated:
+        matcher.step(token)
+    count = len(generated)
+    matching = [choice for choice in choices if choice[:count] == generated]
+    followers = {choice[count] for choice in matching if len(choice) > count}
+    assert matcher.is_complete == (not followers)
+    ends = not matching or any(len(choice) == count for choice in matching)
+    allowed = matcher.allowed_tokens([EOS])
+    assert set(allowed) == followers | ({EOS} if ends else set())
+    assert len(allowed) == len(set(allowed))
+
 
 labels_of = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=9)
 
@@ -58,7 +82,6 @@ def test_each_continued_position_is_computed_once(labels: list[list[int]]) -> No
         ([[1, 2, 3, 4]], [(1, 2, 3)]),
         ([[1], [1, 2]], [(1,)]),
         ([[1, 2], [3, 4]], [(), (1,), (3,)]),
-        ([[1, 2], [1, 2]], [(1,)]),
     ],
 )
 def test_number_of_passes_is_minimal(labels: list[list[int]], paths: list[Path]) -> None:
