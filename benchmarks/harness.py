@@ -16,9 +16,9 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -30,7 +30,6 @@ _MAX_LISTED = 12  # samples that quantiles would not make shorter
 _NUMBERS = re.compile(r'[\[{]\n(\s+("[^"\n]*": )?[-+.\deE]+,?\n)+\s*[\]}]')
 
 Kind = Literal["measured", "simulated", "modelled"]
-Variant = TypeVar("Variant")
 
 
 class Table(NamedTuple):
@@ -110,14 +109,6 @@ def options_of(case: Case, arguments: Sequence[str]) -> argparse.Namespace:
     case.add_options(parser)
     parser.add_argument("--output", type=Path, help="result file (default: benchmarks/results/)")
     return parser.parse_args(arguments)
-
-
-def in_turns(variants: Sequence[Variant], rounds: int) -> Iterator[tuple[int, Variant]]:
-    """Yield (round, variant), interleaved. The order alternates, so that a machine that becomes
-    slower favours none. Round 0 warms up."""
-    for number in range(rounds + 1):
-        for variant in variants if number % 2 else reversed(variants):
-            yield number, variant
 
 
 def plain_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """FinDEP's Tables 5 and 7 for testbed A, and what is beyond the paper there (modelled).
 
-`python -m benchmarks findep_tables` prints them: Eq. 1 to 4 with the
+`python -m benchmarks.cases.findep_tables` prints them: Eq. 1 to 4 with the
 coefficients that the paper prints. It does not say how many samples fit in memory, so several
 limits are shown.
 """

@@ -1,70 +1,267 @@
-"""LS requests beside BE requests on one attention and one expert rank, variants in turns."""
+"""QLLM's run (Section 4): chats, a fifth of them LS, 32 slots, Poisson arrivals, by policy.
+
+Each variant has an attention and an expert rank, each pinned to a core; variants take turns.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable
-from typing import Any
+import contextlib
+import itertools
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from actors.ranks.rendezvous import (
+    GroupSpec,
+    Seat,
+    contiguous_placements,
+    form_group,
+    make_specs,
+)
 from benchmarks.harness import Case, Measured, Table, table_of
-from benchmarks.priorities import group, mix, paper
+from benchmarks.support.pinned_batches import bench_client, pin_to_core
+from benchmarks.support.policy_rank import ENVIRONMENT
+from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
+from benchmarks.support.rank_load import figures, run_arrivals
+from cluster.routing.rank_client import RankClient
+from cluster.tools.bench.outcome import RequestResult, mean
+from cluster.tools.bench.workload import Lengths, RequestArrival, chat_lengths, poisson
+from contracts.loading import load_config
+from contracts.requests import Priority
+from tests.support.rank_process import RankProcess
+
+_TOKEN = b"benchmark token, of no secret"
+_CALL_S, _READY_S = 60.0, 180.0
+POOL_TOKENS = 32_768
+SMALL = {
+    **MEDIUM,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 128,
+}
+MODELS = {"medium": MEDIUM, "small": SMALL, "deep": {**SMALL, "num_hidden_layers": 32}}
+VOCABULARY = MEDIUM["vocab_size"]
+LS_PART = 0.2
+WHOLE, FCFS = "run to completion", "iteration FCFS"
+SLOTS = ["schedule.max_batch_sequences=32", "schedule.max_batch_tokens=2048"]
+OFF = ["priority.preempt=false", *SLOTS]
+RATES = ((0.45, WHOLE), (0.9, WHOLE), (0.8, FCFS), (0.95, FCFS), (1.2, FCFS))  # of whose capacity
+MOST = Lengths(512, 160)
+BURST = poisson(1e4, 0.012, chat_lengths(MOST), LS_PART, random.Random(5))
+WARM_JOBS = 24
 
 
-def _measure(
-    run: Callable[[argparse.Namespace], Awaitable[dict[str, Any]]],
-    summary: Callable[[dict[str, Any]], dict[str, Any]],
-    options: argparse.Namespace,
-) -> Measured:
-    async def samples() -> dict[str, Any]:
-        return await run(options)
+class Variant(NamedTuple):
+    """batching: a baseline's name; "": as configured. classless: the rank gets all requests as one
+    class. be: send the BE requests, too."""
 
-    found = asyncio.run(samples())
-    return Measured(found, summary(found), {"model_config": group.MODELS[options.model]})
+    name: str
+    overrides: Sequence[str] = ()
+    batching: str = ""
+    classless: bool = False
+    be: bool = True
 
 
-def _tables(columns: tuple[str, ...], summary: dict[str, Any]) -> list[Table]:
+VARIANTS = [
+    Variant(WHOLE, OFF, "static_batching", classless=True),
+    Variant(FCFS, OFF, classless=True),
+    Variant("iteration priority", OFF),
+    Variant("ours", SLOTS),
+    Variant("ours, ls_ttft_s=0", [*SLOTS, "priority.ls_ttft_s=0"]),
+]
+ALONE = Variant("LS alone", SLOTS, be=False)  # ours, without BE: the lower bound of LS's TTFT
+
+
+class Ranks:
+    """The ranks of one variant."""
+
+    def __init__(self, folder: Path, variant: Variant, dtype: str) -> None:
+        common = [f"kv.pool_tokens={POOL_TOKENS}", "kv.prefix_cache=false", f"model.dtype={dtype}"]
+        config = load_config(None, [*common, *variant.overrides])
+        placements = contiguous_placements(str(folder), expert_ranks=1)
+        group_spec = GroupSpec(config, str(folder), _TOKEN, 1, "shm", placements=placements)
+        seat = [Seat("cpu", "127.0.0.1", 1)]
+        specs = make_specs(group_spec, seat, seat)
+        os.environ[ENVIRONMENT] = variant.batching
+        module = "benchmarks.support.policy_rank"
+        self._processes = [RankProcess(spec.name, module=module) for spec in specs]
+        self._ready = form_group(specs, self._processes, timeout_s=_READY_S)
+        if os.cpu_count() == 2:
+            for core, process in enumerate(self._processes):
+                pin_to_core(process.pid, core)
+        self._client: RankClient
+
+    async def join(self) -> None:
+        first = self._ready[0]
+        self._client = await bench_client(
+            first.name, first.client_address, _TOKEN, heartbeat_timeout_s=30.0
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+        for process in self._processes:
+            with contextlib.suppress(Exception):
+                process.call("stop").result(_CALL_S)
+            process.close()
+
+    async def run(
+        self, variant: Variant, arrivals: Sequence[RequestArrival], seconds: float, seed: int
+    ) -> list[RequestResult]:
+        """Raise RuntimeError if a request fails."""
+        outcomes = await run_arrivals(
+            self._client,
+            [each for each in arrivals if variant.be or each.priority is Priority.LS],
+            seconds,
+            vocabulary=VOCABULARY,
+            seed=seed,
+            classless=variant.classless,
+        )
+        failed = [each.error for each in outcomes if each.error]
+        if failed:
+            raise RuntimeError(f"{variant.name}: {len(failed)} failed; the first: {failed[0]}")
+        return outcomes
+
+
+async def _run(options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        path = write_random_checkpoint(Path(folder) / "model", MODELS[options.model])
+        started = [v for v in VARIANTS if _wanted(options.only, v.name)]
+        ranks = {variant.name: Ranks(path, variant, options.dtype) for variant in started}
+        for each in ranks.values():
+            await each.join()
+        capacities = await _capacities(ranks, options.capacities)
+        print("capacities, jobs/s:", capacities, flush=True)
+        samples: dict[str, Any] = {"capacities_jobs_per_s": capacities}
+        for number in range(options.rounds):
+            for part, reference in RATES:
+                load = f"{part} of {reference}"
+                if options.load not in load:
+                    continue
+                rate = part * capacities[reference]
+                rng = random.Random(17 * number + round(100 * part))
+                arrivals = poisson(rate, options.seconds, chat_lengths(MOST), LS_PART, rng)
+                turns = [v for v in (*VARIANTS, ALONE) if _wanted(options.only, v.name)]
+                for variant in turns if number % 2 else turns[::-1]:
+                    if variant.batching and reference != variant.name:
+                        continue  # beyond its capacity only its queue grows
+                    used = ranks["ours" if variant is ALONE else variant.name]
+                    outcomes = await used.run(variant, arrivals, options.seconds, number)
+                    row = _row(outcomes, options.seconds) | {"rate": rate}
+                    samples.setdefault(f"{load} | {variant.name}", []).append(row)
+                    print(number, part, variant.name, _short(row), flush=True)
+        for each in ranks.values():
+            await each.close()
+        return samples
+
+
+def _row(outcomes: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
+    last_s = max(each.end_s for each in outcomes)
+    return {
+        "ls": figures(outcomes, Priority.LS, seconds),
+        "be": figures(outcomes, Priority.BE, seconds),
+        "jobs_per_s": len(outcomes) / last_s,
+    }
+
+
+async def _capacities(ranks: dict[str, Ranks], known: list[float]) -> dict[str, float]:
+    """Return jobs per second of run to completion and of iteration FCFS; measure them if not
+    known."""
+    if known:
+        for variant in VARIANTS:
+            if variant.name in ranks:
+                await ranks[variant.name].run(variant, BURST[:WARM_JOBS], 0.1, 1)
+        return dict(zip((WHOLE, FCFS), known, strict=True))
+    return {v.name: await _capacity(ranks[v.name], v) for v in VARIANTS[:2] if v.name in ranks}
+
+
+async def _capacity(ranks: Ranks, variant: Variant) -> float:
+    """Return jobs per second, from tokens per second while all slots are full in the second of two
+    bursts."""
+    await ranks.run(variant, BURST, 0.1, 1)
+    outcomes = await ranks.run(variant, BURST, 0.1, 2)
+    times_s = sorted(itertools.chain.from_iterable(each.tokens_s for each in outcomes))
+    first, last = len(times_s) // 10, len(times_s) * 3 // 4
+    tokens_per_s = (last - first) / (times_s[last] - times_s[first])
+    return tokens_per_s * len(outcomes) / len(times_s)
+
+
+def _wanted(only: str, name: str) -> bool:
+    return any(each in name for each in only.split("|"))
+
+
+def _short(row: dict[str, Any]) -> str:
+    ls, be = row["ls"], row["be"]
+    return (
+        f"LS TTFT {ls['ttft_ms']:.0f}/{ls['ttft_p99_ms']:.0f} ms, turnaround"
+        f" {ls['turnaround_s']:.2f} s, BE {be['turnaround_s']:.2f} s,"
+        f" {row['jobs_per_s']:.2f} jobs/s"
+    )
+
+
+SHOWN = (
+    ("ls", "ttft_ms", 1),
+    ("ls", "ttft_p99_ms", 1),
+    ("ls", "tbt_ms", 1),
+    ("ls", "turnaround_s", 3),
+    ("be", "turnaround_s", 3),
+)
+
+
+def summary(samples: dict[str, Any]) -> dict[str, Any]:
+    """Return means over rounds."""
+    found: dict[str, Any] = {"capacities": samples["capacities_jobs_per_s"]}
+    for name, rounds in samples.items():
+        if isinstance(rounds, list):
+            found[name] = {
+                f"{priority}_{key}": round(mean([each[priority][key] for each in rounds]), digits)
+                for priority, key, digits in SHOWN
+            } | {
+                key: round(mean([each[key] for each in rounds]), 3)
+                for key in ("rate", "jobs_per_s")
+            }
+    return found
+
+
+def measure(options: argparse.Namespace) -> Measured:
+    samples = asyncio.run(_run(options))
+    return Measured(samples, summary(samples), {"model_config": MODELS[options.model]})
+
+
+def tables(summary: dict[str, Any]) -> list[Table]:
+    columns = ("ls_ttft_ms", "ls_ttft_p99_ms", "ls_turnaround_s", "be_turnaround_s", "jobs_per_s")
     return [table_of(summary, "", "variant", columns)]
-
-
-MIX_COLUMNS = ("ttft_ms", "ttft_p99_ms", "tbt_p99_ms", "be_tokens_per_s")
-PAPER_COLUMNS = ("ls_ttft_ms", "ls_ttft_p99_ms", "ls_turnaround_s", "be_turnaround_s", "jobs_per_s")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=30.0, help="of a variant in a round")
-    parser.add_argument("--model", choices=group.MODELS, default="medium")
+    parser.add_argument("--model", choices=MODELS, default="medium")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", default="", help="variants whose name contains this|or this")
-    parser.add_argument("--load", default="", help="mix, paper: this alone, as '1 out'")
+    parser.add_argument("--load", default="", help='this alone, as "0.8 of iteration"')
     parser.add_argument(
         "--capacities",
         type=float,
         nargs="*",
         default=[],
-        help="paper: jobs/s of run to completion and of iteration FCFS, if known",
+        help="jobs/s of run to completion and of iteration FCFS, if known",
     )
-    parser.add_argument("--budgets", type=int, nargs="*", default=list(mix.BUDGETS))
 
 
 CASES = [
-    Case(
-        "priorities_mix",
-        "LS beside a constant BE load",
-        "Latency of LS requests beside 16 open BE prompts, by batching policy.",
-        functools.partial(_measure, mix.run, mix.summary),
-        functools.partial(_tables, MIX_COLUMNS),
-        add_options,
-    ),
     Case(
         "priorities_paper",
         "LS and BE chats by arrival rate",
         "Chats of both classes at fractions of the capacity of continuous batching (QLLM, "
         "Figures 2 to 4).",
-        functools.partial(_measure, paper.run, paper.summary),
-        functools.partial(_tables, PAPER_COLUMNS),
+        measure,
+        tables,
         add_options,
-    ),
+    )
 ]

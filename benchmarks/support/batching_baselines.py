@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from planner.scheduling.batching import ALL, BatchingView, BatchSelection, one_at_a_time
+from planner.scheduling.batching import ALL, BatchingView, BatchSelection
 
 
 def static_batching(view: BatchingView) -> Iterable[BatchSelection]:
@@ -16,9 +16,3 @@ def static_batching(view: BatchingView) -> Iterable[BatchSelection]:
     if view.in_flight:
         return ()
     return (BatchSelection(starts=0),) if view.running else (ALL,)
-
-
-continuous_batching = one_at_a_time
-"""Continuous batching with chunked prefill (Orca, Sarathi-Serve): a new sequence joins the next
-iteration; decodes first, then LS, then BE; LS takes blocks of BE. Without classes it is first come,
-first served."""

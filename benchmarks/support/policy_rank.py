@@ -1,4 +1,4 @@
-"""A rank's process that forms batches by a baseline: see benchmarks/priorities.
+"""A rank's process that forms batches by a baseline: see benchmarks/cases/priorities.py.
 
 BATCHING in the environment: a name of benchmarks/support/batching_baselines.py; empty: as
 configured.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from actors.planning.planner_inputs import shape_of
 from benchmarks.support.padded import PaddedModel, ScoredRow
 from benchmarks.support.prefill_rows import Encode, Rows
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
-from benchmarks.support.rank_stream import open_stream
 from benchmarks.support.sides import Implementation
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.pipeline_backend import PipelineBackend
@@ -89,40 +87,6 @@ class RoutedPrefill:
 
     async def _score(self, token_ids: list[int], candidates: list[int]) -> Scored:
         return await self._router.score(_job(token_ids, candidates), wait_for_slot=True)
-
-
-class DealtPrefill:
-    """The same workers without a router: rows go to them by turns."""
-
-    def __init__(self, group: LocalGroup) -> None:
-        self._clients = _clients(group)
-
-    async def start(self) -> None:
-        for client in self._clients:
-            client.start()
-        for client in self._clients:
-            await client.wait_until(lambda client: client.problem is None)
-
-    async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
-
-    async def run(self, rows: Rows) -> Answer:
-        turns = itertools.cycle(self._clients)
-        scores = [
-            self._score(client, ids, rows.candidates)
-            for client, ids in zip(turns, rows.token_ids, strict=False)
-        ]
-        answers = await asyncio.gather(*scores)
-        logits = torch.tensor([answer.candidate_logits for answer in answers])
-        return Answer(logits, [answer.usage.cached_tokens for answer in answers])
-
-    async def _score(self, client: RankClient, ids: list[int], candidates: list[int]) -> Scored:
-        stream = await open_stream(client, _job(ids, candidates))
-        (answer,) = await stream.next_batch()
-        if not isinstance(answer, Scored):
-            raise RuntimeError(f"{client.name} answered {answer}")
-        return answer
 
 
 def _clients(group: LocalGroup) -> list[RankClient]:

@@ -8,7 +8,6 @@ around it. Needs root and iproute2. The kernel may lack `netem`: rates are limit
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
@@ -51,22 +50,6 @@ class TwoNodes(NamedTuple):
                 *(*self.inside(node), "tc", "qdisc", "replace", "dev", card, "root"),
                 *(*tbf, "latency", "400ms"),
             )
-
-
-def nodes_of(options: argparse.Namespace, module: str) -> TwoNodes | None:
-    """Where --mbit asks for a link: runs the whole benchmark again inside of the first of two
-    namespaces that it joins, and ends with its status; in there, the two. Else None."""
-    if options.mbit is not None and options.inside is None:
-        with two_namespaces() as both:
-            both.limit_rate(options.mbit)
-            command = [sys.executable, "-m", module, *sys.argv[1:]]
-            inside = ["--inside", *both.names, *both.cards]
-            done = subprocess.run([*both.inside(0), *command, *inside], env=ENVIRONMENT)
-        sys.exit(done.returncode)
-    if options.inside is None:
-        return None
-    first, second, *cards = options.inside
-    return TwoNodes((first, second), (cards[0], cards[1]))
 
 
 def run(*command: str, check: bool = True) -> str:
