@@ -17,12 +17,7 @@ from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
 from planner.online.capacity import Capacity, TrafficMix, capacity, plan_inefficiency
 from planner.online.planner import OnlinePlanner
-from planner.online.prefill_capacity import (
-    Batch,
-    PrefillCapacity,
-    ReferenceCurve,
-    ReferenceTime,
-)
+from planner.online.prefill_capacity import Batch, PrefillCapacity, ReferenceCurve, ReferenceTime
 from planner.schedule.batch_plan import planned_batch, replayed_ms
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of
@@ -99,8 +94,7 @@ def capacity_from_light_traffic(case: Case, per_s: float) -> Capacity:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES],
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
 )
 def test_headroom_and_gain_of_one_rank_match_simulation(name: str) -> None:
     case = CASES[name]
@@ -123,6 +117,12 @@ def test_resize_to_own_size_is_identity_and_growth_lowers_times() -> None:
     then = resized(model, SHAPE, now, more)
     assert then.expert == Linear(0.25, 2.0)
     assert then.attention == model.attention
+    setup = setup_of(SHAPE, hardware(), attention_ranks=1, expert_ranks=1)
+    group = OnlinePlanner(setup).group(DECODES)
+    alone_ms, both_ms = (
+        each.stages.expert.at(each.me(24, 1)) for each in (group.specs[1, 1], group.specs[2, 1])
+    )
+    assert both_ms == pytest.approx(2 * alone_ms), "packets of two attention ranks are two calls"
 
 
 def ran(plan: Plan, parts: list[list[tuple[int, int]]], measured_ms: float = 1.0) -> BatchReport:
@@ -142,14 +142,6 @@ def test_time_between_batches_reduces_capacity() -> None:
         used[between_ms] = found.used_fraction
     batches_per_s = DECODES.decode_tokens / MAX_SEQUENCES
     assert used[5.0] - used[0.0] == pytest.approx(batches_per_s * 5e-3, rel=0.05)
-
-
-def test_packets_of_two_attention_ranks_are_two_expert_calls() -> None:
-    setup = setup_of(SHAPE, hardware(), attention_ranks=1, expert_ranks=1)
-    group = OnlinePlanner(setup).group(DECODES)
-    one, two = group.specs[1, 1], group.specs[2, 1]
-    alone_ms, both_ms = (each.stages.expert.at(each.me(24, 1)) for each in (one, two))
-    assert both_ms == pytest.approx(2 * alone_ms)
 
 
 def test_poorly_cut_batches_raise_inefficiency() -> None:

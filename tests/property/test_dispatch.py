@@ -66,9 +66,7 @@ def test_pairs_are_sent_once_in_expert_order(routing: Routing, layer: int) -> No
 
 
 @given(routings())
-def test_replicas_share_the_tokens_of_their_expert(
-    routing: Routing,
-) -> None:
+def test_replicas_share_the_tokens_of_their_expert(routing: Routing) -> None:
     """If all tokens use one expert, its replicas differ by at most one token."""
     _, _, _, placement = routing
     slots = ExpertPlacement(placement).layer(1)
@@ -152,9 +150,7 @@ def test_a_token_goes_to_the_fewest_ranks(case: Case) -> None:
 
 @settings(deadline=None)
 @given(cases())
-def test_load_of_busiest_rank_is_within_a_factor_of_the_sequential_rule(
-    case: Case,
-) -> None:
+def test_load_of_busiest_rank_is_within_a_factor_of_the_sequential_rule(case: Case) -> None:
     """The factor exceeds 1.6 in one of 200 cases: few distinct tokens, each many times."""
     placement, ids_TK, free_rank = case
     ids_TK = np.repeat(ids_TK, 20 if len(ids_TK) < 13 else 1, axis=0)
@@ -181,9 +177,7 @@ def test_mean_load_of_busiest_rank_is_near_the_sequential_rule() -> None:
 
 @settings(deadline=None)
 @given(st.integers(2, 10), st.integers(1, 8), st.integers(1, 60))
-def test_ranks_that_have_everything_differ_by_a_token_at_most(
-    ranks: int, top_k: int, tokens: int
-) -> None:
+def test_ranks_with_all_experts_differ_by_one_token(ranks: int, top_k: int, tokens: int) -> None:
     everywhere = LayerSlots([*range(8)] * ranks, [(8 * n, 8 * n + 8) for n in range(ranks)])
     ids_TK = np.tile(np.arange(top_k), (tokens, 1))
     slots = everywhere.of_pairs(ids_TK)
@@ -305,9 +299,7 @@ def rank_sets(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 @settings(deadline=None)
 @given(rank_sets(), st.booleans())
-def test_items_go_to_allowed_ranks_near_the_least_level(
-    case: tuple[np.ndarray, int], spread: bool
-) -> None:
+def test_allowed_ranks_get_near_the_least_level(case: tuple[np.ndarray, int], spread: bool) -> None:
     """About one case in a hundred is above 1.2 times the least."""
     sets_N, ranks = case
     rank_N = level_ranks(sets_N, ranks, spread=spread)

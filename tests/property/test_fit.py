@@ -107,7 +107,7 @@ xs_of_traffic = st.lists(st.floats(1.0, 100.0), min_size=2, max_size=5, unique=T
 
 @some
 @given(coefficients, coefficients, st.floats(0.3, 3.0), xs_of_traffic, seeds)
-def test_drift_is_followed(
+def test_drift_is_tracked(
     alpha: float, beta: float, factor: float, xs: list[float], seed: int
 ) -> None:
     online = OnlineLinear(Linear(alpha, beta), 10.0, memory=32)
@@ -120,7 +120,7 @@ def test_drift_is_followed(
 
 @some
 @given(coefficients, coefficients, xs_of_traffic, seeds)
-def test_tenfold_outlier_does_not_change_the_model(
+def test_tenfold_outlier_changes_nothing(
     alpha: float, beta: float, xs: list[float], seed: int
 ) -> None:
     truth = Linear(alpha, beta)
@@ -135,7 +135,7 @@ def test_tenfold_outlier_does_not_change_the_model(
 
 @some
 @given(coefficients, coefficients, st.floats(1.0, 100.0), st.floats(0.5, 2.0))
-def test_traffic_of_one_size_is_fitted_at_that_size(
+def test_traffic_of_one_size_is_fitted_there(
     alpha: float, beta: float, x: float, factor: float
 ) -> None:
     prior = Linear(alpha, beta)

@@ -81,9 +81,7 @@ def error_of(planner: OnlinePlanner, group: SimulatedGroup, seed: int) -> float:
 
 @some
 @given(batches, seeds, st.integers(1, 10**6), st.integers(1, 10**6))
-def test_bucket_is_independent_of_order_and_within_a_step(
-    batch: Batch, seed: int, a: int, b: int
-) -> None:
+def test_bucket_ignores_order_and_spans_a_step(batch: Batch, seed: int, a: int, b: int) -> None:
     assert bucket_of(random.Random(seed).sample(batch, len(batch))) == bucket_of(batch)
     alike = bucket_of([(0, a + 1)]) == bucket_of([(0, b + 1)])
     ratio = max(a + 1, b + 1) / min(a + 1, b + 1)
@@ -131,9 +129,7 @@ def test_a_cold_planner_learns_to_predict_within_five_percent(seed: int, model: 
 
 @settings(deadline=None, max_examples=6)
 @given(seeds, st.sampled_from([1, 3]), st.sampled_from([1, 2, 3]))
-def test_stages_are_learned_in_solver_units(
-    seed: int, attention_ranks: int, expert_ranks: int
-) -> None:
+def test_stages_learned_in_solver_units(seed: int, attention_ranks: int, expert_ranks: int) -> None:
     setup = setup_of(WITH_SHARED, None, attention_ranks=attention_ranks, expert_ranks=expert_ranks)
     models = OnlineModels(setup)
     group = SimulatedGroup(setup, hardware(), noise=0.0, seed=seed)
@@ -170,19 +166,6 @@ def test_learned_plans_are_close_to_optimal(seed: int) -> None:
     exact = [NewTokens(*chunk) for chunk in batch]
     best_ms = plan_batch(group.spec(), exact, group.chunk_ms).makespan_ms + 0.5
     assert group.makespan_ms(cut, plan) <= 1.08 * best_ms
-
-
-@settings(deadline=None, max_examples=6)
-@given(seeds)
-def test_slower_machine_is_followed(seed: int) -> None:
-    setup = setup_of(QWEN, hardware())
-    planner = OnlinePlanner(setup)
-    slower = SimulatedGroup(setup, hardware(slower=2.0), noise=NOISE, seed=seed)
-    before = planner.version
-    assert error_of(planner, slower, seed + 1) > 0.15
-    taught(planner, slower, 200, seed)
-    assert planner.version > before
-    assert error_of(planner, slower, seed + 1) < 0.05 + NOISE / 2
 
 
 @settings(deadline=None, max_examples=10)
@@ -406,7 +389,7 @@ def errors_of(planner: OnlinePlanner, group: MisleadingGroup, batches: int) -> l
 
 @settings(deadline=None, max_examples=12)
 @given(st.tuples(factors, factors, factors), seeds)
-def test_refit_never_predicts_much_worse_than_a_correct_file(
+def test_refit_is_hardly_worse_than_a_correct_file(
     off: tuple[float, float, float], seed: int
 ) -> None:
     refits = OnlinePlanner(setup_of(QWEN, hardware()))
@@ -431,19 +414,6 @@ def test_different_machine_is_followed_from_the_second_trial(shift: float, seed:
     assert statistics.median(errors_of(planner, group, JUDGED)) < 0.06
 
 
-def test_file_models_are_selected_again_after_shift_back() -> None:
-    planner = OnlinePlanner(setup_of(QWEN, hardware()))
-    slower = MisleadingGroup((1.0, 1.0, 1.0), 3, shift=2.0)
-    errors_of(planner, slower, 200)
-    batches = [[(0, 64)], [(0, 1024)]]
-    assert planner.predict_ms(Plan(r1=2), batches) == pytest.approx(
-        2 * slower.makespan_ms(batches, Plan(r1=2)), rel=0.1
-    )
-    errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 4), 200)
-    found = errors_of(planner, MisleadingGroup((1.8, 0.5, 1.0), 5), JUDGED)
-    assert statistics.median(found) < 0.06
-
-
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200), st.floats(0.0, 0.19))
 def test_contender_within_the_margin_is_never_selected(errors: list[float], better: float) -> None:
     trial = ModelSelector(2)
@@ -453,9 +423,7 @@ def test_contender_within_the_margin_is_never_selected(errors: list[float], bett
 
 
 @given(seeds, st.integers(0, 60))
-def test_better_contender_is_selected_within_two_trials_and_deselected(
-    seed: int, before: int
-) -> None:
+def test_better_contender_is_selected_in_two_trials_and_deselected(seed: int, before: int) -> None:
     source = random.Random(seed)
     trial = ModelSelector(2)
 

@@ -32,9 +32,11 @@ from planner.placement.token_ranks import ID_LOAD, rank_of_ids
 from tests.support.made_up_routing import any_routing
 from tests.support.placements import replicated
 
+Layer = tuple[LayerRouting, list[int]]
+
 
 @st.composite
-def layers(draw: st.DrawFn) -> tuple[LayerRouting, list[int]]:
+def layers(draw: st.DrawFn) -> Layer:
     """Draw a sample and uneven slots per rank, enough for all experts."""
     experts = draw(st.integers(2, 12))
     ranks = draw(st.integers(1, min(5, experts)))
@@ -49,9 +51,7 @@ def layers(draw: st.DrawFn) -> tuple[LayerRouting, list[int]]:
 
 @settings(max_examples=12, deadline=None)
 @given(layers())
-def test_placement_is_valid_and_no_worse_than_contiguous(
-    layer: tuple[LayerRouting, list[int]],
-) -> None:
+def test_placement_is_valid_and_no_worse_than_contiguous(layer: Layer) -> None:
     routing, slots = layer
     placed = solve_layer(routing, slots)
     line, top_k = placed.expert_of_slot, routing.sets_PK.shape[1]
@@ -73,9 +73,7 @@ def test_placement_is_valid_and_no_worse_than_contiguous(
 
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(0, 2**20))
-def test_incremental_sums_equal_recomputed_sums(
-    layer: tuple[LayerRouting, list[int]], seed: int
-) -> None:
+def test_incremental_sums_equal_recomputed_sums(layer: Layer, seed: int) -> None:
     routing, slots = layer
     rng = np.random.default_rng(seed)
     sample = sample_of(routing, usual_costs(routing.sets_PK.shape[1], len(slots)), len(slots))
@@ -104,9 +102,7 @@ def _agree(layout: Layout) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(0, 2**20))
-def test_without_replicas_an_exchange_costs_what_was_predicted(
-    layer: tuple[LayerRouting, list[int]], seed: int
-) -> None:
+def test_without_replicas_an_exchange_costs_what_was_predicted(layer: Layer, seed: int) -> None:
     routing, slots = layer
     rng = np.random.default_rng(seed)
     homes_R = first_homes(routing.num_experts, slots)
@@ -185,7 +181,7 @@ def held(placement: Placement, layer: int, ranks: int) -> list[set[int]]:
     st.integers(0, 1 << 16),
     st.integers(1, 3),
 )
-def test_resize_moves_as_few_experts_as_possible(
+def test_resize_moves_the_fewest_experts(
     experts: int, extra: list[int], seed: int, ranks: int
 ) -> None:
     placement = made(experts, extra, seed)
@@ -197,9 +193,7 @@ def test_resize_moves_as_few_experts_as_possible(
 
 
 @given(st.integers(1, 12), st.data())
-def test_without_replicas_only_new_ranks_or_leaving_experts_cause_loads(
-    experts: int, data: st.DataObject
-) -> None:
+def test_without_replicas_only_resized_ranks_cause_loads(experts: int, data: st.DataObject) -> None:
     before, after = (data.draw(st.integers(1, min(5, experts))) for _ in range(2))
     placement = contiguous(experts, before, num_layers=1, moe_layers=[0])
     found = resize_placement(placement, after, generation=1)
@@ -214,15 +208,6 @@ def test_without_replicas_only_new_ranks_or_leaving_experts_cause_loads(
     for ranks in (0, experts + 1):
         with pytest.raises(ConfigError, match=rf"{ranks} expert ranks .*: give 1 to {experts}"):
             resize_placement(placement, ranks, generation=1)
-
-
-def test_replicas_are_replaced_by_lost_experts() -> None:
-    """Two ranks have equal experts, and the ranks with the others leave."""
-    line = (0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7)
-    placement = Placement(num_experts=8, slots_per_rank=(4, 4, 2, 2), expert_of_slot=(line,))
-    found = resize_placement(placement, 2, generation=1)
-    assert found.slots_per_rank == (5, 5)
-    assert sum(experts_received(placement, found)) == 4
 
 
 @st.composite
@@ -253,9 +238,7 @@ def placements(draw: DrawFn) -> Placement:
 
 
 @given(placements(), st.sets(st.integers(0, 4)))
-def test_failover_keeps_every_expert_and_surviving_slots(
-    placement: Placement, lost: set[int]
-) -> None:
+def test_failover_keeps_experts_and_surviving_slots(placement: Placement, lost: set[int]) -> None:
     lost &= set(range(placement.ranks))
     found = failover_placement(placement, lost)
     left = [rank for rank in range(placement.ranks) if rank not in lost]

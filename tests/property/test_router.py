@@ -90,9 +90,7 @@ class Cluster(RuleBasedStateMachine):
         self.workers[number].append_report(calibration=calibration)
 
     @rule(number=routers, worker=workers, again=st.integers(0, 3))
-    def a_report_arrives_and_some_old_ones_again(
-        self, number: int, worker: int, again: int
-    ) -> None:
+    def a_report_arrives_and_old_ones_again(self, number: int, worker: int, again: int) -> None:
         received, log = self.received[number][worker], self.workers[worker].log
         for report in log[max(0, received - again) : received + 1]:
             self.routers[number].apply(report)
@@ -239,9 +237,7 @@ def test_match_of_broken_chain_is_an_end_of_a_held_run(
 
 
 @given(changes, workers)
-def test_index_equals_a_set_per_worker(
-    steps: list[tuple[int, set[bytes], bool]], cleared: int
-) -> None:
+def test_index_equals_worker_sets(steps: list[tuple[int, set[bytes], bool]], cleared: int) -> None:
     index, sets = built(steps)
     for _ in range(2):
         assert len(index) == len(set().union(*sets))
@@ -351,7 +347,7 @@ def test_fallback_threshold_is_eq_3_without_stretch_and_a_pinned_one_is_kept(
         ({"fallback_prompts": ()}, "saturation.fallback_prompts="),
     ],
 )
-def test_invalid_value_is_rejected_with_field_and_number(
+def test_invalid_value_is_rejected_by_field_and_number(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -377,7 +373,7 @@ def test_work_is_what_counting_every_token_and_pair_gives(
 
 @some
 @given(st.sampled_from([QWEN3_235B, DEEPSEEK_V2]), st.integers(0, 3000), st.integers(1, 3000))
-def test_work_agrees_with_the_planner_s_attention(
+def test_work_equals_attention_of_planner(
     config: dict[str, object], cached: int, fresh: int
 ) -> None:
     model = shape(config)

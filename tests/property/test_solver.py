@@ -25,11 +25,7 @@ from planner.schedule.closed_forms import (
     pppipe_makespan,
 )
 from planner.schedule.exposed_communication import busy_seconds
-from planner.schedule.extended_plans import (
-    ALL_EXTENSIONS,
-    PlanExtension,
-    solve_extended,
-)
+from planner.schedule.extended_plans import ALL_EXTENSIONS, PlanExtension, solve_extended
 from planner.schedule.plan_search import Cut, batch_lower_bound, search
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
@@ -153,9 +149,7 @@ def test_a_ready_set_follows_the_static_order_under_asas(spec: PlanSpec, plan: P
 
 
 @given(schedules())
-def test_busy_time_is_within_the_makespan_and_some_resource_is_always_busy(
-    schedule: Schedule,
-) -> None:
+def test_busy_time_is_in_the_makespan_and_some_resource_always_busy(schedule: Schedule) -> None:
     result = replay(schedule)
     for resource in RESOURCES:
         assert result.busy_ms[resource] <= result.makespan_ms * (1 + 1e-9)
@@ -238,9 +232,7 @@ def test_no_plan_of_ten_thousand_specs_beats_the_solver(shape: Shape) -> None:
 
 
 @given(specs(max_samples=64, max_r2=300))
-def test_solution_is_within_limits_and_findep_no_worse_than_pppipe_nor_pppipe_than_naive(
-    spec: PlanSpec,
-) -> None:
+def test_solution_is_within_limits_and_pppipe_between_naive_and_findep(spec: PlanSpec) -> None:
     solution = solve(spec)
     for planned in (solution.best, solution.pppipe, solution.naive):
         plan = planned.plan
@@ -311,7 +303,7 @@ KINDS = st.sampled_from([PlanExtension.UNEVEN, PlanExtension.CHUNKED, PlanExtens
 
 
 @given(specs(max_samples=40), KINDS)
-def test_more_extensions_are_never_worse_and_only_requested_ones_are_used(
+def test_more_extensions_are_no_worse_and_none_unrequested(
     spec: PlanSpec, kind: PlanExtension
 ) -> None:
     one, every = solve_extended(spec, kind), solve_extended(spec)
@@ -327,9 +319,7 @@ def test_more_extensions_are_never_worse_and_only_requested_ones_are_used(
 
 
 @given(specs())
-def test_extended_plan_is_that_of_its_replay_and_uses_no_extension_without_numbers(
-    spec: PlanSpec,
-) -> None:
+def test_extended_plan_equals_replay_and_needs_numbers_of_extensions(spec: PlanSpec) -> None:
     planned = solve_extended(spec)
     schedule = schedule_of(spec, planned.plan)
     replayed = replay(schedule)
@@ -347,13 +337,9 @@ def test_each_token_group_of_each_micro_batch_has_a_token_per_expert(max_samples
     """With free token groups the finest are best, and only this rule limits them."""
     stages = {name: Linear(0.0, 1.0) for name in ("expert", "a2e", "e2a")}
     stages["attention"] = Linear(float(max_samples), 1.0)  # so that two micro-batches are best
+    sizes = {"tokens_per_expert_per_sample": 1.5, "num_layers": 3, "max_r2": 64}
     spec = PlanSpec(
-        stages=StageModels(**stages),
-        tokens_per_expert_per_sample=1.5,
-        num_layers=3,
-        max_samples=max_samples,
-        max_r2=64,
-        has_shared=False,
+        stages=StageModels(**stages), max_samples=max_samples, has_shared=False, **sizes
     )
     plan = solve_extended(spec).plan
     assert plan.micro_batch_samples
@@ -362,9 +348,7 @@ def test_each_token_group_of_each_micro_batch_has_a_token_per_expert(max_samples
 
 
 @given(specs(), st.data())
-def test_no_order_of_uneven_micro_batches_beats_their_lower_bound(
-    spec: PlanSpec, data: st.DataObject
-) -> None:
+def test_no_order_of_uneven_batches_beats_lower_bound(spec: PlanSpec, data: st.DataObject) -> None:
     plan = data.draw(beyond_plans(spec))
     pieces = pieces_of(spec, plan, plan.micro_batch_samples)
     r2 = np.array([plan.r2])
@@ -379,7 +363,7 @@ def test_no_order_of_uneven_micro_batches_beats_their_lower_bound(
 
 
 @given(specs(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
-def test_lower_bound_of_equal_micro_batches_equals_closed_form(
+def test_bound_of_equal_batches_equals_closed_form(
     spec: PlanSpec, r1: int, r2: int, ma: int
 ) -> None:
     pieces = pieces_of(spec, Plan(ma=ma, r1=r1), [ma] * r1)
@@ -477,7 +461,7 @@ def _ragged_schedule(spec: PlanSpec, plan: Plan, sequences: list[NewTokens]) -> 
 
 
 @given(SEQUENCES)
-def test_plan_of_ragged_batch_is_that_of_its_replay_and_no_slower_than_a_simpler_one(
+def test_ragged_plan_equals_replay_and_is_no_slower_than_simpler_ones(
     sequences: list[NewTokens],
 ) -> None:
     spec, found_ms = _token_spec(100_000), []

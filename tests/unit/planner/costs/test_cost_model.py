@@ -89,9 +89,7 @@ def test_attention_time_is_eq_1_for_multi_head_attention() -> None:
 def test_pairs_match_the_mask(start: int, new: int, window: int | None) -> None:
     stop = start + new
     reach = window or stop
-    pairs = sum(
-        1 for q, k in itertools.product(range(start, stop), range(stop)) if q - reach < k <= q
-    )
+    pairs = sum(q - reach < k <= q for q in range(start, stop) for k in range(stop))
     work = chunk_work(QWEN, start, stop, window)
     assert work.attended_flops == pytest.approx(4 * 64 * 128 * pairs)
     assert work.linear_flops == 2 * new * (QWEN.projection_elements + 4096 * 128)
@@ -101,11 +99,8 @@ def test_decode_reads_its_context_and_prompts_do_not() -> None:
     assert chunk_work(QWEN, 0, 512, None).context_bytes == 0
     assert chunk_work(QWEN, 4095, 4096, None).context_bytes == 4096 * 2 * 4 * 128 * 2
     assert chunk_work(QWEN, 4095, 4096, 128).context_bytes == 129 * 2 * 4 * 128 * 2
-
-
-def test_latent_attention_absorbs_decode_steps_and_expands_prompts() -> None:
     pair = chunk_work(V2, 9999, 10000, None).attended_flops / 10000 / 128 / 2
-    assert pair == 2 * 512 + 64
+    assert pair == 2 * 512 + 64, "latent attention absorbs decode steps"
     pairs = 4096 * 4097 / 2
     assert chunk_work(V2, 0, 4096, None).attended_flops / pairs / 128 / 2 == 128 + 64 + 128
 
@@ -131,7 +126,7 @@ def test_hit_fraction_matches_enumeration(experts: int, chosen: int, held: int) 
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from([8, 24]), st.integers(0, 2**32))
-def test_link_bytes_are_those_of_the_packets_that_dispatch_cuts(
+def test_link_bytes_are_those_of_dispatched_packets(
     ag: int, eg: int, experts: int, seed: int
 ) -> None:
     """Uniform routing of 2000 tokens of one attention rank, one token group."""
@@ -215,12 +210,9 @@ def decode(value: dict[str, Any]) -> PlanSpec:
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, 1e10])
 @pytest.mark.parametrize("field", ["alpha_ms", "beta_ms"])
-def test_invalid_time_is_rejected_by_field_name(field: str, value: float) -> None:
+def test_invalid_time_and_free_compute_stage_are_rejected_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}="):
         Linear(**(LINEAR | {field: value}))
-
-
-def test_free_compute_stage_is_rejected() -> None:
     stages = {key: Linear(0.1, 0.1) for key in ("attention", "expert", "a2e", "e2a")}
     for name in ("attention", "expert"):
         with pytest.raises(ValueError, match=f"{name}: alpha_ms=0 and beta_ms=0"):
@@ -318,8 +310,7 @@ def test_spare_slots_and_copies_are_in_the_memory_of_a_rank() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=1, max_size=6),
-    st.floats(0, 1e4),
+    st.lists(st.tuples(st.floats(1, 4), st.floats(1, 4)), min_size=1, max_size=6), st.floats(0, 1e4)
 )
 def test_stages_of_the_mean_equal_mean_stages(layers: list[tuple[float, float]], me: float) -> None:
     """Every stage's time is linear in copies and load; a link's bound is convex."""

@@ -34,9 +34,7 @@ def test_memory_is_of_new_and_cached_tokens_of_all_layers_and_of_235_billion_par
 
 @some
 @given(small_shapes, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4096))
-def test_max_samples_fit_and_one_more_does_not(
-    model: ModelShape, ag: int, eg: int, tokens: int
-) -> None:
+def test_max_samples_and_no_more_fit(model: ModelShape, ag: int, eg: int, tokens: int) -> None:
     deployment, usable = split(ag, min(eg, model.num_experts), tokens), 64.0 * GIB
     try:
         samples = max_samples(model, deployment, usable)
@@ -52,9 +50,7 @@ def test_max_samples_fit_and_one_more_does_not(
 
 @some
 @given(small_shapes, st.integers(1, 1 << 22), st.floats(0.05, 20.0))
-def test_advised_length_is_the_longest_that_fits(
-    model: ModelShape, tokens: int, gib: float
-) -> None:
+def test_advised_length_is_the_longest_to_fit(model: ModelShape, tokens: int, gib: float) -> None:
     try:
         max_samples(model, split(1, 1, tokens), gib * GIB)
     except ResourceError as error:
@@ -80,13 +76,6 @@ def test_too_few_ranks_are_rejected_with_a_number_that_fits_and_small_devices() 
 
 
 H200, QWEN = load_hardware("h200-node"), shape(QWEN3_235B)
-
-
-def test_active_experts_for_uniform_routing() -> None:
-    assert active_experts(QWEN, 1) == pytest.approx(QWEN.top_k)
-    assert active_experts(QWEN, 1000) == pytest.approx(QWEN.num_experts)
-    share = QWEN.top_k / QWEN.num_experts
-    assert active_experts(QWEN, 2) == pytest.approx(QWEN.num_experts * (1 - (1 - share) ** 2))
 
 
 @given(
@@ -129,6 +118,10 @@ def test_stored_format_holds_more_experts_and_reads_faster_as_does_a_faster_disk
 
 @pytest.mark.parametrize("kept", [0.05, 0.25, 0.5, 0.9])
 def test_most_sequences_is_the_largest_that_fits(kept: float) -> None:
+    share = QWEN.top_k / QWEN.num_experts
+    for tokens in (1, 2, 1000):
+        active = QWEN.num_experts * (1 - (1 - share) ** tokens)
+        assert active_experts(QWEN, tokens) == pytest.approx(active)
     most = most_sequences(QWEN, kept)
     if most:
         assert active_experts(QWEN, most) <= kept * QWEN.num_experts * (1 + 1e-9)

@@ -142,9 +142,8 @@ def test_learned_models_hold_under_another_placement(learned_under: Spread) -> N
     mean = learned_under.mean
     for tokens in (64, 128, 256, 512) * 160:
         rows, pairs = round(tokens * mean.rows), tokens * 2 * mean.pairs / 16
-        models.add_experts(
-            ExpertReport(rank="expert-0", experts=[RowsTime(rows, 0.1 + 0.01 * pairs)])
-        )
+        times = [RowsTime(rows, 0.1 + 0.01 * pairs)]
+        models.add_experts(ExpertReport(rank="expert-0", experts=times))
     models.spread_over(UNIFORM)
     per_me = 0.01 * 8  # pairs of a rank for each token per expert
     assert stages(models).expert.at(48) == pytest.approx(0.1 + 48 * per_me, rel=0.01)

@@ -35,10 +35,7 @@ def test_ten_siblings_cost_one_prefix_and_ten_suffixes() -> None:
     router = router_of(tau=1000)
     assert placed(router, [sibling(n) for n in range(10)]) == [0] * 10
     assert router.load(0) == len(DOCUMENT) + 10
-
-
-def test_last_block_of_fully_cached_prompt_is_computed() -> None:
-    router = router_of(tau=1000)
+    router = router_of(tau=1000)  # the last block of a fully cached prompt is computed
     assert placed(router, [prompt_of(DOCUMENT, 0), prompt_of(DOCUMENT, 1)]) == [0, 0]
     assert router.load(0) == len(DOCUMENT) + BLOCK
 

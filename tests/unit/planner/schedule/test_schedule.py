@@ -57,6 +57,10 @@ def test_micro_batch_times_follow_samples_and_groups_follow_tokens() -> None:
     short = schedule_of(SPEC, Plan(ma=3, r1=3), samples=7)
     assert [times.attention_ms for times in short.micro_batches] == [7.0, 7.0, 3.0]
     assert short.samples == 7
+    with pytest.raises(ValueError, match="ma is missing"):
+        schedule_of(SPEC, Plan())
+    with pytest.raises(ValueError, match="samples=9 do not fill r1=2 of ma=4"):
+        schedule_of(SPEC, Plan(ma=4, r1=2), samples=9)
 
 
 def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
@@ -70,13 +74,6 @@ def test_later_chunks_of_a_sequence_attend_to_earlier_ones() -> None:
     pairs = zip(*(schedule_of(spec, plan).micro_batches for spec in (reads, SPEC)), strict=True)
     extra_ms = [dearer.attention_ms - plain.attention_ms for dearer, plain in pairs]
     assert extra_ms == [pytest.approx(2 * ms) for ms in (0.0, 1.25, 1.75, 2.25)]
-
-
-def test_missing_spec_field_is_named() -> None:
-    with pytest.raises(ValueError, match="ma is missing"):
-        schedule_of(SPEC, Plan())
-    with pytest.raises(ValueError, match="samples=9 do not fill r1=2 of ma=4"):
-        schedule_of(SPEC, Plan(ma=4, r1=2), samples=9)
 
 
 def test_naive_makespan_is_the_sum_of_its_tasks() -> None:
@@ -235,13 +232,9 @@ def stages(expert_ms: float) -> StageModels:
 
 def spec(one: StageModels, layers: int) -> PlanSpec:
     return PlanSpec(
-        stages=one,
-        tokens_per_expert_per_sample=1.0,
-        num_layers=layers,
-        max_samples=8,
-        max_r2=4,
+        stages=one, tokens_per_expert_per_sample=1.0, num_layers=layers, max_samples=8, max_r2=4,
         has_shared=False,
-    )
+    )  # fmt: skip
 
 
 @given(
@@ -250,7 +243,7 @@ def spec(one: StageModels, layers: int) -> PlanSpec:
     st.integers(1, 3),
     st.sampled_from([Order.ASAS, Order.AASS]),
 )
-def test_equal_layers_match_one_schedule(
+def test_equal_layers_equal_one_schedule(
     costs: list[float], r1: int, r2: int, order: Order
 ) -> None:
     """Different layers lie between all of the cheapest and all of the most expensive."""

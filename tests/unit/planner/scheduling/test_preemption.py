@@ -125,7 +125,7 @@ NOW_S, SLICE_S = 10.0, 1.0
         (10.0, 0.0, True),  # due at once (ls_ttft_s: 0)
     ],
 )
-def test_slice_is_late_if_the_rest_of_a_pass_does_not_fit_behind_it(
+def test_slice_is_late_if_a_pass_does_not_fit_behind_it(
     due_s: float, left_s: float, late: bool
 ) -> None:
     passes = [LatencyPass(100.0, 1.0), LatencyPass(due_s, left_s)]

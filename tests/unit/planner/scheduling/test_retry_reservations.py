@@ -43,9 +43,7 @@ def test_stalled_backlog_lowers_the_rate() -> None:
 
 
 @given(st.floats(0, 1e6), st.floats(1e-6, 1e6))
-def test_retry_after_is_between_one_second_and_ten_minutes(
-    excess: float, per_second: float
-) -> None:
+def test_retry_after_is_between_1_second_and_10_minutes(excess: float, per_second: float) -> None:
     retry_s = retry_after_s(excess, per_second)
     assert SHORTEST_S <= retry_s <= LONGEST_S
     assert retry_s in (SHORTEST_S, LONGEST_S) or retry_s == excess / per_second
@@ -68,7 +66,7 @@ def test_unused_rate_accumulates_up_to_the_burst_and_a_slow_rate_admits_one() ->
     st.floats(0.1, 1000.0),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 5000.0)), max_size=60),
 )
-def test_usage_stays_within_rate_and_reported_wait_suffices(
+def test_usage_is_within_rate_and_wait_suffices(
     per_s: float, uses: list[tuple[float, float]]
 ) -> None:
     bucket, now_s, used, last = TokenBucket(per_s, 0.0), 0.0, 0.0, 0.0
@@ -135,7 +133,7 @@ def test_oldest_reservation_of_the_largest_tenant_is_evicted() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5), st.integers(1, 9))), st.booleans())
-def test_queued_ahead_equals_a_walk_over_all_reservations(
+def test_queued_ahead_equals_a_walk_over_all(
     given_: list[tuple[int, int, int]], keep_all: bool
 ) -> None:
     book, amounts = RetryReservations(), dict[tuple[int, int], int]()
@@ -151,9 +149,7 @@ def test_queued_ahead_equals_a_walk_over_all_reservations(
         sums[tenant] += amount
     for tenant in range(6):
         most = counts[tenant] + 1
-        turns = {
-            other: count if other == tenant else min(count, most) for other, count in counts.items()
-        }
+        turns = {other: n if other == tenant else min(n, most) for other, n in counts.items()}
         wanted = sum(sums[other] * turns[other] / counts[other] for other in turns)
         found = book.queued_ahead(bytes([tenant]))
         assert found.requests == sum(turns.values())
