@@ -337,10 +337,10 @@ def test_each_token_group_of_each_micro_batch_has_a_token_per_expert(max_samples
     """With free token groups the finest are best, and only this rule limits them."""
     stages = {name: Linear(0.0, 1.0) for name in ("expert", "a2e", "e2a")}
     stages["attention"] = Linear(float(max_samples), 1.0)  # so that two micro-batches are best
-    sizes = {"tokens_per_expert_per_sample": 1.5, "num_layers": 3, "max_r2": 64}
     spec = PlanSpec(
-        stages=StageModels(**stages), max_samples=max_samples, has_shared=False, **sizes
-    )
+        stages=StageModels(**stages), tokens_per_expert_per_sample=1.5, num_layers=3,
+        max_samples=max_samples, max_r2=64, has_shared=False,
+    )  # fmt: skip
     plan = solve_extended(spec).plan
     assert plan.micro_batch_samples
     for piece in pieces_of(spec, plan, plan.micro_batch_samples):
