@@ -125,25 +125,6 @@ def test_pending_blocks_are_shared_within_their_batch_only() -> None:
     assert blocks.head(hashes[0], [8, 9, 10], batch=8) is None
 
 
-def test_retaken_cached_blocks_are_not_available() -> None:
-    blocks = BlockManager(4)
-    table = committed(blocks, 3, range(12))
-    blocks.release(table)
-    assert blocks.take(table[:2], 3) is None
-    assert blocks.counts == {"free": 1, "cached": 3, "used": 0}, "nothing has changed"
-    assert blocks.take(table[:2], 2) is not None
-
-
-def test_block_without_hash_is_cached_for_its_head() -> None:
-    blocks = BlockManager(2)
-    table = committed(blocks, 1, [5, 6, 7])
-    blocks.release(table)
-    assert blocks.counts == {"free": 1, "cached": 1, "used": 0}
-    assert blocks.head(b"", [5, 6, 1], batch=1) == (table[0], 2)
-    assert blocks.take([], 2) is not None
-    assert blocks.head(b"", [5, 6, 1], batch=1) is None
-
-
 def test_only_full_blocks_are_found_without_partial_sharing() -> None:
     blocks = BlockManager(4, share_partial=False)
     table = committed(blocks, 2, range(6))

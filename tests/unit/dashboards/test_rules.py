@@ -20,8 +20,7 @@ from dashboards.rules import TimeScale, alerts, alerts_file, anchor, recording_f
 from tests.architecture.support import ROOT
 
 needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None,
-    reason="promtool is not installed: apt-get install prometheus",
+    shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus"
 )
 ALERTS = alerts()
 DEADLINE_S = 60.0

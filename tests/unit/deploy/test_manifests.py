@@ -37,7 +37,6 @@ EVERY = [
 ]
 (JOB,) = RENDERED["bulk_job.yaml"]
 ENTRYPOINT = shlex.split(JOB["spec"]["entrypoint"])
-PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 UNITS = {"m": 1e-3, "": 1.0, "Mi": 2.0**20, "Gi": 2.0**30}
 
 
@@ -110,7 +109,7 @@ def test_schema_check_finds_mistakes(path: str, value: object) -> None:
     assert list(faults(manifest))
 
 
-def test_every_file_is_rendered() -> None:
+def test_every_file_is_rendered_and_raycluster_equals_that_of_gpu_service() -> None:
     named = {KUBERNETES / name for name in ALONE}
     for overlay in OVERLAYS:
         document = yaml.safe_load((KUBERNETES / overlay / "kustomization.yaml").read_text())
@@ -118,9 +117,6 @@ def test_every_file_is_rendered() -> None:
         files = (*document["resources"], *(patch["path"] for patch in document.get("patches", ())))
         named |= {(KUBERNETES / overlay / name).resolve() for name in files}
     assert set(KUBERNETES.rglob("*.yaml")) <= named
-
-
-def test_raycluster_equals_cluster_of_gpu_service() -> None:
     (cluster,) = RENDERED["cluster/raycluster.yaml"]
     assert cluster["spec"] == service("gpu")["spec"]["rayClusterConfig"]
 
@@ -270,7 +266,7 @@ def test_head_readiness_does_not_depend_on_the_application() -> None:
     """KubeRay submits the application only to a head that is ready."""
     for overlay in SERVICES:
         head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
-        for name in PROBES:
+        for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             command = " ".join(_command(head["containers"][0][name]))
             assert "healthz" in command
             assert ":8000" not in command
@@ -309,7 +305,7 @@ def _selects(selector: Manifest, template: Manifest) -> bool:
     return all(labels.get(name) == value for name, value in wanted.items())
 
 
-def test_only_the_ingress_port_is_public() -> None:
+def test_only_the_ingress_port_is_public_and_only_container_ports_are_open() -> None:
     for name in (*SERVICES, "single"):
         policies = [one["spec"] for one in RENDERED[name] if one["kind"] == "NetworkPolicy"]
         for _, template in (each for each in pod_templates() if each[0].split(":")[0] == name):
@@ -320,9 +316,6 @@ def test_only_the_ingress_port_is_public() -> None:
                 assert [port["port"] for port in rule["ports"]] == [8000]
                 is_worker = template["metadata"]["labels"].get("ray.io/node-type") == "worker"
                 assert not is_worker, "clients have nothing to do with ranks"
-
-
-def test_policies_open_only_container_ports() -> None:
     open_ports = {
         port["containerPort"]
         for _, template in pod_templates()

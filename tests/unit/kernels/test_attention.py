@@ -177,18 +177,6 @@ def test_bfloat16_error_stays_within_rounding(fused: int, monkeypatch: pytest.Mo
     assert run_ragged([(40, 9, False), (1, 9, False)], window=None, dtype=torch.bfloat16) < 3e-2
 
 
-@pytest.mark.parametrize(
-    ("contexts", "groups"),
-    [([100, 90, 80, 10, 9], [[0, 1, 2], [3, 4]]), ([1500] * 5, [[0, 1], [2, 3], [4]])],
-)
-def test_decode_groups_are_bounded_in_padding_and_slots(
-    contexts: list[int], groups: list[list[int]]
-) -> None:
-    seqs = [SequenceRows(i, 1, n - 1, torch.arange(n)) for i, n in enumerate(contexts)]
-    plan = plan_attention(seqs, window=None, dtype=torch.float32, device=torch.device("cpu"))
-    assert [group.rows_B.tolist() for group in plan.decode] == groups
-
-
 LATENT_SHAPE = st.tuples(st.integers(1, 7), st.integers(0, 9))  # new tokens, cached ones
 
 

@@ -15,9 +15,7 @@ from kernels import fused_ops, gpu_experts
 from kernels.experts import ClampedGate
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import linears, plain_linears
-from kernels.norm import rms_norm
 from kernels.packed_attention import packed_part
-from kernels.rope import apply_rope
 from kernels.routing import softmax_top_k
 from kernels.rows import SequenceRows
 from tests.support import kernel_reference as reference
@@ -85,17 +83,6 @@ def test_packed_part_has_bounds_and_keys_of_sequences() -> None:
     assert isinstance(part.keys, torch.Tensor)
     assert part.keys.tolist() == [32, 33, 34, 7, 8, 9, 20, 21, 22]
     assert packed_part(sequences[:1], None, CPU).keys is None  # the fresh rows
-
-
-def test_fused_ops_use_torch_without_gpu() -> None:
-    generator = torch.Generator().manual_seed(4)
-    x_THd = torch.randn(5, 7, 8, generator=generator)
-    weight_Hd, angles = x_THd[0, 1:], torch.randn(5, 1, 4, generator=generator)
-    turn = angles.cos(), angles.sin()
-    expected = apply_rope(rms_norm(x_THd[:, 1:], weight_Hd, 1e-6), *turn)
-    assert torch.equal(fused_ops.norm_and_rope(x_THd[:, 1:], weight_Hd, 1e-6, *turn), expected)
-    expected = apply_rope(x_THd, *turn)
-    assert torch.equal(fused_ops.norm_and_rope(x_THd, None, 1e-6, *turn), expected)
 
 
 def test_fused_ops_call_only_functions_of_the_triton_kernels() -> None:

@@ -23,9 +23,7 @@ from models.prediction.count_predictor import (
     CountPredictor,
     NearestTokens,
 )
-from models.prediction.count_predictor import (
-    TOKEN as BY_TOKEN,
-)
+from models.prediction.count_predictor import TOKEN as BY_TOKEN
 from models.prediction.estimator import EstimatorSamples, train_estimator
 from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
 from models.prediction.path_sample import RoutingPaths
@@ -33,12 +31,7 @@ from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import RoutingCounts
 from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import (
-    PREDICTOR_KINDS,
-    TOKEN,
-    predict_routing,
-    quasi_hidden,
-)
+from models.prediction.signals import PREDICTOR_KINDS, TOKEN, predict_routing, quasi_hidden
 from models.weights.checkpoint import check_checkpoint
 from tests.support.local_model import LocalModel
 from tests.support.tiny_models import prompts, set_config
@@ -242,16 +235,13 @@ def hits(counts: RoutingCounts, tokens: RoutingPaths, layer: int) -> dict[str, f
     return {name: hit_fraction(each, tokens.paths_PLK[:, layer]) for name, each in found.items()}
 
 
-def test_token_determines_experts() -> None:
+def test_one_or_two_tokens_determine_experts() -> None:
     ids_T2 = ids()
     found = hits(*routed(ids_T2, np.repeat(ids_T2[:, :1], 3, 1)), 0)
     assert found.keys() == {MARGINAL, BY_TOKEN, TWO_TOKENS}
     assert found[BY_TOKEN] == found[TWO_TOKENS] == 1.0
     assert found[MARGINAL] < 0.6
-
-
-def test_two_tokens_determine_experts() -> None:
-    ids_T2 = ids() % 6
+    ids_T2 %= 6
     found = hits(*routed(ids_T2, np.repeat(ids_T2.sum(1, keepdims=True), 3, 1)), 0)
     assert found[TWO_TOKENS] == 1.0
     assert found[BY_TOKEN] < 0.8
@@ -298,14 +288,3 @@ def test_unprofiled_token_uses_counts_of_nearest_token() -> None:
     found = CountPredictor(counts, 0, NearestTokens(embedding_VD)).predict(tokens)[BY_TOKEN]
     assert hit_fraction(found, wanted_TK) == 1.0
     assert hit_fraction(without, wanted_TK) < 0.7
-
-
-def test_nearest_token_is_by_angle_and_keeps_profiled_ids() -> None:
-    nearest = NearestTokens(
-        torch.tensor([[1.0, 0.0], [0.0, 1.0], [9.0, 1.0], [0.0, 0.0], [-1.0, 0.1]])
-    )
-    assert nearest.profiled(np.arange(5), np.array([0, 1])).tolist() == [0, 1, 0, 0, 1]
-    assert nearest.profiled(np.arange(5), np.array([], np.int64)).tolist() == [0, 1, 2, 3, 4]
-    many = NearestTokens(torch.randn(2000, 4))
-    found = many.profiled(np.arange(2000), np.arange(0, 2000, 7))
-    assert (found % 7 == 0).all()

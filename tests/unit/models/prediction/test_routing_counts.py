@@ -26,7 +26,6 @@ from models.prediction.routing_counts import (
     MIN_TOKENS,
     CountLimits,
     RoutingCounts,
-    keys_of_sets,
     sets_of_keys,
 )
 from models.prediction.routing_profile import RoutingProfile
@@ -189,13 +188,6 @@ def test_merged_sample_weights_parts_by_tokens() -> None:
     assert 60 <= (large.ids_P2[:, 0] < 1000).sum() <= 90
 
 
-def test_keys_of_sets_sort_as_sets() -> None:
-    sets = np.array([[0, 1, 300], [0, 2, 3], [0, 256, 257], [1, 2, 3]], np.int16)
-    keys = keys_of_sets(sets)
-    assert np.array_equal(np.sort(keys), keys[np.lexsort(sets.T[::-1])])
-    assert np.array_equal(sets_of_keys(keys, 3), sets)
-
-
 @pytest.mark.parametrize(
     ("ids", "paths", "named"),
     [
@@ -290,11 +282,7 @@ def put(index: Any, value: Any) -> Callable[[Any], Any]:
         ("load.0", put(3, -1), "load.0: a count is negative"),
         ("load.0", lambda array: np.roll(array, 1), "together.0: differs from load.0"),
         ("load.0", lambda array: array + 5, "load.0: 1200 tokens have 2400 experts"),
-        (
-            "load.0",
-            lambda _: np.full(E2, np.nan, np.float32),
-            r"load.0: F32 \[16\], expected I64",
-        ),
+        ("load.0", lambda _: np.full(E2, np.nan, np.float32), r"load.0: F32 \[16\], expected I64"),
         ("together.0", put((0, 1), 1199), "together.0: is not symmetric"),
         (
             "together.0",

@@ -135,12 +135,11 @@ def test_truncation_in_file_is_ignored(tmp_path: Path) -> None:
     assert len(Tokenizer.load(folder).encode("The quick brown fox jumps")) > 2
 
 
-def test_half_surrogate_pair_raises_request_error(tokenizer: Tokenizer) -> None:
+def test_half_surrogate_is_rejected_and_long_texts_have_same_ids_in_thread(
+    tokenizer: Tokenizer,
+) -> None:
     with pytest.raises(RequestError):
         tokenizer.encode("a\ud800b")
-
-
-def test_long_texts_have_same_ids_in_thread(tokenizer: Tokenizer) -> None:
     text = "The quick brown fox. " * (THREAD_ABOVE_CHARACTERS // 10)
     threads = TokenizerPool(tokenizer, 1)
     made: list[int] = []

@@ -62,17 +62,15 @@ def test_moe_layers_follow_sparse_step_and_dense_list(tiny_checkpoint: Make) -> 
     assert spec.dense_ffn_size == 56
 
 
-def test_windows_apply_only_if_enabled(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
+    tiny_checkpoint: Make, tmp_path: Path
+) -> None:
     assert read_spec(tiny_checkpoint("mixtral", sliding_window=9)).sliding_windows == (9, 9, 9)
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_spec(folder).sliding_windows == (None, None, None)
-
-
-def test_eos_ids_are_merged_from_both_files(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert read_spec(folder).eos_token_ids == (2, 5)
 
@@ -369,8 +367,7 @@ def test_truncated_shard(sharded: Path, kept: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["lm_head.weight", "model.layers.2.mlp.experts.6.down_proj.weight"],
+    "name", ["lm_head.weight", "model.layers.2.mlp.experts.6.down_proj.weight"]
 )
 def test_missing_tensor(single: Path, name: str) -> None:
     tensors = load_file(single / "model.safetensors")
