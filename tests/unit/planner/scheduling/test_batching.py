@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -182,39 +183,19 @@ TASKS: Sequence[Task] = sample_views()["pick"]
 SEQUENCES: Sequence[SequenceView] = sample_views()["form"]
 
 
-class Good:
-    def pick(self, tasks: Sequence[Task]) -> Task | None:
-        return tasks[-1]
-
-
-class Random(Good):
-    calls = 0
-
-    def pick(self, tasks: Sequence[Task]) -> Task | None:
-        Random.calls += 1
-        return tasks[Random.calls % 2]
-
-
-class Raises:
-    def form(self, sequences: Sequence[SequenceView]) -> list[object]:
-        raise KeyError("no tenant")
-
-
-class Invents:
-    def form(self, sequences: Sequence[SequenceView]) -> list[object]:
-        return ["somebody"]
-
-
-class NeedsArguments:
-    def __init__(self, weight: int) -> None: ...
-
-
 @pytest.fixture(autouse=True)
 def policy_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("mine")
-    for kind in (Good, Random, Raises, Invents, NeedsArguments):
-        setattr(module, kind.__name__, kind)
-    vars(module).update(instance=Good(), is_hold=3, wrong=type("W", (), {"serve": 5}))
+    module, calls = ModuleType("mine"), itertools.count()
+    methods: dict[str, dict[str, Any]] = {
+        "Good": {"pick": lambda self, tasks: tasks[-1]},
+        "Random": {"pick": lambda self, tasks: tasks[next(calls) % 2]},
+        "Raises": {"form": lambda self, sequences: {}["tenant"]},
+        "Invents": {"form": lambda self, sequences: ["somebody"]},
+        "NeedsArguments": {"__init__": lambda self, weight: None},
+        "wrong": {"serve": 5},
+    }
+    kinds = {name: type(name, (), each) for name, each in methods.items()}
+    vars(module).update(kinds, instance=kinds["Good"](), is_hold=3)
     monkeypatch.setitem(sys.modules, "mine", module)
 
 

@@ -23,18 +23,13 @@ STARTED_BE = Work(Priority.BE, is_started=True)
 LATE, IN_TIME = LatencyPass(10.0, 20.0), LatencyPass(1000.0, 20.0)
 
 
-def last(ready: Sequence[Work]) -> Work:
-    return ready[-1]
-
-
 class Rig:
     """A preemption policy with share 0.25, and its clock."""
 
     def __init__(self, be_share: float = 0.25) -> None:
-        self.on_blocked: list[float] = []
-        self.on_resumed: list[float] = []
+        self.on_blocked, self.on_resumed = list[float](), list[float]()
         self.choice: Preemption[Work] = Preemption(
-            last,
+            lambda ready: ready[-1],
             be_share=be_share,
             on_blocked=self.on_blocked.append,
             on_resumed=self.on_resumed.append,
