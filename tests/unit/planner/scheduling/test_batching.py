@@ -189,7 +189,7 @@ def policy_module(monkeypatch: pytest.MonkeyPatch) -> None:
     methods: dict[str, dict[str, Any]] = {
         "Good": {"pick": lambda self, tasks: tasks[-1]},
         "Random": {"pick": lambda self, tasks: tasks[next(calls) % 2]},
-        "Raises": {"form": lambda self, sequences: {}["tenant"]},
+        "Raises": {"form": lambda self, sequences: dict[str, int]()["tenant"]},
         "Invents": {"form": lambda self, sequences: ["somebody"]},
         "NeedsArguments": {"__init__": lambda self, weight: None},
         "wrong": {"serve": 5},
