@@ -49,7 +49,7 @@ def test_event_is_one_parsable_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == line + "\n", "stderr has it too"
 
 
-def test_stderr_has_warnings_without_tracebacks_if_there_is_a_file(
+def test_stderr_has_everything_or_with_a_file_warnings_without_tracebacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = set_up_logging("a", LogConfig(folder=str(tmp_path), level="debug"))
@@ -63,9 +63,6 @@ def test_stderr_has_warnings_without_tracebacks_if_there_is_a_file(
     head, trace = second.split(" trace=")
     assert "ValueError: no" in json.loads(trace)
     assert capsys.readouterr().err == head + "\n"
-
-
-def test_stderr_has_everything_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert set_up_logging("a", LogConfig()) is None
     event(log, "one")
     set_up_logging("a", LogConfig(level="warning"))

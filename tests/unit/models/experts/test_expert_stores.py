@@ -262,16 +262,6 @@ def names(parent: Path) -> set[str]:
     return {path.name for path in (parent / OURS).iterdir() if path.suffix != ".lock"}
 
 
-def planted_link(at: Path) -> None:
-    (at.parent / "elsewhere").mkdir(mode=0o700)
-    at.symlink_to(at.parent / "elsewhere")
-
-
-def planted_open_folder(at: Path) -> None:
-    at.mkdir()
-    at.chmod(0o777)
-
-
 @pytest.fixture
 def open_default(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,18 +275,23 @@ def open_default(
 
 @pytest.mark.parametrize(
     ("plant", "message"),
-    [(planted_link, "is a link"), (planted_open_folder, "mode 0777"), (Path.touch, "or a file")],
+    [
+        (lambda at: at.symlink_to(at.with_name("elsewhere")), "is a link"),
+        (lambda at: (at.mkdir(), at.chmod(0o777)), "mode 0777"),
+        (Path.touch, "or a file"),
+    ],
 )
 def test_default_store_folder_is_private_and_unsafe_ones_are_rejected(
     open_default: Callable[[], HostSource],
     tmp_path: Path,
-    plant: Callable[[Path], None],
+    plant: Callable[[Path], object],
     message: str,
 ) -> None:
     open_default().close()
     assert stat.S_IMODE((tmp_path / OURS).lstat().st_mode) == 0o700
     assert len(list((tmp_path / OURS).glob("*.bin"))) == 1
     shutil.rmtree(tmp_path / OURS)
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
     plant(tmp_path / OURS)
     with pytest.raises(ResourceError, match=r"prefill\.host_store") as caught:
         open_default()
