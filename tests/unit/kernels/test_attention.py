@@ -84,7 +84,7 @@ def run_ragged(
     st.lists(SHAPE, min_size=1, max_size=9),
     st.none() | st.integers(1, 25),
     st.integers(1, 3),
-    st.sampled_from(["plain", "sinks", "groups", "filled groups", "head by head"]),
+    st.sampled_from(["plain", "sinks", "groups", "filled groups", "tiles", "head by head"]),
 )
 def test_any_ragged_batch_equals_reference(
     shapes: list[tuple[int, int, bool]], window: int | None, share: int, way: str
@@ -92,9 +92,10 @@ def test_any_ragged_batch_equals_reference(
     grouped, sinks = "groups" in way, way == "sinks"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(short_attention, "_MIN_FILL", 0.75 if way == "filled groups" else 0.1)
+        if way in ("tiles", "head by head"):
+            patch.setattr(tiles, "_TILE_ROWS", 4)
         if way == "head by head":
             patch.setattr(tiles, "_FUSED_SCORES", 0)
-            patch.setattr(tiles, "_TILE_ROWS", 4)
         worst = run_ragged(shapes, window=window, share=share, sinks=sinks, short_together=grouped)
     assert worst < 2e-6
 
@@ -160,15 +161,6 @@ def test_sinks_of_long_prompt_allocate_at_most_query_size(window: int | None, st
             q_THd, fresh_TGd, fresh_TGd, pool_PGd, pool_PGd, plan, scale=0.1, sinks_H=sinks_H
         )
     assert made.elements == q_THd.numel()  # the result
-
-
-@pytest.mark.parametrize("window", [None, 5, 16, 70])
-def test_long_chunks_in_tiles_equal_reference(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiles, "_TILE_ROWS", 16)
-    assert run_ragged([(70, 33, True)], window=window) < 2e-6
-    assert run_ragged([(70, 0, False), (40, 1, False)], window=window) < 2e-6
 
 
 @pytest.mark.parametrize("fused", [0, 1 << 30])
