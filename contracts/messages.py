@@ -1,20 +1,46 @@
 """Frames between the ingress and the ranks that serve requests.
 
 A connection opens with a mutual challenge (actors/channels/handshake.py). Then each side sends
-frames (contracts/frames.py), each one msgpack map tagged by `type`. The ingress sends `Submit` and
-`Cancel`; a rank answers with `Events`, one frame per step for all sequences of the connection, so
-that a token costs a few bytes instead of a call. A prefill worker adds its log
+frames: a 4-byte little-endian length, then one msgpack map tagged by `type`. The ingress sends
+`Submit` and `Cancel`; a rank answers with `Events`, one frame per step for all sequences of the
+connection, so that a token costs a few bytes instead of a call. A prefill worker adds its log
 (contracts/routing_messages.py): a `WorkerSnapshot` on connecting, then every `WorkerReport`, to all
 clients in the same order and in the frame of the answers it belongs to.
 """
 
 from __future__ import annotations
 
+import asyncio
+import struct
+
 import msgspec
 
-from contracts.block_hash import chain_hashes
-from contracts.requests import Caller, Priority, Sampling, Usage
+from contracts.requests import Caller, Priority, Sampling, Usage, chain_hashes
 from contracts.routing_messages import RequestKey, WorkerReport, WorkerSnapshot
+
+# Raised for an invalid frame. msgspec raises RecursionError for a deeply nested one.
+FRAME_ERRORS = (msgspec.MsgspecError, RecursionError)
+
+_PREFIX = struct.Struct("<I")
+PREFIX_BYTES = _PREFIX.size
+
+
+def encode_frame(body: bytes) -> bytes:
+    return _PREFIX.pack(len(body)) + body
+
+
+def frame_size(prefix: bytes, max_bytes: int) -> int:
+    """Return the size of a frame. Raises msgspec.DecodeError unless it is 1 to `max_bytes`."""
+    size: int = _PREFIX.unpack(prefix)[0]
+    if not 0 < size <= max_bytes:
+        raise msgspec.DecodeError(f"a frame of {size} bytes, where 1 to {max_bytes} are accepted")
+    return size
+
+
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    """Return the body of the next frame. Raises msgspec.DecodeError and the reader's errors."""
+    return await reader.readexactly(frame_size(await reader.readexactly(PREFIX_BYTES), max_bytes))
+
 
 MAX_FRAME_BYTES = 64 << 20
 STATE_PERIOD_S = 0.25

@@ -1,7 +1,7 @@
 """Frames between ranks and the planner, and the source of a batch's plan.
 
 A connection opens with the mutual challenge of actors/channels/handshake.py. Then each side sends
-frames (contracts/frames.py), each one msgpack map tagged by `type`. The planner is not on the path
+frames (contracts/messages.py), each a msgpack map tagged by `type`. The planner is not on the path
 of requests: without an answer a rank uses its default plan.
 """
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contracts.logs import event
-from kernels import experts, norm, rope
+from kernels import experts, norm_rope
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -25,10 +25,10 @@ _TOLERANCE = 0.1  # for values of 1 to 10 in bfloat16
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
-    """Return the RMS norm (kernels/norm.py)."""
+    """Return the RMS norm (kernels/norm_rope.py)."""
     own = fused_kernels(x)
     if own is None or not x.is_contiguous():
-        return norm.rms_norm(x, weight_D, eps, round_once=round_once)
+        return norm_rope.rms_norm(x, weight_D, eps, round_once=round_once)
     out: Tensor = own.rms_norm(x, weight_D, eps, round_once)
     return out
 
@@ -39,8 +39,8 @@ def norm_and_rope(
     """Return a new tensor: each head normed by its weight (None: not), then rotated by rope."""
     own = fused_kernels(x_THd)
     if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
-        normed = x_THd if weight_Hd is None else norm.rms_norm(x_THd, weight_Hd, eps)
-        return rope.apply_rope(normed, cos, sin)
+        normed = x_THd if weight_Hd is None else norm_rope.rms_norm(x_THd, weight_Hd, eps)
+        return norm_rope.apply_rope(normed, cos, sin)
     out_THd: Tensor = own.norm_and_rope(x_THd, weight_Hd, eps, cos, sin)
     return out_THd
 
@@ -110,10 +110,10 @@ def _check_kernels(kernels: ModuleType) -> None:
     kernels.weighted_sums(y_ND, places_TK, weights_TK, found_TD)
     torch.sum(y_ND[places_TK].float() * weights_TK.unsqueeze(2), 1, out=sums_TD)
     pairs = [
-        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), norm.rms_norm(x_THd, weight_D, 1e-6)),
+        (kernels.rms_norm(x_THd, weight_D, 1e-6, False), norm_rope.rms_norm(x_THd, weight_D, 1e-6)),
         (
             kernels.norm_and_rope(x_THd[:, 1:], weight_Hd[1:], 1e-6, *angles_cs),
-            rope.apply_rope(norm.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *angles_cs),
+            norm_rope.apply_rope(norm_rope.rms_norm(x_THd[:, 1:], weight_Hd[1:], 1e-6), *angles_cs),
         ),
         (kernels.gated(y_ND), experts.gated(y_ND)),
         (kernels.gather_rows(y_ND, places_TK[0]), y_ND[places_TK[0]]),

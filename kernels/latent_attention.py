@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan
+from kernels.attention import AttentionPlan, Tile, tile_steps
 from kernels.linear import linear
-from kernels.rows import take
+from kernels.packed_attention import take
 from kernels.steps import Steps
-from kernels.tiles import Tile, tile_steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

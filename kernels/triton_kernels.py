@@ -1,6 +1,6 @@
 """Memory-bound passes over activations as one triton kernel each, and products with expert slots.
 
-They round where kernels/norm.py, rope.py and experts.py do. Imported only if triton is installed
+They round where kernels/norm_rope.py and experts.py do. Imported only if triton is installed
 (kernels/fused_ops.py).
 
 Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k, S

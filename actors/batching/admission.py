@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from actors.batching.batch_budget import owner_of
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import Observer
-from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
-from actors.batching.sequence import Sequence
+from actors.batching.sequence import Sequence, owner_of
 from contracts.clock import Clock
 from contracts.errors import OverloadError, RequestError, TooLongError
 from contracts.messages import Submit
-from contracts.requests import Priority
-from contracts.sampling_limits import (
+from contracts.requests import (
     INT64,
     MAX_LOGPROBS,
+    Priority,
     check_ids,
     check_integer,
     check_lengths,
     check_sampling,
 )
-from planner.scheduling.drain_rate import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
+from planner.scheduling.measured_rates import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
 
 
 class RankAdmission(NamedTuple):

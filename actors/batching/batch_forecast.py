@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from actors.batching.batch_budget import BatchBudget
 from actors.batching.batch_builder import cached_prefix
-from actors.batching.sequence import Sequence
+from actors.batching.sequence import BatchBudget, Sequence
 from actors.kv.block_manager import BlockManager
 from contracts.requests import Priority
 from planner.scheduling.batching import BatchSelection, Phase

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import Observer
-from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from contracts.clock import Clock

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from actors.batching.batch_builder import Chunk
 from actors.batching.sampler import MIN_LOGPROB, TokenSampler, not_finite, token_logprob
-from actors.batching.scheduled_batch import Chunk
 from actors.batching.sequence import Sequence, SequenceKey, logged_failure_reply
 from contracts.errors import SamplingError
 from contracts.messages import Event, Finished, Scored, TokenLogprob, Tokens

@@ -3,7 +3,7 @@
 A policy gives the classes and the phase of a batch (planner/scheduling/batching.py). The batch
 takes, in this order: one token of each running sequence (decode), LS before BE; then, class by
 class, the next chunk of started prompts, then waiting sequences, in turns between API keys and
-requests (planner/scheduling/fair_queue.py). A request beside others gets a share (batch_budget.py).
+requests (planner/scheduling/fair_queue.py). A request beside others gets a share (sequence.py).
 A prompt longer than the rest of the batch is cut (chunked prefill). batch_builder.py assigns the
 blocks.
 
@@ -19,11 +19,16 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
-from actors.batching.batch_budget import BatchBudget, Owner, SequenceCounts, share_of
-from actors.batching.batch_builder import BatchBuilder
+from actors.batching.batch_builder import BatchBuilder, ScheduledBatch
 from actors.batching.batch_forecast import PrefixEstimator, upcoming
-from actors.batching.scheduled_batch import ScheduledBatch
-from actors.batching.sequence import Sequence, SequenceKey
+from actors.batching.sequence import (
+    BatchBudget,
+    Owner,
+    Sequence,
+    SequenceCounts,
+    SequenceKey,
+    share_of,
+)
 from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.errors import NotFiniteError

@@ -1,19 +1,193 @@
-"""State of one request on an attention rank."""
+"""State of one request on an attention rank, and the token budget of a batch."""
 
 from __future__ import annotations
 
 import logging
 import math
 import secrets
+from collections import Counter, abc, defaultdict
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
-from actors.batching.batch_budget import owner_of
 from actors.batching.logits_processor import logits_processor
-from contracts.block_hash import chain_hashes
+from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError, TandemError
 from contracts.logs import event
 from contracts.messages import Failed, Submit, TokenLogprob
-from contracts.requests import Priority, Usage
+from contracts.requests import Priority, Usage, chain_hashes
 from planner.scheduling.batching import Phase
+from planner.scheduling.fair_queue import TenantLimit, fair_limits
+
+SHARED_BATCHES = 32  # batches that stay shared after other requests were last present
+
+
+class Owner(NamedTuple):
+    """Request that a sequence belongs to.
+
+    request: client (one connection to the rank) and request number. priority: a plain number,
+    because owners are hashed for every sequence of every batch.
+    """
+
+    tenant: bytes
+    request: tuple[int, int]
+    priority: int
+
+
+def owner_of(client: int, submit: Submit) -> Owner:
+    caller = submit.caller
+    return Owner(caller.tenant, (client, caller.request), int(submit.priority))
+
+
+class SequenceCounts:
+    """Sequences of each request, waiting or running. BE shares with LS, LS not with BE."""
+
+    def __init__(self) -> None:
+        self._counts: list[defaultdict[bytes, Counter[Hashable]]] = [
+            defaultdict(Counter) for _ in Priority
+        ]
+        self._totals = [0 for _ in Priority]
+        self._shared_until = dict.fromkeys(Priority, 0)
+
+    def add(self, owner: Owner) -> None:
+        self._totals[owner.priority] += 1
+        self._counts[owner.priority][owner.tenant][owner.request] += 1
+
+    def remove(self, owner: Owner) -> None:
+        self._totals[owner.priority] -= 1
+        tenants = self._counts[owner.priority]
+        requests = tenants[owner.tenant]
+        requests[owner.request] -= 1
+        if not requests[owner.request]:
+            del requests[owner.request]
+        if not requests:
+            del tenants[owner.tenant]
+
+    def count(self, owner: Owner) -> int:
+        requests = self._counts[owner.priority].get(owner.tenant)
+        return requests[owner.request] if requests else 0
+
+    def total(self, priority: Priority) -> int:
+        """Return the number of sequences of a class."""
+        return self._totals[priority]
+
+    def shared(self, priority: Priority, batch: int, classes: abc.Sequence[Priority]) -> bool:
+        """Return whether a class shares this batch with other requests, or did recently."""
+        if self._has_several(priority, classes):
+            self._shared_until[priority] = batch + SHARED_BATCHES
+        return batch < self._shared_until[priority]
+
+    def _has_several(self, lowest: Priority, classes: abc.Sequence[Priority]) -> bool:
+        """Return whether these classes, down to the lowest, have more than one request."""
+        seen = None
+        for priority in classes:
+            for tenant, requests in self._counts[priority].items():
+                if priority > lowest:
+                    return False
+                first = tenant, next(iter(requests))
+                if len(requests) > 1 or seen not in (None, first):
+                    return True
+                seen = first
+        return False
+
+    def parts(
+        self, priority: Priority, places: int, classes: abc.Sequence[Priority]
+    ) -> Mapping[bytes, TenantLimit]:
+        """Return the limits of those tenants of a class that exceed their part of a batch."""
+        before = (self._counts[each] for each in classes if each < priority)
+        taken = sum(sum(map(Counter.total, tenants.values())) for tenants in before)
+        return fair_limits(self._counts[priority], max(1, places - taken))
+
+
+class _Remaining:
+    """Budget of one request, or of all requests of a tenant."""
+
+    __slots__ = ("places", "tenant", "tokens")
+
+    def __init__(self, tokens: int, places: int, tenant: _Remaining | None = None) -> None:
+        self.tokens = tokens
+        self.places = places
+        self.tenant = tenant
+
+
+class BatchBudget:
+    """Token and place budget of a batch.
+
+    Tokens reserved by `reserve_tokens` are left for waiting sequences while running ones take
+    theirs.
+    """
+
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        sequence_counts: SequenceCounts,
+        batch: int,
+        classes: abc.Sequence[Priority] = tuple(Priority),
+    ) -> None:
+        """classes: those of the batch, in order."""
+        self.tokens = config.max_batch_tokens
+        self.places = config.max_batch_sequences
+        self._reserved_tokens = 0
+        self._max_tokens_per_request = share_of(config.request_share, self.tokens)
+        self._max_places_per_request = share_of(config.request_share, self.places)
+        self._remaining: dict[Owner, _Remaining] = {}
+        self._tenants: dict[tuple[int, bytes], _Remaining] = {}
+        self._parts: dict[int, Mapping[bytes, TenantLimit]] = {  # of the shared classes
+            int(priority): sequence_counts.parts(priority, self.places, classes)
+            for priority in classes
+            if sequence_counts.shared(priority, batch, classes)
+        }
+        self.is_shared = bool(self._parts)
+
+    @property
+    def is_full(self) -> bool:
+        return self.tokens <= self._reserved_tokens or self.places == 0
+
+    def reserve_tokens(self, tokens: int) -> None:
+        self._reserved_tokens = tokens
+
+    def tokens_for(self, owner: Owner) -> int:
+        """Return how many tokens of one more sequence fit; 0: none."""
+        tokens = self.tokens - self._reserved_tokens
+        if tokens <= 0 or self.places == 0:
+            return 0
+        if owner.priority not in self._parts:
+            return tokens
+        remaining = self._remaining.get(owner) or self._account(owner)
+        if remaining.places <= 0 or (remaining.tenant is not None and remaining.tenant.places <= 0):
+            return 0
+        return max(0, min(tokens, remaining.tokens))
+
+    def take(self, owner: Owner, tokens: int) -> None:
+        """Subtract a chunk. A whole prompt may exceed the budget."""
+        self.tokens = max(0, self.tokens - tokens)
+        self.places -= 1
+        remaining = self._remaining.get(owner)
+        if remaining is not None:
+            remaining.tokens -= tokens
+            remaining.places -= 1
+            if remaining.tenant is not None:
+                remaining.tenant.places -= 1
+
+    def _account(self, owner: Owner) -> _Remaining:
+        part = self._parts[owner.priority].get(owner.tenant)
+        tenant = None
+        max_places = self._max_places_per_request
+        if part is not None:
+            max_places = min(max_places, part.per_request)
+            tenant = self._tenants.setdefault(
+                (owner.priority, owner.tenant),
+                _Remaining(self._max_tokens_per_request, part.places),
+            )
+        remaining = self._remaining[owner] = _Remaining(
+            self._max_tokens_per_request, max_places, tenant
+        )
+        return remaining
+
+
+def share_of(share: float, whole: int) -> int:
+    """Return a share of `whole`, at least 1."""
+    return max(1, math.floor(share * whole))
+
 
 SequenceKey = tuple[int, int]  # client, request id: unique on a rank
 

@@ -9,7 +9,7 @@ Each proof is HMAC-SHA256 under the token over both nonces and all previous mess
 side's own label, so it cannot be replayed or reflected. A stranger learns one random nonce. The
 handshake authenticates the connection; it does not encrypt what follows.
 
-Frames are those of contracts/frames.py, each one msgpack map. `_initiator` and `_acceptor` are
+Frames are those of contracts/messages.py, each one msgpack map. `_initiator` and `_acceptor` are
 generators that yield bytes to send or a number of bytes to receive; they serve blocking sockets and
 asyncio streams.
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from contracts.clock import monotonic_s
 from contracts.errors import HandshakeBrokenError, HandshakeError
-from contracts.frames import FRAME_ERRORS, PREFIX_BYTES, encode_frame, frame_size
+from contracts.messages import FRAME_ERRORS, PREFIX_BYTES, encode_frame, frame_size
 
 PROTOCOL = 1
 NONCE_BYTES = 32

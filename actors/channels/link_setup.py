@@ -24,7 +24,7 @@ from actors.channels.listener import HandshakeListener, dial
 from actors.channels.local_process import boot_id
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, HandshakeError
-from contracts.frames import FRAME_ERRORS
+from contracts.messages import FRAME_ERRORS
 from contracts.placement import placement_mismatch
 
 _DATA, _HEARTBEAT = "channel-data", "channel-heartbeat"

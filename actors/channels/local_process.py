@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from contracts.frames import FRAME_ERRORS
+from contracts.messages import FRAME_ERRORS
 
 STARVED_FACTOR = 4  # times heartbeat_timeout_s, for a process that may wait for a core
 STOPPED_FACTOR = 1 / 3  # times heartbeat_timeout_s, for a stopped process

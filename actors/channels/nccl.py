@@ -29,8 +29,8 @@ import torch
 from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.cuda import require_nccl
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import FrameLink
 from actors.channels.link import (
+    FrameLink,
     Link,
     LinkReservation,
     LinkSockets,
@@ -43,7 +43,7 @@ from actors.channels.link import (
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
-from contracts.frames import FRAME_ERRORS
+from contracts.messages import FRAME_ERRORS
 from contracts.requests import Priority
 
 UniqueId = bytes | tuple[int, ...]  # of 128: bytes in cupy 14, a tuple of chars before

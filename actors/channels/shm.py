@@ -12,8 +12,15 @@ import torch
 
 from actors.channels.base import Header, Packet, Reservation, TensorSpec
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import FrameLink
-from actors.channels.link import Link, LinkReservation, LinkSockets, empty_tensors, encode, lay_out
+from actors.channels.link import (
+    FrameLink,
+    Link,
+    LinkReservation,
+    LinkSockets,
+    empty_tensors,
+    encode,
+    lay_out,
+)
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
     HostMemory,

@@ -37,8 +37,8 @@ from actors.channels.base import (
 )
 from actors.channels.buffers import Buffer, BufferPool
 from actors.channels.endpoint import BaseEndpoint
-from actors.channels.frame_link import MAX_FRAME_BYTES
 from actors.channels.link import (
+    MAX_FRAME_BYTES,
     Link,
     LinkReservation,
     LinkSockets,
@@ -50,8 +50,8 @@ from actors.channels.link import (
 from actors.channels.listener import listen_tcp
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerDeadError, PeerError
-from contracts.frames import FRAME_ERRORS
 from contracts.logs import event
+from contracts.messages import FRAME_ERRORS
 from contracts.requests import Priority
 
 DIRECT_BYTES: Final = 64 << 10  # the owner sends payloads up to this size itself

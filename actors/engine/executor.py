@@ -20,19 +20,19 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch, slice_of
+from actors.batching.batch_builder import Chunk, ScheduledBatch, slice_of
 from actors.engine.micro_batch import BatchRun, MicroBatch, PassTimes, TaskSpans, cut_batch
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.routing_sample import RoutingSample
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.router import RoutedTokens
 from planner.scheduling.batching import LiveBatch
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption

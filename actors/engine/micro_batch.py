@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import torch
 
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.moe.backend import PendingExperts
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
-from planner.schedule.batch_split import chunk_bounds, sequence_ranges
+from planner.schedule.plan_fit import chunk_bounds, sequence_ranges
+from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import LatencyPass
 from planner.scheduling.task_order import Task, TaskStage
-from planner.scheduling.task_times import TaskTimes
 
 
 class BatchPart(NamedTuple):

@@ -39,8 +39,8 @@ from actors.moe.dispatch import (
     send_slice,
     slice_parts,
 )
-from actors.moe.merged_call import merge
-from actors.telemetry.timeline import Timeline
+from actors.moe.expert_server import merge
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError, PeerHungError
 from contracts.placement import Placement

@@ -18,8 +18,7 @@ from actors.moe.backend import ExpertBackend
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
 from actors.offload.cached_backend import CachedBackend
 from actors.offload.device_backend import DeviceBackend
-from actors.telemetry.telemetry import Telemetry
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts.clock import monotonic_s
 from contracts.ranks import Group, RankSpec, rank_name
 from contracts.traces import Stage, TaskSpan

@@ -19,7 +19,7 @@ import struct
 import msgspec
 
 from contracts.errors import HandshakeError
-from contracts.frames import FRAME_ERRORS
+from contracts.messages import FRAME_ERRORS
 from contracts.placement import placement_mismatch
 from models.spec.model import ModelSpec
 

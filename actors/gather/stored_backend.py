@@ -12,7 +12,7 @@ import threading
 from torch import Tensor
 
 from actors.moe.backend import ExpertBackend, TaskKey
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan

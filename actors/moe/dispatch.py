@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from actors.channels.base import Endpoint, Header, TensorSpec
-from actors.telemetry.rank_metrics import growth
-from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from kernels.steps import Steps, add_tiled, row_tiles
 from planner.placement.slots import LayerSlots

@@ -32,7 +32,7 @@ from actors.moe.prefetcher import make_prefetcher
 from actors.moe.remote_pending import RemotePending
 from actors.moe.routing_sample import RoutingSample
 from actors.moe.topology import Topology, TopologySource
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
 from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTimeoutError
@@ -44,7 +44,7 @@ from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
 from planner.placement.slots import ExpertPlacement
-from planner.schedule.batch_split import token_group_bounds
+from planner.schedule.plan_fit import token_group_bounds
 
 log = logging.getLogger("tandem.experts")
 

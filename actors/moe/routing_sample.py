@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.batching.scheduled_batch import Chunk
+from actors.batching.batch_builder import Chunk
 from contracts.clock import Clock
 from contracts.planner_messages import RoutingSampleReport
 

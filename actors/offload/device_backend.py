@@ -17,7 +17,7 @@ from torch import Tensor
 
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.prefetcher import PendingPrediction, make_prefetcher
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError
 from contracts.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from models.decoder.kv_pool import kv_entry_shapes
+from models.decoder.attention import kv_entry_shapes
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec
 from models.weights import layout

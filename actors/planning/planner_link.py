@@ -20,7 +20,7 @@ import msgspec
 from actors.channels.handshake import Identity, initiate_async
 from contracts.clock import Clock
 from contracts.errors import HandshakeError
-from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
+from contracts.messages import FRAME_ERRORS, encode_frame, read_frame
 from contracts.placement import Placement
 from contracts.planner_messages import (
     MAX_PLANNER_FRAME_BYTES,

@@ -10,8 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import Observer
-from actors.batching.scheduled_batch import ScheduledBatch
 from actors.engine.micro_batch import cut_batch
 from actors.planning.planner_link import KnownPlan, PlannerLink, rank_link
 from actors.planning.stage_report import (

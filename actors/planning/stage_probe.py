@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Endpoint, PeerJoined
@@ -32,7 +32,7 @@ from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import ResidentExperts
 from actors.moe.remote_backend import RemoteBackend
 from actors.rpc.client_server import event_frames
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock, monotonic_s
 from contracts.config import ChannelConfig, ScheduleConfig
 from contracts.errors import ChannelError, ResourceError
@@ -44,9 +44,9 @@ from contracts.ranks import Group, rank_name
 from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
+from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool, kv_bytes_per_token
 from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights import layout

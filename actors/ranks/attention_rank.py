@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
-from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.channels.base import Endpoint
 from actors.channels.factory import rank_endpoint
@@ -23,14 +23,13 @@ from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
 from actors.offload.cache_factory import predictor
 from actors.planning.rank_planning import RankPlanning
-from actors.ranks.lifecycle import PeerConnector
 from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.priorities import Priorities
-from actors.ranks.rank import Rank, RankHooks, Recording, recording
+from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable_checkpoint
 from actors.rebalance.placement_client import PlacementClient
-from actors.telemetry.rank_metrics import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics, growth
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
@@ -38,8 +37,8 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
+from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 from planner.placement.slots import check_fits

@@ -23,7 +23,7 @@ from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
-from actors.telemetry.rank_metrics import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics, growth
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.placement import PlacementState, PlacementUpdate
@@ -38,7 +38,7 @@ from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.placement.slots import check_fits
-from planner.scheduling.expert_queues import oldest_of_highest_class
+from planner.scheduling.task_order import oldest_of_highest_class
 
 IDLE_POLL_S = 0.1
 

@@ -12,7 +12,7 @@ import torch
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.machine import available_bytes
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import ModelSpec
 
 # glibc's malloc.h

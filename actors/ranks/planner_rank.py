@@ -24,13 +24,12 @@ from actors.channels.loop_watchdog import EventLoopWatchdog
 from actors.planning.planner_inputs import shape_of
 from actors.ranks.planner_placement import PlannerPlacement
 from actors.ranks.rank import Rank, RankHooks, RankLoop
-from actors.telemetry.telemetry import Telemetry
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError, HandshakeError
-from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.logs import event
+from contracts.messages import FRAME_ERRORS, encode_frame, read_frame
 from contracts.metrics import Pipeline
 from contracts.plan import Order
 from contracts.planner_messages import (

@@ -39,7 +39,7 @@ from actors.ranks.serving_rank import (
     serving_rank,
     unusable_checkpoint,
 )
-from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig
@@ -47,10 +47,10 @@ from contracts.errors import ChannelError, ConfigError, NotFiniteError, Resource
 from contracts.logs import event
 from contracts.plan import Plan
 from contracts.ranks import RankSpec
+from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
-from planner.routing.request_work import work_of
+from planner.routing.open_requests import work_of
 from planner.scheduling.batching import (
     BatchingPolicy,
     by_class,

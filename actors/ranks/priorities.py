@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from actors.telemetry.rank_metrics import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics, growth
 from contracts import metrics
 from contracts.config import PriorityConfig
 from contracts.logs import event

@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from actors.batching.admission import RankAdmission
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.observer import Observer
-from actors.batching.scheduled_batch import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.batching.sequence import failure_reply, logged_failure_reply
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor
-from actors.ranks.lifecycle import RankDrain
-from actors.ranks.rank import RankLoop
+from actors.ranks.rank import RankDrain, RankLoop
 from actors.rpc.client_server import ClientMessage, ClientServer
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, HandedOverError, NotReadyError, PeerError, TandemError

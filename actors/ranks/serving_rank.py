@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from actors.batching.admission import QueueDrain, RankAdmission
-from actors.batching.batch_traces import BatchTraces
+from actors.batching.observer import BatchTraces
 from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts

@@ -9,10 +9,9 @@ import msgspec
 from actors.channels.local_process import own_identity
 from actors.ranks.attention_rank import attention_rank
 from actors.ranks.expert_rank import ExpertLoop, expert_rank
-from actors.ranks.lifecycle import on_sigterm
 from actors.ranks.planner_rank import planner_rank
 from actors.ranks.prefill_rank import prefill_rank
-from actors.ranks.rank import Rank
+from actors.ranks.rank import Rank, on_sigterm
 from contracts.errors import LaunchError
 from contracts.interpreter import freeze_heap, watch_interpreter
 from contracts.logs import set_up_logging

@@ -18,8 +18,13 @@ from actors.rebalance.expert_generations import (
     TransitionReport,
 )
 from actors.rebalance.expert_loading import ExpertLoader, GenerationStore, LoadResult
-from actors.rebalance.placement_leases import PlacementLeases
-from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of
+from actors.rebalance.placement_messages import (
+    PlacementLeases,
+    PlacementSender,
+    attempt_of,
+    placement_of,
+    reason_of,
+)
 from contracts.clock import Clock
 from contracts.logs import event
 from contracts.placement import Placement, PlacementState, PlacementUpdate

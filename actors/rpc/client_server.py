@@ -20,9 +20,9 @@ from actors.channels.handshake import Identity, Remote
 from actors.channels.local_process import own_identity
 from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.errors import ChannelError, TooCostlyError
-from contracts.frames import FRAME_ERRORS, encode_frame, read_frame
 from contracts.logs import event
 from contracts.messages import (
+    FRAME_ERRORS,
     MAX_FRAME_BYTES,
     STATE_PERIOD_S,
     Event,
@@ -30,6 +30,8 @@ from contracts.messages import (
     Failed,
     RankState,
     ToRank,
+    encode_frame,
+    read_frame,
 )
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from actors.moe.backend import TaskKey
 from actors.offload.cached_backend import CachedBackend
 from actors.offload.file_tier import ENTRIES, FileTier
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.larger_experts import LargerTier
 from contracts.clock import monotonic_s
@@ -39,9 +39,9 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.routing import local_index
 from kernels.steps import run_to_end
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_file import open_expert_file

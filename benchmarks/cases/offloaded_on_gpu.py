@@ -29,7 +29,7 @@ from torch import Tensor
 
 from actors.moe.backend import TaskKey
 from actors.offload.device_backend import DeviceBackend, DeviceCache
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.gpu_rates import expert_copies, memory_bytes_per_s, peak_bytes
 from benchmarks.support.imposed_routing import ImposedPredictor, ImposedRouting
@@ -40,8 +40,8 @@ from contracts.machine import available_bytes
 from contracts.plan import Plan
 from contracts.requests import Priority
 from kernels.device import wait_for_device
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
-from models.decoder.kv_pool import KvPool
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import PART_BYTES, DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache

@@ -42,7 +42,7 @@ from benchmarks.support.sides import Implementation
 from contracts.config import TandemConfig
 from contracts.loading import load_config
 from models.spec.model import read_spec
-from planner.routing.request_work import flops_work
+from planner.routing.open_requests import flops_work
 from tests.support.local_group import LocalGroup
 
 EXPERTS, ATTENTION = ("eager", "grouped_mm"), ("sdpa", "eager")

@@ -19,10 +19,10 @@ import numpy as np
 from benchmarks.cases.router_simulation import qwen3_235b
 from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.router_workloads import BLOCK_TOKENS
-from contracts.block_hash import DIGEST_BYTES, chain_hashes
+from contracts.requests import DIGEST_BYTES, chain_hashes
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
 from planner.routing.backlog import Backlog
-from planner.routing.request_work import flops_work
+from planner.routing.open_requests import flops_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 

@@ -29,12 +29,11 @@ from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 from planner.costs.model_shape import ModelShape
 from planner.routing import route_policies
-from planner.routing.backlog import Backlog
-from planner.routing.request_work import RequestWork, flops_work, token_work
+from planner.routing.backlog import Backlog, Lane
+from planner.routing.open_requests import RequestWork, flops_work, token_work
 from planner.routing.route_policies import RouteCandidate, RoutePolicy
 from planner.routing.router import RouteDecision, Router, RouterConfig
 from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
-from planner.routing.worker_queue import Lane
 
 QWEN3_235B = {
     "model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94,

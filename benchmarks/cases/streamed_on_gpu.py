@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.engine.executor import Executor, ExecutorParts
 from actors.engine.layer_timing import time_layers
 from actors.gather.stored_backend import StoredBackend
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.gpu_rates import copy_bytes_per_s, peak_bytes
 from benchmarks.support.random_in_memory import QWEN3_30B_A3B, SMALL, RandomModel, random_model
@@ -37,11 +37,11 @@ from contracts.clock import monotonic_s
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
+from models.decoder.attention import KvPool
 from models.decoder.batch import SequenceSlice
-from models.decoder.kv_pool import KvPool
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_store import ExpertStore, ResidentStore
-from planner.routing.request_work import flops_work
+from planner.routing.open_requests import flops_work
 from planner.routing.saturation import calibrated_threshold
 
 SHAPES = {"30b": QWEN3_30B_A3B, "small": SMALL}

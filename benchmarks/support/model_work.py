@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
 

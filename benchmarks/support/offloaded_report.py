@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights import layout as weights

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from actors.channels.handshake import Identity
 from benchmarks.support.rank_stream import open_stream
-from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_socket import RankClientConfig
+from cluster.routing.rank_client import RankClient, RankClientConfig
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan

@@ -26,7 +26,7 @@ from contracts.config import BUNDLED, TandemConfig
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority
 from models.spec.model import read_spec
-from planner.routing.request_work import work_of
+from planner.routing.open_requests import work_of
 from planner.routing.saturation import SaturationConfig, reference_prompts
 from tests.support.local_group import LocalGroup
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from contracts.block_hash import DIGEST_BYTES, chain_hashes
+from contracts.requests import DIGEST_BYTES, chain_hashes
 from contracts.routing_messages import Prompt, RequestKey
 
 BLOCK_TOKENS = 16

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 from contracts.routing_messages import Calibration, Prompt, PromptProgress, WorkerReport
-from planner.routing.request_work import RequestWork
+from planner.routing.open_requests import RequestWork
 from planner.routing.worker_state import usable_tokens
 
 

@@ -10,7 +10,7 @@ import torch
 from actors.planning.planner_inputs import shape_of
 from benchmarks.support.crossing import crossing
 from models.spec.model import ModelSpec
-from planner.routing.request_work import flops_work
+from planner.routing.open_requests import flops_work
 from planner.routing.saturation import transfer_threshold_flops
 
 _EXPOSED = 1.1  # of a resident pass: where copies are clearly what a streamed one waits for

@@ -36,7 +36,7 @@ from cluster.classification.label_trie import LabelPass, LabelTrie, label_trie
 from contracts.errors import RankError, RequestError, TooCostlyError, TooLongError
 from contracts.messages import Scored, Submit
 from contracts.requests import Caller, Priority, Usage
-from models.text.encoding_steps import PIECE_CHARACTERS, PIECE_TEXTS, EncodingSteps, finish
+from models.text.chat_template import PIECE_CHARACTERS, PIECE_TEXTS, EncodingSteps, finish
 from models.text.tokenizer import SUFFIX_CHARACTERS, Tokenizer
 
 Item = TypeVar("Item")

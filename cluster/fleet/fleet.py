@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from actors.telemetry.rank_metrics import growth
-from actors.telemetry.telemetry import Telemetry
+from actors.telemetry.telemetry import Telemetry, growth
 from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.codec import Directory
 from cluster.fleet.fleet_store import FleetStore

@@ -48,8 +48,7 @@ from cluster.http.schemas import (
 from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
-from contracts.requests import Priority, Sampling
-from contracts.sampling_limits import check_sampling
+from contracts.requests import Priority, Sampling, check_sampling
 from contracts.scaling import ScaleTarget
 
 Body = TypeVar("Body", bound=msgspec.Struct)

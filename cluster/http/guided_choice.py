@@ -13,9 +13,8 @@ from msgspec import structs
 from cluster.http.schemas import GenerationOptions, ModelInfo
 from cluster.http.text import TokenizerPool
 from contracts.errors import RequestError
-from contracts.requests import Sampling
-from contracts.sampling_limits import MAX_CHOICE_TOKENS, check_lengths
-from models.text.encoding_steps import EncodingSteps
+from contracts.requests import MAX_CHOICE_TOKENS, Sampling, check_lengths
+from models.text.chat_template import EncodingSteps
 from models.text.tokenizer import Tokenizer
 
 MAX_TOKENIZED_CHARACTERS = 1 << 20  # of all choices behind all prompt tails: about 1 s

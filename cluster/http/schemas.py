@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from cluster.classification.classify import MAX_LABELS
-from contracts.requests import Priority, Sampling
-from contracts.sampling_limits import (
+from contracts.requests import (
     INT64,
     MAX_BIAS,
     MAX_BIASES,
@@ -23,6 +22,8 @@ from contracts.sampling_limits import (
     MAX_LOGPROBS,
     MAX_STOP_TOKENS,
     RANGES,
+    Priority,
+    Sampling,
 )
 
 Schema = dict[str, Any]

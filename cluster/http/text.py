@@ -21,7 +21,7 @@ import msgspec
 
 from contracts.messages import Finished, TokenLogprob, Tokens
 from contracts.requests import Priority, Usage
-from models.text.encoding_steps import Charge, EncodingSteps, finish
+from models.text.chat_template import Charge, EncodingSteps, finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 
 SLICE_TOKENS = 256  # per turn of the event loop

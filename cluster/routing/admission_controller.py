@@ -19,8 +19,8 @@ from contracts.clock import Clock
 from contracts.errors import OverloadError
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority
-from planner.scheduling.drain_rate import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
 from planner.scheduling.fair_queue import FairQueue
+from planner.scheduling.measured_rates import BACKLOG, SHORTEST_S, DrainRate, retry_after_s
 from planner.scheduling.retry_reservations import RetryReservations
 
 _Owner = tuple[bytes, int]

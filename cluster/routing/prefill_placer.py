@@ -22,11 +22,10 @@ from contracts.logs import event
 from contracts.messages import RankState
 from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.routing.backlog import Backlog
-from planner.routing.request_work import RequestWork
+from planner.routing.backlog import Backlog, Lane
+from planner.routing.open_requests import RequestWork
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_queue import Lane
 from planner.routing.worker_state import MissingReportsError
 
 log = logging.getLogger("tandem.prefill_router")

@@ -16,7 +16,7 @@ from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
 from contracts.routing_messages import RequestKey
-from planner.scheduling.drain_rate import SHORTEST_S
+from planner.scheduling.measured_rates import SHORTEST_S
 
 _LOST_CODES = frozenset(
     {"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error", HandedOverError.code}

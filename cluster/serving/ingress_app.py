@@ -21,9 +21,8 @@ from cluster.http.schemas import ModelInfo
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
-from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import FindRanks, RoutingConfig
-from cluster.routing.rank_socket import RankClientConfig
 from cluster.serving.launcher import GroupsClient, Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.interpreter import freeze_heap
@@ -31,7 +30,7 @@ from contracts.messages import STATE_PERIOD_S
 from contracts.ranks import Group, rank_name
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.routing.request_work import work_of
+from planner.routing.open_requests import work_of
 from planner.routing.saturation import saturation_of
 
 CONNECT_DEADLINE_S = 30.0

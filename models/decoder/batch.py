@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionPlan
-from kernels.rows import SequenceRows
+from kernels.packed_attention import SequenceRows
 
 
 class BlockCopy(NamedTuple):

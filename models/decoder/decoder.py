@@ -15,12 +15,11 @@ from kernels.attention import plan_attention
 from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
+from kernels.norm_rope import cos_sin, inverse_frequencies
 from kernels.packed_attention import supports_packed
-from kernels.rope import cos_sin, inverse_frequencies
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
-from models.decoder.attention import GroupedQueryAttention
+from models.decoder.attention import GroupedQueryAttention, KvPool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
-from models.decoder.kv_pool import KvPool
 from models.decoder.latent_attention import LatentAttention
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.model import ModelSpec

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
-from kernels.norm import rms_norm
-from kernels.rope import apply_rope
+from kernels.norm_rope import apply_rope, rms_norm
 from kernels.steps import Steps, map_tiles, row_tiles
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
-from models.decoder.kv_pool import KvPool
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kernels.experts import weighted_run
 from kernels.routing import group_by_expert, local_index
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
 from models.prediction.estimator import Estimator, EstimatorSamples, new_estimator, train_estimator

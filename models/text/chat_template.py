@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: messages to prompt text, as `transformers` renders it.
+"""A chat template in steps: messages to prompt text, as `transformers` renders it.
 
 Templates and messages are untrusted: both stay in jinja2's immutable sandbox, and every template
 error is an error about `messages`, never a crash.
@@ -7,9 +7,9 @@ error is an error about `messages`, never a crash.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2.exceptions import SecurityError
@@ -20,7 +20,41 @@ from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from contracts.errors import CheckpointError, RequestError, TooLongError
-from models.text.encoding_steps import EncodingSteps
+
+Result = TypeVar("Result")
+
+PIECE_CHARACTERS = 1 << 18  # per step: a fraction of a second
+PIECE_TEXTS = 64
+
+# Yields the number of kept tokens after each step, and returns the result.
+EncodingSteps = Generator[int, None, Result]
+Charge = Callable[[int], None]
+
+
+def finish(steps: EncodingSteps[Result], charge: Charge | None = None) -> Result:
+    """Run all steps. charge: called with the tokens of each step."""
+    while True:
+        try:
+            tokens = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        if charge is not None:
+            charge(tokens)
+
+
+def pieces_of(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield groups of up to PIECE_TEXTS texts and PIECE_CHARACTERS; a longer text by itself."""
+    piece: list[str] = []
+    characters = 0
+    for text in texts:
+        if piece and (len(piece) == PIECE_TEXTS or characters + len(text) > PIECE_CHARACTERS):
+            yield piece
+            piece, characters = [], 0
+        piece.append(text)
+        characters += len(text)
+    if piece:
+        yield piece
+
 
 Message = Mapping[str, Any]
 

@@ -11,9 +11,15 @@ from pathlib import Path
 import tokenizers
 
 from contracts.errors import RequestError, TooLongError
-from models.text.chat_template import ChatTemplate, Message
+from models.text.chat_template import (
+    PIECE_CHARACTERS,
+    ChatTemplate,
+    EncodingSteps,
+    Message,
+    finish,
+    pieces_of,
+)
 from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from models.text.encoding_steps import PIECE_CHARACTERS, EncodingSteps, finish, pieces_of
 from models.text.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below, encoding costs less than a thread switch

@@ -16,10 +16,8 @@ import msgspec
 
 from contracts.requests import Priority
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport, WorkerSnapshot
-from planner.routing.open_requests import OpenRequests
-from planner.routing.pending_blocks import PendingBlocks
-from planner.routing.prefix_index import PrefixIndex
-from planner.routing.request_work import RequestWork
+from planner.routing.open_requests import OpenRequests, RequestWork
+from planner.routing.prefix_index import PendingBlocks, PrefixIndex
 from planner.routing.route_policies import RouteCandidate, RoutePolicy, prefix_then_load
 from planner.routing.saturation import SaturationConfig, threshold
 from planner.routing.worker_state import WorkerState, usable_tokens

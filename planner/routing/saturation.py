@@ -12,7 +12,7 @@ import msgspec
 
 from contracts.config import PrefillConfig
 from contracts.routing_messages import Calibration
-from planner.routing.request_work import RequestWork
+from planner.routing.open_requests import RequestWork
 
 MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
 REFERENCE_PROMPT_TOKENS = 512

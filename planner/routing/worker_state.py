@@ -20,10 +20,8 @@ from contracts.routing_messages import (
     WorkerReport,
     WorkerSnapshot,
 )
-from planner.routing.open_requests import OpenRequests
-from planner.routing.pending_blocks import PendingBlocks
-from planner.routing.prefix_index import leading_blocks
-from planner.routing.request_work import RequestWork
+from planner.routing.open_requests import OpenRequests, RequestWork
+from planner.routing.prefix_index import PendingBlocks, leading_blocks
 
 _SELF = 0  # the only worker of `_pending`
 

@@ -18,11 +18,9 @@ from kernels.attention import plan_attention
 from kernels.experts import gated
 from kernels.gpu_experts import gpu_experts
 from kernels.linear import linears
-from kernels.norm import rms_norm
-from kernels.packed_attention import supports_packed
-from kernels.rope import apply_rope
+from kernels.norm_rope import apply_rope, rms_norm
+from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.routing import softmax_top_k
-from kernels.rows import SequenceRows
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from tests.support.kernel_reference import attention_reference, experts_reference, ragged_attention
 from tests.support.local_model import LocalModel

@@ -12,8 +12,7 @@ import torch
 
 from actors.gather import expert_supply
 from actors.gather.expert_supply import ExpertSupply
-from actors.telemetry.telemetry import Telemetry
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts.ranks import RankSpec
 from models.experts.expert_layout import ExpertLayout
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config

@@ -14,19 +14,19 @@ import torch
 
 import actors.engine.executor
 import actors.moe.expert_server
+import kernels.attention
 import kernels.experts
 import kernels.steps
-import kernels.tiles
 import models.decoder.decoder
 import models.experts.router
 import tests.support.group_harness as harness
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.observer import Observer
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.stored_backend import StoredBackend
 from actors.ranks.rank import Rank
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.clock import monotonic_s
 from contracts.config import BUNDLED
@@ -200,7 +200,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
     monkeypatch.setattr(models.decoder.decoder, "LIGHT_ROWS", 32)
     monkeypatch.setattr(models.experts.router, "LIGHT_ROWS", 32)
     monkeypatch.setattr(kernels.experts, "RUN_PAIRS", 32)
-    monkeypatch.setattr(kernels.tiles, "_LONG_SCORES", 1)
+    monkeypatch.setattr(kernels.attention, "_LONG_SCORES", 1)
     cut = Rig(model, None, last_rows=last_rows)
     cut.submit(prompts, Plan(), Priority.BE)
     cut.run()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.block_hash import chain_hashes
+from contracts.requests import chain_hashes
 from contracts.routing_messages import Prompt, RequestKey
-from planner.routing.backlog import Backlog
+from planner.routing.backlog import Backlog, Lane
 from planner.routing.prefix_index import MAX_HEADS, STEP_TOKENS, BlockHeadIndex, block_head_keys
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
-from planner.routing.worker_queue import Lane
 from tests.support.routing import quadratic_work
 
 WORKERS = 3

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from actors.kv.block_contents import BlockContents
-from actors.kv.block_manager import BlockManager
-from contracts.block_hash import DIGEST_BYTES, chain_hashes
+from actors.kv.block_manager import BlockContents, BlockManager
+from contracts.requests import DIGEST_BYTES, chain_hashes
 
 BLOCK = 4
 POOL = 12

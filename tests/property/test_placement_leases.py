@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actors.channels.base import PacketKind
 from actors.rebalance.expert_generations import Action, FreeExperts, LoadExperts, PlacementMessage
-from actors.rebalance.placement_leases import MOST, PlacementLeases
+from actors.rebalance.placement_messages import MOST, PlacementLeases
 from contracts.placement import Placement
 from contracts.requests import Priority
 from planner.placement.failover import MAX_FAILOVER_RANKS, is_failover

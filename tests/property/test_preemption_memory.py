@@ -9,12 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from actors.batching.batch_builder import BatchBuilder
-from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.batch_builder import BatchBuilder, ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
-from contracts.block_hash import chain_hashes
-from contracts.requests import Priority
+from contracts.requests import Priority, chain_hashes
 from planner.scheduling.batching import (
     BatchSelection,
     LiveBatch,

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors.batching.batch_builder import Chunk
 from actors.batching.finisher import Finisher
-from actors.batching.scheduled_batch import Chunk
 from actors.batching.sequence import Sequence
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_set import RankSet, RoutingConfig

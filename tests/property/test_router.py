@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from contracts.block_hash import chain_hashes
+from contracts.requests import chain_hashes
 from contracts.routing_messages import Calibration, Prompt
 from planner.costs.model_shape import ModelShape, layer_mean_work
-from planner.routing.pending_blocks import PendingBlocks
-from planner.routing.prefix_index import PrefixIndex
-from planner.routing.request_work import flops_work, token_work, work_of
+from planner.routing.open_requests import flops_work, token_work, work_of
+from planner.routing.prefix_index import PendingBlocks, PrefixIndex
 from planner.routing.router import RouteDecision, Router, RouterConfig
 from planner.routing.saturation import (
     SaturationConfig,

@@ -20,7 +20,7 @@ from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from models.spec.model import read_spec
-from planner.routing.request_work import work_of
+from planner.routing.open_requests import work_of
 from tests.support.ray_support import rank_pids
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]

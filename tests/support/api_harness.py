@@ -23,9 +23,8 @@ from cluster.http.schemas import ModelInfo
 from cluster.http.server import HttpServer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
-from cluster.routing.rank_socket import RankClientConfig
 from contracts.config import HttpConfig, LimitsConfig
 from contracts.errors import RequestError
 from contracts.traces import ClockOffset

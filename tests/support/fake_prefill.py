@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from actors.ranks.worker_log import WorkerLog
+from actors.ranks.prefill_log import WorkerLog
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.prefill_placer import PrefillPlacer
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import FindRanks, RoutingConfig
 from contracts.messages import Cancel, Failed, Submit, Tokens, ToRank
 from contracts.routing_messages import Prompt, RequestKey, WorkerReport
-from planner.routing.request_work import token_work
+from planner.routing.open_requests import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.api_harness import ME, QUICK
 from tests.support.fake_rank import FakeRank, scored

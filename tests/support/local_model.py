@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.routing import local_index
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.expert_half import ExpertHalf, expert_sums
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec

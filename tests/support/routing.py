@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from contracts.block_hash import chain_hashes
+from contracts.requests import chain_hashes
 from contracts.routing_messages import Calibration, Prompt, PromptProgress, RequestKey, WorkerReport
-from planner.routing.request_work import RequestWork
+from planner.routing.open_requests import RequestWork
 from planner.routing.worker_state import WorkerState, usable_tokens
 
 BLOCK = 4

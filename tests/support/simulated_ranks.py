@@ -16,9 +16,14 @@ from typing import Any, NamedTuple
 
 from contracts.plan import Order
 from contracts.requests import Priority
-from planner.scheduling.expert_queues import QueueHead, oldest_of_highest_class
 from planner.scheduling.preemption import LatencyPass, Preemption
-from planner.scheduling.task_order import Task, TaskStage, by_plan
+from planner.scheduling.task_order import (
+    QueueHead,
+    Task,
+    TaskStage,
+    by_plan,
+    oldest_of_highest_class,
+)
 
 TICKS_PER_S = 2**20
 ATTENTION, EXPERTS = 0, 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.loop_watchdog import LoopWatchdog
@@ -17,7 +17,7 @@ from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import ServedModel, prefill_limits, serving_rank
-from actors.telemetry.rank_metrics import RankMetrics
+from actors.telemetry.telemetry import RankMetrics
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.messages import Event, Finished, Submit, Tokens
@@ -25,7 +25,7 @@ from contracts.plan import Plan
 from contracts.ranks import RankSpec
 from contracts.requests import Usage
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.routing.request_work import work_of
+from planner.routing.open_requests import work_of
 from planner.scheduling.batching import LiveBatch
 from tests.support.fake_rank import scored
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from models.text.encoding_steps import finish
+from models.text.chat_template import finish
 from models.text.tokenizer import Tokenizer
 
 

@@ -7,8 +7,7 @@ from collections import deque
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from actors.telemetry.rank_metrics import growth
-from actors.telemetry.telemetry import Telemetry, Totals
+from actors.telemetry.telemetry import Telemetry, Totals, growth
 from cluster.observe.terminal import Terminal
 from cluster.tools.bulk.records import RowAnswer, RowOutcome
 from contracts import metrics

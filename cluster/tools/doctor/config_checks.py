@@ -11,7 +11,7 @@ from cluster.tools.doctor import machine_checks, rank_checks
 from cluster.tools.doctor.findings import Finding, check_keys
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.scheduling.user_policy import UserPolicy, load_policy

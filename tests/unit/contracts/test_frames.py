@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from contracts.frames import FRAME_ERRORS, encode_frame, frame_size, read_frame
+from contracts.messages import FRAME_ERRORS, encode_frame, frame_size, read_frame
 
 
 def read(data: bytes, max_bytes: int) -> bytes:

@@ -17,7 +17,7 @@ from contracts.config import BUNDLED
 from contracts.errors import ResourceError
 from contracts.loading import load_config
 from contracts.machine import available_bytes, free_bytes, total_bytes, usable_cores, whole_cores
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import read_spec
 
 GIB = 1 << 30

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import latent_attention, short_attention, tiles
+from kernels import attention, latent_attention, packed_attention
 from kernels.attention import plan_attention
 from kernels.latent_attention import LatentUp
-from kernels.rows import SequenceRows
+from kernels.packed_attention import SequenceRows
 from kernels.sinks import attend_with_sinks
 from tests.support.kernel_reference import (
     attention_reference,
@@ -91,11 +91,11 @@ def test_any_ragged_batch_equals_reference(
 ) -> None:
     grouped, sinks = "groups" in way, way == "sinks"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(short_attention, "_MIN_FILL", 0.75 if way == "filled groups" else 0.1)
+        patch.setattr(packed_attention, "_MIN_FILL", 0.75 if way == "filled groups" else 0.1)
         if way in ("tiles", "head by head"):
-            patch.setattr(tiles, "_TILE_ROWS", 4)
+            patch.setattr(attention, "_TILE_ROWS", 4)
         if way == "head by head":
-            patch.setattr(tiles, "_FUSED_SCORES", 0)
+            patch.setattr(attention, "_FUSED_SCORES", 0)
         worst = run_ragged(shapes, window=window, share=share, sinks=sinks, short_together=grouped)
     assert worst < 2e-6
 
@@ -165,7 +165,7 @@ def test_sinks_of_long_prompt_allocate_at_most_query_size(window: int | None, st
 
 @pytest.mark.parametrize("fused", [0, 1 << 30])
 def test_bfloat16_error_stays_within_rounding(fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "_FUSED_SCORES", fused)
+    monkeypatch.setattr(attention, "_FUSED_SCORES", fused)
     assert run_ragged([(40, 9, False), (1, 9, False)], window=None, dtype=torch.bfloat16) < 3e-2
 
 

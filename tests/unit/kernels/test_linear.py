@@ -18,12 +18,10 @@ from kernels import experts, fused_ops, gpu_experts
 from kernels.experts import ClampedGate
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears, plain_linears
-from kernels.norm import rms_norm
-from kernels.packed_attention import packed_part
+from kernels.norm_rope import apply_rope, cos_sin, inverse_frequencies, rms_norm
+from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
-from kernels.rope import apply_rope, cos_sin, inverse_frequencies
 from kernels.routing import GroupLimit, group_by_expert, limited_top_k, local_index, softmax_top_k
-from kernels.rows import SequenceRows
 from models.spec.rope_spec import RopeSpec
 from tests.support import kernel_reference as reference
 from tests.support.kernel_reference import (

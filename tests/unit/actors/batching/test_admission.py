@@ -8,19 +8,19 @@ import logging
 import pytest
 
 from actors.batching.admission import QueueDrain, RankAdmission
-from actors.batching.batch_traces import FLUSH_AFTER_S, BatchTraces
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.batch_builder import Chunk, ScheduledBatch
+from actors.batching.observer import FLUSH_AFTER_S, BatchTraces
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.logs import LineFormatter
 from contracts.messages import Submit
 from contracts.requests import Caller, Priority, Sampling
 from contracts.traces import MAX_NAMES
-from planner.scheduling.drain_rate import SHORTEST_S
+from planner.scheduling.measured_rates import SHORTEST_S
 from tests.support.manual_clock import ManualClock
 
 BLOCK = 16

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import pytest
 
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.decode_coalescing import (
     MARGIN_PASSES,
     MAX_RIDE_PASSES,
     DecodeCoalescer,
     DueTimes,
 )
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from actors.batching.admission import RankAdmission
-from actors.batching.batch_budget import SHARED_BATCHES
-from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
-from actors.batching.sequence import Sequence
+from actors.batching.sequence import SHARED_BATCHES, Sequence
 from actors.kv.block_manager import BlockManager
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError

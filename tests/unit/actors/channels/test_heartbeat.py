@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.channels.frame_link import FrameSocket
 from actors.channels.heartbeat import HeartbeatMonitor, HeartbeatThread
+from actors.channels.link import FrameSocket
 from actors.channels.local_process import (
     STOPPED_FACTOR,
     LocalProcess,

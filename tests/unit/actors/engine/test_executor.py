@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence as TokenSequence
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.engine.executor import Executor, ExecutorParts
 from actors.engine.micro_batch import BatchPart, cut_batch
 from actors.moe.remote_backend import RemoteBackend
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.errors import PeerDeadError, PeerHungError
 from contracts.messages import Submit
 from contracts.plan import Order, Plan

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
-from actors.batching.scheduled_batch import Chunk, ScheduledBatch
 from actors.batching.sequence import Sequence
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.stored_backend import StoredBackend
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError
 from contracts.messages import Scored, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
+from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout

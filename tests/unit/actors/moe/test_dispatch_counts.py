@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.batching.scheduled_batch import Chunk
+from actors.batching.batch_builder import Chunk
 from actors.channels.base import Header, Packet, PacketKind
 from actors.moe.backend import TaskKey
 from actors.moe.dispatch import MAX_SHOWN, TOP_EXPERTS, DispatchCounts, RankSlice, plan_dispatch

@@ -19,7 +19,7 @@ from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpe
 from actors.moe.expert_server import ExpertServer, PlacementHandler
 from actors.moe.rank_experts import MAX_PREFETCHED, CachedExperts, ResidentExperts
 from actors.offload.file_tier import FileTier
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import PeerDeadError
 from contracts.requests import Priority
@@ -33,8 +33,8 @@ from models.experts.expert_loading import clamped_gate
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
-from planner.scheduling.expert_queues import QueueHead, oldest_of_highest_class
 from planner.scheduling.preemption import Preemption
+from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
 from tests.support.manual_clock import ManualClock
 
 LS, BE = Priority

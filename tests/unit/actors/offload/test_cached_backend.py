@@ -19,7 +19,7 @@ from actors.moe.prefetcher import ExpertPrefetcher
 from actors.offload.cached_backend import CachedBackend, CachedPending
 from actors.offload.device_backend import DeviceBackend, DeviceCache, DevicePending
 from actors.offload.file_tier import FileTier
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, CheckpointError
 from contracts.plan import Plan

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.batching.scheduled_batch import ScheduledBatch
+from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence
 from actors.kv.block_manager import BlockManager

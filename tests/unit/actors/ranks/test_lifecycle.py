@@ -15,9 +15,9 @@ import pytest
 
 from actors.batching.observer import LoopControl
 from actors.channels.base import Endpoint
-from actors.ranks import expert_resize, lifecycle
+from actors.ranks import expert_resize, rank
 from actors.ranks.expert_resize import RunningRank, place_experts
-from actors.ranks.lifecycle import IN_TRANSIT_S, SETTLING_S, PeerConnector, RankDrain
+from actors.ranks.rank import IN_TRANSIT_S, SETTLING_S, PeerConnector, RankDrain
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError, HandshakeError, LaunchError
 from contracts.placement import PlacementState, PlacementUpdate
@@ -49,7 +49,7 @@ class Links:
 
 def test_pending_link_is_not_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(lifecycle, "monotonic_s", lambda: now_s)
+    monkeypatch.setattr(rank, "monotonic_s", lambda: now_s)
     links = Links()
     join = PeerConnector(cast(Endpoint, links), TIMEOUT_S)
     join({"expert-0": "tcp:a"})

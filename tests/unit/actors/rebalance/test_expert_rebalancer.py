@@ -18,8 +18,7 @@ from actors.rebalance.expert_loading import LoadResult, RateLimiter, StoppedErro
 from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.expert_rebalancer import ExpertRebalancer, MoveRecorder
 from actors.rebalance.placement_client import PlacementClient
-from actors.rebalance.placement_leases import MOST
-from actors.rebalance.placement_messages import PlacementSender
+from actors.rebalance.placement_messages import MOST, PlacementSender
 from actors.rebalance.placement_transition import AttentionGenerations
 from contracts.errors import PeerDeadError
 from contracts.placement import Placement

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actors.rpc.client_server
-import cluster.routing.rank_socket
+import cluster.routing.rank_client
 from actors.channels.handshake import Identity
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.rpc.client_server import ClientServer, event_frames
@@ -89,7 +89,7 @@ class _Rank:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
     monkeypatch.setattr(actors.rpc.client_server, "MAX_FRAME_BYTES", SMALL_BYTES)
-    monkeypatch.setattr(cluster.routing.rank_socket, "MAX_FRAME_BYTES", SMALL_BYTES)
+    monkeypatch.setattr(cluster.routing.rank_client, "MAX_FRAME_BYTES", SMALL_BYTES)
     rank = _Rank()
     yield rank
     rank.server.close()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.telemetry.timeline import Timeline
+from actors.telemetry.telemetry import Timeline
 from cluster.fleet import tracing
 from cluster.fleet.tracing import (
     TraceLock,

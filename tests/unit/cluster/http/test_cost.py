@@ -19,7 +19,7 @@ import pytest
 from cluster.http.cost import MemoryBudget
 from cluster.http.text import TokenizerPool
 from contracts.config import HttpConfig, LimitsConfig
-from models.text.encoding_steps import EncodingSteps
+from models.text.chat_template import EncodingSteps
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.api_harness import CONTEXT_TOKENS, MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank

@@ -28,7 +28,7 @@ from contracts.config import HttpConfig, ScheduleConfig
 from contracts.messages import Submit
 from contracts.requests import Caller, Sampling
 from models.text.tokenizer import Tokenizer
-from planner.routing.request_work import token_work
+from planner.routing.open_requests import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config

@@ -21,10 +21,8 @@ from cluster.routing.least_work_placer import (
     least_work,
 )
 from cluster.routing.pipeline_backend import LoopThrottle, PipelineBackend, Pipelines
-from cluster.routing.rank_client import RankClient
+from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
-from cluster.routing.rank_socket import RankClientConfig
-from contracts.block_hash import chain_hashes
 from contracts.errors import (
     HandshakeError,
     OverloadError,
@@ -32,7 +30,7 @@ from contracts.errors import (
     RankError,
 )
 from contracts.messages import Finished, Submit, Tokens
-from contracts.requests import Sampling
+from contracts.requests import Sampling, chain_hashes
 from tests.support.api_harness import ME, QUICK
 from tests.support.async_tests import run_async
 from tests.support.attention_ranks import run_ranks, with_ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.decoder.kv_pool import kv_entry_shapes
+from models.decoder.attention import kv_entry_shapes
 from models.spec.known_models import find_known_model, known_model_names
 from models.spec.layer_spec import LatentSpec, RoutingSpec
 from models.spec.model import ClampSpec, ModelSpec, read_spec

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.text import TokenizerPool
 from contracts.errors import CheckpointError, RequestError
+from models.text.chat_template import finish
 from models.text.detokenizer import WindowDetokenizer
-from models.text.encoding_steps import finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
 

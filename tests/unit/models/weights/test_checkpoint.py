@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
+from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
-from models.decoder.kv_pool import KvPool, kv_bytes_per_token
 from models.experts.expert_half import ExpertHalf
 from models.spec import safetensors_file
 from models.spec.model import ModelSpec, read_spec

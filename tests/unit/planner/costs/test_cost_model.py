@@ -18,7 +18,7 @@ from actors.moe.dispatch import plan_dispatch
 from cluster.fleet.hardware import load_hardware
 from contracts.errors import ConfigError
 from contracts.hardware import AttentionCost, LinkCost, ServingCost
-from models.decoder.kv_pool import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token
 from models.weights import layout
 from planner.costs.cost_model import (
     Direction,

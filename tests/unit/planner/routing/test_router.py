@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contracts.routing_messages import Prompt, PromptProgress, RequestKey, WorkerReport
-from planner.routing.request_work import token_work
+from planner.routing.open_requests import token_work
 from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 from planner.routing.worker_state import MissingReportsError, WorkerState

@@ -9,14 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.scheduling import retry_reservations
-from planner.scheduling.drain_rate import LONGEST_S, SHORTEST_S, DrainRate, retry_after_s
+from planner.scheduling.measured_rates import (
+    LONGEST_S,
+    SHORTEST_S,
+    DrainRate,
+    TaskTimes,
+    retry_after_s,
+)
 from planner.scheduling.retry_reservations import (
     GRACE_S,
     MAX_RESERVATIONS,
     ReservedWork,
     RetryReservations,
 )
-from planner.scheduling.task_times import TaskTimes
 from planner.scheduling.token_bucket import BURST_S, TokenBucket
 from tests.support.steps import lines_run
 

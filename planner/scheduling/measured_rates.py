@@ -1,8 +1,27 @@
-"""Estimate of the time until a queue has drained."""
+"""Moving averages of task times, and the drain rate of a queue."""
 
 from __future__ import annotations
 
 import math
+
+_NEWEST = 0.2  # weight of the latest time
+
+
+class TaskTimes:
+    """Seconds by kind and tokens; token counts within a factor of two share an entry."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, int], float] = {}
+
+    def add(self, kind: str, tokens: int, seconds: float) -> None:
+        key = kind, tokens.bit_length()
+        known = self._seconds.get(key)
+        self._seconds[key] = seconds if known is None else known + _NEWEST * (seconds - known)
+
+    def predict(self, kind: str, tokens: int) -> float:
+        """Return the predicted seconds; 0 without a measurement."""
+        return self._seconds.get((kind, tokens.bit_length()), 0.0)
+
 
 SHORTEST_S, LONGEST_S = 1.0, 600.0  # bounds of Retry-After
 MEMORY_S = 10.0
