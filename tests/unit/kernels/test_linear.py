@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import experts, fused_ops, gpu_experts
-from kernels.experts import ClampedGate
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears, plain_linears
 from kernels.norm_rope import apply_rope, cos_sin, inverse_frequencies, rms_norm
@@ -196,12 +195,12 @@ def test_group_limited_routing_equals_reference(
     st.none() | st.floats(0.1, 8.0),
     st.data(),
 )
-def test_local_experts_equal_reference(
+def test_local_experts_and_experts_on_gpu_equal_reference(
     T: int, E: int, run_pairs: int, limit: float | None, data: st.DataObject
 ) -> None:
     """limit: of clamped experts with biases; None: without."""
     top_k = data.draw(st.integers(1, E))
-    held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E))]
+    held = data.draw(st.permutations(range(E)))[: data.draw(st.integers(1, E) | st.just(E))]
     generator = torch.Generator().manual_seed(T * 100 + E * 10 + top_k)
     D, F, e = 6, 5, len(held)
     x_TD = torch.randn(T, D, generator=generator)
@@ -230,10 +229,17 @@ def test_local_experts_equal_reference(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "RUN_PAIRS", run_pairs)
         out_TD = grouped_experts(x_TD, *linears_e, rows_N, weights_N, counts, clamped)
+        found = [out_TD]
+        if e == E:
+            patch.setattr(gpu_experts, "PIECE_TOKENS", run_pairs)
+            local_TK = torch.tensor([held.index(expert) for expert in range(E)])[ids_TK]
+            gpu_TD = gpu_experts.gpu_experts(x_TD, local_TK, weights_TK, *linears_e, clamped)
+            found.append(gpu_TD)
     assert sum(counts) == len(pairs)
     assert torch.equal(x_TD, before)
-    assert out_TD.dtype is torch.float32
-    torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
+    for each_TD in found:
+        assert each_TD.dtype is torch.float32
+        torch.testing.assert_close(each_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_pairs_of_one_expert_keep_token_order() -> None:
@@ -246,38 +252,6 @@ def test_pairs_of_one_expert_keep_token_order() -> None:
 
 
 CPU = torch.device("cpu")
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 7), st.sampled_from([1, 4, 100]), st.booleans())
-def test_gpu_experts_equal_reference(T: int, E: int, piece: int, clamped: bool) -> None:
-    generator = torch.Generator().manual_seed(T * 10 + E)
-    D, F, top_k = 6, 5, min(3, E)
-    x_TD = torch.randn(T, D, generator=generator)
-    gate_up, down = (torch.randn(E, *s, generator=generator) for s in ((2 * F, D), (D, F)))
-    ids_TK, weights_TK = softmax_top_k(
-        torch.randn(T, E, generator=generator), top_k, normalize=True
-    )
-    pairs = [
-        (t, int(ids_TK[t, k]), float(weights_TK[t, k])) for t in range(T) for k in range(top_k)
-    ]
-    biases = [torch.randn(E, size, generator=generator) for size in (2 * F, D)]
-    gate = ClampedGate(alpha=1.7, limit=2.0) if clamped else None
-    into, out = (
-        linears(weight, bias if clamped else None)
-        for weight, bias in zip((gate_up, down), biases, strict=True)
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_experts, "PIECE_TOKENS", piece)
-        out_TD = gpu_experts.gpu_experts(x_TD, ids_TK, weights_TK, into, out, gate)
-    if gate is None:
-        expected = reference.experts_reference(x_TD, gate_up, down, pairs)
-    else:
-        expected = reference.clamped_experts_reference(
-            x_TD, gate_up, down, (biases[0], biases[1]), pairs, gate
-        )
-    assert out_TD.dtype is torch.float32
-    torch.testing.assert_close(out_TD.double(), expected, atol=3e-5, rtol=1e-5)
 
 
 def test_grouped_product_equals_single_products() -> None:

@@ -191,6 +191,13 @@ def test_ls_request_is_read_before_be(layout: ExpertLayout) -> None:
     assert sorted(compute(cache, ls)) == [2, 3]
     assert sorted(compute(cache, be)) == [0, 1]
     assert tier.experts[:2] == [(1, 2), (1, 3)], "queued reads of BE were skipped"
+    tier = FakeTier(allowed=0)
+    cache = opened(layout, 6, tier)
+    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
+    cache.request(0, [1], BE)
+    request = cache.request(1, [2], LS, "me")
+    tier.allowed = PARTS
+    assert compute(cache, request) == [2], "so is a hint that is requested"
 
 
 @pytest.mark.parametrize("kind", ["lru", "walk"])
@@ -244,16 +251,6 @@ def test_confirmed_hint_is_in_slot_and_wrong_hint_is_cancelled(layout: ExpertLay
     assert not cache.holds(2, 0)
     assert not cache.holds(2, 1)
     cache.check()
-
-
-def test_requested_hint_is_expedited(layout: ExpertLayout) -> None:
-    tier = FakeTier(allowed=0)
-    cache = opened(layout, 6, tier)
-    cache.hint("me", 1, [PredictedExpert(2, 0.9)])
-    cache.request(0, [1], BE)
-    request = cache.request(1, [2], LS, "me")
-    tier.allowed = PARTS
-    assert compute(cache, request) == [2]
 
 
 def test_hint_never_evicts_requested_or_hinted_experts(layout: ExpertLayout) -> None:

@@ -336,7 +336,7 @@ def test_file_mapped_by_another_process_stays_until_it_ends(tmp_path: Path) -> N
     assert names(tmp_path) == {"next.bin"}
 
 
-def test_first_process_creates_file_and_others_wait(tmp_path: Path) -> None:
+def test_first_process_creates_file_and_others_wait_until_deadline(tmp_path: Path) -> None:
     made: list[int] = []
     met = threading.Barrier(3)
 
@@ -355,8 +355,8 @@ def test_first_process_creates_file_and_others_wait(tmp_path: Path) -> None:
         thread.join(DEADLINE_S)
     assert made == [1]
 
+    (tmp_path / OURS / "a.bin").unlink()
 
-def test_slow_writer_raises_error_in_waiting_process(tmp_path: Path) -> None:
     def slow(path: Path) -> None:
         with pytest.raises(ResourceError, match=r"a\.lock.*groups\.ready_timeout_s"):
             open_shared_file(tmp_path, "a", 7, path.touch, deadline_s=0.0)  # type: ignore[arg-type]
