@@ -102,9 +102,8 @@ def assert_drawn_from(drawn: SequenceOf[int], expected: dict[int, float]) -> Non
     """Check that draws match the distribution in support and frequency."""
     counts = Counter(drawn)
     assert set(counts) == set(expected)
-    statistic = sum(
-        (counts[token] - len(drawn) * p) ** 2 / (len(drawn) * p) for token, p in expected.items()
-    )
+    means = {token: len(drawn) * p for token, p in expected.items()}
+    statistic = sum((counts[token] - mean) ** 2 / mean for token, mean in means.items())
     assert statistic < chi_square_limit(max(1, len(expected) - 1)), (counts, expected)
 
 
@@ -208,10 +207,9 @@ def test_every_field_matches_the_reference_implementation(
             assert sorted(got.values()) == pytest.approx(sorted(by_hand.values()), abs=1e-4)
             assert expected[token] > -math.inf
         sequence.token_ids.append(token)
-        if token in sequence.end_token_ids or (
-            sequence.logits_processor is not None
-            and sequence.logits_processor.has_chosen(sequence.token_ids)
-        ):
+        processor = sequence.logits_processor
+        has_chosen = processor is not None and processor.has_chosen(sequence.token_ids)
+        if token in sequence.end_token_ids or has_chosen:
             break
     if sampling.choices is not None and sequence.generated:
         generated = [t for t in sequence.token_ids[len(prompt) :] if t != EOS]
