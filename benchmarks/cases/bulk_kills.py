@@ -40,7 +40,6 @@ from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, RayNode, ray
 TEMPLATE = "Review: {text}\\nSentiment:"
 LABELS = "negative,positive"
 POLL_S = 0.5
-READY_TIMEOUT_S = 180.0
 VICTIMS = ("worker", "router", "driver")
 ROOM = {"prefill": 1.0}  # for one worker on each of two nodes
 ON_EACH = ("--set", "groups.prefill_resources={prefill: 1}")

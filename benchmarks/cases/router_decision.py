@@ -27,7 +27,6 @@ from planner.routing.router import Router, RouterConfig
 from planner.routing.saturation import SaturationConfig
 
 WORKERS = 8
-QUANTILES = ("p50", "p99")  # shown
 CHAIN_BLOCKS = 100
 SIZES = {
     "64 tokens, nothing cached": (64, 0),

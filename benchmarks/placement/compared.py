@@ -108,7 +108,7 @@ def without_replicas(our_seconds: float) -> dict[str, Method]:
 
 
 def compared(
-    train: Sequence[LayerRouting], test: Sequence[LayerRouting], ranks: int, *, brief: bool = False
+    train: Sequence[LayerRouting], test: Sequence[LayerRouting], ranks: int
 ) -> dict[str, list[Judged]]:
     """By method, its layers; each experts once."""
     found: dict[str, list[Judged]] = {}
@@ -118,8 +118,6 @@ def compared(
         our_result = judged(ours, one, other, slots)[0]
         found.setdefault("ours", []).append(our_result)
         for name, method in without_replicas(our_result.seconds).items():
-            if brief and name != "METIS, experts together":
-                continue
             found.setdefault(name, []).append(judged(method, one, other, slots)[0])
         print(f"{ranks} ranks, layer {layer}: copies {our_result.copies:.3f}", flush=True)
     return found

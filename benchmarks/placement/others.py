@@ -1,7 +1,4 @@
-"""EPLB, balance alone, and the optimum of two ranks by enumeration.
-
-Shapes: E experts, R ranks, S slots.
-"""
+"""EPLB, and balance alone. Shapes: E experts, R ranks, S slots."""
 
 from __future__ import annotations
 
@@ -10,12 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from planner.placement.layout import Layout
-from planner.placement.objective import PlacementCosts
 from planner.placement.routing import LayerRouting
 from planner.placement.search import balanced
-from planner.placement.slots import Line, first_homes, line_of, ranks_of
-from planner.placement.solve import LOCAL, price_with_ids, sample_of
+from planner.placement.slots import Line, first_homes, line_of
 
 
 def load_alone(routing: LayerRouting, slots_per_rank: Sequence[int]) -> Line:
@@ -59,33 +53,3 @@ def _made_room(lines: list[list[int]], expert: int, full: int) -> int:
                 lines[full].append(other)
                 return rank
     raise ValueError(f"no rank is without expert {expert}")
-
-
-def enumerated(
-    routing: LayerRouting, slots_per_rank: Sequence[int], costs: PlacementCosts
-) -> float:
-    """The price of the cheapest of all divisions of the experts over two ranks, as the solver
-    counts it, on all of `routing`."""
-    sample, E = sample_of(routing, costs, 2), routing.num_experts
-    layouts = []
-    for others in itertools.combinations(range(1, E), slots_per_rank[0] - 1):
-        ranks_E = np.ones(E, np.int64)
-        ranks_E[[0, *others]] = 0
-        layouts.append((Layout(sample, np.arange(E), ranks_E).price(), ranks_E))
-    layouts.sort(key=lambda each: each[0])
-    best = float("inf")
-    for price, ranks_E in layouts:
-        if price * (1 - LOCAL) >= best:  # none of the rest can be cheaper
-            break
-        layout = Layout(sample, np.arange(E), ranks_E)
-        best = min(best, price_with_ids(layout, routing.counts))
-    return best
-
-
-def priced(
-    routing: LayerRouting, line: Line, slots_per_rank: Sequence[int], costs: PlacementCosts
-) -> float:
-    """A placement without replicas, as the solver counts it, on all of `routing`."""
-    sample = sample_of(routing, costs, len(slots_per_rank))
-    layout = Layout(sample, np.array(line), ranks_of(slots_per_rank))
-    return price_with_ids(layout, routing.counts)

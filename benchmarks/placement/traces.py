@@ -1,18 +1,15 @@
-"""Which experts a model sends the tokens of real texts to: what placements are made of and judged
-on.
+"""Expert routing of real texts by a model, for making and judging placements.
 
     python -m benchmarks.placement.traces --data DATA --output bundled.npz
 
-Texts: the train and test rows of the bundled checkpoint's eight tasks, and, as other texts, GSM8K,
-HumanEval, AG News and BoolQ. A file has, for each kind of text, `KIND_ids_P2` (token id, and the id
-before it, or -1) and `KIND_paths_PLK` (experts, by layer). Shapes: P tokens, L layers, K experts.
+Texts: the train and test rows of the bundled checkpoint's eight tasks. A file has, by kind of text,
+`KIND_ids_P2` (token id, and the id before it, or -1) and `KIND_paths_PLK` (experts, by layer).
+Shapes: P tokens, L layers, K experts.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +27,6 @@ from training.bundled.tasks import TASKS, prompt_of, read_rows
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 BATCH_TOKENS = 4096
 ROW_TOKENS = 512
-OTHERS = {
-    "gsm8k": ("generation/gsm8k_test.jsonl", ("question", "answer")),
-    "humaneval": ("generation/humaneval.jsonl", ("prompt", "canonical_solution")),
-    "ag_news": ("classification/ag_news.jsonl.gz", ("text",)),
-    "boolq": ("classification/boolq.jsonl.gz", ("prefix", "text")),
-}
 
 
 class Traces(NamedTuple):
@@ -80,8 +71,8 @@ def traced(model: Any, rows: Sequence[Sequence[int]]) -> Traces:
 
 
 def rows_of(data: Path, kind: str, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the texts of a kind: "train", "test", or one of `OTHERS`."""
-    texts = _task_texts(data, kind) if kind in ("train", "test") else _other_texts(data, kind)
+    """Return token ids of the texts of a kind: "train" or "test"."""
+    texts = _task_texts(data, kind)
     encoded = (tokenizer.encode(text, add_special_tokens=False)[:ROW_TOKENS] for text in texts)
     return [ids for ids in encoded if ids]
 
@@ -90,15 +81,6 @@ def _task_texts(data: Path, split: str) -> Iterator[str]:
     for task in TASKS:
         rows = read_rows(task, data, split)
         yield from (prompt_of(task, row) for row in rows[: 1200 if split == "train" else 600])
-
-
-def _other_texts(data: Path, kind: str) -> Iterator[str]:
-    name, fields = OTHERS[kind]
-    opened: Any = gzip.open if name.endswith(".gz") else open
-    with opened(data / name, "rt", encoding="utf-8") as file:
-        for _, line in zip(range(400), file, strict=False):
-            row = json.loads(line)
-            yield " ".join(str(row.get(field) or "") for field in fields)
 
 
 def write(path: Path, traces: dict[str, Traces]) -> None:
@@ -115,8 +97,7 @@ def read(path: Path) -> dict[str, Traces]:
 
 
 def all_traces(model: Any, tokenizer: Any, data: Path) -> dict[str, Traces]:
-    kinds = ("train", "test", *OTHERS)
-    return {kind: traced(model, rows_of(data, kind, tokenizer)) for kind in kinds}
+    return {k: traced(model, rows_of(data, k, tokenizer)) for k in ("train", "test")}
 
 
 def main() -> None:

@@ -62,11 +62,6 @@ class ImposedPredictor(ExpertPredictor):
         self._at = {layer: n for n, layer in enumerate(half.spec.moe_layers)}
         self.step, self.ids_SLK = 0, torch.empty(0)
 
-    @property
-    def speculates(self) -> bool:
-        """Return True: predict at every layer, not only where it pays."""
-        return True
-
     def predict_first(self, token_ids_T: Tensor) -> None:
         """Nothing is known of the first layer."""
 

@@ -1,5 +1,5 @@
-"""What a plan will take on ranks whose stages have been measured: the planner's cost models, replay
-and refit, and what two cores of one machine add: each slows the other down.
+"""Predicted times of a plan on ranks whose stages have been measured: the planner's cost models and
+replay, and how much two cores of one machine slow each other down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple
 from benchmarks.support.stage_times import (
     COMPUTED,
     SENT,
-    STAGES,
     Chunks,
     Samples,
     StageSample,
@@ -33,7 +32,6 @@ from planner.costs.cost_model import (
     tokens_per_expert,
 )
 from planner.costs.model_shape import ModelShape
-from planner.costs.online_fit import OnlineLinear
 from planner.costs.routing_shape import uniform_spread
 from planner.costs.stage_fit import (
     AttentionSample,
@@ -45,14 +43,13 @@ from planner.costs.stage_fit import (
     fit_link,
     fit_shared,
 )
-from planner.costs.stages import Linear, PlanSpec
+from planner.costs.stages import PlanSpec
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
 from planner.schedule.exposed_communication import length, union
 from planner.schedule.plan_fit import token_group_bounds
 from planner.schedule.replay import Replay, replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 
-_AS_FITTED = Linear(0.0, 1.0)  # a correction that changes nothing
 _ROUNDS = 4  # of two estimates that need each other
 _BESIDE = 0.5  # of a task's time, from which on it tells how much the other core slows it down
 
@@ -177,15 +174,11 @@ def plan_spec(shape: ModelShape, costs: Costs, tokens: int, max_samples: int) ->
 
 
 class Predictor:
-    """Timelines of plans. corrections: by stage, from the time that `costs` say to the one that is
-    expected now."""
+    """Timelines of plans."""
 
-    def __init__(
-        self, shape: ModelShape, costs: Costs, corrections: dict[Stage, Linear] | None = None
-    ) -> None:
+    def __init__(self, shape: ModelShape, costs: Costs) -> None:
         self.shape = shape
         self.costs = costs
-        self._corrections = dict.fromkeys(STAGES, _AS_FITTED) | (corrections or {})
         hardware = costs.hardware
         one_token = Deployment(attention_ranks=1, expert_ranks=1, sequence_tokens=1)
         self._shared = shared_model(hardware, shape, one_token)
@@ -217,7 +210,7 @@ class Predictor:
     def _schedule(self, plan: Plan, samples: Samples, stretch: dict[Stage, float]) -> Schedule:
         def expected_ms(stage: Stage, chunks: Chunks, tokens: int) -> float:
             alone_ms = self._task_ms(stage, chunks, tokens)
-            return self._corrections[stage].at(alone_ms) * stretch.get(stage, 1.0)
+            return alone_ms * stretch.get(stage, 1.0)
 
         times = []
         for chunks in micro_batches(plan, samples):
@@ -248,20 +241,3 @@ def _beside_fractions(timeline: Replay) -> dict[Stage, float]:
         both_s = length(own) + length(other) - length(union([*own, *other]))
         found[stage] = both_s / length(own) if own else 0.0
     return found
-
-
-def refitted(predictor: Predictor, measured: Sequence[StageSample]) -> Predictor:
-    """`predictor`, its stage models refitted to tasks that ran since, in their order."""
-    online: dict[Stage, OnlineLinear] = {}
-    slowdown = predictor.costs.slowdown
-    for sample in measured:
-        expected_ms = predictor.alone_ms(sample)
-        ms = sample.ms / (1 + slowdown.get(sample.stage, 0.0) * sample.beside_fraction)
-        if sample.with_shared:  # one time was measured of two tasks
-            shared_ms = predictor.alone_ms(sample._replace(stage=Stage.SHARED))
-            ms *= expected_ms / (expected_ms + shared_ms)
-        if sample.stage not in online:
-            online[sample.stage] = OnlineLinear(_AS_FITTED, expected_ms)
-        online[sample.stage].update(expected_ms, ms)
-    corrections = {stage: fit.model for stage, fit in online.items()}
-    return Predictor(predictor.shape, predictor.costs, corrections)

@@ -4,14 +4,13 @@ take, and what they took."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from benchmarks.support.pinned_batches import BatchRunner
-from benchmarks.support.plan_prediction import Costs, Predictor, fit_costs, plan_spec, refitted
+from benchmarks.support.plan_prediction import Costs, Predictor, fit_costs, plan_spec
 from benchmarks.support.stage_times import Samples, StageSample, makespan_ms, stage_samples
 from contracts.plan import Plan
 from contracts.traces import TaskSpan
@@ -21,7 +20,6 @@ from planner.schedule.extended_plans import equal_ends, solve_extended
 from planner.schedule.replay import Replay
 from planner.schedule.solver import PlannedBatch, solve
 
-REFIT_ROUNDS = 3  # the first ones, that the first refit has seen
 CALIBRATION_ROUNDS = 2
 # Alone and beside each other, whole prompts and chunks, several sizes: what any plan is made of.
 CALIBRATION = (
@@ -54,18 +52,13 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class PlanRun(msgspec.Struct):
-    """One plan at one point. Lists: an entry per round.
-
-    refit_ms: for each round after REFIT_ROUNDS, what stage models predict that were refitted to all
-    rounds before it.
-    """
+    """One plan at one point. Lists: an entry per round."""
 
     plan: Plan
     samples: int
     planned_ms: float
     predicted_ms: float
     predicted_exposed_ms: float
-    refit_ms: list[float] = []
     measured_ms: list[float] = []
     exposed_ms: list[float] = []
 
@@ -76,13 +69,6 @@ class PlanRun(msgspec.Struct):
     @property
     def error_fraction(self) -> float:
         return self.predicted_ms / self.median_ms - 1
-
-    @property
-    def refit_error_fraction(self) -> float | None:
-        """The median over rounds; None before there has been a refit."""
-        later = self.measured_ms[REFIT_ROUNDS:]
-        errors = [after / ms - 1 for after, ms in zip(self.refit_ms, later, strict=True)]
-        return statistics.median(errors) if errors else None
 
 
 class PointRun(msgspec.Struct):
@@ -117,7 +103,7 @@ class PointRunner:
         for _ in range(CALIBRATION_ROUNDS):
             for samples, plan in CALIBRATION:
                 spans = (await self._runner.run(plan, self._rows(samples))).spans
-                measured += self._stage_samples(spans, plan, samples)
+                measured += stage_samples(spans, plan, samples)
         return fit_costs(self._shape, measured)
 
     async def run(
@@ -129,7 +115,6 @@ class PointRunner:
         done = PointRun(point, _plan(predictor, point), 0.0, 0.0)
         shown = done.plans[pictured]
         rounds_spans: list[list[TaskSpan]] = []
-        seen: list[list[StageSample]] = []  # by round
         for number in range(rounds + 1):
             self._seed += 1
             spans = await self._round(done)
@@ -139,14 +124,6 @@ class PointRunner:
                 run.measured_ms.append(makespan_ms(spans[name]))
                 run.exposed_ms.append(1e3 * exposed_communication(spans[name])[0])
             rounds_spans.append(spans[pictured])
-            seen.append(
-                [
-                    sample
-                    for name, run in done.plans.items()
-                    for sample in self._stage_samples(spans[name], run.plan, _batch(point, run))
-                ]
-            )
-        add_refits(predictor, done, seen)
         middle = sorted(range(rounds), key=shown.measured_ms.__getitem__)[rounds // 2]
         predicted = predictor.replay(shown.plan, _batch(point, shown))
         return done, Pictured(shown.plan, predicted, rounds_spans[middle])
@@ -174,24 +151,9 @@ class PointRunner:
         ).tolist()
         return rows
 
-    def _stage_samples(
-        self, spans: list[TaskSpan], plan: Plan, samples: Samples
-    ) -> list[StageSample]:
-        has_shared = self._shape.num_shared_experts > 0
-        return stage_samples(spans, plan, samples, has_shared=has_shared)
-
 
 def _batch(point: Point, run: PlanRun) -> Samples:
     return Samples(run.samples, point.tokens)
-
-
-def add_refits(predictor: Predictor, done: PointRun, seen: Sequence[Sequence[StageSample]]) -> None:
-    """Fills in `refit_ms`; `seen` are the tasks of each round, of all plans in turn."""
-    for number in range(REFIT_ROUNDS, len(seen)):
-        after = refitted(predictor, [sample for ran in seen[:number] for sample in ran])
-        for run in done.plans.values():
-            timeline = after.replay(run.plan, _batch(done.point, run))
-            run.refit_ms.append(timeline.makespan_ms)
 
 
 def _plan(predictor: Predictor, point: Point) -> dict[str, PlanRun]:

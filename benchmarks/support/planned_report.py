@@ -37,10 +37,8 @@ def speed_ratios(plan: PlanRun, other: PlanRun) -> list[float]:
 def summary_of(runs: Sequence[PointRun]) -> dict[str, Any]:
     """Medians over all points and plans, and the table's figures."""
     plans = [plan for run in runs for plan in run.plans.values()]
-    refits = [abs(p.refit_error_fraction) for p in plans if p.refit_error_fraction is not None]
     return {
         "median_error_fraction": statistics.median(abs(p.error_fraction) for p in plans),
-        "median_refit_error_fraction": statistics.median(refits) if refits else None,
         "points": {
             run.point.label: {
                 name: {
@@ -49,7 +47,6 @@ def summary_of(runs: Sequence[PointRun]) -> dict[str, Any]:
                     "measured_ms": plan.median_ms,
                     "measured_p90_ms": _quantile(plan.measured_ms, 0.9),
                     "error_fraction": plan.error_fraction,
-                    "refit_error_fraction": plan.refit_error_fraction,
                     "speed_over_pppipe": statistics.median(speed_ratios(plan, run.plans["pppipe"])),
                     "speed_over_findep": statistics.median(speed_ratios(plan, run.plans["findep"])),
                     "exposed_ms": statistics.median(plan.exposed_ms),

@@ -30,15 +30,13 @@ class StageSample(NamedTuple):
     """One task as it ran.
 
     chunks: (start, stop) of each sequence of its micro-batch (attention, shared). tokens: of its
-    call or packet. with_shared: attention that includes the shared experts (naive, PPPipe).
-    beside_fraction: of its time, in which the other group computed too.
+    call or packet. beside_fraction: of its time, in which the other group computed too.
     """
 
     stage: Stage
     chunks: Chunks
     tokens: int
     ms: float
-    with_shared: bool = False
     beside_fraction: float = 0.0
 
 
@@ -64,12 +62,9 @@ def makespan_ms(spans: Sequence[TaskSpan]) -> float:
     return 1e3 * (max(s.end_s for s in layers) - min(s.start_s for s in layers))
 
 
-def stage_samples(
-    spans: Sequence[TaskSpan], plan: Plan, samples: Samples, *, has_shared: bool
-) -> list[StageSample]:
+def stage_samples(spans: Sequence[TaskSpan], plan: Plan, samples: Samples) -> list[StageSample]:
     """Every task of the batch."""
     pieces = micro_batches(plan, samples)
-    folded = has_shared and plan.order.shared_before_dispatch
     tasks = list(_tasks(spans))
     busy = {
         stages: union([(t.start_s, t.end_s) for t in tasks if t.span.stage in stages])
@@ -85,7 +80,6 @@ def stage_samples(
                 () if is_expert else pieces[span.micro_batch],
                 span.tokens,
                 1e3 * (end_s - start_s),
-                folded and span.stage is Stage.ATTENTION,
                 _covered_s(other, start_s, end_s) / (end_s - start_s),
             )
         )

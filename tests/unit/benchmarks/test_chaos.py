@@ -142,16 +142,16 @@ def test_what_grows_with_each_fault_is_a_leak_and_what_a_first_one_leaves_is_non
     assert not after(9, "stop expert"), "the first one of its kind"
     for count in (9, 5, 10, 9, 11, 10):
         assert not after(count), "it has grown twice"
-    (told,) = after(12)
-    assert told == "planner-0 holds 12 sockets after kill expert, and 11 before"
+    (leak,) = after(12)
+    assert leak == "planner-0 holds 12 sockets after kill expert, and 11 before"
 
 
 def test_each_process_that_leaks_one_with_every_fault_is_found() -> None:
     leaks = Leaks()
-    told = [
+    found = [
         leaks.grown("kill expert", {("ingress-0", 7): {"threads": n}}) for n in range(GROWS + 2)
     ]
-    assert [bool(each) for each in told] == [False] * (GROWS) + [True] * 2
+    assert [bool(each) for each in found] == [False] * (GROWS) + [True] * 2
 
 
 def test_a_launcher_that_does_not_take_over_what_lives_is_found() -> None:
@@ -164,12 +164,12 @@ def test_a_launcher_that_does_not_take_over_what_lives_is_found() -> None:
     assert not_adopted(before, Places(adopted, 1, {}))
 
 
-def test_whoever_takes_a_place_under_an_epoch_that_was_there_before_is_found() -> None:
+def test_replacement_under_an_epoch_in_use_before_is_found() -> None:
     before = Places({"attention-0": 1, "expert-0": 2}, 0, {"attention-0": 1, "expert-0": 2})
 
     def replaced(**epochs: int) -> list[str]:
-        told = {"attention-0": 1} | {name.replace("_", "-"): e for name, e in epochs.items()}
-        return not_newer(before, Places({"attention-0": 1, "expert-0": 7}, 0, told))
+        now = {"attention-0": 1} | {name.replace("_", "-"): e for name, e in epochs.items()}
+        return not_newer(before, Places({"attention-0": 1, "expert-0": 7}, 0, now))
 
     assert not not_newer(before, before)
     assert not replaced(expert_0=3)

@@ -1,4 +1,4 @@
-"""All that needs a GPU as one command: what fails, hangs or lacks something is told, and ends."""
+"""All that needs a GPU as one command: what fails, hangs or lacks something is output, and ends."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_parts_run_one_after_another_and_a_table_says_what_became_of_them(
+def test_parts_run_in_turn_and_the_table_has_their_status(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "results"
     assert gpu.main(["--results", str(folder)], [WRITES, FAILS, LACKS]) == 1
-    told = capfd.readouterr().out
-    assert "== writes: runs writes" in told
+    output = capfd.readouterr().out
+    assert "== writes: runs writes" in output
     rows = json.loads((folder / "gpu_parts.json").read_text())["summary"]
     assert {name: row["status"] for name, row in rows.items()} == {
         "writes": "passed",
@@ -78,19 +78,19 @@ def test_a_part_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path) ->
 
 def test_parts_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list"]) == 0
-    told = capsys.readouterr().out
-    assert [line.split()[0] for line in told.splitlines()] == [part.name for part in PARTS]
+    output = capsys.readouterr().out
+    assert [line.split()[0] for line in output.splitlines()] == [part.name for part in PARTS]
     with pytest.raises(SystemExit) as ended:
         gpu.main(["--only", "nothing"])
     assert ended.value.code == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_one_line_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_prints_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--results", str(tmp_path / "none")]) == NO_GPU
-    told = capfd.readouterr().out
-    assert told.startswith("no GPU here, nothing was run: torch")
-    assert told.count("\n") == 1
+    output = capfd.readouterr().out
+    assert output.startswith("no GPU here, nothing was run: torch")
+    assert output.count("\n") == 1
     assert not (tmp_path / "none").exists()
 
 

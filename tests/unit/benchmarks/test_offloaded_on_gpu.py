@@ -30,7 +30,7 @@ def spec_of(layers: int) -> ModelSpec:
     return spec_from(ConfigFields(Path("small"), {**SMALL, "num_hidden_layers": layers}))
 
 
-def test_a_small_run_compares_logits_and_writes_all_that_is_asked_for(tmp_path: Path) -> None:
+def test_small_run_compares_logits_and_writes_its_result(tmp_path: Path) -> None:
     output, threads = tmp_path / "result.json", torch.get_num_threads()
     run_case(offloaded_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
     torch.set_num_threads(threads)
@@ -68,11 +68,11 @@ def test_the_kernels_benchmark_runs_where_there_is_no_triton(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("precision", [0.0, 0.9, 1.0])
-def test_what_is_foretold_is_right_as_often_as_is_imposed(precision: float) -> None:
+def test_predictions_have_the_imposed_precision(precision: float) -> None:
     routing = ImposedRouting(spec_of(4), 200, 1, CPU)
-    ids_SLK, told_SLK = routing.ids_SLK, routing.predicted_routing(precision, CPU)
+    ids_SLK, predicted_SLK = routing.ids_SLK, routing.predicted_routing(precision, CPU)
     assert all(len(set(ids)) == 4 for step in ids_SLK.tolist() for ids in step)
-    right = (told_SLK.unsqueeze(3) == ids_SLK.unsqueeze(2)).any(3).double().mean()
+    right = (predicted_SLK.unsqueeze(3) == ids_SLK.unsqueeze(2)).any(3).double().mean()
     assert right == pytest.approx(precision, abs=0.02 if 0 < precision < 1 else 0)
     same = ImposedRouting(spec_of(4), 9, 1, CPU, same=True).ids_SLK
     assert torch.equal(same, same[:1].expand(9, -1, -1))

@@ -3,7 +3,6 @@ plain to see."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,10 +10,9 @@ import pytest
 
 from benchmarks.placement.clusters import k_means
 from benchmarks.placement.cross_entropy import cross_entropy
-from benchmarks.placement.others import enumerated, eplb, load_alone, priced
+from benchmarks.placement.others import eplb, load_alone
 from benchmarks.placement.synthetic import planted, routing_of
 from contracts.placement import bounds_of
-from planner.placement.objective import usual_costs
 from planner.placement.routing import LayerRouting, local_fraction, measure
 from planner.placement.slots import Line, contiguous_line, layer_slots
 from tests.support.made_up_routing import any_routing
@@ -77,13 +75,3 @@ def test_eplb_has_no_expert_twice_on_a_rank_and_spreads_a_hot_one(ranks: int, sp
     for low, high in bounds_of(slots):
         assert len(set(line[low:high])) == high - low
     assert line.count(0) > 1
-
-
-def test_enumeration_finds_the_cheapest_of_all_divisions() -> None:
-    routing = any_routing(6, 2, 800, seed=2)
-    costs = usual_costs(2, 2)
-    prices = [
-        priced(routing, (*some, *(e for e in range(6) if e not in some)), (3, 3), costs)
-        for some in itertools.combinations(range(6), 3)
-    ]
-    assert enumerated(routing, (3, 3), costs) == pytest.approx(min(prices))

@@ -27,8 +27,8 @@ def replayed(plan: Plan) -> list[TaskSpan]:
 
 
 @pytest.mark.parametrize("plan", [Plan(r1=2, r2=2), Plan(r1=4, r2=2, order=Order.AASS)])
-def test_tasks_of_a_replayed_plan_take_what_the_plan_says(plan: Plan) -> None:
-    samples = stage_samples(replayed(plan), plan, SAMPLES, has_shared=True)
+def test_tasks_of_a_replayed_plan_take_the_planned_times(plan: Plan) -> None:
+    samples = stage_samples(replayed(plan), plan, SAMPLES)
     assert {sample.stage for sample in samples} == set(TASK_MS)
     for sample in samples:
         assert sample.ms == pytest.approx(TASK_MS[sample.stage])
@@ -40,7 +40,7 @@ def test_what_a_rank_does_after_a_task_is_part_of_it() -> None:
         TaskSpan("attention-0", Stage.ATTENTION, 1.0, 1.5, layer=0),
         TaskSpan("attention-0", Stage.SEND, 1.5, 1.7, layer=0),
     ]
-    (attention,) = stage_samples(spans, plan, SAMPLES, has_shared=False)
+    (attention,) = stage_samples(spans, plan, SAMPLES)
     assert attention.ms == pytest.approx(700.0)
 
 
@@ -49,16 +49,16 @@ def test_a_packet_behind_another_one_takes_only_its_own_time() -> None:
         TaskSpan("attention-0>expert-0", Stage.A2E, 1.0, 1.3, token_group=0),
         TaskSpan("attention-0>expert-0", Stage.A2E, 1.0, 1.6, token_group=1),
     ]
-    times = [s.ms for s in stage_samples(spans, Plan(r2=2), SAMPLES, has_shared=False)]
+    times = [s.ms for s in stage_samples(spans, Plan(r2=2), SAMPLES)]
     assert times == pytest.approx([300.0, 300.0])
 
 
-def test_a_task_that_runs_while_the_other_group_computes_says_so() -> None:
+def test_task_beside_the_other_group_has_its_overlap_fraction() -> None:
     spans = [
         TaskSpan("attention-0", Stage.ATTENTION, 1.0, 2.0),
         TaskSpan("expert-0", Stage.EXPERT, 1.5, 2.5),
     ]
-    attention, expert = stage_samples(spans, Plan(), SAMPLES, has_shared=False)
+    attention, expert = stage_samples(spans, Plan(), SAMPLES)
     assert attention.beside_fraction == pytest.approx(0.5)
     assert expert.beside_fraction == pytest.approx(0.5)
 

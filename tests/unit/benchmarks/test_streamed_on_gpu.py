@@ -23,7 +23,7 @@ SMALL_RUN = (
 )
 
 
-def test_a_small_run_checks_its_logits_and_writes_all_that_is_asked_for(tmp_path: Path) -> None:
+def test_small_run_checks_logits_and_writes_its_result(tmp_path: Path) -> None:
     output, threads = tmp_path / "result.json", torch.get_num_threads()
     run_case(streamed_on_gpu.CASES[0], shlex.split(f"{SMALL_RUN} --output {output}"))
     torch.set_num_threads(threads)
@@ -40,7 +40,7 @@ def test_a_small_run_checks_its_logits_and_writes_all_that_is_asked_for(tmp_path
     assert summary["layer_bytes"] == 4 * 8 * 3 * 64 * SMALL["moe_intermediate_size"]
 
 
-def test_the_summary_of_a_machine_whose_copies_take_as_long_as_a_thousand_tokens() -> None:
+def test_summary_of_a_machine_with_copies_as_long_as_a_thousand_tokens() -> None:
     """Simulated: a pass takes 1 ms a token, but streamed never less than its four copies."""
     spec = spec_from(ConfigFields(Path("small"), {**SMALL, "num_hidden_layers": 5}))
     samples = {
