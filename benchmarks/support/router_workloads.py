@@ -17,7 +17,6 @@ from contracts.requests import DIGEST_BYTES, chain_hashes
 from contracts.routing_messages import Prompt, RequestKey
 
 BLOCK_TOKENS = 16
-TRACE_BLOCK_TOKENS = 512  # of Mooncake's hash_ids
 TOKENIZER = "tokenizers/olmo_gpt-neox-dolma-v1_5.tokenizer.json"
 TASKS = ("moral_stories", "mmlu", "boolq", "imdb", "quality")  # as in MoE-Prefill's Table 2
 ARXIV_ROWS = 150  # documents of arXiv: 2% of the requests, a quarter of the tokens, as there
@@ -59,18 +58,6 @@ def _rows(data: Path, task: str) -> Iterator[Shape]:
         yield len(encoding.ids), tuple(chain_hashes(encoding.ids, BLOCK_TOKENS))
 
 
-def _mooncake(path: Path) -> Iterator[Shape]:
-    """A trace of 512-token blocks: equal ids are equal contents from the first token on."""
-    for row in _lines(path):
-        tokens = row["input_length"]
-        blocks = [
-            _digest(f"{block}.{part}")
-            for block in row["hash_ids"]
-            for part in range(TRACE_BLOCK_TOKENS // BLOCK_TOKENS)
-        ]
-        yield tokens, tuple(blocks[: tokens // BLOCK_TOKENS])
-
-
 def _azure(path: Path) -> Iterator[Shape]:
     """Lengths only: nothing is shared."""
     with path.open(encoding="utf-8") as file:
@@ -96,9 +83,5 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 WORKLOADS: dict[str, Callable[[Path, int], Iterable[Shape]]] = {
     "mixed": _mixed,
     "mmlu": lambda data, seed: _rows(data, "mmlu"),
-    "synthetic": lambda data, seed: _mooncake(data / "traces/mooncake_synthetic_trace.jsonl"),
-    "conversation": lambda data, seed: _mooncake(
-        data / "traces/mooncake_conversation_trace.jsonl.gz"
-    ),
     "code": lambda data, seed: _azure(data / "traces/AzureLLMInferenceTrace_code_2023.csv"),
 }

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.cases.findep_tables import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from contracts.plan import Order, Plan
 from contracts.traces import Stage
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
@@ -38,6 +37,7 @@ from planner.schedule.schedule import (
 )
 from planner.schedule.solver import minimise, solve
 from tests.property.brute_force import Problems, Shape, best_rates, problems_of, random_problems
+from tests.support.findep_testbed import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from tests.support.ready_set_replay import replay_ready_set
 from tests.support.schedule_checker import violations
 
