@@ -169,9 +169,7 @@ DISPATCHED_TOKENS = _counter(
     unit="tokens",
 )
 TOKEN_COPIES = _counter(
-    "tandem_token_copies_total",
-    "Copies of dispatched tokens, one per receiving rank.",
-    "rank",
+    "tandem_token_copies_total", "Copies of dispatched tokens, one per receiving rank.", "rank"
 )
 EXPERT_LOAD = _gauge(
     "tandem_expert_load_ratio",

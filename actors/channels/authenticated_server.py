@@ -17,11 +17,7 @@ class AuthenticatedServer:
     """Serves peers that prove the cluster's token. `serve` handles one connection."""
 
     def __init__(
-        self,
-        me: Identity,
-        *,
-        serve: ConnectionHandler,
-        answer: AcceptHandler = lambda remote: b"",
+        self, me: Identity, *, serve: ConnectionHandler, answer: AcceptHandler = lambda remote: b""
     ) -> None:
         self._me, self._serve, self._answer = me, serve, answer
         self._listener: HandshakeListener | None = None

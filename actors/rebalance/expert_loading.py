@@ -22,11 +22,7 @@ from contracts.expert_eviction import ExpertKey
 from contracts.machine import available_bytes
 from contracts.placement import Placement
 from contracts.ranks import RankSpec
-from models.experts.expert_half import (
-    ExpertHalf,
-    assemble_half,
-    missing_experts,
-)
+from models.experts.expert_half import ExpertHalf, assemble_half, missing_experts
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer, load_separately
 from models.experts.host_experts import fingerprint

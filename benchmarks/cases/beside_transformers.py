@@ -36,10 +36,7 @@ from tests.support.local_group import LocalGroup
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 RANDOM = {"medium": MEDIUM, "medium-shared": MEDIUM_SHARED}
-PLANS = {
-    "prefill": [Plan(r1=2), Plan(r1=4), Plan(r1=4, r2=2)],
-    "decode": [Plan(r1=1), Plan(r1=2)],
-}
+PLANS = {"prefill": [Plan(r1=2), Plan(r1=4), Plan(r1=4, r2=2)], "decode": [Plan(r1=1), Plan(r1=2)]}
 # "batched_mm" copies the expert weights for every token.
 EXPERTS = ("eager", "grouped_mm")
 ATTENTION = ("sdpa", "eager")

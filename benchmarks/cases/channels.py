@@ -23,14 +23,7 @@ from actors.channels.base import PeerJoined
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from benchmarks.harness import Case, Measured, Table
-from benchmarks.support.wires import (
-    MAX_BYTES,
-    POLL_S,
-    ChannelWire,
-    MemcpyWire,
-    Mover,
-    Wire,
-)
+from benchmarks.support.wires import MAX_BYTES, POLL_S, ChannelWire, MemcpyWire, Mover, Wire
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError

@@ -211,11 +211,7 @@ def measure(options: argparse.Namespace) -> Measured:
         }
         for backend, by_task in outcomes.items()
     }
-    return Measured(
-        samples,
-        found,
-        {"serve": SETTINGS},
-    )
+    return Measured(samples, found, {"serve": SETTINGS})
 
 
 def tables(summary: dict[str, Any]) -> list[Table]:

@@ -16,13 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.ranks.rendezvous import (
-    GroupSpec,
-    Seat,
-    contiguous_placements,
-    form_group,
-    make_specs,
-)
+from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.pinned_batches import bench_client, pin_to_core
 from benchmarks.support.policy_rank import ENVIRONMENT

@@ -86,10 +86,7 @@ class Worker:
         chunks, first = [], 0
         for number, row in enumerate(rows):
             submit = Submit(
-                request_id=number,
-                token_ids=row,
-                sampling=None,
-                candidates=list(range(CANDIDATES)),
+                request_id=number, token_ids=row, sampling=None, candidates=list(range(CANDIDATES))
             )
             sequence = Sequence((0, number), submit, BLOCK_TOKENS)
             sequence.block_table = list(range(first, first + sequence.blocks_for(len(row))))

@@ -46,12 +46,7 @@ class PlainTarget:
     links: between the node that this runs on and another, where half of the ranks are."""
 
     def __init__(
-        self,
-        folder: Path,
-        config: TandemConfig,
-        *,
-        replicas: int = 2,
-        links: Links | None = None,
+        self, folder: Path, config: TandemConfig, *, replicas: int = 2, links: Links | None = None
     ) -> None:
         self._config, self._replicas, self.links = config, replicas, links
         self._backend = "shm" if links is None else "tcp"  # shared memory would go around the link

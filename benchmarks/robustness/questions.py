@@ -8,11 +8,7 @@ from contracts.config import BUNDLED
 
 STREAMED_TOKENS, FEW_TOKENS = 64, 24
 SPAM = "WINNER! Claim your free 1000 pound prize now, call before midnight."
-LABELS = {
-    "model": BUNDLED,
-    "labels": ["no", "yes"],
-    "template": "Message: {text}\nSpam:",
-}
+LABELS = {"model": BUNDLED, "labels": ["no", "yes"], "template": "Message: {text}\nSpam:"}
 BULK_ROWS = 12
 
 

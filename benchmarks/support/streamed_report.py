@@ -20,11 +20,7 @@ Samples = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def summarise(
-    samples: Samples,
-    facts: dict[str, Any],
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    row_tokens: int,
+    samples: Samples, facts: dict[str, Any], spec: ModelSpec, dtype: torch.dtype, row_tokens: int
 ) -> dict[str, Any]:
     """facts: calibrated_flops, layer_bytes, gemm_flops_per_s, copy_bytes_per_s."""
     done_flops = executed_flops(spec, dtype, row_tokens)

@@ -16,12 +16,7 @@ from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
 from kernels.steps import Steps, run_to_end
-from models.experts.expert_loading import (
-    ExpertLayer,
-    join_layers,
-    load_experts,
-    load_separately,
-)
+from models.experts.expert_loading import ExpertLayer, join_layers, load_experts, load_separately
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights import layout

@@ -205,12 +205,7 @@ def _open_file(
 
 
 def open_host_file(
-    store: Path | None,
-    name: str,
-    size: int,
-    write: Callable[[Path], None],
-    *,
-    deadline_s: float,
+    store: Path | None, name: str, size: int, write: Callable[[Path], None], *, deadline_s: float
 ) -> IO[bytes]:
     """Open a shared file in `store` (None: temporary). Raises ResourceError, also without room."""
     parent = store or Path(tempfile.gettempdir())

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import PackedLinear
-from kernels.routing import (
-    GroupLimit,
-    limited_top_k,
-    score_weights,
-    softmax_top_k,
-    softmax_weights,
-)
+from kernels.routing import GroupLimit, limited_top_k, score_weights, softmax_top_k, softmax_weights
 from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout

@@ -92,6 +92,5 @@ def merge_samples(
 
 def _concatenate(one: RoutingPaths, other: RoutingPaths) -> RoutingPaths:
     return RoutingPaths(
-        np.concatenate([one.ids_P2, other.ids_P2]),
-        np.concatenate([one.paths_PLK, other.paths_PLK]),
+        np.concatenate([one.ids_P2, other.ids_P2]), np.concatenate([one.paths_PLK, other.paths_PLK])
     )

@@ -50,10 +50,7 @@ def attention_ms(cost: AttentionCost, shape: ModelShape, work: AttentionWork) ->
 
 
 def batch_attention_ms(
-    cost: AttentionCost,
-    shape: ModelShape,
-    chunks: Chunks,
-    spread: Spread | None = None,
+    cost: AttentionCost, shape: ModelShape, chunks: Chunks, spread: Spread | None = None
 ) -> float:
     """Return the layer-mean attention time of a ragged micro-batch, with its packets.
 

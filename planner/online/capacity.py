@@ -268,11 +268,7 @@ def _in_use(size: _GroupSize, batch: Chunks, planned: PlannedBatch) -> dict[str,
     attention_ms += plan.r1 * spec.shared.alpha_ms + spec.shared.beta_ms * tokens
     busy_ms = {"attention": attention_ms} | {
         name: calls * stage.alpha_ms + stage.beta_ms * me
-        for name, stage in (
-            ("experts", stages.expert),
-            ("a2e", stages.a2e),
-            ("e2a", stages.e2a),
-        )
+        for name, stage in (("experts", stages.expert), ("a2e", stages.a2e), ("e2a", stages.e2a))
     }
     return {name: min(1.0, ms / layer_ms) for name, ms in busy_ms.items()}
 

@@ -239,10 +239,7 @@ class _ModelView(NamedTuple):
 
 
 def _replayed_ms(
-    models: OnlineModels,
-    plan: Plan,
-    micro_batches: Sequence[Chunks],
-    spec: PlanSpec | None = None,
+    models: OnlineModels, plan: Plan, micro_batches: Sequence[Chunks], spec: PlanSpec | None = None
 ) -> float | None:
     """Return the makespan on these micro-batches; None while a stage is cold."""
     spec = spec or models.spec(_tokens(micro_batches))

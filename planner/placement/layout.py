@@ -102,12 +102,7 @@ class Layout:
         """Assign experts and ranks to slots, and serve all tokens anew that this concerns."""
         rows = self._rows(np.concatenate([self.experts_S[slots], experts]))
         undo = LayoutChange(
-            slots,
-            self.experts_S[slots],
-            self.ranks_S[slots],
-            rows,
-            self.slots_MK[rows],
-            self.sums,
+            slots, self.experts_S[slots], self.ranks_S[slots], rows, self.slots_MK[rows], self.sums
         )
         K, S = self.slots_MK.shape[1], len(self.ranks_S)
         passes = 6 if self.replicated else 2  # over the tokens

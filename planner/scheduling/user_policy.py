@@ -141,8 +141,7 @@ def user_batching(
 
 
 def guarded_choice(
-    function: Callable[[Sequence[G]], G | None],
-    failed: Callable[[str], None] = lambda _: None,
+    function: Callable[[Sequence[G]], G | None], failed: Callable[[str], None] = lambda _: None
 ) -> Callable[[Sequence[G]], G | None]:
     """Return the guarded `pick` or `serve`; it raises PolicyFallbackError for the default."""
     guarded = GuardedPolicy(_name_of(function), function, _is_member, failed)

@@ -25,11 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def golden_files() -> dict[str, str]:
     """File name → expected contents."""
-    return {
-        "openapi.json": _openapi(),
-        "metrics.txt": _metrics(),
-        "help.txt": _help(),
-    }
+    return {"openapi.json": _openapi(), "metrics.txt": _metrics(), "help.txt": _help()}
 
 
 def _openapi() -> str:

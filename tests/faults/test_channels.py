@@ -86,9 +86,7 @@ def test_lack_of_descriptors_fails_the_payload_and_keeps_the_link(
         first_packet(right).release()
 
 
-def test_peer_state_is_known_without_free_descriptors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_peer_state_is_known_without_free_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = local_process.LocalProcess(os.getpid())
     monkeypatch.setattr(os, "open", no_descriptors)
     monkeypatch.setattr("builtins.open", no_descriptors)

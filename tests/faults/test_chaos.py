@@ -1,4 +1,4 @@
-"""Twenty faults under mixed load: the short form of `make chaos`."""
+"""Ten faults under mixed load: the short form of `make chaos`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from tests.support.fork_server import fork_server, start_forked
 
 pytestmark = pytest.mark.timeout(400)
 
-FAULTS = 20
+FAULTS = 10
 STOPS_S = (0.2, 2.0)
 
 
 @pytest.mark.usefixtures("ranks_are_forked")
-def test_every_answer_is_unchanged_over_twenty_faults(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_answer_is_unchanged_over_ten_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     fork_server().import_too("benchmarks.robustness.front")
     start_forked(monkeypatch, benchmarks.robustness.front_process)
     mix = Mix(WEIGHTS, STOPS_S, longest_pause_s=0.3)
@@ -38,4 +36,4 @@ def test_every_answer_is_unchanged_over_twenty_faults(
     assert not summary["failures"], verdict.table(run)
     assert summary["faults"] == FAULTS
     for kind in ("greedy", "seeded", "classify", "bulk"):
-        assert summary["answers"][kind]["same"] >= 5
+        assert summary["answers"][kind]["same"] >= 3

@@ -25,12 +25,7 @@ from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank
 from actors.ranks.rendezvous import GroupSpec, Seat, contiguous_placements, form_group, make_specs
 from contracts.config import TandemConfig
-from contracts.errors import (
-    ChannelError,
-    CheckpointError,
-    LaunchError,
-    ResourceError,
-)
+from contracts.errors import ChannelError, CheckpointError, LaunchError, ResourceError
 from contracts.messages import Failed, Tokens
 from contracts.ranks import RankSpec
 from kernels.steps import Steps
@@ -139,9 +134,7 @@ def start_streams(
     return running
 
 
-def test_requests_fail_if_lost_expert_rank_is_not_replaced(
-    deep: Path,
-) -> None:
+def test_requests_fail_if_lost_expert_rank_is_not_replaced(deep: Path) -> None:
     config = group_config(2, 1, groups={"recovery_timeout_s": 0.5})
     with ThreadGroup(deep, config) as group, group.client(0) as first, group.client(1) as second:
         running = start_streams((first, second), 4000)

@@ -23,14 +23,7 @@ from contracts.messages import Finished, Submit, Tokens
 from contracts.ranks import DRAINED
 from contracts.requests import Sampling
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.group_harness import (
-    ThreadGroup,
-    greedy,
-    group_config,
-    loop_of,
-    rank_of,
-    until,
-)
+from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of, rank_of, until
 from tests.support.local_group import LocalGroup
 from tests.support.tiny_models import prompts
 

@@ -163,9 +163,7 @@ def test_heartbeats_pass_while_a_large_payload_waits() -> None:
         packet.release()
 
 
-def test_killed_peer_leaves_nothing_on_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_killed_peer_leaves_nothing_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:  # ours alone; its name fits a socket's address
         monkeypatch.setenv("TMPDIR", folder)

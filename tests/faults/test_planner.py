@@ -100,9 +100,7 @@ def start_another_planner(group: LocalGroup) -> None:
         process.call("join_planner", ready.channel_address).result(DEADLINE_S)
 
 
-def test_group_without_hardware_file_learns_to_plan(
-    tiny_checkpoint: Checkpoints,
-) -> None:
+def test_group_without_hardware_file_learns_to_plan(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("deepseek_v2")
     config = group_config(planner={"report_interval_s": 0.0}, channel={"heartbeat_timeout_s": 5.0})
     with (

@@ -167,10 +167,7 @@ def processes(
     folder: Path, right: list[list[int]], *ranks: int, backend: str = "shm", **sections: Any
 ) -> Iterator[tuple[LocalGroup, Callable[[], Load]]]:
     config = group_config(*ranks, **sections)
-    with (
-        LocalGroup(str(folder), config, backend=backend) as group,
-        contextlib.ExitStack() as stack,
-    ):
+    with LocalGroup(str(folder), config, backend=backend) as group, contextlib.ExitStack() as stack:
         connected = connections(group.client_addresses, group.token)
         clients = [stack.enter_context(client) for client in connected]
 

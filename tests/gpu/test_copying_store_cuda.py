@@ -37,10 +37,7 @@ def test_a_layer_is_whole_when_it_is_fetched_and_stays_so_while_it_is_read(
     source = open_host_source(folder, layout, store=SHARED_MEMORY / "tandem-test", deadline_s=60)
     resident, _ = split_layers(spec, 1)
     store = CopyingStore(
-        source,
-        {layer: half.layer_experts(layer) for layer in resident},
-        layout,
-        deadline_s=20,
+        source, {layer: half.layer_experts(layer) for layer in resident}, layout, deadline_s=20
     )
     x = torch.randn(200_000, spec.hidden_size, device=device)
     try:

@@ -14,10 +14,7 @@ from contracts.plan import Order, Plan
 
 BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
 ROWS = [[(7 * row + 3 * index) % 500 + 1 for index in range(64)] for row in range(4)]
-PLANS = (
-    Plan(r1=2, order=Order.PPPIPE),
-    Plan(r1=4, r2=2, sequence_chunks=(0.5, 1.0)),
-)
+PLANS = (Plan(r1=2, order=Order.PPPIPE), Plan(r1=4, r2=2, sequence_chunks=(0.5, 1.0)))
 
 
 async def both(fleet: Fleet) -> list[list[list[float]]]:

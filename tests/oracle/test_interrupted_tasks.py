@@ -87,10 +87,7 @@ class Rig:
             "here", model.attention, self.kv, backend, self._sink, timeline, monotonic_s
         )
         self.executor = Executor(
-            parts,
-            chunk_cost=lambda a, b: float(b - a),
-            choice=choice,
-            last_rows_only=last_rows,
+            parts, chunk_cost=lambda a, b: float(b - a), choice=choice, last_rows_only=last_rows
         )
         self.hidden: dict[int, torch.Tensor] = {}
         self.steps = 0

@@ -46,11 +46,7 @@ LENGTHS = [23, 1, 40, 7, 64]
 
 def _placed(spec: ModelSpec, extra: Sequence[int], seed: int) -> Placement:
     return replicated(
-        spec.num_experts,
-        extra,
-        num_layers=spec.num_layers,
-        moe_layers=spec.moe_layers,
-        seed=seed,
+        spec.num_experts, extra, num_layers=spec.num_layers, moe_layers=spec.moe_layers, seed=seed
     )
 
 

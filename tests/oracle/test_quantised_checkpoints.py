@@ -130,11 +130,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
         profile, folder
     )
     sections = {
-        "experts": {
-            "slots": 4,
-            "storage_format": True,
-            "profile": str(profile),
-        },
+        "experts": {"slots": 4, "storage_format": True, "profile": str(profile)},
         "prefill": {"experts": "cached", "host_store": str(tmp_path)},
     }
     for served in (

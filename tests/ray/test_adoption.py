@@ -77,9 +77,7 @@ def test_restarted_launcher_adopts_ranks(served: RunningServer) -> None:
     assert httpx.get(f"{served.url}/health", timeout=DEADLINE_S).status_code == 200
 
 
-def test_killed_ingress_replica_breaks_only_its_connections(
-    served: RunningServer,
-) -> None:
+def test_killed_ingress_replica_breaks_only_its_connections(served: RunningServer) -> None:
     replicas = processes_of("Ingress")
     assert len(replicas) == 2
     os.kill(replicas[0].pid, signal.SIGKILL)

@@ -123,9 +123,7 @@ def test_timeouts_burn_the_answers_objective(world: World) -> None:
         world.all_resolve(alerts)
 
 
-def test_saturation_lost_alert_fires_if_the_threshold_is_too_high(
-    world: World,
-) -> None:
+def test_saturation_lost_alert_fires_if_the_threshold_is_too_high(world: World) -> None:
     body = {"model": "bundled", "input": ROWS, "labels": [" no", " yes"]}
     with again_and_again(lambda: world.http.post("/v1/classify", json=body), AT_ONCE):
         world.fires("TandemSaturationLost")

@@ -182,9 +182,7 @@ def test_sigterm_completes_stream_and_refuses_requests(ray_cluster: RayHead) -> 
     wait_until_none(ray_cluster)
 
 
-def test_unplaceable_server_is_one_line_and_leaves_no_process(
-    ray_cluster: RayHead,
-) -> None:
+def test_unplaceable_server_is_one_line_and_leaves_no_process(ray_cluster: RayHead) -> None:
     port = str(free_port())
     spread = ("--set", "groups.placement=spread")
     with tandem(ray_cluster.address, "serve", "--port", port, *spread) as server:

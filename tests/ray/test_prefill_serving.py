@@ -94,9 +94,7 @@ def texts_of(client: int) -> list[str]:
     return [f"Request {client}, row {row}: it is fine." for row in range(40)]
 
 
-def test_single_pass_requests_use_prefill_workers(
-    server: Server,
-) -> None:
+def test_single_pass_requests_use_prefill_workers(server: Server) -> None:
     busy = server.busy_s()
     server.classify(texts_of(0))
     assert server.active_groups(busy) == {"prefill"}

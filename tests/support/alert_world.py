@@ -37,11 +37,7 @@ class Watched(NamedTuple):
 
 class World:
     def __init__(
-        self,
-        stack: contextlib.ExitStack,
-        folder: Path,
-        watched: Watched,
-        settings: Sequence[str],
+        self, stack: contextlib.ExitStack, folder: Path, watched: Watched, settings: Sequence[str]
     ) -> None:
         """settings: of the configuration."""
         ours = ["groups.ready_timeout_s=100", f"metrics.targets={folder}"]

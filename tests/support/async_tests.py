@@ -12,9 +12,7 @@ Parameters = ParamSpec("Parameters")
 LIMIT_S = 60.0
 
 
-def run_async(
-    test: Callable[Parameters, Coroutine[Any, Any, None]],
-) -> Callable[Parameters, None]:
+def run_async(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
     """Return a test that runs the coroutine in a new event loop, for at most LIMIT_S."""
 
     @functools.wraps(test)

@@ -145,13 +145,7 @@ def limited_top_k_reference(
 
 
 def latent_attention_reference(
-    q_THd: Tensor,
-    entries_SC: Tensor,
-    up_HcC: Tensor,
-    *,
-    nope_dim: int,
-    start: int,
-    scale: float,
+    q_THd: Tensor, entries_SC: Tensor, up_HcC: Tensor, *, nope_dim: int, start: int, scale: float
 ) -> Tensor:
     """[T, H, v] float64 of one sequence: every head's keys and values are made of the latents."""
     r = up_HcC.shape[2]

@@ -230,10 +230,7 @@ class _Rank:
         return batch_attention_ms(self._world.machine.attention, self._world.shape, part)
 
     def _completed(
-        self,
-        batch: list[tuple[int, int]],
-        parts: list[list[tuple[int, int]]],
-        started_ms: float,
+        self, batch: list[tuple[int, int]], parts: list[list[tuple[int, int]]], started_ms: float
     ) -> None:
         world, traffic = self._world, self._world.traffic
         stepped = [(at + 1, left - 1) for at, left in self.running]

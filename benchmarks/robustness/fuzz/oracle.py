@@ -13,11 +13,7 @@ from cluster.http.response_types import ErrorResponse
 LIMIT_S = 5.0
 VALIDATION_INTERVAL = 10  # of the 200s: a validation takes a millisecond
 VARYING = {"id", "created", "prompt_tokens_details"}  # fields that differ between equal requests
-REWORDED = {
-    "another line",
-    "flipped",
-    "noise",
-}  # wire.MALFORMED: another request
+REWORDED = {"another line", "flipped", "noise"}  # wire.MALFORMED: another request
 
 
 class Answer(msgspec.Struct):

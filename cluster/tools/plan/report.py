@@ -137,11 +137,7 @@ def _print_others(console: Terminal, others: list[Alternative]) -> None:
 def _print_offload(console: Terminal, answer: PlanReportAnswer) -> None:
     console.print("\nExperts read on demand, on one worker: ms per token")
     table = plain_table(
-        "sequences",
-        "read of a layer",
-        "all resident",
-        "on demand",
-        "prefetched, at best",
+        "sequences", "read of a layer", "all resident", "on demand", "prefetched, at best"
     )
     for row in answer.offload:
         spent = (row.resident_ms, row.on_demand_ms, row.ahead_ms)

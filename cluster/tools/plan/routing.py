@@ -176,9 +176,7 @@ def _costs(workload: Workload, ranks: int) -> PlacementCosts:
 
 
 def routing_answer(
-    profiled: ProfiledRouting,
-    before: tuple[Split, RoutingShape],
-    after: tuple[Split, RoutingShape],
+    profiled: ProfiledRouting, before: tuple[Split, RoutingShape], after: tuple[Split, RoutingShape]
 ) -> RoutingAnswer:
     """Compare the best splits with experts in order and placed."""
     (split_before, shape_before), (split_after, shape_after) = before, after

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from actors.telemetry.telemetry import Timeline
 from cluster.fleet import tracing
-from cluster.fleet.tracing import (
-    TraceLock,
-    estimate_offset,
-    gather_traces,
-    trace_answer,
-)
+from cluster.fleet.tracing import TraceLock, estimate_offset, gather_traces, trace_answer
 from contracts.clock import monotonic_s
 from contracts.traces import BatchSpan, Stage, TaskSpan, boot_identity
 from tests.support.manual_clock import ManualClock

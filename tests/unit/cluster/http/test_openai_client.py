@@ -58,11 +58,7 @@ def test_completion_has_text_reason_and_usage(api: Api) -> None:
 
 def test_streamed_completion_has_same_text(api: Api) -> None:
     stream = complete(
-        api,
-        prompt="Hello",
-        max_tokens=200,
-        stream=True,
-        stream_options={"include_usage": True},
+        api, prompt="Hello", max_tokens=200, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert "".join(c.choices[0].text for c in chunks if c.choices) == TEXT

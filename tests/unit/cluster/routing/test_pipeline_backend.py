@@ -14,21 +14,11 @@ from hypothesis import strategies as st
 from actors.channels.handshake import Identity
 from actors.channels.local_process import own_identity
 from benchmarks.support.rank_stream import open_stream
-from cluster.routing.least_work_placer import (
-    LeastWorkPlacer,
-    PrefixTable,
-    RankView,
-    least_work,
-)
+from cluster.routing.least_work_placer import LeastWorkPlacer, PrefixTable, RankView, least_work
 from cluster.routing.pipeline_backend import LoopThrottle, PipelineBackend, Pipelines
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
-from contracts.errors import (
-    HandshakeError,
-    OverloadError,
-    PeerHungError,
-    RankError,
-)
+from contracts.errors import HandshakeError, OverloadError, PeerHungError, RankError
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling, chain_hashes
 from tests.support.api_harness import ME, QUICK

@@ -53,9 +53,7 @@ def test_a_server_that_can_serve_no_more_ends_with_the_reason() -> None:
     assert set(groups.tokens_seen) == {b"token"}
 
 
-def test_unresponsive_launcher_ends_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_unresponsive_launcher_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "REPLY_TIMEOUT_S", 0.01)
     groups = FakeGroups("", RuntimeError("the actor died"))
     reason = wait_for_shutdown(groups, b"token", threading.Event(), 0.01)

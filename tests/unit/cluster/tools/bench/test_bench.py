@@ -278,9 +278,7 @@ def test_scaled_trace_keeps_its_pattern(tmp_path: Path) -> None:
     assert [a.lengths for a in arrivals] == [Lengths(40, 4), Lengths(4, 1), Lengths(100, 7)]
 
 
-def test_requests_are_sent_on_arrival_and_refused_client_retries_once(
-    folder: Path,
-) -> None:
+def test_requests_are_sent_on_arrival_and_refused_client_retries_once(folder: Path) -> None:
     """The rank never answers and two requests may wait; later ones are not delayed."""
     rank = FakeRank("attention-0", lambda submit: [60])
     rank.hold_after = 0

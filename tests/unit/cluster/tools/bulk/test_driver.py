@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.classification.classify import (
-    ClassifyTask,
-    classify_row,
-)
+from cluster.classification.classify import ClassifyTask, classify_row
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
@@ -23,13 +20,7 @@ from cluster.tools.bulk.driver import RouterLostError
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.records import InputRecord, RowAnswer, RowOutcome, RowRejection
 from contracts.config import BUNDLED
-from contracts.errors import (
-    ConfigError,
-    JobError,
-    NotReadyError,
-    PeerDeadError,
-    TandemError,
-)
+from contracts.errors import ConfigError, JobError, NotReadyError, PeerDeadError, TandemError
 from contracts.messages import Scored, Submit
 from contracts.requests import Usage
 from models.text.tokenizer import Tokenizer

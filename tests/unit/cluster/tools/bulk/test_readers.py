@@ -120,9 +120,7 @@ def test_too_long_line_is_rejected_and_next_is_read(
     assert kinds == [InputRow, Reject, InputRow, Reject]
 
 
-def test_misshapen_csv_row_is_rejected_alone_with_its_number(
-    tmp_path: Path,
-) -> None:
+def test_misshapen_csv_row_is_rejected_alone_with_its_number(tmp_path: Path) -> None:
     body = (
         b'id,text,other\n1,one,\n2,"two, with ""quotes""\nand a line",x\n3,too,many,columns\n'
         b"4\n5,caf\xe9,x\n6,,x\n,no id,x\n7,last,x\n8"
@@ -176,9 +174,7 @@ def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -
     assert len(read(f"file://{tmp_path}/[12].jsonl*")) == 2
 
 
-def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(
-    tmp_path: Path,
-) -> None:
+def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"{n}" * 50}) + "\n" for n in range(20_000))
     whole = gzip.compress(lines.encode(), compresslevel=0)
     broken = whole[: len(whole) - 300_000] + bytes(200_000)

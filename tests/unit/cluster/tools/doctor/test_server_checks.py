@@ -247,9 +247,7 @@ def test_targets_file_is_found_by_application_name(
     assert check_exporters(None, ["attention-0"], KEY).level == "ok"
 
 
-def test_metrics_key_from_file_warns_about_other_machines(
-    tmp_path: Path,
-) -> None:
+def test_metrics_key_from_file_warns_about_other_machines(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text(f"api_keys: [sk-secret]\nmetrics_key: {KEY}\n")
     keys.chmod(0o600)

@@ -54,9 +54,7 @@ def profiled(
 
 
 @pytest.mark.long
-def test_profile_has_fit_of_every_stage_link_and_direction(
-    profiled: tuple[Path, Path],
-) -> None:
+def test_profile_has_fit_of_every_stage_link_and_direction(profiled: tuple[Path, Path]) -> None:
     hardware = load_hardware(str(profiled[0]))
     stages = [fit.stage for fit in hardware.fits]
     links = ["a2e shm", "e2a shm", "a2e tcp", "e2a tcp"]
