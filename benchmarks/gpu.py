@@ -67,13 +67,13 @@ PARTS: Final = (
     Part(
         "kernels",
         "few tokens with experts in slots, beside torch's products and the memory's rate",
-        ("benchmarks", "slot_kernels", "--output", "RESULTS/gpu_slot_kernels.json"),
+        ("benchmarks", "slot_kernels", "--output", "RESULTS/slot_kernels.json"),
         ("triton",),
     ),
     Part(
         "offloaded",
         "decode with 10 to 100 % of the experts kept, contexts of 1k and 64k, beside Eq. 1",
-        ("benchmarks", "offloaded_on_gpu", "--output", "RESULTS/gpu_offloaded.json"),
+        ("benchmarks", "offloaded_on_gpu", "--output", "RESULTS/offloaded_on_gpu.json"),
         ("tokenizers",),
     ),
     Part(
@@ -85,13 +85,13 @@ PARTS: Final = (
             "--limit-s",
             "330",
             "--output",
-            "RESULTS/gpu_streamed.json",
+            "RESULTS/streamed_on_gpu.json",
         ),
     ),
     Part(
         "channels",
         "round trips and bandwidth of CUDA IPC on one GPU, of NCCL between two",
-        ("benchmarks", "channels", "--output", "RESULTS/gpu_channels.json"),
+        ("benchmarks", "channels", "--output", "RESULTS/channels_gpu.json"),
         ("cupy",),
     ),
 )

@@ -43,7 +43,8 @@ def _section(case: Case) -> Iterator[str]:
     for result in results:
         facts = result.environment
         what = result.name.removeprefix(case.name).strip("_").replace("_", " ")
-        yield f"{what} ({facts['machine']}, commit {facts['commit'][:8]}):\n".lstrip()
+        machine = facts["gpu"] or facts["machine"]
+        yield f"{what} ({machine}, commit {facts['commit'][:8]}):\n".lstrip()
         for table in case.tables(result.summary):
             yield from _markdown(table)
 

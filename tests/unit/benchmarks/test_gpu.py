@@ -105,4 +105,4 @@ def test_every_part_is_there_and_knows_its_arguments(tmp_path: Path) -> None:
         else:
             assert command[2] == "benchmarks"
             assert options_of(load(command[3]), command[4:])
-            assert str(tmp_path / "gpu_") in command[-1]
+            assert str(tmp_path / command[3]) in command[-1]  # the name the results page looks for
