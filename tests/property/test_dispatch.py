@@ -108,7 +108,7 @@ def test_token_groups_cover_all_tokens_evenly(tokens: int, r2: int) -> None:
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-EXACT = 3  # experts that no rank which is chosen anyway has: up to so many the fewest are found
+EXACT = 3  # limit of unserved experts up to which the minimum is exact
 
 
 @st.composite

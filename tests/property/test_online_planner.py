@@ -326,8 +326,8 @@ def test_cold_stages_stay_cold_and_unmeasured_stages_keep_the_file() -> None:
 
 PROMPTS = (64, 256, 1024)
 WARM, JUDGED = 120, 80  # batches that a planner learns from, and that it is held to
-# The file's median error may grow by the margin of a switch and by what a median of 16 batches
-# tells wrongly of one of 80; noise is 4 %.
+# The file's median error may grow by the margin of a switch and by the error of a median of 16
+# batches against that of 80; noise is 4 %.
 BOUND = 1 + SELECTION_GAIN, 0.015
 
 factors = st.sampled_from([0.5, 0.75, 1.0, 1.3, 1.8])
