@@ -130,6 +130,9 @@ async def read_body(
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise MediaTypeError(f"content-type: expected application/json, got {media_type}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise MediaTypeError(f"content-encoding: {coding} is not supported: send it uncompressed")
     data = bytearray()
     try:
         async for chunk in request.stream():

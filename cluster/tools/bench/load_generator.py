@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from cluster.observe.server_client import bearer
+from cluster.observe.server_client import bearer, uses_proxies
 from cluster.tools.bench.outcome import RequestResult
 from contracts.clock import monotonic_s
 
@@ -91,7 +91,11 @@ class HttpLoadGenerator:
         headers = bearer(target.key)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=target.url, timeout=timeout_s, limits=limits, headers=headers
+            base_url=target.url,
+            timeout=timeout_s,
+            limits=limits,
+            headers=headers,
+            trust_env=uses_proxies(target.url),
         ) as client:
             start_s, tasks = monotonic_s(), []
             for outcome in outcomes:
