@@ -120,6 +120,12 @@ class Tokenizer:
             yield 0
 
     @property
+    def eos_token_ids(self) -> list[int]:
+        """The id of eos_token, if it is set."""
+        token_id = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return [] if token_id is None else [token_id]
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
