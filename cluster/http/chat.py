@@ -6,6 +6,8 @@ rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.guided_choice import samplings
 from cluster.http.request_context import AppState, RequestContext
+from cluster.http.request_log import fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
 from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
 from cluster.http.schemas import (
@@ -38,11 +41,15 @@ from cluster.http.schemas import (
     DetokenizeBody,
     GenerationOptions,
     TokenizeBody,
+    Tool,
 )
 from cluster.http.text import Delta, ShownToken, decode_text
 from contracts.errors import RequestError, TooLongError
+from contracts.requests import INT64
+from models.text.answer_format import AnswerParser, AnswerPiece
 from models.text.tokenizer import Tokenizer
 
+PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
 _NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
@@ -64,7 +71,11 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     options = check_options(body, app_state.model, ctx.priority, logprobs=top)
     if options.n > app_state.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
-    token_ids = await chat_token_ids(app_state, ctx, body.messages, _variables(body))
+    tools = _tools(body, app_state.tokenizer)
+    variables = _variables(body)
+    if tools:
+        variables["tools"] = [_plain_tool(tool) for tool in tools]
+    token_ids = await chat_token_ids(app_state, ctx, body.messages, variables)
     check_tokens(token_ids, app_state.model, "messages")
     room = resolve_max_tokens(
         *(len(token_ids), options, app_state.model),
@@ -82,7 +93,30 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
-    return GenerationJob([GenerationPrompt(token_ids, sampling)], options)
+    prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return GenerationJob(
+        [GenerationPrompt(token_ids, sampling)],
+        options,
+        new_parser=app_state.tokenizer.answer_format.new_parser(prompt_end, schemas),
+        parallel_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _tools(body: ChatBody, tokenizer: Tokenizer) -> list[Tool]:
+    """Return the tools that the model may call. Raises RequestError."""
+    choice = body.tool_choice
+    if choice is not None and not body.tools and choice not in ("none", "auto"):
+        raise RequestError("tool_choice needs tools", "tool_choice")
+    if not body.tools or choice == "none":
+        return []
+    if choice not in (None, "auto"):
+        raise UnsupportedFieldError(
+            f"tool_choice={choice!r} is not supported, only auto and none", "tool_choice"
+        )
+    if not tokenizer.has_tools:
+        raise RequestError("this model's chat template has no tool calls: leave tools out", "tools")
+    return body.tools
 
 
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
@@ -192,6 +226,16 @@ def _tool_call(place: str, call: dict[str, Any], account: MemoryAccount) -> dict
     return {**call, "function": {**function, "arguments": JsonArguments(text, values)}}
 
 
+def _plain_tool(tool: Tool) -> dict[str, Any]:
+    """Return a tool as the client wrote it."""
+    function = {
+        key: value
+        for key, value in msgspec.structs.asdict(tool.function).items()
+        if value is not None
+    }
+    return {"type": tool.type, "function": function}
+
+
 def _variables(body: ChatBody) -> dict[str, Any]:
     variables = template_variables(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
@@ -214,33 +258,51 @@ class _ChatFormatter:
 
     prefix, object_type, chunk_type = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
         self._tokenizer = tokenizer
-        self._include_logprobs = num_top is not None
-        self._started: set[int] = set()
+        self._include_logprobs = job.options.sampling.logprobs is not None
+        self._new_fields = partial(AnswerFields, job.new_parser, job.parallel_calls)
+        self._started: dict[int, AnswerFields] = {}
 
     def logprobs(self) -> ChatLogprobsBuilder | None:
         return ChatLogprobsBuilder(self._tokenizer) if self._include_logprobs else None
 
     def choice(self, index: int, choice: ChoiceBuilder) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "finish_reason": choice.finish_reason,
-        }
+        fields = self._new_fields()
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        calls: list[dict[str, Any]] = []
+        for delta in fields.deltas(choice.text, is_last=True):
+            for call in delta.pop("tool_calls", ()):
+                if "id" in call:
+                    calls.append({name: call[name] for name in ("id", "type", "function")})
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            for name, text in delta.items():
+                message[name] = (message.get(name) or "") + text
+        if calls:
+            message["tool_calls"] = calls
+        elif message["content"] is None and "reasoning_content" not in message:
+            message["content"] = ""
+        reason = fields.finish_reason(choice.finish_reason)
+        return {"index": index, "message": message, "finish_reason": reason}
 
     def pieces(self, index: int, delta: Delta) -> list[dict[str, Any]]:
         pieces = []
         if index not in self._started:
-            self._started.add(index)
+            self._started[index] = self._new_fields()
             pieces.append(self._piece(index, {"role": "assistant", "content": ""}, [], None))
-        if delta.text or delta.tokens or delta.finish_reason:
-            content = {"content": delta.text} if delta.text or delta.tokens else {}
-            pieces.append(self._piece(index, content, delta.tokens, delta.finish_reason))
+        fields, reason = self._started[index], delta.finish_reason
+        deltas = fields.deltas(delta.text, is_last=reason is not None)
+        if not deltas and (delta.tokens or reason):
+            deltas = [{}]
+        for number, each in enumerate(deltas, start=1):
+            tokens = delta.tokens if number == 1 else []
+            ending = fields.finish_reason(reason) if number == len(deltas) else None
+            pieces.append(self._piece(index, each, tokens, ending))
         return pieces
 
     def _piece(
-        self, index: int, delta: dict[str, str], tokens: list[ShownToken], reason: str | None
+        self, index: int, delta: dict[str, Any], tokens: list[ShownToken], reason: str | None
     ) -> dict[str, Any]:
         has_logprobs = tokens and self._include_logprobs
         return {
@@ -249,6 +311,45 @@ class _ChatFormatter:
             "logprobs": chat_logprobs(self._tokenizer, tokens) if has_logprobs else None,
             "finish_reason": reason,
         }
+
+
+class AnswerFields:
+    """Fields of one choice's message: content, reasoning_content and tool_calls.
+
+    new_parser: None if all text is content. parallel_calls: False drops calls after the first.
+    """
+
+    def __init__(self, new_parser: Callable[[], AnswerParser] | None, parallel_calls: bool) -> None:
+        self._parser = new_parser() if new_parser else None
+        self._most_calls = INT64 if parallel_calls else 1
+        self._calls = 0
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return "tool_calls" if self._calls and reason == "stop" else reason
+
+    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """Return the additions that `text` makes, as OpenAI's deltas."""
+        if self._parser is None:
+            return [{"content": text}] if text else []
+        pieces = self._parser.push(text)
+        if is_last:
+            pieces += self._parser.flush()
+        return [delta for piece in pieces if (delta := self._delta(piece))]
+
+    def _delta(self, piece: AnswerPiece) -> dict[str, Any]:
+        if piece.field == "content":
+            return {"content": piece.text}
+        if piece.field == "reasoning":
+            return {"reasoning_content": piece.text}
+        self._calls += piece.name is not None
+        if self._calls > self._most_calls:
+            return {}
+        call: dict[str, Any] = {"index": self._calls - 1}
+        function = {"arguments": piece.text}
+        if piece.name is not None:
+            call |= {"id": f"call_{fresh_id()}", "type": "function"}
+            function = {"name": piece.name, **function}
+        return {"tool_calls": [{**call, "function": function}]}
 
 
 async def tokenize(app_state: AppState, ctx: RequestContext, request: Request) -> Response:

@@ -144,9 +144,9 @@ class _CompletionFormatter:
 
     prefix, object_type, chunk_type = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, job: GenerationJob) -> None:
         self._tokenizer = tokenizer
-        self._num_top = num_top
+        self._num_top = job.options.sampling.logprobs
 
     def logprobs(self) -> CompletionLogprobsBuilder | None:
         num_top = self._num_top

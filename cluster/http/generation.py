@@ -40,6 +40,7 @@ from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
+from models.text.answer_format import AnswerParser
 from models.text.tokenizer import Tokenizer
 
 CONCURRENT_SEQUENCES = 256  # per request
@@ -157,12 +158,15 @@ class GenerationJob(msgspec.Struct, frozen=True):
     """A checked request.
 
     lists_eos: the end-of-sequence token is listed among the tokens with log-probabilities.
+    new_parser: returns a parser of one answer; None: answers have no format.
     """
 
     prompts: list[GenerationPrompt]
     options: GenerationOptions
     echo: bool = False
     lists_eos: bool = False
+    new_parser: Callable[[], AnswerParser] | None = None
+    parallel_calls: bool = True
 
     @property
     def count(self) -> int:
@@ -203,7 +207,7 @@ class ResponseFormatter(Protocol):
 
 Body = TypeVar("Body", bound=GenerationBody)
 Check = Callable[[AppState, RequestContext, Body], Awaitable[GenerationJob]]
-MakeFormatter = Callable[[Tokenizer, int | None], ResponseFormatter]
+MakeFormatter = Callable[[Tokenizer, GenerationJob], ResponseFormatter]
 
 
 async def generation(
@@ -217,7 +221,6 @@ async def generation(
     """Run a generation request.
 
     check: returns the job of a body, or raises TandemError.
-    make_formatter: receives the number of alternatives per token; None: no log-probabilities.
     """
     body = await read_prioritized_body(app_state, ctx, request, kind)
 
@@ -225,7 +228,7 @@ async def generation(
         job = await check(app_state, ctx, body)
         if job.prefill_only:
             ctx.pipeline = Pipeline.PREFILL
-        formatter = make_formatter(app_state.tokenizer, job.options.sampling.logprobs)
+        formatter = make_formatter(app_state.tokenizer, job)
         run = _Run(app_state, ctx, job, formatter)
         if job.options.stream:
             return await EventStream.open(ctx, run.frames())
@@ -311,6 +314,7 @@ class _Run:
             stops_after=submit.sampling.min_tokens if submit.sampling else 0,
             hidden_ids=submit.end_token_ids,
             lists_hidden=self._job.lists_eos,
+            shows_tags=self._job.new_parser is not None,
         )
         first_s = last_s = 0.0
         async with aclosing(app_state.backend.generate(submit, wait_for_slot=index > 0)) as batches:

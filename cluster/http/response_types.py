@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from contracts.ranks import RankStatus
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 ErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -109,11 +109,29 @@ class ChatLogprobs(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True
     refusal: None
 
 
+class CalledFunction(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function with arguments as JSON text. In a stream, the name comes first."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of a tool. index: in a stream."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
 class AssistantMessage(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model's message."""
+    """The model's message. content: null if there is only reasoning or calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None
 
 
@@ -139,6 +157,8 @@ class ChatDelta(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,6 +31,7 @@ Schema = dict[str, Any]
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
+MAX_TOOLS = 512
 MAX_CHOICE_CHARACTERS = 8192  # of all choices together
 MAX_CACHE_SALT_CHARACTERS = 1024
 MAX_LABEL_TOKENS = 1024
@@ -126,8 +127,6 @@ class UnsupportedFields(PrioritizedFields, kw_only=True):
     response_format: Annotated[Any, unsupported({"type": "text"})] = None
     skip_special_tokens: Annotated[Any, unsupported(True)] = None
     suffix: Annotated[Any, unsupported("")] = None
-    tool_choice: Annotated[Any, unsupported("none", "auto")] = None
-    tools: Annotated[Any, unsupported([])] = None
     truncate_prompt_tokens: Annotated[Any, unsupported()] = None
     use_beam_search: Annotated[Any, unsupported(False)] = None
     web_search_options: Annotated[Any, unsupported()] = None
@@ -263,6 +262,22 @@ class ChatMessage(StrictFields, kw_only=True):
     function_call: Any = None
 
 
+class ToolFunction(StrictFields, kw_only=True):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    name: Annotated[str, Meta(pattern=r"^[\w.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictFields, kw_only=True):
+    """A tool. Only functions are supported."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
@@ -280,6 +295,14 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: Annotated[Logprobs, described("Alternatives per token; needs logprobs.")] = None
     echo: Annotated[bool | None, documented(enum=[None, False])] = None
     reasoning_effort: str | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Annotated[str, documented(enum=["none", "auto"])] | dict[str, Any] | None,
+        described("auto: the model decides. none: tools are left out of the prompt."),
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, described("false: calls after the first are dropped.")
+    ] = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -289,6 +312,8 @@ NESTED: dict[str, type[msgspec.Struct]] = {
     "structured_outputs": StructuredOutputs,
     "messages": ChatMessage,
     "content": ContentPart,
+    "tools": Tool,
+    "function": ToolFunction,
 }
 
 

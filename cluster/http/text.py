@@ -21,6 +21,7 @@ import msgspec
 
 from contracts.messages import Finished, TokenLogprob, Tokens
 from contracts.requests import Priority, Usage
+from models.text.answer_format import partial_match
 from models.text.chat_template import Charge, EncodingSteps, finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 
@@ -56,7 +57,7 @@ class StopStrings:
             self.hit = True
             self._held = ""
             return buffer[: min(ends)[1]]
-        keep = max(_partial_match(buffer, stop) for stop in self._stops)
+        keep = max(partial_match(buffer, stop) for stop in self._stops)
         shown, self._held = buffer[: len(buffer) - keep], buffer[len(buffer) - keep :]
         return shown
 
@@ -78,14 +79,6 @@ def mark_special(
             markers[token_id] = chr(FIRST_MARKER + len(markers))
             marked = [stop.replace(text, markers[token_id]) for stop in marked]
     return list(dict.fromkeys([*stops, *marked])), markers
-
-
-def _partial_match(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 class ShownToken(msgspec.Struct, frozen=True):
@@ -110,7 +103,8 @@ class SequenceText:
     A token is listed with the text that it begins. Tokens that a stop string cuts off are not
     listed but count in `usage`. Tokens of hidden_ids add no text; they are listed with empty text
     if lists_hidden. A stop string that one of the first `stops_after` tokens completes is plain
-    text. A stop string may contain the text of special tokens, which add no text.
+    text. A stop string may contain the text of special tokens, which add no text; with shows_tags
+    those of the model's answer format do.
     """
 
     def __init__(
@@ -122,11 +116,14 @@ class SequenceText:
         stops_after: int = 0,
         hidden_ids: Collection[int] = (),
         lists_hidden: bool = False,
+        shows_tags: bool = False,
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(after=prompt_ids)
+        self._tags = tokenizer.tag_texts if shows_tags else {}
         self._markers: dict[int, str] = {}
         if stops:
-            stops, self._markers = mark_special(stops, tokenizer.special_texts)
+            hidden = {i: t for i, t in tokenizer.special_texts.items() if i not in self._tags}
+            stops, self._markers = mark_special(stops, hidden)
         self._unmarked = dict.fromkeys(map(ord, self._markers.values()))
         self._stops = StopStrings(stops)
         self._stops_after = stops_after
@@ -172,7 +169,8 @@ class SequenceText:
                 self._pending.append(ShownToken(token_id, self._decoded, logprob))
             if is_hidden:
                 continue
-            self._add(self._detokenizer.push((token_id,)), pieces, self._markers.get(token_id, ""))
+            decoded = self._detokenizer.push((token_id,)) + self._tags.get(token_id, "")
+            self._add(decoded, pieces, self._markers.get(token_id, ""))
             if self._stops.hit:
                 return True
         return False

@@ -93,6 +93,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)
         self.has_developer_role = "developer" in source
+        self.has_tools = "tools" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from contracts.errors import RequestError, TooLongError
+from models.text.answer_format import AnswerFormat, find_format
 from models.text.chat_template import (
     PIECE_CHARACTERS,
     ChatTemplate,
@@ -118,6 +119,25 @@ class Tokenizer:
                     param,
                 )
             yield 0
+
+    @functools.cached_property
+    def answer_format(self) -> AnswerFormat:
+        """The format of a chat's answers, as the added tokens state it."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return find_format([token.content for token in added])
+
+    @functools.cached_property
+    def tag_texts(self) -> dict[int, str]:
+        """Texts of special tokens that are tags of the answer format, by id."""
+        tags = self.answer_format.tags
+        return {token_id: text for token_id, text in self.special_texts.items() if text in tags}
+
+    @property
+    def has_tools(self) -> bool:
+        """Return whether a chat may have tools: the template has, and calls can be read."""
+        form = self.answer_format
+        can_call = form.is_harmony or form.calls is not None
+        return can_call and self._chat is not None and self._chat.has_tools
 
     @property
     def eos_token_ids(self) -> list[int]:

@@ -1,0 +1,332 @@
+"""Formats in which model families write reasoning, content and tool calls, parsed as they stream.
+
+    harmony    <|channel|>analysis<|message|>REASONING<|end|><|start|>assistant<|channel|>final
+               <|message|>CONTENT, with a call as <|channel|>commentary to=functions.NAME
+               <|message|>ARGUMENTS (gpt-oss)
+    think      <think>REASONING</think>CONTENT (Qwen3, DeepSeek-R1, GLM, MiniMax); the prompt may
+               end with <think>
+    calls      <tool_call>{"name": NAME, "arguments": {...}}</tool_call> and its XML variants
+               (Qwen, GLM), [TOOL_CALLS] (Mistral), <｜tool▁call▁begin｜> (DeepSeek)
+
+A parser receives text in which the tags of its format are shown. What is not in the format is
+content, unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+MAX_HEADER_CHARACTERS = 256  # of a harmony message; more is not a header
+THINK, END_THINK = "<think>", "</think>"
+HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+HARMONY_PROMPT = "<|start|>assistant"
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
+
+
+class AnswerPiece(NamedTuple):
+    """A part of one field of an answer. name: of the tool call that begins with this piece."""
+
+    field: Literal["content", "reasoning", "call"]
+    text: str
+    name: str | None = None
+
+
+class CallFormat(NamedTuple):
+    """Tags around a tool call. end: None if calls go to the end. silent: tags without a meaning."""
+
+    begin: str
+    end: str | None
+    silent: Sequence[str] = ()
+
+
+CALL_FORMATS = (
+    CallFormat("<tool_call>", "</tool_call>"),
+    CallFormat("[TOOL_CALLS]", None),
+    CallFormat(
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+)
+Schemas = Mapping[str, Mapping[str, Any]]  # parameters of each tool
+
+
+class AnswerFormat(NamedTuple):
+    """The format of a model. calls: None if it has no format of tool calls."""
+
+    is_harmony: bool
+    thinks: bool
+    calls: CallFormat | None
+
+    @property
+    def tags(self) -> list[str]:
+        if self.is_harmony:
+            return list(HARMONY_TAGS)
+        calls = self.calls
+        ends = [] if calls is None or calls.end is None else [calls.end]
+        return [
+            *((THINK, END_THINK) if self.thinks else ()),
+            *((calls.begin, *ends, *calls.silent) if calls else ()),
+        ]
+
+    def new_parser(self, prompt_end: str, tools: Schemas) -> Callable[[], AnswerParser] | None:
+        """Return the constructor of an answer's parser, or None if the answer is content.
+
+        prompt_end: the last characters of the prompt. tools: empty if calls are not expected.
+        """
+        if self.is_harmony:
+            return HarmonyParser if prompt_end.endswith(HARMONY_PROMPT) else None
+        if not self.thinks and not tools:
+            return None
+        is_open = self.thinks and prompt_end.rstrip().endswith(THINK)
+        return partial(ThinkParser, self, is_open=is_open, tools=tools)
+
+
+def find_format(added_tokens: Collection[str]) -> AnswerFormat:
+    """Return the format that a tokenizer's added tokens stand for."""
+    found = [calls for calls in CALL_FORMATS if calls.begin in added_tokens]
+    return AnswerFormat(
+        is_harmony={*HARMONY_TAGS} <= {*added_tokens},
+        thinks={THINK, END_THINK} <= {*added_tokens},
+        calls=found[0] if found else None,
+    )
+
+
+def partial_match(text: str, whole: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `whole`."""
+    for length in range(min(len(whole) - 1, len(text)), 0, -1):
+        if text.endswith(whole[:length]):
+            return length
+    return 0
+
+
+class TagScanner:
+    """Splits text at tags. A text that may begin a tag is held back."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        self._tags = {tag: tag for tag in tags}
+        self._pattern = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
+        self._held = ""
+
+    def push(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield (text or tag, whether it is a tag)."""
+        buffer, start = self._held + text, 0
+        for match in self._pattern.finditer(buffer):
+            if match.start() > start:
+                yield buffer[start : match.start()], False
+            yield match[0], True
+            start = match.end()
+        keep = max(partial_match(buffer[start:], tag) for tag in self._tags)
+        shown, self._held = buffer[start : len(buffer) - keep], buffer[len(buffer) - keep :]
+        if shown:
+            yield shown, False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class AnswerParser:
+    """Parser of one answer. `flush` is called once, at its end."""
+
+    def __init__(self, tags: Sequence[str]) -> None:
+        self._scanner = TagScanner(tags)
+
+    def push(self, text: str) -> list[AnswerPiece]:
+        pieces: list[AnswerPiece] = []
+        for part, is_tag in self._scanner.push(text):
+            pieces += self._on_tag(part) if is_tag else self._on_text(part)
+        return [piece for piece in pieces if piece.text or piece.name]
+
+    def flush(self) -> list[AnswerPiece]:
+        held = self._scanner.flush()
+        pieces = [*(self._on_text(held) if held else ()), *self._on_end()]
+        return [piece for piece in pieces if piece.text or piece.name]
+
+    def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
+        raise NotImplementedError
+
+    def _on_text(self, text: str) -> Sequence[AnswerPiece]:
+        raise NotImplementedError
+
+    def _on_end(self) -> Sequence[AnswerPiece]:
+        return ()
+
+
+class HarmonyParser(AnswerParser):
+    """Parser of gpt-oss's channels. The prompt ends inside the header of the first message."""
+
+    def __init__(self) -> None:
+        super().__init__(HARMONY_TAGS)
+        self._header: str | None = ""
+        self._field: Literal["content", "reasoning", "call"] = "content"
+        self._has_reasoning = False
+
+    def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
+        if tag == "<|start|>":
+            self._header = ""
+        elif tag == "<|message|>" and self._header is not None:
+            return self._begin_message()
+        elif self._header is not None:
+            self._header += tag
+        elif tag == "<|end|>":
+            self._field = "content"
+        return ()
+
+    def _begin_message(self) -> Sequence[AnswerPiece]:
+        header, self._header = self._header or "", None
+        _, _, channel = header.partition("<|channel|>")
+        called = _RECIPIENT.search(header)
+        if called:
+            self._field = "call"
+            return [AnswerPiece("call", "", called[1])]
+        is_shown = channel.startswith(("final", "commentary")) or not channel
+        self._field = "content" if is_shown else "reasoning"
+        if is_shown or not self._has_reasoning:
+            self._has_reasoning = self._has_reasoning or not is_shown
+            return ()
+        return [AnswerPiece("reasoning", "\n")]
+
+    def _on_text(self, text: str) -> Sequence[AnswerPiece]:
+        if self._header is None:
+            return [AnswerPiece(self._field, text)]
+        self._header += text
+        return self._on_end() if len(self._header) > MAX_HEADER_CHARACTERS else ()
+
+    def _on_end(self) -> Sequence[AnswerPiece]:
+        """Show a header that none is: the answer is not in the format."""
+        header, self._header = self._header or "", None
+        return () if "<|channel|>" in header else [AnswerPiece("content", header)]
+
+
+class ThinkParser(AnswerParser):
+    """Parser of <think> and of tool calls. is_open: the prompt ends with <think>."""
+
+    def __init__(self, form: AnswerFormat, *, is_open: bool, tools: Schemas) -> None:
+        super().__init__(form.tags)
+        self._calls = form.calls if tools else None
+        self._tools = tools
+        self._is_reasoning = is_open
+        self._trims = is_open  # white space behind a tag
+        self._space = ""  # held back: dropped before a tag
+        self._has_begun = False
+        self._body: str | None = None  # of a tool call
+
+    def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
+        calls = self._calls
+        if self._body is not None:
+            return self._end_call() if calls and tag == calls.end else self._on_text(tag)
+        if tag == THINK and not self._has_begun and not self._is_reasoning:
+            self._is_reasoning = self._trims = True
+        elif tag == END_THINK and self._is_reasoning:
+            self._is_reasoning, self._trims = False, True
+        elif calls is None or self._is_reasoning or tag not in (calls.begin, *calls.silent):
+            return self._on_text(tag)
+        elif tag == calls.begin:
+            self._body = ""
+        self._space = ""
+        return ()
+
+    def _on_text(self, text: str) -> Sequence[AnswerPiece]:
+        if self._body is not None:
+            self._body += text
+            return ()
+        if self._trims:
+            text = text.lstrip()
+        if not text:
+            return ()
+        shown = text.rstrip()
+        if not shown:
+            self._space += text
+            return ()
+        self._trims, self._has_begun = False, True
+        held, self._space = self._space, text[len(shown) :]
+        return [AnswerPiece("reasoning" if self._is_reasoning else "content", held + shown)]
+
+    def _end_call(self) -> Sequence[AnswerPiece]:
+        body, self._body = self._body or "", None
+        self._trims = self._has_begun = True
+        calls = read_calls(body, self._tools)
+        if calls:
+            return [AnswerPiece("call", arguments, name) for name, arguments in calls]
+        form = self._calls
+        assert form is not None
+        return [AnswerPiece("content", f"{form.begin}{body}{form.end or ''}")]
+
+    def _on_end(self) -> Sequence[AnswerPiece]:
+        """Show a call that is cut; calls without an end tag are complete."""
+        if self._body is None:
+            space = "" if self._is_reasoning or self._trims else self._space
+            return [AnswerPiece("content", space)]
+        form = self._calls
+        assert form is not None
+        if form.end is None:
+            return self._end_call()
+        return [AnswerPiece("content", form.begin + self._body)]
+
+
+def read_calls(body: str, tools: Schemas) -> list[tuple[str, str]]:
+    """Return (name, arguments as JSON) of each call between the tags; none if it is malformed."""
+    text = body.strip()
+    if (function := _FUNCTION.match(text)) is not None:
+        name = function[1].strip()
+        return [(name, _typed(_PARAMETER.findall(function[2]), tools.get(name, {})))]
+    if "<arg_key>" in text:
+        name = text.partition("<arg_key>")[0].strip()
+        return [(name, _typed(_PAIR.findall(text), tools.get(name, {})))]
+    for separator in ("<｜tool▁sep｜>", "[ARGS]"):
+        head, found, rest = text.partition(separator)
+        if found:
+            return _separated(head, rest)
+    return _json_calls(text)
+
+
+def _separated(head: str, rest: str) -> list[tuple[str, str]]:
+    name, arguments = head.strip(), rest.strip()
+    if name == "function":  # DeepSeek-V3: function<sep>NAME\n```json\n...\n```
+        name, _, arguments = arguments.partition("\n")
+    fence = _FENCE.fullmatch(arguments)
+    arguments = fence[1] if fence else arguments.strip()
+    return [(name.strip(), arguments)] if _loads(arguments) is not None else []
+
+
+def _json_calls(text: str) -> list[tuple[str, str]]:
+    tree = _loads(text)
+    calls = []
+    for each in tree if isinstance(tree, list) else [tree]:
+        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+            return []
+        arguments = each.get("arguments", each.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        calls.append((each["name"], arguments))
+    return calls
+
+
+def _typed(pairs: Sequence[tuple[str, str]], schema: Mapping[str, Any]) -> str:
+    """Return arguments as JSON. Values are text; what the schema does not call a string is JSON."""
+    properties = schema.get("properties")
+    values: dict[str, Any] = {}
+    for key, text in pairs:
+        stated = properties.get(key.strip()) if isinstance(properties, dict) else None
+        is_string = isinstance(stated, dict) and stated.get("type") == "string"
+        value = None if is_string else _loads(text.strip())
+        values[key.strip()] = text if value is None and text.strip() != "null" else value
+    return msgspec.json.encode(values).decode()
+
+
+def _loads(text: str) -> Any:
+    """Return the JSON value, or None if it is not JSON."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
