@@ -28,13 +28,13 @@ from contracts.config import TandemConfig
 from contracts.errors import ChannelError, CheckpointError, LaunchError, ResourceError
 from contracts.messages import Failed, Tokens
 from contracts.ranks import RankSpec
+from contracts.requests import Priority
 from kernels.steps import Steps
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_half import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     DEADLINE_S,
-    Priority,
     RankConnection,
     ThreadGroup,
     connections,

@@ -16,11 +16,11 @@ from contracts.errors import CheckpointError
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
-from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
 from tests.support.local_model import LocalModel
 from tests.support.quantised_models import make_fp8, make_mxfp4
+from tests.support.read_tensors import record_read_names
 from tests.support.tiny_models import prompts
 
 Make = Callable[..., Path]
@@ -147,17 +147,10 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
 def test_the_check_reads_headers_only_and_ranks_only_their_experts(
     pair_of: Callable[[str], Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: list[str] = []
-    original = SafetensorsFile.tensor
-
-    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
-        names.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(SafetensorsFile, "tensor", spy)
     folder, _ = pair_of(kind)
+    read_names = record_read_names(monkeypatch)
     spec = check_checkpoint(folder)
-    assert names == []
+    assert read_names == []
     seen: list[tuple[int, int]] = []
     ExpertHalf.load(
         Checkpoint(folder),
@@ -166,8 +159,8 @@ def test_the_check_reads_headers_only_and_ranks_only_their_experts(
         dtype=torch.bfloat16,
         progress=lambda done, whole: seen.append((done, whole)),
     )
-    assert all("experts" in name and "shared" not in name for name in names)
-    assert kind == "gpt_oss" or all(".1." in name or ".3." in name for name in names)
+    assert all("experts" in name and "shared" not in name for name in read_names)
+    assert kind == "gpt_oss" or all(".1." in name or ".3." in name for name in read_names)
     assert seen[-1][0] == seen[-1][1] > 0
 
 

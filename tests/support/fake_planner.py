@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -65,12 +64,7 @@ class FakePlanner:
     def __enter__(self) -> FakePlanner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join(DEADLINE_S)  # whom it has let in by now is hung up on
         self._listener.close()

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +36,7 @@ from contracts.messages import Tokens as TokensEvent
 from contracts.placement import Placement
 from contracts.plan import Plan
 from contracts.ranks import Group
-from contracts.requests import Priority, Sampling
+from contracts.requests import Sampling
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
@@ -123,12 +122,7 @@ class ThreadGroup:
     def __enter__(self) -> ThreadGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self.ranks:
             worker.stop()
 
@@ -352,15 +346,3 @@ def prefill_config(**sections: Any) -> TandemConfig:
     """Return `group_config` with a fixed threshold, which saves the reference pass."""
     prefill = {"saturation": 10**12, "max_batch_tokens": 512, **sections.pop("prefill", {})}
     return group_config(prefill=prefill, **sections)
-
-
-__all__ = [
-    "PrefillThreads",
-    "Priority",
-    "RankConnection",
-    "ThreadGroup",
-    "connections",
-    "greedy",
-    "group_config",
-    "prefill_config",
-]

@@ -24,23 +24,10 @@ from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from tests.support.manual_clock import ManualClock
+from tests.support.read_tensors import record_read_names
 from tests.support.tiny_models import set_config
 
 Make = Callable[..., Path]
-
-
-@pytest.fixture
-def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list that records the names of read tensors."""
-    names: list[str] = []
-    original = SafetensorsFile.tensor
-
-    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
-        names.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(SafetensorsFile, "tensor", spy)
-    return names
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -91,8 +78,11 @@ def test_auto_dtype_is_stored_dtype_except_float16(
     assert resolve_dtype(spec, requested) is expected  # type: ignore[arg-type]
 
 
-def test_each_half_reads_only_its_own_tensors(tiny_checkpoint: Make, read_names: list[str]) -> None:
+def test_each_half_reads_only_its_own_tensors(
+    tiny_checkpoint: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_checkpoint(max_shard_size="40KB")
+    read_names = record_read_names(monkeypatch)
     spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
     assert read_names == [], "the check reads none"
     AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
