@@ -30,6 +30,7 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED, TandemConfig
 from contracts.import_path import ROOT
+from tests.support.one_line_errors import error_line
 from tests.support.tiny_models import set_config
 
 Checkpoints = Callable[..., Path]
@@ -47,15 +48,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         port = unused.getsockname()[1]  # the default port may be in use
 
     def call(command: str, *arguments: str) -> str:
-        capsys.readouterr()
-        assert main([command, "--set", f"http.port={port}", *arguments]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.endswith("\n")
-        assert err.count("\n") == 1, err
-        assert err.startswith(f"tandem {command}: ")
-        assert "Traceback" not in err
-        return err
+        return error_line(capsys, command, "--set", f"http.port={port}", *arguments)
 
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -18,6 +18,7 @@ from cluster.tools.place import slots_of
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError
 from models.spec.model import read_spec
+from tests.support.one_line_errors import error_line
 
 FOLDER = resolve_model_folder(BUNDLED)
 PROFILE = FOLDER / "routing.safetensors"
@@ -67,13 +68,7 @@ def test_ranks_and_slots_that_do_not_fit_are_refused(ranks: int, spare: int, mes
 
 
 def _error(capsys: Capture, *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["place", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tandem place: ")
-    assert err.count("\n") == 1
-    return err
+    return error_line(capsys, "place", *arguments)
 
 
 def test_unreadable_input_or_output_is_reported_before_placement(

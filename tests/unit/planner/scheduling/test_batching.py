@@ -44,6 +44,7 @@ from planner.scheduling.user_policy import (
     sample_views,
     user_batching,
 )
+from tests.support.one_line_errors import one_line_error
 
 
 def passes(*left: int) -> Classes:
@@ -224,11 +225,8 @@ def test_class_or_object_is_loaded_with_missing_functions_as_none() -> None:
     ],
 )
 def test_unusable_policy_is_rejected_in_one_line(path: str, expected_message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with one_line_error(ConfigError, expected_message, start=f"priority.policy={path!r}: "):
         load_policy(path)
-    assert caught.value.message.startswith(f"priority.policy={path!r}: ")
-    assert expected_message in caught.value.message
-    assert "\n" not in caught.value.message
 
 
 class Clock:
