@@ -195,57 +195,47 @@ _DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 _PACKED = "model.layers.1.mlp.experts.down_proj"
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "change", "parts"),
-    [
+Tensors = dict[str, torch.Tensor | None]
+REFUSED: dict[str, list[tuple[dict[str, Any], Tensors, list[str]]]] = {
+    "deepseek_v3": [
         (
-            "deepseek_v3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             {},
             ["weight_block_size", "[64, 64]", "[128, 128]"],
         ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, ["quant_method", "mxfp4", "fp8"]),
+        ({}, {f"{_DOWN}_scale_inv": None}, [f"{_DOWN}_scale_inv", "missing"]),
+        ({}, {f"{_DOWN}_scale_inv": torch.ones(1, 2)}, [f"{_DOWN}_scale_inv", "[1, 2]", "[2, 2]"]),
         (
-            "deepseek_v3",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            {},
-            ["quant_method", "mxfp4", "fp8"],
-        ),
-        ("gpt_oss", {"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
-        ("deepseek_v3", {}, {f"{_DOWN}_scale_inv": None}, [f"{_DOWN}_scale_inv", "missing"]),
-        (
-            "deepseek_v3",
-            {},
-            {f"{_DOWN}_scale_inv": torch.ones(1, 2)},
-            [f"{_DOWN}_scale_inv", "[1, 2]", "[2, 2]"],
-        ),
-        (
-            "deepseek_v3",
             {},
             {f"{_DOWN}_scale_inv": torch.ones(2, 2, dtype=torch.int32)},
             [f"{_DOWN}_scale_inv", "I32", "BF16"],
         ),
         (
-            "deepseek_v3",
             {},
             {"model.norm.weight": torch.ones(150).to(torch.float8_e4m3fn)},
             ["model.norm.weight", "F8_E4M3", "matrices"],
         ),
-        ("gpt_oss", {}, {f"{_PACKED}_scales": None}, [f"{_PACKED}_scales", "missing"]),
-        (
-            "gpt_oss",
-            {},
-            {f"{_PACKED}_scales": torch.ones(5, 64, 3)},
-            [f"{_PACKED}_scales", "F32", "U8"],
-        ),
-        ("gpt_oss", {"intermediate_size": 97}, {}, ["intermediate_size=97", "32"]),
     ],
+    "gpt_oss": [
+        ({"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
+        ({}, {f"{_PACKED}_scales": None}, [f"{_PACKED}_scales", "missing"]),
+        ({}, {f"{_PACKED}_scales": torch.ones(5, 64, 3)}, [f"{_PACKED}_scales", "F32", "U8"]),
+        ({"intermediate_size": 97}, {}, ["intermediate_size=97", "32"]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "change", "parts"),
+    [(kind, *refused) for kind, cases in REFUSED.items() for refused in cases],
 )
 def test_what_cannot_be_dequantised_is_refused_in_one_line(
     pair_of: Callable[[str], Pair],
     tmp_path: Path,
     kind: str,
     config: dict[str, Any],
-    change: dict[str, torch.Tensor | None],
+    change: Tensors,
     parts: list[str],
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:

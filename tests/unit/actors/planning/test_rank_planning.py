@@ -40,20 +40,12 @@ from models.spec.model import read_spec
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
-from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
+from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until
 from tests.support.simulated_group import hardware
 from tests.support.tiny_models import prompts
 
 Checkpoints = Callable[..., Path]
 CHOSEN = Plan(r1=3, r2=2)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition of another thread holds."""
-    end_s = monotonic_s() + DEADLINE_S
-    while not condition():
-        assert monotonic_s() < end_s, "it never came true"
-        time.sleep(0.001)
 
 
 def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:

@@ -19,7 +19,7 @@ from contracts.errors import RankError
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
-from tests.support.async_tests import run_async
+from tests.support.async_tests import run_async, until
 from tests.support.attention_ranks import Directory, counted_on, with_ranks
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
 from tests.support.group_harness import ThreadGroup, group_config
@@ -267,11 +267,6 @@ WHOLE = list(range(40, 40 + WANTED))
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
         monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 @with_ranks(5, known=5)
