@@ -41,6 +41,7 @@ from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until
+from tests.support.rank_specs import rank_spec
 from tests.support.simulated_group import hardware
 from tests.support.tiny_models import prompts
 
@@ -53,18 +54,7 @@ def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
 
 
 def spec(**planner: object) -> RankSpec:
-    return RankSpec(
-        group=Group.ATTENTION,
-        rank=0,
-        attention_ranks=1,
-        expert_ranks=1,
-        model_folder="",
-        token=TOKEN,
-        epoch=1,
-        device="cpu",
-        backend="shm",
-        config=group_config(planner=planner),
-    )
+    return rank_spec(Group.ATTENTION, token=TOKEN, config=group_config(planner=planner))
 
 
 class Rank:
