@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from models.decoder.batch import SequenceSlice
-from tests.oracle.greedy_choices import greedy_choices
 from tests.support.local_model import LocalModel
+from tests.support.transformers_oracle import Oracle
 
 TOLERANCE = 1e-4
 STEPS = 64
@@ -161,12 +161,8 @@ def overrides(family: str, name: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def oracle(folder: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
 
 
 @lru_cache(maxsize=4)
@@ -179,12 +175,6 @@ def ours(folder: Path) -> LocalModel:
 def tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (count,), generator=generator).tolist()
-
-
-def expected_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits_TV: torch.Tensor = oracle(folder)(torch.tensor([token_ids])).logits[0]
-        return logits_TV
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -201,7 +191,7 @@ def test_logits_of_a_ragged_batch_equal_transformers(
     folder = tiny_checkpoint(family, **overrides(family, name))
     sequences = [tokens(count, seed=count) for count in (1, 40, 17, 2, 100)]
     for token_ids, logits in zip(sequences, ours(folder).forward(sequences), strict=True):
-        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE
+        assert difference(logits, oracle(folder).logits(token_ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -212,7 +202,7 @@ def test_greedy_tokens_over_64_steps_equal_transformers(
     prompt = tokens(21, seed=5)
     generated = ours(folder).greedy(prompt, STEPS)
     assert len(generated) == STEPS
-    assert generated == greedy_choices(oracle(folder), prompt, generated)
+    assert generated == oracle(folder).greedy_choices(prompt, generated)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -227,7 +217,7 @@ def test_every_form_of_the_same_checkpoint_gives_the_same_logits(
     assert ("model.safetensors" in names) == ("max_shard_size" not in stored)
     logits = ours(other).forward([prompt])[0]
     assert torch.equal(logits, ours(plain).forward([prompt])[0])
-    assert difference(logits, expected_logits(plain, prompt)) < TOLERANCE
+    assert difference(logits, oracle(plain).logits(prompt)) < TOLERANCE
 
 
 WINDOWS = [
@@ -264,7 +254,7 @@ def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
     }
     for key, token_ids in (("a", a), ("b", b), ("c", c)):
         logits = model.attention.logits(rows[key])
-        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE, key
+        assert difference(logits, oracle(folder).logits(token_ids)) < TOLERANCE, key
 
 
 @pytest.mark.parametrize(("family", "name"), WINDOWS)
@@ -278,8 +268,8 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
     a, b = prefix + tokens(9, seed=5), prefix + tokens(12, seed=6)
     slices = [SequenceSlice(b[32:], 32, [7, 1, 4]), SequenceSlice(a, 0, [7, 1, 2])]
     logits = model.attention.logits(model.run(slices, model.new_pool(8)))
-    assert difference(logits[:12], expected_logits(folder, b)[32:]) < TOLERANCE
-    assert difference(logits[12:], expected_logits(folder, a)) < TOLERANCE
+    assert difference(logits[:12], oracle(folder).logits(b)[32:]) < TOLERANCE
+    assert difference(logits[12:], oracle(folder).logits(a)) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -288,19 +278,14 @@ def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
 ) -> None:
     """Near: our error against float32 is at most 1.5 times theirs (mean over all logits of four
     prompts: where two experts are about equal, either may choose the other one)."""
-    import transformers
-
     folder = tiny_checkpoint(family, dtype="bfloat16")
-    theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, experts_implementation="eager"
-    )
+    theirs_model = Oracle(folder, torch.bfloat16)
     model = LocalModel.load(folder, dtype="auto")
     ours_error, theirs_error = 0.0, 0.0
     for seed in (7, 8, 9, 10):
         prompt = tokens(60, seed=seed)
-        exact = expected_logits(folder, prompt)
-        with torch.no_grad():
-            theirs = theirs_model(torch.tensor([prompt])).logits[0].float()
+        exact = oracle(folder).logits(prompt)
+        theirs = theirs_model.logits(prompt).float()
         theirs_error += (theirs - exact).abs().mean().item()
         ours_error += (model.forward([prompt])[0] - exact).abs().mean().item()
     assert ours_error < 1.5 * theirs_error

@@ -38,7 +38,7 @@ from models.decoder.batch import AttentionBatch
 from models.experts.expert_store import ResidentStore
 from planner.scheduling.preemption import LatencyPass, Preemption, W
 from planner.scheduling.task_order import Task
-from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
+from tests.oracle.random_requests import check_random_requests
 from tests.support.group_harness import (
     PrefillThreads,
     ThreadGroup,
@@ -48,6 +48,7 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import VOCABULARY
 
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 BLOCK = 16
@@ -248,7 +249,8 @@ def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
             schedule={"max_batch_tokens": chance.choice([32, 96])},
         )
         with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
-            _one_run(chance, client, local)
+            submit = partial(_submit, chance, client)
+            check_random_requests(chance, client, local, submit, str(seed))
             for rank in group.attention:
                 blocks = rank_blocks(rank)
                 assert blocks["used"] == 0
@@ -288,24 +290,6 @@ def rank_blocks(rank: Rank) -> dict[str, int]:
         pass
     blocks.check([])
     return blocks.counts
-
-
-def _one_run(chance: random.Random, client: harness.RankConnection, local: LocalModel) -> None:
-    head = [chance.randrange(1, 131) for _ in range(chance.choice([0, 20, 35]))]
-    sequences = [
-        head + [chance.randrange(1, 131) for _ in range(chance.randint(1, 90))] for _ in range(6)
-    ]
-    expected = last_logits(local, sequences)
-    submit = partial(_submit, chance, client)
-    scored = [submit(ids, candidates=VOCABULARY) for ids in sequences]
-    gone = [submit(ids, sampling=greedy(9)) for ids in sequences[:2]]
-    generated = [submit(ids, sampling=greedy(4)) for ids in sequences]
-    for request in gone:
-        client.send(Cancel(request))
-    found = torch.tensor([client.scored(request).candidate_logits for request in scored])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    tokens = [client.generated(request)[0] for request in generated]
-    assert [row[0] for row in tokens] == expected.argmax(-1).tolist()
 
 
 def _submit(
@@ -354,7 +338,7 @@ def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
                     [chance.randrange(1, 131) for _ in range(length)]
                     for length in (*(100, 90, 110, 80, 100) * 3, 20, 5, 30, 11, 9)
                 ]
-                expected = last_logits(local, sequences)
+                expected = local.last_logits(sequences)
                 ids = []
                 for index, sequence in enumerate(sequences):
                     priority = Priority.BE if index < 15 else Priority.LS
@@ -362,7 +346,7 @@ def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
                     if index >= 15:
                         client.scored(ids[-1])  # the next one comes later
                         ids[-1] = client.submit(sequence, candidates=VOCABULARY, priority=priority)
-                found = torch.tensor([client.scored(one).candidate_logits for one in ids])
+                found = client.logits(ids)
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert sum(spy.times for spy in spies) > 0
         for rank in group.workers:

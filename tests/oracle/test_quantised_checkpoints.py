@@ -23,6 +23,7 @@ from tests.support.one_line_errors import one_line_error
 from tests.support.quantised_models import make_fp8, make_mxfp4
 from tests.support.read_tensors import record_read_names
 from tests.support.tiny_models import prompts
+from tests.support.transformers_oracle import Oracle
 
 Make = Callable[..., Path]
 Pair = tuple[Path, Path]
@@ -46,6 +47,7 @@ GROUPED: dict[str, Any] = {
     "initializer_range": 0.06,
 }
 CLAMPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+PROMPT = prompts(3, [50])[0]
 KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
 
 
@@ -66,26 +68,16 @@ def pair_of(
     return make
 
 
-def prompt() -> list[int]:
-    return torch.randint(3, 131, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantised_weights(
     pair_of: Callable[[str], Pair], kind: str
 ) -> None:
-    import transformers
-
     quantised, dequantised = pair_of(kind)
     split = [[3, 0], [1, 4, 2] if kind != "deepseek_v3" else [1, 4, 2, 5]]
-    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([prompt()])[0]
+    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([PROMPT])[0]
     floats = LocalModel.load(dequantised, dtype="float32", expert_split=split)
-    assert torch.equal(found, floats.forward([prompt()])[0])
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        dequantised, experts_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        expected = oracle(torch.tensor([prompt()])).logits[0]
+    assert torch.equal(found, floats.forward([PROMPT])[0])
+    expected = Oracle(dequantised).logits(PROMPT)
     assert 0.5 < expected.abs().max() < 20
     assert (found - expected).abs().max() < TOLERANCE
 
@@ -96,25 +88,19 @@ def test_mxfp4_logits_equal_those_of_transformers_on_the_same_folder(
     import transformers
 
     quantised, _ = pair_of("gpt_oss")
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        quantised,
-        quantization_config=transformers.Mxfp4Config(dequantize=True),
-        dtype=torch.float32,
-        experts_implementation="eager",
-    ).eval()
-    with torch.no_grad():
-        expected = oracle(torch.tensor([prompt()])).logits[0]
-    found = LocalModel.load(quantised, dtype="float32").forward([prompt()])[0]
+    as_floats = transformers.Mxfp4Config(dequantize=True)
+    expected = Oracle(quantised, quantization_config=as_floats).logits(PROMPT)
+    found = LocalModel.load(quantised, dtype="float32").forward([PROMPT])[0]
     assert (found - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], kind: str) -> None:
     quantised, dequantised = pair_of(kind)
-    expected = LocalModel.load(dequantised, dtype="float32").forward([prompt()])[0][-1]
+    expected = LocalModel.load(dequantised, dtype="float32").forward([PROMPT])[0][-1]
     with ThreadGroup(quantised, group_config(1, 2)) as group, group.client() as client:
-        answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
-    torch.testing.assert_close(torch.tensor(answer.candidate_logits), expected, atol=1e-5, rtol=0)
+        found = client.last_logits([PROMPT])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +110,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
     """On expert ranks and in a prefill worker, with a profile."""
     folder, _ = pair_of(kind)
     local = LocalModel.load(folder, dtype="float32")
-    expected = local.forward([prompt()])[0][-1]
+    expected = local.forward([PROMPT])[0][-1]
     profile = tmp_path / "routing.safetensors"
     rows = prompts(7, [60, 60])
     ProfileBuilder(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
@@ -139,8 +125,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
         PrefillThreads(folder, prefill_config(**sections)),
     ):
         with served as group, group.client() as client:
-            answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
-        found = torch.tensor(answer.candidate_logits)
+            found = client.last_logits([PROMPT])[0]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -170,8 +155,8 @@ def test_fp8_checkpoints_are_computed_in_the_dtype_that_their_config_states(
 ) -> None:
     folder = _changed(pair_of("deepseek_v3")[0], tmp_path, config={"dtype": "bfloat16"})
     assert resolve_dtype(check_checkpoint(folder), "auto") is torch.bfloat16
-    logits = LocalModel.load(folder).forward([prompt()])[0]
-    exact = LocalModel.load(folder, dtype="float32").forward([prompt()])[0]
+    logits = LocalModel.load(folder).forward([PROMPT])[0]
+    exact = LocalModel.load(folder, dtype="float32").forward([PROMPT])[0]
     assert (logits - exact).abs().mean() < 0.05 * exact.abs().mean()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import torch
 
 from actors.batching.finisher import Finisher
 from actors.channels.handshake import Identity, initiate
@@ -40,6 +41,7 @@ from contracts.requests import Sampling
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
+from tests.support.tiny_models import VOCABULARY
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -308,6 +310,14 @@ class RankConnection:
         (event,) = self.events[request_id]
         assert isinstance(event, Scored), event
         return event
+
+    def logits(self, request_ids: Sequence[int]) -> torch.Tensor:
+        """Return a row with the candidates' logits for each of the requests."""
+        return torch.tensor([self.scored(each).candidate_logits for each in request_ids])
+
+    def last_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return logits of all tokens after each of the sequences."""
+        return self.logits([self.submit(ids, candidates=VOCABULARY) for ids in sequences])
 
     def generated(self, request_id: int) -> tuple[list[int], Finished]:
         self.wait(request_id)

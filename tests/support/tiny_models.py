@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+VOCABULARY = list(range(131))
 _COMMON = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -146,6 +147,11 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids of the tiny models' vocabulary, without the special ones."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Return the token ids of one prompt."""
+    return prompts(seed, [length])[0]
 
 
 def set_config(folder: Path, **fields: Any) -> None:
