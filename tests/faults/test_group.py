@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,9 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.rank_process import RankProcess
-from tests.support.tiny_models import prompt
+from tests.support.tiny_models import Checkpoints, prompt
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 BACKENDS = ["shm", "tcp"]
 LIMIT_S = 10.0  # from a fault to the last error that it causes
 LONG_TOKENS = 3500  # one batch of this lasts longer than LIMIT_S

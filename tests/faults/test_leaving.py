@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,9 @@ from tests.support.attention_ranks import StreamedRequest, run_client
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of, rank_of, until
 from tests.support.local_group import LocalGroup
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 PROMPT = prompts(7, [24])[0]
 TOKENS = 40
 SAMPLINGS = {

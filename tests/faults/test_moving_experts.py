@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,9 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.placements import another
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 EXPERTS = ("expert-0", "expert-1")
 FAST, SLOW = 1e9, 3e5  # bytes a second: at once; two seconds
 PROMPTS = prompts(5, [20, 31, 9])

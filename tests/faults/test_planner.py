@@ -16,10 +16,9 @@ from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, grou
 from tests.support.local_group import LocalGroup
 from tests.support.rank_process import RankProcess
 from tests.support.simulated_group import hardware
-from tests.support.tiny_models import prompt
+from tests.support.tiny_models import Checkpoints, prompt
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 
 
 class Traffic:

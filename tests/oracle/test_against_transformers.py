@@ -5,7 +5,6 @@ Tolerance 1e-4 absolute on logits of order 1 (measured: below 1e-5); greedy toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from models.decoder.batch import SequenceSlice
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import Checkpoints
 from tests.support.transformers_oracle import Oracle
 
 TOLERANCE = 1e-4
@@ -153,8 +153,6 @@ STORED = [
     {"fused": True, "max_shard_size": "40KB"},
 ]
 
-Make = Callable[..., Path]
-
 
 def overrides(family: str, name: str) -> dict[str, Any]:
     return FAMILIES[family][name]
@@ -186,7 +184,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_logits_of_a_ragged_batch_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     folder = tiny_checkpoint(family, **overrides(family, name))
     sequences = [tokens(count, seed=count) for count in (1, 40, 17, 2, 100)]
@@ -196,7 +194,7 @@ def test_logits_of_a_ragged_batch_equal_transformers(
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_greedy_tokens_over_64_steps_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     folder = tiny_checkpoint(family, **overrides(family, name))
     prompt = tokens(21, seed=5)
@@ -208,7 +206,7 @@ def test_greedy_tokens_over_64_steps_equal_transformers(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_every_form_of_the_same_checkpoint_gives_the_same_logits(
-    tiny_checkpoint: Make, family: str, stored: dict[str, Any]
+    tiny_checkpoint: Checkpoints, family: str, stored: dict[str, Any]
 ) -> None:
     prompt = tokens(30, seed=1)
     plain = tiny_checkpoint(family)
@@ -231,7 +229,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize(("family", "name"), WINDOWS)
 def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     """Prefill in two pieces beside a decode of another sequence, over a shuffled block table."""
     folder = tiny_checkpoint(family, **overrides(family, name))
@@ -259,7 +257,7 @@ def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
 
 @pytest.mark.parametrize(("family", "name"), WINDOWS)
 def test_a_prefix_written_in_the_same_pass_can_be_shared(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     """B's first two blocks are A's; the slices stand in the less convenient order."""
     folder = tiny_checkpoint(family, **overrides(family, name))
@@ -274,7 +272,7 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
-    tiny_checkpoint: Make, family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     """Near: our error against float32 is at most 1.5 times theirs (mean over all logits of four
     prompts: where two experts are about equal, either may choose the other one)."""

@@ -3,7 +3,6 @@ logits as with all experts there, prompts in waves and what is generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts.ranks import RankSpec
 from models.experts.expert_layout import ExpertLayout
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
-from tests.support.tiny_models import prompts
-
-Checkpoints = Callable[..., Path]
+from tests.support.tiny_models import Checkpoints, prompts
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 
 from tests.support.group_harness import PrefillThreads, RankConnection, prefill_config
-from tests.support.tiny_models import VOCABULARY, prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 SEEN_WITHIN_S = 10.0
 ROWS = prompts(1, [23, 1, 140, 7])
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

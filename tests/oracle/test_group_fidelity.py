@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from contracts.plan import Order, Plan
 from contracts.traces import Stage
 from tests.support.group_harness import ThreadGroup, greedy, group_config, meeting
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import VOCABULARY, prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 from tests.support.transformers_oracle import Oracle
-
-Checkpoints = Callable[..., Path]
 
 # Odd configurations of each family: uneven expert counts, head_dim != D/H, tied and untied, a dense
 # layer, sliding windows shorter than the prompts, shared experts.

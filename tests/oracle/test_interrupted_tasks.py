@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,9 +47,8 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import VOCABULARY
+from tests.support.tiny_models import FAMILIES, VOCABULARY, Checkpoints
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 BLOCK = 16
 PLANS = [Plan(), Plan(r1=2), Plan(r1=3)]
 
@@ -140,7 +138,7 @@ def batches_of(chance: random.Random) -> list[tuple[dict[int, list[int]], Plan, 
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     model = LocalModel.load(tiny_checkpoint(family), dtype="float32")
     for seed in range(6):
@@ -178,7 +176,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("last_rows", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_the_whole(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     products: list[int],
     family: str,
@@ -209,7 +207,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
 
 @pytest.mark.usefixtures("every_step")
 def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
 ) -> None:
     model = LocalModel.load(tiny_checkpoint("qwen3_moe"), dtype="float32")
     chance = random.Random(5)
@@ -234,7 +232,7 @@ def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     """Pools so small that LS takes blocks from BE, prompts that share, requests that are cancelled:
     and afterwards no block is missing."""
@@ -315,7 +313,7 @@ class Overtaking(Observer):
 @pytest.mark.parametrize("experts", ["resident", "streamed", "gathered", "hybrid"])
 @pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     experts: str,
     disable_kv_cache: bool,

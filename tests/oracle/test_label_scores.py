@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,6 +12,7 @@ from cluster.classification.classify import ClassifyTask, TokenizedRow, classify
 from cluster.classification.label_trie import label_trie
 from contracts.messages import Scored, Submit
 from tests.support.group_harness import PrefillThreads, RankConnection, group_config
+from tests.support.tiny_models import Checkpoints
 from tests.support.transformers_oracle import Oracle
 
 PROMPT = [(7 * position + 3) % 131 for position in range(21)]
@@ -39,7 +38,7 @@ class Direct:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_labels_with_shared_tokens_match_teacher_forcing(
-    tiny_checkpoint: Callable[..., Path], family: str, disable_kv_cache: bool
+    tiny_checkpoint: Checkpoints, family: str, disable_kv_cache: bool
 ) -> None:
     folder = tiny_checkpoint(family)
     oracle = Oracle(folder)

@@ -3,7 +3,7 @@ the single-process path, in both pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.placements import replicated
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 CALL_S = 30.0
 PLANS = [Plan(), Plan(r1=2, r2=3), Plan(order=Order.AASS, r1=3, r2=2)]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

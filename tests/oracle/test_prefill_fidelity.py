@@ -3,7 +3,6 @@ attention/expert group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import VOCABULARY, prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 from tests.support.transformers_oracle import Oracle
 
-Checkpoints = Callable[..., Path]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1]}),
     ("mixtral", {"num_local_experts": 5, "sliding_window": 9}),

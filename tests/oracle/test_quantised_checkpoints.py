@@ -22,10 +22,9 @@ from tests.support.local_model import LocalModel
 from tests.support.one_line_errors import one_line_error
 from tests.support.quantised_models import make_fp8, make_mxfp4
 from tests.support.read_tensors import record_read_names
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 from tests.support.transformers_oracle import Oracle
 
-Make = Callable[..., Path]
 Pair = tuple[Path, Path]
 TOLERANCE = 1e-4
 
@@ -53,7 +52,7 @@ KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
 
 @pytest.fixture(scope="module")
 def pair_of(
-    tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Pair]:
     made: dict[str, Pair] = {}
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +14,8 @@ from planner.scheduling.batching import joining
 from tests.oracle.random_requests import check_random_requests
 from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import FAMILIES, Checkpoints
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 RUNS_OF_EACH = 40
 
 
@@ -34,7 +32,7 @@ def random_plan(chance: random.Random) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_runs_give_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pools so small that sequences wait again, prompts that share, requests that are cancelled."""
     folder = tiny_checkpoint(family)

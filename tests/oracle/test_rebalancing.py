@@ -4,7 +4,7 @@ generation and between two of them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from tests.support.fake_planner import TOKEN, FakePlanner
 from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
 from tests.support.local_model import LocalModel
 from tests.support.placements import another
-from tests.support.tiny_models import VOCABULARY, prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("mixtral", {"num_experts_per_tok": 2}),

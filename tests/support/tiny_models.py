@@ -7,13 +7,14 @@ same bytes. `tiny_checkpoint` (tests/conftest.py) caches one per set of argument
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 VOCABULARY = list(range(131))
+Checkpoints = Callable[..., Path]  # the fixture `tiny_checkpoint`
 _COMMON = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -76,6 +77,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILIES = tuple(_FAMILY)
 _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",

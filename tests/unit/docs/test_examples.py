@@ -26,7 +26,7 @@ from planner.scheduling.user_policy import load_policy
 from tests.architecture.support import ROOT
 from tests.support.group_harness import ThreadGroup, group_config, loop_of
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import VOCABULARY
+from tests.support.tiny_models import VOCABULARY, Checkpoints
 
 PAGES = sorted(path for path in (ROOT / "docs/adding").glob("*.md") if path.stem != "README")
 
@@ -110,7 +110,7 @@ def test_tenants_get_equal_shares_without_credit_for_idle_time() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_on_rank_changes_no_answer(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     my_policies: ModuleType,
     name: str,

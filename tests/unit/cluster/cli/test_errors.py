@@ -30,8 +30,8 @@ from cluster.http.server import free_port
 from contracts.config import BUNDLED, TandemConfig
 from contracts.import_path import ROOT
 from tests.support.one_line_errors import error_line
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 Run = Callable[..., str]
 
 

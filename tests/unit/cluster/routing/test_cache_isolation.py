@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,6 +30,7 @@ from planner.routing.open_requests import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
+from tests.support.tiny_models import Checkpoints
 from tests.support.tiny_tokenizer import write_byte_level
 
 BLOCK = 4
@@ -43,7 +43,7 @@ Send = Callable[..., Awaitable[int]]
 
 @pytest.fixture(scope="module")
 def ranks(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[tuple[str, str, bytes]], Tokenizer]]:
     """Return (name, address, token) of an attention rank and a prefill worker with a real model."""
     folder, texts = tiny_checkpoint(vocab_size=420), tmp_path_factory.mktemp("texts")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from tests.support.attention_ranks import (
 )
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
 from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.tiny_models import Checkpoints
 
 PROMPT = list(range(40))
 WANTED = 6
@@ -134,7 +133,7 @@ async def test_complete_stream_of_lost_rank_ends_normally(
     ids=["greedy", "seeded", "penalised"],
 )
 def test_stream_over_two_real_ranks_is_unchanged(
-    tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
+    tiny_checkpoint: Checkpoints, sampling: dict[str, Any]
 ) -> None:
     async def body(backend: PipelineBackend) -> None:
         whole = Generation(backend, max_tokens=60, **sampling)
