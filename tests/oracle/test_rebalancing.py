@@ -4,8 +4,6 @@ generation and between two of them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 
 from contracts.planner_messages import MoveOutcome
 from models.spec.model import read_spec
-from tests.support.fake_planner import TOKEN, FakePlanner
-from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
+from tests.support.fake_planner import following
+from tests.support.group_harness import RankConnection, greedy
 from tests.support.local_model import LocalModel
 from tests.support.placements import another
 from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
@@ -28,22 +26,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
 ]
 MOVES = 5
-
-
-@contextmanager
-def following(
-    folder: Path, backend: str, **sections: Any
-) -> Iterator[tuple[FakePlanner, ThreadGroup]]:
-    """Two attention and two expert ranks that have joined a planner."""
-    placement = {"rebalance": "continuous", "bytes_per_s": 1e9}
-    config = group_config(2, 2, placement=placement, **sections)
-    with (
-        FakePlanner() as planner,
-        ThreadGroup(folder, config, backend=backend, token=TOKEN) as group,
-    ):
-        group.join_planner(planner.address)
-        planner.wait_held("expert-0", "expert-1")
-        yield planner, group
 
 
 class StreamedRequest:
