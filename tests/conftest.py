@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 import tests.support.rank_process
 from tests.support.fork_server import fork_server, start_forked
-from tests.support.tiny_models import make_tiny_checkpoint
+from tests.support.tiny_models import Checkpoints, make_tiny_checkpoint
 
 torch.set_num_threads(1)  # two cores, several workers; and sums that do not depend on the machine
 
@@ -73,7 +73,7 @@ def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """tiny_checkpoint(family, **overrides) -> folder, written once per set of arguments.
 
     Shared by the session: copy the folder before changing anything in it.

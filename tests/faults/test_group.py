@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ from contracts.config import TandemConfig
 from contracts.errors import ChannelError, CheckpointError, LaunchError, ResourceError
 from contracts.messages import Failed, Tokens
 from contracts.ranks import RankSpec
+from contracts.requests import Priority
 from kernels.steps import Steps
 from models.experts.expert_cache import ExpertCache
 from models.experts.expert_half import ExpertHalf
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import (
     DEADLINE_S,
-    Priority,
     RankConnection,
     ThreadGroup,
     connections,
@@ -47,9 +47,9 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.rank_process import RankProcess
+from tests.support.tiny_models import Checkpoints, prompt
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 BACKENDS = ["shm", "tcp"]
 LIMIT_S = 10.0  # from a fault to the last error that it causes
 LONG_TOKENS = 3500  # one batch of this lasts longer than LIMIT_S
@@ -61,11 +61,6 @@ def deep(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint(
         "qwen3_moe", num_hidden_layers=24, num_experts=8, max_position_embeddings=8192
     )
-
-
-def tokens(seed: int, count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 131, (count,), generator=generator).tolist()
 
 
 def broken(*_: object) -> torch.Tensor:
@@ -97,15 +92,15 @@ def process_group(folder: Path) -> Iterator[LocalGroup]:
 def fill(group: LocalGroup, rank: int, client: RankConnection) -> list[int]:
     """Submit a generation and a long score that run, one of each that waits, and a BE score that
     mostly yields."""
-    running = client.submit(tokens(1, 20), sampling=greedy(4000))
+    running = client.submit(prompt(1, 20), sampling=greedy(4000))
     client.wait_started(running)
     assert isinstance(client.events[running][0], Tokens)
-    long = client.submit(tokens(2, LONG_TOKENS), candidates=[5])
-    waiting = client.submit(tokens(3, 30), sampling=greedy(10))
-    scoring = client.submit(tokens(4, 50), score_from=10)
+    long = client.submit(prompt(2, LONG_TOKENS), candidates=[5])
+    waiting = client.submit(prompt(3, 30), sampling=greedy(10))
+    scoring = client.submit(prompt(4, 50), score_from=10)
     name = f"attention-{rank}"
     until(lambda: (group.rank_status(name).running, group.rank_status(name).waiting) == (2, 2))
-    parked = client.submit(tokens(6, LONG_TOKENS), candidates=[5], priority=Priority.BE)
+    parked = client.submit(prompt(6, LONG_TOKENS), candidates=[5], priority=Priority.BE)
     until(lambda: group.rank_status(name).running > 2)
     return [running, long, waiting, scoring, parked]
 
@@ -127,7 +122,7 @@ def start_streams(
 ) -> list[tuple[RankConnection, int]]:
     """Start a generation on each rank and wait for its first tokens."""
     running = [
-        (client, client.submit(tokens(1, 60), sampling=greedy(max_tokens))) for client in clients
+        (client, client.submit(prompt(1, 60), sampling=greedy(max_tokens))) for client in clients
     ]
     for client, request in running:
         client.wait_started(request)
@@ -140,7 +135,7 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(deep: Path) -> None:
         running = start_streams((first, second), 4000)
         group.experts[0].stop()
         running += [
-            (client, client.submit(tokens(2, 9), candidates=[1])) for client in (first, second)
+            (client, client.submit(prompt(2, 9), candidates=[1])) for client in (first, second)
         ]
         for client, request in running:
             failed = client.failed(request)
@@ -155,8 +150,8 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(deep: Path) -> None:
         first.read_until(lambda: first.state is not None and first.state.waits)
         group.replace("expert-0")
         first.read_until(lambda: first.state is not None and not first.state.waits)
-        expected = LocalModel.load(deep, dtype="float32").greedy(tokens(3, 9), 4)
-        again = [(c, c.submit(tokens(3, 9), sampling=greedy(4))) for c in (first, second)]
+        expected = LocalModel.load(deep, dtype="float32").greedy(prompt(3, 9), 4)
+        again = [(c, c.submit(prompt(3, 9), sampling=greedy(4))) for c in (first, second)]
         assert [client.generated(request)[0] for client, request in again] == [expected] * 2
 
 
@@ -164,7 +159,7 @@ def test_requests_fail_if_lost_expert_rank_is_not_replaced(deep: Path) -> None:
 def test_unexpected_error_names_expert_rank(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as client:
         monkeypatch.setattr(experts_of(group.experts[1]), "steps", broken)
-        client.scored(client.submit(tokens(1, 40), candidates=[1]))
+        client.scored(client.submit(prompt(1, 40), candidates=[1]))
         assert "expert-1 closed" in group.attention[0].status().notes["experts"]
         status = group.experts[1].status()
         assert not status.healthy
@@ -184,7 +179,7 @@ def test_hung_expert_rank_is_named_while_its_threads_run(
 
         monkeypatch.setattr(half, "steps", hang)
         try:
-            client.scored(client.submit(tokens(1, 40), candidates=[1]))
+            client.scored(client.submit(prompt(1, 40), candidates=[1]))
             notes = group.attention[0].status().notes["experts"]
             assert "expert-1 has been silent" in notes
             status = group.experts[1].status()
@@ -198,7 +193,7 @@ def test_hung_expert_rank_is_named_while_its_threads_run(
 
 
 def test_killed_attention_rank_does_not_affect_the_other(deep: Path) -> None:
-    prompts = [tokens(seed, 30 + seed) for seed in range(3)]
+    prompts = [prompt(seed, 30 + seed) for seed in range(3)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 24) for prompt in prompts]
     with process_group(deep) as group:
@@ -224,23 +219,23 @@ def test_unexpected_error_fails_requests_of_attention_rank(
     with ThreadGroup(deep, config) as group, group.client(0) as client, group.client(1) as other:
         monkeypatch.setattr(half_of(group.attention[0]), "steps", broken)
         requests = [
-            client.submit(tokens(1, 40), sampling=greedy(4)),
-            client.submit(tokens(2, 20), candidates=[1]),
+            client.submit(prompt(1, 40), sampling=greedy(4)),
+            client.submit(prompt(2, 20), candidates=[1]),
         ]
         for request in requests:
             failed = client.failed(request)
             assert "attention-0 failed: ArithmeticError: planted" in failed.message
         assert not group.attention[0].status().healthy
-        late = client.submit(tokens(3, 10), candidates=[1])
+        late = client.submit(prompt(3, 10), candidates=[1])
         assert "attention-0 failed" in client.failed(late).message
-        assert len(other.generated(other.submit(tokens(1, 40), sampling=greedy(4)))[0]) == 4
+        assert len(other.generated(other.submit(prompt(1, 40), sampling=greedy(4)))[0]) == 4
 
 
 # --- clients
 
 
 def test_leaving_client_frees_blocks_without_effect_on_others(deep: Path) -> None:
-    prompts = [tokens(seed, 45) for seed in (7, 8)]
+    prompts = [prompt(seed, 45) for seed in (7, 8)]
     local = LocalModel.load(deep, dtype="float32")
     expected = [local.greedy(prompt, 20) for prompt in prompts]
     with ThreadGroup(deep, group_config(1, 2)) as group, group.client() as stays:
@@ -275,22 +270,22 @@ def test_ids_outside_vocabulary_are_rejected(
 def test_duplicate_request_id_is_rejected(deep: Path) -> None:
     config = group_config(1, 1)
     with ThreadGroup(deep, config) as group, group.client() as client, group.client() as other:
-        first = client.submit(tokens(1, 400), sampling=greedy(5000))
+        first = client.submit(prompt(1, 400), sampling=greedy(5000))
         client.wait_started(first)
         client._next_id -= 1
-        again = client.submit(tokens(2, 400), sampling=greedy(5000))
+        again = client.submit(prompt(2, 400), sampling=greedy(5000))
         assert again == first
         client.read_until(lambda: any(isinstance(one, Failed) for one in client.events[first]))
         (failed,) = [event for event in client.events[first] if isinstance(event, Failed)]
         assert failed.status == 400
         assert "request_id" in failed.message
-        expected = LocalModel.load(deep, dtype="float32").greedy(tokens(3, 9), 4)
-        assert other.generated(other.submit(tokens(3, 9), sampling=greedy(4)))[0] == expected
+        expected = LocalModel.load(deep, dtype="float32").greedy(prompt(3, 9), 4)
+        assert other.generated(other.submit(prompt(3, 9), sampling=greedy(4)))[0] == expected
 
 
 def test_garbage_ends_only_its_client(deep: Path) -> None:
     with ThreadGroup(deep, group_config(1, 1)) as group, group.client() as client:
-        request = client.submit(tokens(1, 20), sampling=greedy(30))
+        request = client.submit(prompt(1, 20), sampling=greedy(30))
         mad = group.client()
         mad._socket.sendall((5).to_bytes(4, "little") + b"\xc1\xc1\xc1\xc1\xc1")
         read_to_the_end(mad)
@@ -310,11 +305,11 @@ def test_failed_reader_ends_expert_rank_with_file_name(
         tmp_path, channel={"connect_timeout_s": 1.0}, groups={"recovery_timeout_s": 0.2}
     )
     with ThreadGroup(deep, config) as group, group.client() as client:
-        assert len(client.generated(client.submit(tokens(1, 9), sampling=greedy(2)))[0]) == 2
+        assert len(client.generated(client.submit(prompt(1, 9), sampling=greedy(2)))[0]) == 2
         reader = tier_of(group.experts[0])._process
         reader.send_signal(fault)
         start_s = time.monotonic()
-        failed = client.failed(client.submit(tokens(2, 60), sampling=greedy(40)))
+        failed = client.failed(client.submit(prompt(2, 60), sampling=greedy(40)))
         assert time.monotonic() - start_s < 1.0 + LIMIT_S
         assert failed.status == 503
         assert "expert-0" in failed.message
@@ -326,8 +321,8 @@ def test_killed_attention_rank_frees_expert_slots(deep: Path, tmp_path: Path) ->
     local = LocalModel.load(deep, dtype="float32")
     with ThreadGroup(deep, cached_config(tmp_path)) as group:
         with group.client(0) as first, group.client(1) as second:
-            ids = tokens(3, 30)
-            dying = [first.submit(tokens(n, 60), sampling=greedy(400)) for n in range(4)]
+            ids = prompt(3, 30)
+            dying = [first.submit(prompt(n, 60), sampling=greedy(400)) for n in range(4)]
             first.wait_started(dying[0])
             living = second.submit(ids, sampling=greedy(12))
             group.attention[0].stop()

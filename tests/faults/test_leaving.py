@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from actors.channels.base import Endpoint
-from actors.channels.handshake import Identity
 from actors.moe.remote_pending import RemotePending
 from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank
-from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
-from cluster.routing.rank_client import RankClient
-from cluster.routing.rank_set import RoutingConfig
-from contracts.messages import Finished, Submit, Tokens
+from contracts.messages import Submit
 from contracts.ranks import DRAINED
 from contracts.requests import Sampling
+from tests.support.attention_ranks import StreamedRequest, run_client
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.group_harness import ThreadGroup, greedy, group_config, loop_of, rank_of, until
 from tests.support.local_group import LocalGroup
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 PROMPT = prompts(7, [24])[0]
 TOKENS = 40
 SAMPLINGS = {
@@ -42,43 +36,8 @@ def folder(tiny_checkpoint: Checkpoints) -> Path:
     return tiny_checkpoint("qwen3_moe", num_experts=8)
 
 
-class StreamedRequest:
-    """A streamed generation."""
-
-    def __init__(self, backend: PipelineBackend, sampling: Sampling) -> None:
-        submit = Submit(request_id=0, token_ids=PROMPT, sampling=sampling)
-        self.tokens: list[int] = []
-        self.task = asyncio.create_task(self._read(backend, submit))
-
-    async def _read(self, backend: PipelineBackend, submit: Submit) -> list[int]:
-        async for batch in backend.generate(submit):
-            for event in batch:
-                assert isinstance(event, Tokens | Finished)
-                self.tokens += event.token_ids if isinstance(event, Tokens) else []
-        return self.tokens
-
-    async def has(self, tokens: int) -> None:
-        while len(self.tokens) < tokens:
-            await asyncio.sleep(0.001)
-
-
-def run_client(
-    addresses: dict[str, str],
-    token: bytes,
-    body: Callable[[PipelineBackend], Coroutine[Any, Any, None]],
-) -> None:
-    async def main() -> None:
-        me = Identity(name="ingress", token=token, epoch=None)
-        clients = [RankClient(*each, me) for each in addresses.items()]
-        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(max_attempts=1)))
-        backend.start()
-        try:
-            await backend.wait_ready()
-            await body(backend)
-        finally:
-            await backend.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+def request(backend: PipelineBackend, sampling: Sampling) -> StreamedRequest:
+    return StreamedRequest(backend, Submit(request_id=0, token_ids=PROMPT, sampling=sampling))
 
 
 def loop_endpoint(rank: Rank) -> Endpoint:
@@ -91,21 +50,19 @@ def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s:
     """A failed attempt would fail the request, because max_attempts is 1."""
 
     async def body(backend: PipelineBackend) -> None:
-        expected = {
-            kind: await StreamedRequest(backend, one).task for kind, one in SAMPLINGS.items()
-        }
-        requests = {kind: StreamedRequest(backend, one) for kind, one in SAMPLINGS.items()}
-        more = [StreamedRequest(backend, SAMPLINGS["greedy"]) for _ in range(3)]
+        expected = {kind: await request(backend, one).task for kind, one in SAMPLINGS.items()}
+        requests = {kind: request(backend, one) for kind, one in SAMPLINGS.items()}
+        more = [request(backend, SAMPLINGS["greedy"]) for _ in range(3)]
         await asyncio.gather(*(each.has(3) for each in (*requests.values(), *more)))
         group.attention[0].drain(within_s)
-        later = StreamedRequest(backend, SAMPLINGS["seeded"])
+        later = request(backend, SAMPLINGS["seeded"])
         assert await later.task == expected["seeded"]
         assert {kind: await each.task for kind, each in requests.items()} == expected
         assert [await each.task for each in more] == [expected["greedy"]] * 3
 
     with ThreadGroup(folder, group_config(2, 1)) as group:
         addresses = {one.ready.name: one.ready.client_address for one in group.attention}
-        run_client(addresses, group.token, body)
+        run_client(addresses, group.token, body, max_attempts=1)
         assert group.attention[0].wait_drained(10.0)
         status = group.attention[0].status()
         assert (status.healthy, status.running, status.waiting) == (True, 0, 0)
@@ -119,23 +76,19 @@ def test_draining_attention_rank_completes_or_hands_over(folder: Path, within_s:
 @pytest.mark.parametrize("doomed", ["attention-0", "expert-0"])
 def test_sigterm_loses_no_token_or_attempt(folder: Path, doomed: str) -> None:
     async def body(backend: PipelineBackend) -> None:
-        expected = {
-            kind: await StreamedRequest(backend, one).task for kind, one in SAMPLINGS.items()
-        }
+        expected = {kind: await request(backend, one).task for kind, one in SAMPLINGS.items()}
         requests = [
-            (kind, StreamedRequest(backend, one))
-            for kind, one in SAMPLINGS.items()
-            for _ in range(3)
+            (kind, request(backend, one)) for kind, one in SAMPLINGS.items() for _ in range(3)
         ]
         await asyncio.gather(*(each.has(3) for _, each in requests))
         group.processes[doomed].send_signal(signal.SIGTERM)
         for kind, each in requests:
             assert await each.task == expected[kind]
-        assert await StreamedRequest(backend, SAMPLINGS["seeded"]).task == expected["seeded"]
+        assert await request(backend, SAMPLINGS["seeded"]).task == expected["seeded"]
 
     config = group_config(2, 2, groups={"drain_timeout_s": 0.0})
     with LocalGroup(str(folder), config) as group:
-        run_client(group.client_addresses, group.token, body)
+        run_client(group.client_addresses, group.token, body, max_attempts=1)
         assert group.processes[doomed].close() == 0
 
 
@@ -173,7 +126,7 @@ def test_only_expert_rank_serves_until_drain_deadline(folder: Path) -> None:
 
 def test_second_sigterm_ends_rank_at_once(folder: Path) -> None:
     async def body(backend: PipelineBackend) -> None:
-        requests = [StreamedRequest(backend, greedy(2000)) for _ in range(2)]
+        requests = [request(backend, greedy(2000)) for _ in range(2)]
         await asyncio.gather(*(each.has(1) for each in requests))
         group.processes["attention-0"].send_signal(signal.SIGTERM)
         while not backend.problems():
@@ -183,7 +136,7 @@ def test_second_sigterm_ends_rank_at_once(folder: Path) -> None:
 
     config = group_config(1, 1, groups={"drain_timeout_s": 3600.0})
     with LocalGroup(str(folder), config) as group:
-        run_client(group.client_addresses, group.token, body)
+        run_client(group.client_addresses, group.token, body, max_attempts=1)
 
 
 def test_draining_prefill_worker_hands_scores_over(folder: Path) -> None:

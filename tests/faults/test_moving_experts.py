@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from contracts.ranks import RankStatus
 from kernels.linear import PackedLinear
 from models.spec.model import ModelSpec, read_spec
 from tests.support.channels_support import nothing_leaks  # noqa: F401
-from tests.support.fake_planner import TOKEN, FakePlanner
+from tests.support.fake_planner import FakePlanner, following
 from tests.support.group_harness import (
     DEADLINE_S,
     RankConnection,
-    ThreadGroup,
     connections,
     greedy,
     group_config,
@@ -34,10 +33,9 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.placements import another
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
 EXPERTS = ("expert-0", "expert-1")
 FAST, SLOW = 1e9, 3e5  # bytes a second: at once; two seconds
 PROMPTS = prompts(5, [20, 31, 9])
@@ -56,17 +54,6 @@ def right(deep: Path) -> list[list[int]]:
 
 def config(bytes_per_s: float, **placement: Any) -> dict[str, Any]:
     return {"placement": {"rebalance": "continuous", "bytes_per_s": bytes_per_s} | placement}
-
-
-@contextlib.contextmanager
-def threads(folder: Path, **sections: Any) -> Iterator[tuple[FakePlanner, ThreadGroup]]:
-    with (
-        FakePlanner() as planner,
-        ThreadGroup(folder, group_config(2, 2, **sections), token=TOKEN) as group,
-    ):
-        group.join_planner(planner.address)
-        planner.wait_held(*EXPERTS)
-        yield planner, group
 
 
 @contextlib.contextmanager
@@ -100,7 +87,7 @@ def own(spec: ModelSpec, generation: int, rank: int) -> int:
 
 
 def test_slow_load_is_aborted_at_deadline(deep: Path, right: list[list[int]]) -> None:
-    with threads(deep, **config(SLOW / 300, move_timeout_s=0.5)) as (planner, group):
+    with following(deep, **config(SLOW / 300, move_timeout_s=0.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client(0) as first, group.client(1) as second:
             planner.propose(another(read_spec(deep), 1))
@@ -114,7 +101,7 @@ def test_slow_load_is_aborted_at_deadline(deep: Path, right: list[list[int]]) ->
 
 def test_proposal_reaching_one_rank_is_aborted(deep: Path, right: list[list[int]]) -> None:
     spec = read_spec(deep)
-    with threads(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
+    with following(deep, **config(FAST, move_timeout_s=2.5)) as (planner, group):
         before = [placed(rank.status()) for rank in group.experts]
         with group.client() as client:
             planner.propose(another(spec, 1), "expert-0")
@@ -135,7 +122,7 @@ def test_unsuitable_proposal_is_rejected_with_reason(
     spec = read_spec(deep)
     limit: dict[str, Any] = {"bytes": {"max_move_bytes": 1}, "off": {"rebalance": "off"}}
     bytes_per_s = SLOW if change == "twice" else FAST
-    with threads(deep, **config(bytes_per_s, **limit.get(change, {}))) as (planner, group):
+    with following(deep, **config(bytes_per_s, **limit.get(change, {}))) as (planner, group):
         proposal, words = (
             another(spec, 2),
             {
@@ -171,7 +158,7 @@ def test_unsuitable_proposal_is_rejected_with_reason(
 def test_changed_checkpoint_fails_moves(deep: Path, right: list[list[int]], tmp_path: Path) -> None:
     folder = shutil.copytree(deep, tmp_path / "model")
     spec = read_spec(folder)
-    with threads(folder, **config(FAST)) as (planner, group), group.client() as client:
+    with following(folder, **config(FAST)) as (planner, group), group.client() as client:
         before = [placed(rank.status()) for rank in group.experts]
         shutil.rmtree(folder)
         planner.propose(another(spec, 2))
@@ -200,7 +187,7 @@ def _replace_weights(folder: Path) -> None:
 
 def test_moved_experts_free_their_memory(deep: Path) -> None:
     spec = read_spec(deep)
-    with threads(deep, **config(FAST)) as (planner, group):
+    with following(deep, **config(FAST)) as (planner, group):
 
         def experts_there() -> int:
             gc.collect()
@@ -222,7 +209,7 @@ def test_moved_experts_free_their_memory(deep: Path) -> None:
 
 
 def test_move_completes_without_planner(deep: Path, right: list[list[int]]) -> None:
-    with threads(deep, **config(SLOW)) as (planner, group), group.client() as client:
+    with following(deep, **config(SLOW)) as (planner, group), group.client() as client:
         planner.propose(another(read_spec(deep), 1))
         until(lambda: any("placement" in rank.status().notes for rank in group.experts))
         planner.held.clear()
@@ -235,7 +222,7 @@ def test_move_completes_without_planner(deep: Path, right: list[list[int]]) -> N
 
 def test_repeated_proposals_are_rejected_as_pending(deep: Path, right: list[list[int]]) -> None:
     spec = read_spec(deep)
-    with threads(deep, **config(7 * SLOW)) as (planner, group), group.client() as client:
+    with following(deep, **config(7 * SLOW)) as (planner, group), group.client() as client:
         for generation in range(1, 30):
             planner.propose(another(spec, generation), EXPERTS[generation % 2])
             planner.propose(another(spec, generation), EXPERTS[1 - generation % 2])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from contracts.clock import monotonic_s
 from contracts.errors import CheckpointError, LaunchError, TandemError
@@ -17,14 +16,9 @@ from tests.support.group_harness import DEADLINE_S, RankConnection, greedy, grou
 from tests.support.local_group import LocalGroup
 from tests.support.rank_process import RankProcess
 from tests.support.simulated_group import hardware
+from tests.support.tiny_models import Checkpoints, prompt
 
 pytestmark = pytest.mark.usefixtures("ranks_are_forked")
-Checkpoints = Callable[..., Path]
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 131, (tokens,), generator=generator).tolist()
 
 
 class Traffic:

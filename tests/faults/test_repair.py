@@ -39,6 +39,12 @@ class Load:
             for client in clients
         ]
 
+    @staticmethod
+    def started(clients: list[RankConnection], right: list[list[int]]) -> Load:
+        load = Load(clients, right)
+        load.wait_started()
+        return load
+
     def wait_started(self) -> None:
         for client, requests in self._submitted:
             client.wait_started(requests[0])
@@ -60,13 +66,7 @@ def threads(
     config = group_config(*ranks, **sections)
     with ThreadGroup(folder, config) as group, contextlib.ExitStack() as stack:
         clients = [stack.enter_context(group.client(n)) for n in range(ranks[0])]
-
-        def load() -> Load:
-            made = Load(clients, right)
-            made.wait_started()
-            return made
-
-        yield group, load
+        yield group, lambda: Load.started(clients, right)
 
 
 # --- expert ranks, each a thread
@@ -170,13 +170,7 @@ def processes(
     with LocalGroup(str(folder), config, backend=backend) as group, contextlib.ExitStack() as stack:
         connected = connections(group.client_addresses, group.token)
         clients = [stack.enter_context(client) for client in connected]
-
-        def load() -> Load:
-            made = Load(clients, right)
-            made.wait_started()
-            return made
-
-        yield group, load
+        yield group, lambda: Load.started(clients, right)
 
 
 @pytest.mark.parametrize(("fault", "backend"), [(signal.SIGKILL, "shm"), (signal.SIGSTOP, "tcp")])

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +35,8 @@ from tests.support.fake_planner import real_planner
 from tests.support.group_harness import group_config
 from tests.support.prefill_workers import TOKEN as WEIGHTS_TOKEN
 from tests.support.prefill_workers import make_source, worker_spec
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 CROWD = 100
 TIMEOUT_S = 20.0
 NESTED = b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 4000 + b"\xc0"

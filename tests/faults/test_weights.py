@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from tests.support.prefill_workers import (
     peer_process,
     worker_spec,
 )
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 SEEN_WITHIN_S = 10.0
 TIMEOUT_S = 20.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from kernels.linear import plain_linears
 from models.experts.device_lanes import CudaLane
 from models.experts.router import RoutedTokens
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 GPU = torch.device("cuda", 0)
 SHARED_MEMORY = Path("/dev/shm")
 # Sizes that all fused kernels take.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import PrefillThreads, prefill_config
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 SHARED_MEMORY = Path("/dev/shm")
 
 pytestmark = [

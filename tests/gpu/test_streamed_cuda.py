@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,8 @@ from kernels.routing import softmax_top_k
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from tests.support.kernel_reference import attention_reference, experts_reference, ragged_attention
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 GPU = torch.device("cuda", 0)
 # Sizes that all fused kernels take.
 ALIGNED = {

@@ -5,7 +5,6 @@ Tolerance 1e-4 absolute on logits of order 1 (measured: below 1e-5); greedy toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 import torch
 
 from models.decoder.batch import SequenceSlice
-from tests.oracle.greedy_choices import greedy_choices
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import Checkpoints
+from tests.support.transformers_oracle import Oracle
 
 TOLERANCE = 1e-4
 STEPS = 64
@@ -153,20 +153,14 @@ STORED = [
     {"fused": True, "max_shard_size": "40KB"},
 ]
 
-Make = Callable[..., Path]
-
 
 def overrides(family: str, name: str) -> dict[str, Any]:
     return FAMILIES[family][name]
 
 
 @lru_cache(maxsize=4)
-def oracle(folder: Path) -> Any:
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
 
 
 @lru_cache(maxsize=4)
@@ -181,12 +175,6 @@ def tokens(count: int, seed: int, vocab: int = 97) -> list[int]:
     return torch.randint(0, vocab, (count,), generator=generator).tolist()
 
 
-def expected_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits_TV: torch.Tensor = oracle(folder)(torch.tensor([token_ids])).logits[0]
-        return logits_TV
-
-
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     assert found.dtype is torch.float32
@@ -196,29 +184,29 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_logits_of_a_ragged_batch_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     folder = tiny_checkpoint(family, **overrides(family, name))
     sequences = [tokens(count, seed=count) for count in (1, 40, 17, 2, 100)]
     for token_ids, logits in zip(sequences, ours(folder).forward(sequences), strict=True):
-        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE
+        assert difference(logits, oracle(folder).logits(token_ids)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_greedy_tokens_over_64_steps_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     folder = tiny_checkpoint(family, **overrides(family, name))
     prompt = tokens(21, seed=5)
     generated = ours(folder).greedy(prompt, STEPS)
     assert len(generated) == STEPS
-    assert generated == greedy_choices(oracle(folder), prompt, generated)
+    assert generated == oracle(folder).greedy_choices(prompt, generated)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stored", STORED, ids=str)
 def test_every_form_of_the_same_checkpoint_gives_the_same_logits(
-    tiny_checkpoint: Make, family: str, stored: dict[str, Any]
+    tiny_checkpoint: Checkpoints, family: str, stored: dict[str, Any]
 ) -> None:
     prompt = tokens(30, seed=1)
     plain = tiny_checkpoint(family)
@@ -227,7 +215,7 @@ def test_every_form_of_the_same_checkpoint_gives_the_same_logits(
     assert ("model.safetensors" in names) == ("max_shard_size" not in stored)
     logits = ours(other).forward([prompt])[0]
     assert torch.equal(logits, ours(plain).forward([prompt])[0])
-    assert difference(logits, expected_logits(plain, prompt)) < TOLERANCE
+    assert difference(logits, oracle(plain).logits(prompt)) < TOLERANCE
 
 
 WINDOWS = [
@@ -241,7 +229,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize(("family", "name"), WINDOWS)
 def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     """Prefill in two pieces beside a decode of another sequence, over a shuffled block table."""
     folder = tiny_checkpoint(family, **overrides(family, name))
@@ -264,12 +252,12 @@ def test_sequences_in_pieces_with_scattered_blocks_equal_transformers(
     }
     for key, token_ids in (("a", a), ("b", b), ("c", c)):
         logits = model.attention.logits(rows[key])
-        assert difference(logits, expected_logits(folder, token_ids)) < TOLERANCE, key
+        assert difference(logits, oracle(folder).logits(token_ids)) < TOLERANCE, key
 
 
 @pytest.mark.parametrize(("family", "name"), WINDOWS)
 def test_a_prefix_written_in_the_same_pass_can_be_shared(
-    tiny_checkpoint: Make, family: str, name: str
+    tiny_checkpoint: Checkpoints, family: str, name: str
 ) -> None:
     """B's first two blocks are A's; the slices stand in the less convenient order."""
     folder = tiny_checkpoint(family, **overrides(family, name))
@@ -278,29 +266,24 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
     a, b = prefix + tokens(9, seed=5), prefix + tokens(12, seed=6)
     slices = [SequenceSlice(b[32:], 32, [7, 1, 4]), SequenceSlice(a, 0, [7, 1, 2])]
     logits = model.attention.logits(model.run(slices, model.new_pool(8)))
-    assert difference(logits[:12], expected_logits(folder, b)[32:]) < TOLERANCE
-    assert difference(logits[12:], expected_logits(folder, a)) < TOLERANCE
+    assert difference(logits[:12], oracle(folder).logits(b)[32:]) < TOLERANCE
+    assert difference(logits[12:], oracle(folder).logits(a)) < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
-    tiny_checkpoint: Make, family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     """Near: our error against float32 is at most 1.5 times theirs (mean over all logits of four
     prompts: where two experts are about equal, either may choose the other one)."""
-    import transformers
-
     folder = tiny_checkpoint(family, dtype="bfloat16")
-    theirs_model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, experts_implementation="eager"
-    )
+    theirs_model = Oracle(folder, torch.bfloat16)
     model = LocalModel.load(folder, dtype="auto")
     ours_error, theirs_error = 0.0, 0.0
     for seed in (7, 8, 9, 10):
         prompt = tokens(60, seed=seed)
-        exact = expected_logits(folder, prompt)
-        with torch.no_grad():
-            theirs = theirs_model(torch.tensor([prompt])).logits[0].float()
+        exact = oracle(folder).logits(prompt)
+        theirs = theirs_model.logits(prompt).float()
         theirs_error += (theirs - exact).abs().mean().item()
         ours_error += (model.forward([prompt])[0] - exact).abs().mean().item()
     assert ours_error < 1.5 * theirs_error

@@ -3,7 +3,6 @@ logits as with all experts there, prompts in waves and what is generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,7 @@ from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts.ranks import RankSpec
 from models.experts.expert_layout import ExpertLayout
 from tests.support.group_harness import PrefillThreads, greedy, prefill_config
-from tests.support.tiny_models import prompts
-
-Checkpoints = Callable[..., Path]
-VOCABULARY = list(range(131))
+from tests.support.tiny_models import Checkpoints, prompts
 
 
 @pytest.fixture
@@ -42,10 +38,10 @@ def answers(folder: Path, store: Path, slots: int | None, **experts: Any) -> tup
         experts = {"slots": slots, **experts}
     config = prefill_config(prefill=prefill, experts=experts)
     with PrefillThreads(folder, config) as group, group.client() as client:
-        scored = [client.scored(client.submit(s, candidates=VOCABULARY)) for s in sequences]
+        logits = torch.cat([client.last_logits([ids]) for ids in sequences])
         ids = [client.submit(s, sampling=greedy(12)) for s in sequences]
         tokens = [client.generated(request)[0] for request in ids]
-    return torch.tensor([each.candidate_logits for each in scored]), tokens
+    return logits, tokens
 
 
 @pytest.mark.long

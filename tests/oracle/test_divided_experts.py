@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,10 @@ import pytest
 import torch
 
 from tests.support.group_harness import PrefillThreads, RankConnection, prefill_config
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
-VOCABULARY = list(range(131))
 SEEN_WITHIN_S = 10.0
-ROWS: list[list[int]] = [
-    torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-    for n in (23, 1, 140, 7)
-]
+ROWS = prompts(1, [23, 1, 140, 7])
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 11, "num_hidden_layers": 5, "mlp_only_layers": [1]}),
     ("mixtral", {"num_local_experts": 5}),
@@ -29,10 +24,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
 
 def logits_of(client: RankConnection) -> torch.Tensor:
     """Of rows one at a time, so that all modes run the same batches."""
-    rows = []
-    for ids in ROWS:
-        rows.append(client.scored(client.submit(ids, candidates=VOCABULARY)).candidate_logits)
-    return torch.tensor(rows)
+    return torch.cat([client.last_logits([ids]) for ids in ROWS])
 
 
 def resident_logits(folder: Path) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from actors.ranks.attention_rank import WARM_UP_IDS
 from contracts.messages import Cancel
 from contracts.plan import Order, Plan
 from contracts.traces import Stage
-from tests.oracle.greedy_choices import greedy_choices
 from tests.support.group_harness import ThreadGroup, greedy, group_config, meeting
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import prompts
-
-Checkpoints = Callable[..., Path]
-VOCABULARY = list(range(131))
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
+from tests.support.transformers_oracle import Oracle
 
 # Odd configurations of each family: uneven expert counts, head_dim != D/H, tied and untied, a dense
 # layer, sliding windows shorter than the prompts, shared experts.
@@ -66,47 +62,36 @@ BEYOND = [
 ]
 
 
-def last_logits(model: LocalModel, sequences: list[list[int]]) -> torch.Tensor:
-    return torch.stack([logits[-1] for logits in model.forward(sequences)])
-
-
 @pytest.mark.parametrize(("family", "overrides"), CONFIGS)
 def test_logits_equal_transformers_for_every_split_of_the_ranks(
     tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
 ) -> None:
-    import transformers
-
     folder = tiny_checkpoint(family, **overrides)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    oracle = Oracle(folder)
     sequences = prompts(1, [23, 1, 40, 7])
-    with torch.no_grad():
-        expected = [oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences]
+    expected = torch.stack([oracle.logits(ids)[-1] for ids in sequences])
     for attention_ranks, expert_ranks in SPLITS:
         config = group_config(attention_ranks, expert_ranks)
         with ThreadGroup(folder, config) as group:
             for rank in range(attention_ranks):
                 with group.client(rank) as client:
-                    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-                    for request, logits in zip(ids, expected, strict=True):
-                        found = torch.tensor(client.scored(request).candidate_logits)
-                        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+                    found = client.last_logits(sequences)
+                    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "overrides"), CONFIGS)
 def test_greedy_tokens_equal_transformers_over_64_decode_steps(
     tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, Any]
 ) -> None:
-    import transformers
-
     folder = tiny_checkpoint(family, **overrides)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    oracle = Oracle(folder)
     sequences = prompts(2, [5, 19, 33])
     with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:
         requests = [client.submit(ids, sampling=greedy(64)) for ids in sequences]
         for request, ids in zip(requests, sequences, strict=True):
             tokens, _ = client.generated(request)
             assert len(tokens) == 64
-            assert tokens == greedy_choices(oracle, ids, tokens)
+            assert tokens == oracle.greedy_choices(ids, tokens)
 
 
 # Every plan with shared experts (S tasks of their own under ASAS and AASS), then a few of each kind
@@ -135,7 +120,7 @@ def test_every_plan_gives_the_logits_of_the_single_process_path(
             shared = prompts(100 + number, [20])[0]
             tails = prompts(200 + number, [1, 9, 30, 2, 17])
             sequences = [*(shared + tail for tail in tails), head, tails[2]]
-            expected = last_logits(local, sequences)
+            expected = local.last_logits(sequences)
             for client, _ in itertools.product(clients, range(2)):
                 ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
                 answers = [client.scored(request) for request in ids]
@@ -164,9 +149,8 @@ def test_plans_beyond_the_paper_give_the_same_logits(
             group.pin(plan)
             head = prompts(500 + number, [20])[0] if sharing else []
             sequences = [head + tail for tail in prompts(number, [61, 3, 40, 17, 1, 90, 34])]
-            expected = last_logits(local, sequences)
-            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-            found = torch.tensor([client.scored(request).candidate_logits for request in ids])
+            expected = local.last_logits(sequences)
+            found = client.last_logits(sequences)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=f"{plan}")
             ids = [client.submit(seq, sampling=greedy(3)) for seq in sequences]
             tokens = [client.generated(request)[0] for request in ids]
@@ -206,7 +190,7 @@ def test_sequences_of_one_batch_share_every_token_that_is_computed_in_it(
     sequences = [shared + tail for tail in prompts(5, [3, 25, 4])]
     sequences += [shared + more + tail for tail in prompts(11, [30, 1, 17])]
     sequences += [sequences[1], sequences[3][:43]]
-    expected = last_logits(local, sequences)
+    expected = local.last_logits(sequences)
     for plan in (Plan(r1=1), Plan(r1=4, r2=2), Plan(ma=1)):
         # one message at a time would start at once: a long sequence holds the rank until all are in
         with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ from models.decoder.batch import AttentionBatch
 from models.experts.expert_store import ResidentStore
 from planner.scheduling.preemption import LatencyPass, Preemption, W
 from planner.scheduling.task_order import Task
-from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
+from tests.oracle.random_requests import check_random_requests
 from tests.support.group_harness import (
     PrefillThreads,
     ThreadGroup,
@@ -48,8 +47,8 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import FAMILIES, VOCABULARY, Checkpoints
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 BLOCK = 16
 PLANS = [Plan(), Plan(r1=2), Plan(r1=3)]
 
@@ -139,7 +138,7 @@ def batches_of(chance: random.Random) -> list[tuple[dict[int, list[int]], Plan, 
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     model = LocalModel.load(tiny_checkpoint(family), dtype="float32")
     for seed in range(6):
@@ -177,7 +176,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("last_rows", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_the_whole(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     products: list[int],
     family: str,
@@ -208,7 +207,7 @@ def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_t
 
 @pytest.mark.usefixtures("every_step")
 def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
 ) -> None:
     model = LocalModel.load(tiny_checkpoint("qwen3_moe"), dtype="float32")
     chance = random.Random(5)
@@ -233,7 +232,7 @@ def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
 @pytest.mark.usefixtures("every_step")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     """Pools so small that LS takes blocks from BE, prompts that share, requests that are cancelled:
     and afterwards no block is missing."""
@@ -248,7 +247,8 @@ def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
             schedule={"max_batch_tokens": chance.choice([32, 96])},
         )
         with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
-            _one_run(chance, client, local)
+            submit = partial(_submit, chance, client)
+            check_random_requests(chance, client, local, submit, str(seed))
             for rank in group.attention:
                 blocks = rank_blocks(rank)
                 assert blocks["used"] == 0
@@ -290,24 +290,6 @@ def rank_blocks(rank: Rank) -> dict[str, int]:
     return blocks.counts
 
 
-def _one_run(chance: random.Random, client: harness.RankConnection, local: LocalModel) -> None:
-    head = [chance.randrange(1, 131) for _ in range(chance.choice([0, 20, 35]))]
-    sequences = [
-        head + [chance.randrange(1, 131) for _ in range(chance.randint(1, 90))] for _ in range(6)
-    ]
-    expected = last_logits(local, sequences)
-    submit = partial(_submit, chance, client)
-    scored = [submit(ids, candidates=VOCABULARY) for ids in sequences]
-    gone = [submit(ids, sampling=greedy(9)) for ids in sequences[:2]]
-    generated = [submit(ids, sampling=greedy(4)) for ids in sequences]
-    for request in gone:
-        client.send(Cancel(request))
-    found = torch.tensor([client.scored(request).candidate_logits for request in scored])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    tokens = [client.generated(request)[0] for request in generated]
-    assert [row[0] for row in tokens] == expected.argmax(-1).tolist()
-
-
 def _submit(
     chance: random.Random, client: harness.RankConnection, ids: list[int], **wanted: object
 ) -> int:
@@ -331,7 +313,7 @@ class Overtaking(Observer):
 @pytest.mark.parametrize("experts", ["resident", "streamed", "gathered", "hybrid"])
 @pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     experts: str,
     disable_kv_cache: bool,
@@ -354,7 +336,7 @@ def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
                     [chance.randrange(1, 131) for _ in range(length)]
                     for length in (*(100, 90, 110, 80, 100) * 3, 20, 5, 30, 11, 9)
                 ]
-                expected = last_logits(local, sequences)
+                expected = local.last_logits(sequences)
                 ids = []
                 for index, sequence in enumerate(sequences):
                     priority = Priority.BE if index < 15 else Priority.LS
@@ -362,7 +344,7 @@ def test_ls_overtakes_be_passes_on_prefill_workers_and_all_logits_are_right(
                     if index >= 15:
                         client.scored(ids[-1])  # the next one comes later
                         ids[-1] = client.submit(sequence, candidates=VOCABULARY, priority=priority)
-                found = torch.tensor([client.scored(one).candidate_logits for one in ids])
+                found = client.logits(ids)
                 torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert sum(spy.times for spy in spies) > 0
         for rank in group.workers:

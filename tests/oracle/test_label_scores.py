@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import transformers
 
 from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row
 from cluster.classification.label_trie import label_trie
 from contracts.messages import Scored, Submit
 from tests.support.group_harness import PrefillThreads, RankConnection, group_config
+from tests.support.tiny_models import Checkpoints
+from tests.support.transformers_oracle import Oracle
 
 PROMPT = [(7 * position + 3) % 131 for position in range(21)]
 # one begins another one; common first tokens; a chain that only one label goes along; one token
@@ -39,15 +38,13 @@ class Direct:
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
 @pytest.mark.parametrize("disable_kv_cache", [False, True])
 def test_labels_with_shared_tokens_match_teacher_forcing(
-    tiny_checkpoint: Callable[..., Path], family: str, disable_kv_cache: bool
+    tiny_checkpoint: Checkpoints, family: str, disable_kv_cache: bool
 ) -> None:
     folder = tiny_checkpoint(family)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    oracle = Oracle(folder)
     totals = []
     for label in LABELS:
-        with torch.inference_mode():
-            ids = torch.tensor([PROMPT + label])
-            logprobs = model(ids).logits[0].float().log_softmax(-1)
+        logprobs = oracle.logits(PROMPT + label).log_softmax(-1)
         first = len(PROMPT) - 1
         totals.append(sum(float(logprobs[first + i, token]) for i, token in enumerate(label)))
     expected = torch.tensor(totals).softmax(0)

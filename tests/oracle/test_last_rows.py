@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import FAMILIES, Checkpoints
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 LENGTHS = (21, 1, 9, 40, 3)
 COUNTS = (1, 1, 0, 7, 3)  # the last one's are all it has
 CACHED = (0, 0, 0, 17, 0)  # tokens of earlier batches
@@ -20,7 +18,7 @@ CACHED = (0, 0, 0, 17, 0)  # tokens of earlier batches
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_rows_alone_are_those_of_the_whole_layer(
-    tiny_checkpoint: Callable[..., Path], family: str
+    tiny_checkpoint: Checkpoints, family: str
 ) -> None:
     model, rng = LocalModel.load(tiny_checkpoint(family), dtype="float32"), random.Random(0)
     half, kv = model.attention, model.new_pool(32)

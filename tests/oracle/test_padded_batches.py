@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.support.padded import PaddedModel, ScoredRow, batches
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import Checkpoints
 
 VOCABULARY = 131
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 60, 1000])
-def test_padding_changes_no_row(tiny_checkpoint: Callable[..., Path], batch_tokens: int) -> None:
+def test_padding_changes_no_row(tiny_checkpoint: Checkpoints, batch_tokens: int) -> None:
     folder, rng = tiny_checkpoint("qwen3_moe"), random.Random(0)
     rows = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (5, 31, 2, 17, 30, 5)]
     rows_to_score = [ScoredRow(row, range(max(0, len(row) - 3), len(row))) for row in rows]

@@ -3,7 +3,7 @@ the single-process path, in both pipelines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,9 @@ from tests.support.group_harness import (
 from tests.support.local_group import LocalGroup
 from tests.support.local_model import LocalModel
 from tests.support.placements import replicated
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 CALL_S = 30.0
-VOCABULARY = list(range(131))
 PLANS = [Plan(), Plan(r1=2, r2=3), Plan(order=Order.AASS, r1=3, r2=2)]
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1]}),
@@ -115,7 +113,7 @@ def test_where_an_expert_is_does_not_change_a_bit_of_top_2(tiny_checkpoint: Chec
     for placement in (in_order, _placed(spec, [0, 0], 3), _placed(spec, [2, 1], 4)):
         group = ThreadGroup(folder, group_config(1, 2), placements={Group.EXPERT: placement})
         with group, group.client() as client:
-            found.append([_logits(client, [ids]) for ids in prompts(2, LENGTHS)])
+            found.append([client.last_logits([ids]) for ids in prompts(2, LENGTHS)])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
 
@@ -136,13 +134,8 @@ def test_a_placement_is_what_a_checkpoint_with_its_experts_in_that_order_is(
         expert_of_slot=tuple(layers),
     )
     sequences = prompts(8, LENGTHS)
-    expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
-    torch.testing.assert_close(
-        torch.stack([logits[-1] for logits in permuted.forward(sequences)]),
-        expected,
-        atol=1e-5,
-        rtol=0,
-    )
+    expected = local.last_logits(sequences)
+    torch.testing.assert_close(permuted.last_logits(sequences), expected, atol=1e-5, rtol=0)
     group = ThreadGroup(folder, group_config(1, 2), placements={Group.EXPERT: placement})
     with group, group.client() as client:
         _check(client, permuted, sequences)
@@ -168,14 +161,9 @@ def _permuted(folder: Path, to: Path, order: Sequence[int]) -> Path:
     return to
 
 
-def _logits(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:
-    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-    return torch.tensor([client.scored(request).candidate_logits for request in ids])
-
-
 def _check(client: RankConnection, local: LocalModel, sequences: list[list[int]]) -> None:
-    expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
-    torch.testing.assert_close(_logits(client, sequences), expected, atol=1e-5, rtol=0)
+    expected = local.last_logits(sequences)
+    torch.testing.assert_close(client.last_logits(sequences), expected, atol=1e-5, rtol=0)
     ids = [client.submit(seq, sampling=greedy(6)) for seq in sequences]
     tokens = [client.generated(request)[0] for request in ids]
     assert tokens == [local.greedy(seq, 6) for seq in sequences]

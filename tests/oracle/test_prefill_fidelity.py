@@ -3,7 +3,6 @@ attention/expert group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from tests.support.group_harness import (
     PrefillThreads,
-    RankConnection,
     ThreadGroup,
     greedy,
     group_config,
@@ -20,10 +18,9 @@ from tests.support.group_harness import (
     prefill_config,
 )
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
+from tests.support.transformers_oracle import Oracle
 
-Checkpoints = Callable[..., Path]
-VOCABULARY = list(range(131))
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"num_experts": 11, "mlp_only_layers": [1]}),
     ("mixtral", {"num_local_experts": 5, "sliding_window": 9}),
@@ -48,28 +45,20 @@ def config_of(mode: dict[str, Any], store: Path) -> Any:
     return prefill_config(prefill={**prefill, "host_store": str(store)}, experts=experts)
 
 
-def logits_of(client: RankConnection, sequences: list[list[int]]) -> torch.Tensor:
-    ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-    return torch.tensor([client.scored(request).candidate_logits for request in ids])
-
-
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 def test_every_mode_gives_the_same_bits_and_the_logits_of_transformers(
     tiny_checkpoint: Checkpoints, tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:
     """Prompts one at a time, so that all modes run the same batches; one of a single token."""
-    import transformers
-
     folder = tiny_checkpoint(family, **overrides)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    oracle = Oracle(folder)
     sequences = prompts(1, [23, 1, 140, 7])
-    with torch.no_grad():
-        expected = torch.stack([oracle(torch.tensor([ids])).logits[0, -1] for ids in sequences])
+    expected = torch.stack([oracle.logits(ids)[-1] for ids in sequences])
     found = []
     for mode in MODES:
         config = config_of(mode, tmp_path)
         with PrefillThreads(folder, config) as group, group.client() as client:
-            found.append(torch.cat([logits_of(client, [ids]) for ids in sequences]))
+            found.append(torch.cat([client.last_logits([ids]) for ids in sequences]))
     torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
     for mode, logits in zip(MODES, found, strict=True):
         assert torch.equal(logits, found[0]), mode
@@ -84,7 +73,7 @@ def test_prefixes_that_are_cached_or_shared_in_the_batch_leave_logits_unchanged(
     local = LocalModel.load(folder, dtype="float32")
     shared = prompts(2, [50])[0]
     sequences = [shared + tail for tail in prompts(3, [3, 1, 40, 6])]
-    expected = torch.stack([logits[-1] for logits in local.forward(sequences)])
+    expected = local.last_logits(sequences)
     config = prefill_config(prefill={"disable_kv_cache": disable_kv_cache})
     with PrefillThreads(folder, config) as group, group.client() as client:
         for _ in range(2):

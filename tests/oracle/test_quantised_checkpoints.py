@@ -16,14 +16,15 @@ from contracts.errors import CheckpointError
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
-from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from tests.support.group_harness import PrefillThreads, ThreadGroup, group_config, prefill_config
 from tests.support.local_model import LocalModel
+from tests.support.one_line_errors import one_line_error
 from tests.support.quantised_models import make_fp8, make_mxfp4
-from tests.support.tiny_models import prompts
+from tests.support.read_tensors import record_read_names
+from tests.support.tiny_models import Checkpoints, prompts
+from tests.support.transformers_oracle import Oracle
 
-Make = Callable[..., Path]
 Pair = tuple[Path, Path]
 TOLERANCE = 1e-4
 
@@ -45,12 +46,13 @@ GROUPED: dict[str, Any] = {
     "initializer_range": 0.06,
 }
 CLAMPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
+PROMPT = prompts(3, [50])[0]
 KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")
 def pair_of(
-    tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Pair]:
     made: dict[str, Pair] = {}
 
@@ -65,26 +67,16 @@ def pair_of(
     return make
 
 
-def prompt() -> list[int]:
-    return torch.randint(3, 131, (50,), generator=torch.Generator().manual_seed(3)).tolist()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_dequantised_weights(
     pair_of: Callable[[str], Pair], kind: str
 ) -> None:
-    import transformers
-
     quantised, dequantised = pair_of(kind)
     split = [[3, 0], [1, 4, 2] if kind != "deepseek_v3" else [1, 4, 2, 5]]
-    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([prompt()])[0]
+    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([PROMPT])[0]
     floats = LocalModel.load(dequantised, dtype="float32", expert_split=split)
-    assert torch.equal(found, floats.forward([prompt()])[0])
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        dequantised, experts_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        expected = oracle(torch.tensor([prompt()])).logits[0]
+    assert torch.equal(found, floats.forward([PROMPT])[0])
+    expected = Oracle(dequantised).logits(PROMPT)
     assert 0.5 < expected.abs().max() < 20
     assert (found - expected).abs().max() < TOLERANCE
 
@@ -95,25 +87,19 @@ def test_mxfp4_logits_equal_those_of_transformers_on_the_same_folder(
     import transformers
 
     quantised, _ = pair_of("gpt_oss")
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        quantised,
-        quantization_config=transformers.Mxfp4Config(dequantize=True),
-        dtype=torch.float32,
-        experts_implementation="eager",
-    ).eval()
-    with torch.no_grad():
-        expected = oracle(torch.tensor([prompt()])).logits[0]
-    found = LocalModel.load(quantised, dtype="float32").forward([prompt()])[0]
+    as_floats = transformers.Mxfp4Config(dequantize=True)
+    expected = Oracle(quantised, quantization_config=as_floats).logits(PROMPT)
+    found = LocalModel.load(quantised, dtype="float32").forward([PROMPT])[0]
     assert (found - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
 def test_a_group_serves_quantised_checkpoints(pair_of: Callable[[str], Pair], kind: str) -> None:
     quantised, dequantised = pair_of(kind)
-    expected = LocalModel.load(dequantised, dtype="float32").forward([prompt()])[0][-1]
+    expected = LocalModel.load(dequantised, dtype="float32").forward([PROMPT])[0][-1]
     with ThreadGroup(quantised, group_config(1, 2)) as group, group.client() as client:
-        answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
-    torch.testing.assert_close(torch.tensor(answer.candidate_logits), expected, atol=1e-5, rtol=0)
+        found = client.last_logits([PROMPT])[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,7 +109,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
     """On expert ranks and in a prefill worker, with a profile."""
     folder, _ = pair_of(kind)
     local = LocalModel.load(folder, dtype="float32")
-    expected = local.forward([prompt()])[0][-1]
+    expected = local.forward([PROMPT])[0][-1]
     profile = tmp_path / "routing.safetensors"
     rows = prompts(7, [60, 60])
     ProfileBuilder(local.attention, ResidentStore(local.experts[0]), rows).profile().write(
@@ -138,8 +124,7 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
         PrefillThreads(folder, prefill_config(**sections)),
     ):
         with served as group, group.client() as client:
-            answer = client.scored(client.submit(prompt(), candidates=list(range(131))))
-        found = torch.tensor(answer.candidate_logits)
+            found = client.last_logits([PROMPT])[0]
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -147,17 +132,10 @@ def test_few_experts_as_they_are_stored_give_the_answers_of_all(
 def test_the_check_reads_headers_only_and_ranks_only_their_experts(
     pair_of: Callable[[str], Pair], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names: list[str] = []
-    original = SafetensorsFile.tensor
-
-    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
-        names.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(SafetensorsFile, "tensor", spy)
     folder, _ = pair_of(kind)
+    read_names = record_read_names(monkeypatch)
     spec = check_checkpoint(folder)
-    assert names == []
+    assert read_names == []
     seen: list[tuple[int, int]] = []
     ExpertHalf.load(
         Checkpoint(folder),
@@ -166,8 +144,8 @@ def test_the_check_reads_headers_only_and_ranks_only_their_experts(
         dtype=torch.bfloat16,
         progress=lambda done, whole: seen.append((done, whole)),
     )
-    assert all("experts" in name and "shared" not in name for name in names)
-    assert kind == "gpt_oss" or all(".1." in name or ".3." in name for name in names)
+    assert all("experts" in name and "shared" not in name for name in read_names)
+    assert kind == "gpt_oss" or all(".1." in name or ".3." in name for name in read_names)
     assert seen[-1][0] == seen[-1][1] > 0
 
 
@@ -176,8 +154,8 @@ def test_fp8_checkpoints_are_computed_in_the_dtype_that_their_config_states(
 ) -> None:
     folder = _changed(pair_of("deepseek_v3")[0], tmp_path, config={"dtype": "bfloat16"})
     assert resolve_dtype(check_checkpoint(folder), "auto") is torch.bfloat16
-    logits = LocalModel.load(folder).forward([prompt()])[0]
-    exact = LocalModel.load(folder, dtype="float32").forward([prompt()])[0]
+    logits = LocalModel.load(folder).forward([PROMPT])[0]
+    exact = LocalModel.load(folder, dtype="float32").forward([PROMPT])[0]
     assert (logits - exact).abs().mean() < 0.05 * exact.abs().mean()
 
 
@@ -201,57 +179,47 @@ _DOWN = "model.layers.1.mlp.experts.3.down_proj.weight"
 _PACKED = "model.layers.1.mlp.experts.down_proj"
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "change", "parts"),
-    [
+Tensors = dict[str, torch.Tensor | None]
+REFUSED: dict[str, list[tuple[dict[str, Any], Tensors, list[str]]]] = {
+    "deepseek_v3": [
         (
-            "deepseek_v3",
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             {},
             ["weight_block_size", "[64, 64]", "[128, 128]"],
         ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, {}, ["quant_method", "mxfp4", "fp8"]),
+        ({}, {f"{_DOWN}_scale_inv": None}, [f"{_DOWN}_scale_inv", "missing"]),
+        ({}, {f"{_DOWN}_scale_inv": torch.ones(1, 2)}, [f"{_DOWN}_scale_inv", "[1, 2]", "[2, 2]"]),
         (
-            "deepseek_v3",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            {},
-            ["quant_method", "mxfp4", "fp8"],
-        ),
-        ("gpt_oss", {"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
-        ("deepseek_v3", {}, {f"{_DOWN}_scale_inv": None}, [f"{_DOWN}_scale_inv", "missing"]),
-        (
-            "deepseek_v3",
-            {},
-            {f"{_DOWN}_scale_inv": torch.ones(1, 2)},
-            [f"{_DOWN}_scale_inv", "[1, 2]", "[2, 2]"],
-        ),
-        (
-            "deepseek_v3",
             {},
             {f"{_DOWN}_scale_inv": torch.ones(2, 2, dtype=torch.int32)},
             [f"{_DOWN}_scale_inv", "I32", "BF16"],
         ),
         (
-            "deepseek_v3",
             {},
             {"model.norm.weight": torch.ones(150).to(torch.float8_e4m3fn)},
             ["model.norm.weight", "F8_E4M3", "matrices"],
         ),
-        ("gpt_oss", {}, {f"{_PACKED}_scales": None}, [f"{_PACKED}_scales", "missing"]),
-        (
-            "gpt_oss",
-            {},
-            {f"{_PACKED}_scales": torch.ones(5, 64, 3)},
-            [f"{_PACKED}_scales", "F32", "U8"],
-        ),
-        ("gpt_oss", {"intermediate_size": 97}, {}, ["intermediate_size=97", "32"]),
     ],
+    "gpt_oss": [
+        ({"quantization_config": {}}, {}, ["quant_method", "an unknown method"]),
+        ({}, {f"{_PACKED}_scales": None}, [f"{_PACKED}_scales", "missing"]),
+        ({}, {f"{_PACKED}_scales": torch.ones(5, 64, 3)}, [f"{_PACKED}_scales", "F32", "U8"]),
+        ({"intermediate_size": 97}, {}, ["intermediate_size=97", "32"]),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "change", "parts"),
+    [(kind, *refused) for kind, cases in REFUSED.items() for refused in cases],
 )
 def test_what_cannot_be_dequantised_is_refused_in_one_line(
     pair_of: Callable[[str], Pair],
     tmp_path: Path,
     kind: str,
     config: dict[str, Any],
-    change: dict[str, torch.Tensor | None],
+    change: Tensors,
     parts: list[str],
 ) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -261,8 +229,5 @@ def test_what_cannot_be_dequantised_is_refused_in_one_line(
                 tensors[name] = tensor
 
     folder = _changed(pair_of(kind)[0], tmp_path, config=config, change=edit)
-    with pytest.raises(CheckpointError) as caught:
+    with one_line_error(CheckpointError, *parts):
         check_checkpoint(folder)
-    assert "\n" not in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 
 import tests.support.group_harness as harness
 from actors.ranks.attention_rank import attention_rank
-from contracts.messages import Cancel
 from contracts.plan import Order, Plan
 from planner.scheduling.batching import joining
-from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
-from tests.support.group_harness import ThreadGroup, greedy, group_config
+from tests.oracle.random_requests import check_random_requests
+from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import FAMILIES, Checkpoints
 
-FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"]
 RUNS_OF_EACH = 40
 
 
@@ -36,7 +32,7 @@ def random_plan(chance: random.Random) -> Plan:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_runs_give_the_logits_and_tokens_of_the_single_process_path(
-    tiny_checkpoint: Callable[..., Path], family: str, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pools so small that sequences wait again, prompts that share, requests that are cancelled."""
     folder = tiny_checkpoint(family)
@@ -55,22 +51,4 @@ def test_random_runs_give_the_logits_and_tokens_of_the_single_process_path(
         with ThreadGroup(folder, config, backend=chance.choice(["shm", "tcp"])) as group:
             group.pin(plan)
             with group.client() as client:
-                _one_run(chance, client, local, f"{seed} {plan.label}")
-
-
-def _one_run(
-    chance: random.Random, client: harness.RankConnection, local: LocalModel, label: str
-) -> None:
-    head = [chance.randrange(1, 131) for _ in range(chance.choice([0, 20, 35]))]
-    lengths = [chance.randint(1, 90) for _ in range(chance.randint(2, 8))]
-    sequences = [head + [chance.randrange(1, 131) for _ in range(n)] for n in lengths]
-    expected = last_logits(local, sequences)
-    scored = [client.submit(ids, candidates=VOCABULARY) for ids in sequences]
-    gone = [client.submit(ids, sampling=greedy(9)) for ids in sequences[:2]]
-    generated = [client.submit(ids, sampling=greedy(3)) for ids in sequences]
-    for request in gone:
-        client.send(Cancel(request))
-    found = torch.tensor([client.scored(request).candidate_logits for request in scored])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0, msg=label)
-    tokens = [client.generated(request)[0] for request in generated]
-    assert [row[0] for row in tokens] == expected.argmax(-1).tolist(), label
+                check_random_requests(chance, client, local, client.submit, f"{seed} {plan.label}")

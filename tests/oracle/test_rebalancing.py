@@ -4,8 +4,6 @@ generation and between two of them."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +12,12 @@ import torch
 
 from contracts.planner_messages import MoveOutcome
 from models.spec.model import read_spec
-from tests.support.fake_planner import TOKEN, FakePlanner
-from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
+from tests.support.fake_planner import following
+from tests.support.group_harness import RankConnection, greedy
 from tests.support.local_model import LocalModel
 from tests.support.placements import another
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import VOCABULARY, Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
-VOCABULARY = list(range(131))
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("mixtral", {"num_experts_per_tok": 2}),
@@ -30,22 +26,6 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gpt_oss", {}),
 ]
 MOVES = 5
-
-
-@contextmanager
-def following(
-    folder: Path, backend: str, **sections: Any
-) -> Iterator[tuple[FakePlanner, ThreadGroup]]:
-    """Two attention and two expert ranks that have joined a planner."""
-    placement = {"rebalance": "continuous", "bytes_per_s": 1e9}
-    config = group_config(2, 2, placement=placement, **sections)
-    with (
-        FakePlanner() as planner,
-        ThreadGroup(folder, config, backend=backend, token=TOKEN) as group,
-    ):
-        group.join_planner(planner.address)
-        planner.wait_held("expert-0", "expert-1")
-        yield planner, group
 
 
 class StreamedRequest:
@@ -57,9 +37,7 @@ class StreamedRequest:
         self._greedy = [client.submit(each, sampling=greedy(6)) for each in sequences]
 
     def logits(self) -> torch.Tensor:
-        return torch.tensor(
-            [self._client.scored(request).candidate_logits for request in self._scored]
-        )
+        return self._client.logits(self._scored)
 
     def tokens(self) -> list[list[int]]:
         return [self._client.generated(request)[0] for request in self._greedy]
@@ -78,7 +56,7 @@ def test_answers_stay_the_same_while_experts_move(
     with following(folder, backend, kv=separate) as (planner, group):
         with group.client(0) as first, group.client(1) as second:
             expected = StreamedRequest(first, sequences).logits()
-            oracle = torch.stack([logits[-1] for logits in local.forward(sequences)])
+            oracle = local.last_logits(sequences)
             torch.testing.assert_close(expected, oracle, atol=1e-5, rtol=0)
             for generation in range(1, MOVES + 1):
                 requests = [StreamedRequest(client, sequences) for client in (first, second)]

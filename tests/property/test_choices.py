@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from cluster.classification.label_trie import LabelPass, LabelTrie, Path
 from contracts.choice_matcher import ChoiceMatcher
 
 EOS = 9
+BYTES_PER_TOKEN = 512
 tokens = st.integers(0, 2)
 choice_lists = st.lists(st.lists(tokens, min_size=1, max_size=4), min_size=1, max_size=5)
 
@@ -86,3 +88,21 @@ def test_each_continued_position_is_computed_once(labels: list[list[int]]) -> No
 )
 def test_number_of_passes_is_minimal(labels: list[list[int]], paths: list[Path]) -> None:
     assert [each.path for each in LabelTrie(labels).passes] == paths
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(32, 1000), (1, 20_000)])
+def test_trie_memory_is_linear_in_tokens(count: int, tokens: int) -> None:
+    labels = [[label, *range(1000 + label, 999 + label + tokens)] for label in range(count)]
+    tracemalloc.start()
+    try:
+        LabelTrie(labels)
+        assert tracemalloc.get_traced_memory()[1] < BYTES_PER_TOKEN * count * tokens
+    finally:
+        tracemalloc.stop()
+
+
+def test_label_of_context_length_is_accepted() -> None:
+    label = list(range(100_000))
+    trie = LabelTrie([label, label[:-1]])
+    assert [len(each.path) for each in trie.passes] == [99_999]
+    assert trie.longest == 100_000

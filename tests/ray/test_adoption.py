@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -17,6 +16,7 @@ from cluster.serving.server import RunningServer, serving
 from contracts.config import BUNDLED
 from contracts.loading import load_config
 from tests.support.ray_support import own_ray, processes_of, rank_pids
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -41,10 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
+    wait_until(condition, "it never came true", DEADLINE_S)
 
 
 def stream(served: RunningServer) -> Iterator[str]:

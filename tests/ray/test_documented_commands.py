@@ -68,6 +68,20 @@ def environment() -> dict[str, str]:
     }
 
 
+def output_of(command: list[str], folder: Path) -> str:
+    """Run the command in the folder; return what it prints."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @contextlib.contextmanager
 def started(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Run the command until Ctrl-C. It leaves no process."""
@@ -115,18 +129,10 @@ def server(
 def test_documented_request_is_answered(server: Server, command: Command) -> None:
     text = command.text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
     shell = [sys.executable, "-c"] if command.language == "python" else ["bash", "-c"]
-    done = subprocess.run(
-        [*shell, text],
-        cwd=server.folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    output = output_of([*shell, text], server.folder)
+    assert output.strip()
     if command.text.startswith("curl "):
-        answer = json.loads(done.stdout)
+        answer = json.loads(output)
         assert "error" not in answer, answer
 
 
@@ -140,15 +146,7 @@ def test_documented_bulk_command_classifies_file(text: str, tmp_path: Path) -> N
     rows = [{"text": text} for text in ("It works well.", "It broke after two days.", "Fine.")]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "reviews.jsonl").write_text(lines, encoding="utf-8")
-    done = subprocess.run(
-        ["bash", "-c", f"{text} {SMALL}"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(["bash", "-c", f"{text} {SMALL}"], tmp_path)
     parts = sorted((tmp_path / "out").glob("part-*.jsonl"))
     answers = [json.loads(line) for part in parts for line in part.read_text().splitlines()]
     assert [answer["label"] in ("negative", "positive") for answer in answers] == [True] * 3
@@ -156,14 +154,6 @@ def test_documented_bulk_command_classifies_file(text: str, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_demo_runs_and_leaves_no_process(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", "-c", "tandem demo --trace demo.json"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nothing is left running" in done.stdout
+    output = output_of(["bash", "-c", "tandem demo --trace demo.json"], tmp_path)
+    assert "nothing is left running" in output
     assert json.loads((tmp_path / "demo.json").read_text())

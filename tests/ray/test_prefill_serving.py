@@ -21,12 +21,12 @@ import pytest
 from cluster.classification.classify import ClassifyTask, TokenizedRow, classify_row, tokenize_rows
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
-from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
 from cluster.serving.server import RunningServer, serving
 from contracts.loading import load_config
 from models.text.tokenizer import Tokenizer
+from tests.support.attention_ranks import started
 from tests.support.ray_support import rank_pids
 
 pytestmark = pytest.mark.ray
@@ -115,16 +115,11 @@ def test_both_pipelines_return_equal_probabilities(server: Server) -> None:
     async def through_attention_ranks() -> list[list[float]]:
         directory = server.served.directory
         clients = rank_clients(directory.client_addresses, directory.token)
-        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        backend.start()
-        await backend.wait_ready()
         rows = tokenize_rows(tokenizer, [(text, task) for text in texts_of(1)])
-        assert all(isinstance(row, TokenizedRow) for row in rows)
-        found = [
-            await classify_row(backend, task, row) for row in rows if isinstance(row, TokenizedRow)
-        ]
-        await backend.close()
-        return [classified.probs for classified in found]
+        known = [row for row in rows if isinstance(row, TokenizedRow)]
+        assert known == rows
+        async with started(LeastWorkPlacer(clients, RoutingConfig())) as backend:
+            return [(await classify_row(backend, task, row)).probs for row in known]
 
     tokenizer = Tokenizer.load(resolve_model_folder("bundled"))
     expected = asyncio.run(through_attention_ranks())

@@ -40,6 +40,19 @@ ME = Identity(name="ingress-0", token=TOKEN, epoch=None)
 QUICK = RankClientConfig(heartbeat_timeout_s=0.6, check_every_s=0.05, max_backoff_s=0.05)
 
 
+def refused(response: httpx.Response, status: int, param: str | None, *parts: str) -> Any:
+    """Return the error, whose message is one line with each of `parts`."""
+    assert response.status_code == status, response.text[:500]
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert error["message"]
+    assert "\n" not in error["message"]
+    for part in parts:
+        assert part in error["message"]
+    return error
+
+
 class Loop:
     """An event loop in a thread."""
 

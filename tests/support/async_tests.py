@@ -12,6 +12,12 @@ Parameters = ParamSpec("Parameters")
 LIMIT_S = 60.0
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let other tasks run until `condition`, which may depend on sockets."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 def run_async(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
     """Return a test that runs the coroutine in a new event loop, for at most LIMIT_S."""
 

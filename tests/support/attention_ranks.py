@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from cluster.routing.least_work_placer import Choose, LeastWorkPlacer, least_wor
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
-from contracts.messages import Submit
+from cluster.serving.ingress_app import rank_clients
+from contracts.messages import Finished, Submit, Tokens
 from tests.support.api_harness import ME, QUICK
+from tests.support.async_tests import until
 from tests.support.fake_rank import FakeRank
 
 Body = Callable[..., Coroutine[Any, Any, None]]
@@ -24,6 +27,59 @@ LIMIT_S = 20.0
 def counted_on(submit: Submit) -> list[int]:
     """A model whose next token is the number of tokens."""
     return list(range(len(submit.token_ids), len(submit.token_ids) + 100))
+
+
+@asynccontextmanager
+async def started(placer: LeastWorkPlacer) -> AsyncIterator[PipelineBackend]:
+    """Yield a backend that is ready; close it afterwards."""
+    backend = PipelineBackend(placer)
+    backend.start()
+    try:
+        await backend.wait_ready()
+        yield backend
+    finally:
+        await backend.close()
+
+
+class StreamedRequest:
+    """A generation that is read as it arrives."""
+
+    def __init__(self, backend: PipelineBackend, submit: Submit) -> None:
+        self.submit = submit
+        self.tokens: list[int] = []
+        self.cached: list[int] = []
+        self.finished: Finished | None = None
+        self.task = asyncio.create_task(self._read(backend))
+
+    async def _read(self, backend: PipelineBackend) -> list[int]:
+        async for batch in backend.generate(self.submit):
+            for event in batch:
+                if isinstance(event, Tokens):
+                    self.tokens += event.token_ids
+                    self.cached += [] if event.cached_tokens is None else [event.cached_tokens]
+                else:
+                    assert isinstance(event, Finished)
+                    self.finished = event
+        return self.tokens
+
+    async def has(self, tokens: int) -> None:
+        await until(lambda: len(self.tokens) >= tokens)
+
+
+def run_client(
+    addresses: dict[str, str],
+    token: bytes,
+    body: Callable[[PipelineBackend], Coroutine[Any, Any, None]],
+    **limits: Any,
+) -> None:
+    """Run `body` with a backend of ranks that run already."""
+
+    async def main() -> None:
+        placer = LeastWorkPlacer(rank_clients(addresses, token), RoutingConfig(**limits))
+        async with started(placer) as backend:
+            await body(backend)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def run_ranks(
@@ -59,17 +115,15 @@ def run_ranks(
         clients = [connect(*each) for each in directory.items()]
         finds = {} if known is None else {"find": find, "connect": connect}
         config = RoutingConfig(**limits)
-        backend = PipelineBackend(LeastWorkPlacer(clients, config, choose, **finds))  # type: ignore[arg-type]
-        backend.start()
+        placer = LeastWorkPlacer(clients, config, choose, **finds)  # type: ignore[arg-type]
         try:
-            await backend.wait_ready()
-            if known is None:
-                await body(backend, fakes)
-            else:
-                directory["prefill-0"] = "tcp:127.0.0.1:1"  # of the other pipeline
-                await body(backend, fakes, directory)
+            async with started(placer) as backend:
+                if known is None:
+                    await body(backend, fakes)
+                else:
+                    directory["prefill-0"] = "tcp:127.0.0.1:1"  # of the other pipeline
+                    await body(backend, fakes, directory)
         finally:
-            await backend.close()
             for fake in fakes:
                 await fake.close()
 

@@ -18,6 +18,7 @@ import torch
 
 from contracts.errors import CheckpointError
 from tests.support.local_model import LocalModel
+from tests.support.transformers_oracle import Oracle
 
 MISSING = "<missing>"  # as a value: the key is taken out
 TOLERANCE = 1e-4
@@ -197,12 +198,7 @@ def _theirs(folder: Path, prompt: list[int]) -> torch.Tensor:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0]
-    return logits
+    return Oracle(folder).logits(prompt)
 
 
 def pairs(seed: int, count: int) -> Iterator[Change]:

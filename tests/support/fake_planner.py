@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -34,6 +34,7 @@ from contracts.planner_messages import (
     ToPlanner,
 )
 from contracts.ranks import Group
+from tests.support.group_harness import ThreadGroup, group_config
 
 TOKEN = b"a token of 32 random bytes......"
 DEADLINE_S = 20.0
@@ -65,12 +66,7 @@ class FakePlanner:
     def __enter__(self) -> FakePlanner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._threads[0].join(DEADLINE_S)  # whom it has let in by now is hung up on
         self._listener.close()
@@ -181,6 +177,22 @@ class PlannerConnection:
             message = self.read()
             if isinstance(message, PlanResponse):
                 return message
+
+
+@contextlib.contextmanager
+def following(
+    folder: Path, backend: str = "shm", **sections: Any
+) -> Iterator[tuple[FakePlanner, ThreadGroup]]:
+    """Yield two attention and two expert ranks that have joined a planner."""
+    sections.setdefault("placement", {"rebalance": "continuous", "bytes_per_s": 1e9})
+    config = group_config(2, 2, **sections)
+    with (
+        FakePlanner() as planner,
+        ThreadGroup(folder, config, backend=backend, token=TOKEN) as group,
+    ):
+        group.join_planner(planner.address)
+        planner.wait_held("expert-0", "expert-1")
+        yield planner, group
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import torch
 
 from actors.batching.finisher import Finisher
 from actors.channels.handshake import Identity, initiate
@@ -37,10 +37,11 @@ from contracts.messages import Tokens as TokensEvent
 from contracts.placement import Placement
 from contracts.plan import Plan
 from contracts.ranks import Group
-from contracts.requests import Priority, Sampling
+from contracts.requests import Sampling
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
+from tests.support.tiny_models import VOCABULARY
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
@@ -123,12 +124,7 @@ class ThreadGroup:
     def __enter__(self) -> ThreadGroup:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for worker in self.ranks:
             worker.stop()
 
@@ -315,6 +311,14 @@ class RankConnection:
         assert isinstance(event, Scored), event
         return event
 
+    def logits(self, request_ids: Sequence[int]) -> torch.Tensor:
+        """Return a row with the candidates' logits for each of the requests."""
+        return torch.tensor([self.scored(each).candidate_logits for each in request_ids])
+
+    def last_logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return logits of all tokens after each of the sequences."""
+        return self.logits([self.submit(ids, candidates=VOCABULARY) for ids in sequences])
+
     def generated(self, request_id: int) -> tuple[list[int], Finished]:
         self.wait(request_id)
         *tokens, last = self.events[request_id]
@@ -352,15 +356,3 @@ def prefill_config(**sections: Any) -> TandemConfig:
     """Return `group_config` with a fixed threshold, which saves the reference pass."""
     prefill = {"saturation": 10**12, "max_batch_tokens": 512, **sections.pop("prefill", {})}
     return group_config(prefill=prefill, **sections)
-
-
-__all__ = [
-    "PrefillThreads",
-    "Priority",
-    "RankConnection",
-    "ThreadGroup",
-    "connections",
-    "greedy",
-    "group_config",
-    "prefill_config",
-]

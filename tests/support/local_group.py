@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import wait
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -89,12 +88,7 @@ class LocalGroup:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def replace(self, *names: str, without: Callable[[], Collection[str]] = tuple) -> int:

@@ -89,6 +89,10 @@ class LocalModel:
         logits = self.attention.logits(self.run(slices, kv))
         return list(torch.split(logits, [len(ids) for ids in sequences]))
 
+    def last_logits(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Return logits of the last position of each sequence."""
+        return torch.stack([logits_TV[-1] for logits_TV in self.forward(sequences)])
+
     def greedy(self, token_ids: Sequence[int], steps: int) -> list[int]:
         """The `steps` most likely next tokens, with a KV cache; eos does not end it."""
         num_blocks = -(-(len(token_ids) + steps) // self.block_tokens)

@@ -28,6 +28,7 @@ from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import CheckpointParts
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.group_harness import group_config
+from tests.support.rank_specs import rank_spec
 
 TOKEN = secrets.token_bytes(32)
 
@@ -38,19 +39,8 @@ def worker_spec(
     fields.setdefault("config", group_config(prefill={"experts": "gathered"}))
     placements = contiguous_placements(str(folder), prefill_ranks=workers)
     fields.setdefault("placement", placements[Group.PREFILL])
-    return RankSpec(
-        group=Group.PREFILL,
-        rank=rank,
-        attention_ranks=0,
-        expert_ranks=0,
-        prefill_ranks=workers,
-        model_folder=str(folder),
-        token=token,
-        epoch=fields.pop("epoch", 1),
-        device=fields.pop("device", "cpu"),
-        backend=backend,
-        **fields,
-    )
+    fields |= {"rank": rank, "prefill_ranks": workers, "backend": backend, "token": token}
+    return rank_spec(Group.PREFILL, folder, **fields)
 
 
 def layout_of(folder: Path, *, packed: bool = True) -> ExpertLayout:

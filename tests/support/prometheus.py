@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import httpx
@@ -110,12 +109,7 @@ class Prometheus:
         self._stop()
         raise LaunchError((self._folder / "prometheus.log").read_text(encoding="utf-8")[-2000:])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
         self._stop()
 

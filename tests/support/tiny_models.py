@@ -7,12 +7,14 @@ same bytes. `tiny_checkpoint` (tests/conftest.py) caches one per set of argument
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+VOCABULARY = list(range(131))
+Checkpoints = Callable[..., Path]  # the fixture `tiny_checkpoint`
 _COMMON = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -75,6 +77,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
         },
     },
 }
+FAMILIES = tuple(_FAMILY)
 _CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "mixtral": "Mixtral",
@@ -146,6 +149,11 @@ def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
     """Token ids of the tiny models' vocabulary, without the special ones."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Return the token ids of one prompt."""
+    return prompts(seed, [length])[0]
 
 
 def set_config(folder: Path, **fields: Any) -> None:

@@ -24,9 +24,9 @@ from planner.scheduling.batching import Phase, SequenceView
 from planner.scheduling.task_order import Task, TaskStage
 from planner.scheduling.user_policy import load_policy
 from tests.architecture.support import ROOT
-from tests.oracle.test_group_fidelity import VOCABULARY, last_logits
 from tests.support.group_harness import ThreadGroup, group_config, loop_of
 from tests.support.local_model import LocalModel
+from tests.support.tiny_models import VOCABULARY, Checkpoints
 
 PAGES = sorted(path for path in (ROOT / "docs/adding").glob("*.md") if path.stem != "README")
 
@@ -35,10 +35,6 @@ NAMES = ["EarliestDeadline", "FairByTenant", "ShortestPrefill"]
 LS, BE = Priority.LS, Priority.BE
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks_of(page: Path) -> list[str]:
-    return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
 def module_of(page: Path) -> ModuleType:
@@ -114,7 +110,7 @@ def test_tenants_get_equal_shares_without_credit_for_idle_time() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_policy_on_rank_changes_no_answer(
-    tiny_checkpoint: Callable[..., Path],
+    tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     my_policies: ModuleType,
     name: str,
@@ -135,7 +131,7 @@ def test_policy_on_rank_changes_no_answer(
     sequences = [
         [chance.randrange(1, 131) for _ in range(chance.randint(1, 90))] for _ in range(12)
     ]
-    expected = last_logits(local, sequences)
+    expected = local.last_logits(sequences)
     with ThreadGroup(folder, config, backend="shm") as group, group.client() as client:
         ids = [
             client.submit(
@@ -146,7 +142,7 @@ def test_policy_on_rank_changes_no_answer(
             )
             for index, each in enumerate(sequences)
         ]
-        found = torch.tensor([client.scored(one).candidate_logits for one in ids])
+        found = client.logits(ids)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         (rank,) = group.attention
         assert "tandem_policy_fallbacks_total 0.0" in rank.metrics() or (

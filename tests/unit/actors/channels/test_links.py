@@ -22,7 +22,7 @@ from actors.channels.base import (
     PeerLost,
     TensorSpec,
 )
-from contracts.errors import ChannelError, HandshakeError, PeerDeadError
+from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError
 from contracts.requests import Priority
 from tests.support.channels_support import (
     ALL_DTYPES,
@@ -220,15 +220,17 @@ def test_wake_ends_a_poll_in_another_thread(backend: str) -> None:
     end.wake()  # harmless
 
 
-def test_malformed_frame_loses_that_peer_only(backend: str) -> None:
+@pytest.mark.parametrize("body", [b"hello", b"\x92" + b"\x91" * 4000 + b"\xc0\xc0"])
+def test_malformed_frame_loses_that_peer_only(backend: str, body: bytes) -> None:
     with linked(backend) as (left, right):
         third = endpoint("third", backend)
         third.connect("right", _address(right))
         wait_for(right, PeerJoined)
-        socket_of(left).sendall(raw_frame(backend, b"hello"))
+        socket_of(left).sendall(raw_frame(backend, body))
         lost = wait_for(right, PeerLost)[0]
         assert lost.peer == "left"
-        assert "bad" in str(lost.error)
+        assert isinstance(lost.error, PeerError)
+        assert "left sent a bad" in str(lost.error)
         send(third, "right", [torch.ones(2)], header())
         first_packet(right).release()
         third.close()

@@ -29,8 +29,8 @@ from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.task_order import TaskPolicy, by_layer, by_plan
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 BLOCK, LAYERS, DEADLINE_S = 16, 4, 20.0
 CPU = torch.device("cpu")
 

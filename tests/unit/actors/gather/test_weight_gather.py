@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tests.support.prefill_workers import (
     new_buffer,
     worker_spec,
 )
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 LAYERS = {"num_hidden_layers": 4}
 
 

@@ -28,6 +28,7 @@ from contracts.planner_messages import RoutingSampleReport
 from contracts.requests import Priority
 from planner.placement.failover import failover_placement
 from planner.placement.slots import ExpertPlacement, LayerSlots
+from tests.support.manual_clock import ManualClock
 
 # Experts 0 and 1 on rank 0, 2 and 3 on rank 1; expert 1 on both.
 PLACED = LayerSlots([0, 1, 2, 3, 1], [(0, 2), (2, 5)])
@@ -162,18 +163,11 @@ def test_slices_are_held_until_they_can_be_sent(pending: RemotePending) -> None:
 LAYERS, TOP_K = 3, 2
 
 
-class _Clock:
-    now_s = 10.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class _Rank:
     """Runs micro-batches whose experts encode sequence and position."""
 
     def __init__(self, tokens_per_s: int = 256) -> None:
-        self.clock, self.made = _Clock(), list[MakeRouting]()
+        self.clock, self.made = ManualClock(10.0), list[MakeRouting]()
         self.sample = RoutingSample(
             "attention-0", tokens_per_s, (LAYERS, TOP_K), self.clock, self.made.append
         )
@@ -190,7 +184,7 @@ class _Rank:
 
     def report(self) -> RoutingSampleReport:
         """Return the report that the next micro-batch triggers."""
-        self.clock.now_s += PERIOD_S
+        self.clock.advance(PERIOD_S)
         self.sample.prepare((-1, 0), [_chunk(0, 0, 1)])
         return self.made.pop()()
 
@@ -240,7 +234,7 @@ def test_unfinished_and_dropped_batches_are_not_reported() -> None:
     rank = _Rank()
     for _ in range(5 * MOST_UNDER_WAY):
         rank.run([(0, 0, FIRST_STRIDE)], to_layer=LAYERS - 1)
-    rank.clock.now_s += PERIOD_S
+    rank.clock.advance(PERIOD_S)
     rank.sample.prepare((-1, 0), [_chunk(0, 0, 1)])
     assert not rank.made
     assert rank.sample.under_way <= MOST_UNDER_WAY

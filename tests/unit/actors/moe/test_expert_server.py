@@ -36,6 +36,7 @@ from planner.scheduling.expert_eviction import eviction, pays
 from planner.scheduling.preemption import Preemption
 from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
 from tests.support.manual_clock import ManualClock
+from tests.support.tiny_models import Checkpoints
 
 LS, BE = Priority
 LAYER = {LS: 1, BE: 2}  # so that the log tells one from the other
@@ -183,7 +184,6 @@ def test_work_of_freed_generation_is_released_without_answer() -> None:
     assert rig.log == [BE, LS, LS, LS]
 
 
-Checkpoints = Callable[..., Path]
 PEERS = ("attention-0", "attention-1")
 DEADLINE_S = 20.0
 

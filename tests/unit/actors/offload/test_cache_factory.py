@@ -21,23 +21,14 @@ from models.experts.expert_layout import ExpertLayout
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import read_spec
 from models.weights.checkpoint import Checkpoint
+from tests.support.rank_specs import rank_spec
 
 FOLDER = Path(__file__).resolve().parents[4] / "models" / "bundled"
 
 
 def spec_of(folder: Path, device: str = "cpu", **sections: dict[str, Any]) -> RankSpec:
-    return RankSpec(
-        group=Group.PREFILL,
-        rank=0,
-        attention_ranks=0,
-        expert_ranks=0,
-        model_folder=str(folder),
-        token=b"",
-        epoch=0,
-        device=device,
-        backend="tcp",
-        config=msgspec.convert(sections, TandemConfig),
-    )
+    config = msgspec.convert(sections, TandemConfig)
+    return rank_spec(Group.PREFILL, folder, device=device, config=config)
 
 
 def device_spec(store: Path, **experts: Any) -> RankSpec:

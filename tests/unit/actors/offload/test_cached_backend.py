@@ -53,10 +53,9 @@ from planner.scheduling.expert_eviction import Kind, eviction, pays
 from tests.support.fake_device import FakeLane, WatchedTier
 from tests.support.local_model import LocalModel
 from tests.support.quantised_models import make_fp8, make_mxfp4
+from tests.support.tiny_models import FAMILIES, Checkpoints
 
-Checkpoints = Callable[..., Path]
 LS, BE = Priority
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 ODD = {"hidden_size": 150, "moe_intermediate_size": 140}  # no multiples of a block of fp8
 GROUPS = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group of MXFP4
 

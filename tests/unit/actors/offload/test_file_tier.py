@@ -25,8 +25,8 @@ from models.experts.host_experts import open_host_source
 from models.experts.slot_budget import slot_count
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 DEADLINE_S = 20.0
 
 

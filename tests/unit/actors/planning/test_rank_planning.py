@@ -40,20 +40,12 @@ from models.spec.model import read_spec
 from planner.placement.routing import measure
 from planner.placement.slots import LayerSlots
 from tests.support.fake_planner import DEADLINE_S, TOKEN, FakePlanner, never, real_planner
-from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config
+from tests.support.group_harness import RankConnection, ThreadGroup, greedy, group_config, until
+from tests.support.rank_specs import rank_spec
 from tests.support.simulated_group import hardware
-from tests.support.tiny_models import prompts
+from tests.support.tiny_models import FAMILIES, Checkpoints, prompts
 
-Checkpoints = Callable[..., Path]
 CHOSEN = Plan(r1=3, r2=2)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition of another thread holds."""
-    end_s = monotonic_s() + DEADLINE_S
-    while not condition():
-        assert monotonic_s() < end_s, "it never came true"
-        time.sleep(0.001)
 
 
 def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
@@ -61,18 +53,7 @@ def always(plan: Plan) -> Callable[[PlanRequest], PlanResponse]:
 
 
 def spec(**planner: object) -> RankSpec:
-    return RankSpec(
-        group=Group.ATTENTION,
-        rank=0,
-        attention_ranks=1,
-        expert_ranks=1,
-        model_folder="",
-        token=TOKEN,
-        epoch=1,
-        device="cpu",
-        backend="shm",
-        config=group_config(planner=planner),
-    )
+    return rank_spec(Group.ATTENTION, token=TOKEN, config=group_config(planner=planner))
 
 
 class Rank:
@@ -335,7 +316,7 @@ def test_planner_uses_counted_routing() -> None:
 
 @pytest.mark.parametrize("placement", [{"rebalance": "continuous"}, {"record": "/tmp"}])
 def test_routing_paths_are_reported_if_needed(
-    tiny_checkpoint: Callable[..., Path], placement: dict[str, Any]
+    tiny_checkpoint: Checkpoints, placement: dict[str, Any]
 ) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
@@ -426,14 +407,12 @@ def test_smaller_batches_are_timed_within_budget() -> None:
     assert len(batches) == 1, "a pass of any size would take as long as all of them may"
 
 
-FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")
 RAGGED = [(0, 20), (16, 17), (32, 40)]  # a prompt, a decode step, a chunk behind a prefix
-TinyCheckpoint = Callable[..., Path]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pass_times_every_stage_except_first_layer(
-    family: str, tiny_checkpoint: TinyCheckpoint
+    family: str, tiny_checkpoint: Checkpoints
 ) -> None:
     folder = tiny_checkpoint(family)
     spec = read_spec(folder)
@@ -449,7 +428,7 @@ def test_pass_times_every_stage_except_first_layer(
     assert all(task.seconds > 0 for task in times.expert)
 
 
-def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     spec = read_spec(folder)
     pool = pool_tokens_for(RAGGED)
@@ -461,7 +440,7 @@ def test_pairs_are_divided_among_expert_ranks(tiny_checkpoint: TinyCheckpoint) -
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
-def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: TinyCheckpoint) -> None:
+def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint(family)
     with stage_probe(folder, read_spec(folder), torch.float32, pool_tokens=512) as probe:
         for micro_batches in (1, 2):
@@ -469,7 +448,7 @@ def test_served_batch_has_time_outside_layers(family: str, tiny_checkpoint: Tiny
         assert probe.run(RAGGED, seed=0).attention  # goes on as before
 
 
-def test_model_larger_than_memory_is_rejected(tiny_checkpoint: TinyCheckpoint) -> None:
+def test_model_larger_than_memory_is_rejected(tiny_checkpoint: Checkpoints) -> None:
     folder = tiny_checkpoint("qwen3_moe")
     with (
         pytest.raises(ResourceError, match="GiB are free"),

@@ -42,9 +42,9 @@ from planner.placement.resize import resize_placement
 from tests.support.fake_planner import DEADLINE_S, PlannerConnection, real_planner
 from tests.support.group_harness import group_config
 from tests.support.simulated_group import hardware
+from tests.support.tiny_models import Checkpoints
 
 NESTED = b"\xaf\x0f\x00\x00\x82\xa4type\xa5query\xa1x" + b"\x91" * 4000 + b"\xc0"
-Checkpoints = Callable[..., Path]
 
 
 @pytest.fixture

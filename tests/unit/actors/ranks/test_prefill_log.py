@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -24,10 +23,9 @@ from tests.support.group_harness import (
     loop_of,
     prefill_config,
 )
+from tests.support.tiny_models import Checkpoints
 
 pytestmark = pytest.mark.long
-
-Checkpoints = Callable[..., Path]
 
 
 def tokens_work(done_tokens: int, prompt_tokens: int) -> int:

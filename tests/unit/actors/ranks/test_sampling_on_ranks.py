@@ -29,10 +29,10 @@ from tests.support.group_harness import (
     prefill_config,
     rank_of,
 )
+from tests.support.tiny_models import Checkpoints
 
 pytestmark = pytest.mark.long
 
-Checkpoints = Callable[..., Path]
 PROMPT = [5, 6, 7, 8]
 EOS = 2
 

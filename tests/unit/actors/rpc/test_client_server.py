@@ -24,6 +24,7 @@ from contracts.errors import ChannelError, TooCostlyError
 from contracts.messages import Event, Events, Failed, RankState, Scored, Submit
 from contracts.requests import Usage
 from tests.support.api_harness import QUICK
+from tests.support.async_tests import run_async
 
 TOKEN = b"a token for tests"
 SMALL_BYTES = 2_000
@@ -95,26 +96,24 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Rank]:
     rank.server.close()
 
 
-def test_message_above_the_limit_fails_its_request_only(rank: _Rank) -> None:
-    async def main() -> None:
-        me = Identity(name="ingress-0", token=TOKEN, epoch=None)
-        client = RankClient("attention-0", rank.address, me, QUICK)
-        client.start()
-        await client.wait_until(lambda client: client.problem is None)
-        submit = Submit(request_id=0, token_ids=[1], sampling=None)
-        large, small = await open_stream(client, submit), await open_stream(client, submit)
-        with pytest.raises(TooCostlyError, match="2000"):
-            await open_stream(client, Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
-        number, first = await asyncio.to_thread(rank.next_submit)
-        _, second = await asyncio.to_thread(rank.next_submit)
-        events: list[Event] = [answer(first.request_id, 1_000), answer(second.request_id, 3)]
-        rank.server.send(number, Events(events))
-        (failed,) = await large.next_batch()
-        (scored,) = await small.next_batch()
-        assert isinstance(failed, Failed)
-        assert "bytes" in failed.message
-        assert isinstance(scored, Scored)
-        assert client.connections == 1
-        await client.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@run_async
+async def test_message_above_the_limit_fails_its_request_only(rank: _Rank) -> None:
+    me = Identity(name="ingress-0", token=TOKEN, epoch=None)
+    client = RankClient("attention-0", rank.address, me, QUICK)
+    client.start()
+    await client.wait_until(lambda client: client.problem is None)
+    submit = Submit(request_id=0, token_ids=[1], sampling=None)
+    large, small = await open_stream(client, submit), await open_stream(client, submit)
+    with pytest.raises(TooCostlyError, match="2000"):
+        await open_stream(client, Submit(request_id=0, token_ids=[1] * 3_000, sampling=None))
+    number, first = await asyncio.to_thread(rank.next_submit)
+    _, second = await asyncio.to_thread(rank.next_submit)
+    events: list[Event] = [answer(first.request_id, 1_000), answer(second.request_id, 3)]
+    rank.server.send(number, Events(events))
+    (failed,) = await large.next_batch()
+    (scored,) = await small.next_batch()
+    assert isinstance(failed, Failed)
+    assert "bytes" in failed.message
+    assert isinstance(scored, Scored)
+    assert client.connections == 1
+    await client.close()

@@ -30,10 +30,11 @@ from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline
 from contracts import metrics
 from contracts.config import HttpConfig
 from contracts.metrics import STAGE
-from contracts.ranks import Group, RankSpec
+from contracts.ranks import Group
 from contracts.traces import Stage, TaskSpan
 from planner.schedule.exposed_communication import busy_seconds, exposed_communication
 from tests.support.manual_clock import ManualClock
+from tests.support.rank_specs import rank_spec
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
 DEADLINE_S = 20.0
@@ -215,18 +216,7 @@ def test_invalid_file_keeps_the_key(tmp_path: Path, damage: str) -> None:
 
 
 def made(time: ManualClock) -> RankMetrics:
-    spec = RankSpec(
-        group=Group.EXPERT,
-        rank=1,
-        attention_ranks=1,
-        expert_ranks=2,
-        model_folder="m",
-        token=b"",
-        epoch=3,
-        device="cpu",
-        backend="shm",
-    )
-    return RankMetrics(spec, time)
+    return RankMetrics(rank_spec(Group.EXPERT, rank=1, expert_ranks=2, epoch=3), time)
 
 
 def value(metrics: RankMetrics, name: str) -> float:

@@ -24,7 +24,7 @@ from contracts.errors import RankError
 from contracts.messages import Scored, Submit
 from contracts.requests import Priority, Usage
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import CONTEXT_TOKENS, Api, serve_api, tokenize_row
+from tests.support.api_harness import CONTEXT_TOKENS, Api, refused, serve_api, tokenize_row
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank, token_logprob
 from tests.support.tokenization import continuations
 
@@ -112,11 +112,9 @@ def test_too_many_options_or_multilabel_options_are_rejected(api: Api) -> None:
     many = [f"label {number}" for number in range(27)]
     sent = {"template": "{text} {options} {label}", "input": "x"}
     response = api.post("/v1/classify", labels=many, **sent)
-    assert response.status_code == 400
-    assert "27 are more than the 26 letters" in response.json()["error"]["message"]
+    refused(response, 400, "labels", "27 are more than the 26 letters")
     response = api.post("/v1/classify", labels=many[:2], multi_label=True, **sent)
-    assert response.status_code == 400
-    assert "{options}" in response.json()["error"]["message"]
+    refused(response, 400, "template", "{options}")
 
 
 def test_rows_keep_their_order(api: Api, tokenizer: Tokenizer) -> None:
@@ -130,8 +128,7 @@ def test_row_beyond_context_gets_413_before_ranks_receive_work(
     api: Api, tokenizer: Tokenizer
 ) -> None:
     response = api.post("/v1/classify", input=["ok", "x " * CONTEXT_TOKENS], labels=["yes", "no"])
-    assert response.status_code == 413
-    assert str(CONTEXT_TOKENS) in response.json()["error"]["message"]
+    refused(response, 413, "input", str(CONTEXT_TOKENS))
     assert api.rank.submits.empty()
 
 
@@ -159,12 +156,9 @@ def test_invalid_scores_raise_error(tokenizer: Tokenizer, logprobs: list[float] 
         async def score(self, submit: Submit, *, wait_for_slot: bool = False) -> Scored:
             return Scored(1, Usage(prompt_tokens=1), candidate_logprobs=logprobs)
 
-    async def main() -> None:
-        row = tokenize_row(tokenizer, task(SEVERAL), "x")
-        await classify_row(BadRank(), task(SEVERAL), row)
-
+    row = tokenize_row(tokenizer, task(SEVERAL), "x")
     with pytest.raises(RankError):
-        asyncio.run(main())
+        asyncio.run(classify_row(BadRank(), task(SEVERAL), row))
 
 
 @given(scores=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=8))
@@ -189,14 +183,10 @@ def classified(api: Api) -> dict[str, Any]:
     return answer
 
 
-def answer_ids(api: Api, prompt: str) -> list[list[int]]:
-    return continuations(api.tokenizer, prompt, [" yes", " no"])[1]
-
-
 def expected(api: Api, prompt: str) -> float:
     """Return the probability of " yes" against " no" from the fake rank's scores."""
-    totals = [sum(map(token_logprob, ids)) for ids in answer_ids(api, prompt)]
-    return softmax(totals)[0]
+    _, both = continuations(api.tokenizer, prompt, [" yes", " no"])
+    return softmax([sum(map(token_logprob, ids)) for ids in both])[0]
 
 
 def test_label_probability_is_yes_against_no(api: Api, classified: dict[str, Any]) -> None:

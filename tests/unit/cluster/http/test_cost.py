@@ -21,7 +21,8 @@ from cluster.http.text import TokenizerPool
 from contracts.config import HttpConfig, LimitsConfig
 from models.text.chat_template import EncodingSteps
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
-from tests.support.api_harness import CONTEXT_TOKENS, MODEL, TIMEOUT_S, Api, serve_api
+from tests.support.api_harness import CONTEXT_TOKENS, MODEL, TIMEOUT_S, Api, refused, serve_api
+from tests.support.async_tests import run_async
 from tests.support.fake_rank import FakeRank
 
 PEAK_BYTES = 24 << 20
@@ -41,15 +42,6 @@ def bounded_memory(most: int = PEAK_BYTES) -> Iterator[None]:
         assert tracemalloc.get_traced_memory()[1] < most
     finally:
         tracemalloc.stop()
-
-
-def refused(response: Any, status: int, param: str, *parts: str) -> None:
-    assert response.status_code == status, response.text[:500]
-    error = response.json()["error"]
-    assert error["param"] == param
-    assert "\n" not in error["message"]
-    for part in parts:
-        assert part in error["message"]
 
 
 def test_template_repeating_text_is_rejected_before_rendering(api: Api) -> None:
@@ -272,7 +264,8 @@ def test_disconnected_client_releases_memory(small: Api) -> None:
     settled(small)
 
 
-def test_thread_work_stops_after_cancellation(folder: Path) -> None:
+@run_async
+async def test_thread_work_stops_after_cancellation(folder: Path) -> None:
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     at_work, go_on = threading.Event(), threading.Event()
     steps_taken = 0
@@ -285,22 +278,20 @@ def test_thread_work_stops_after_cancellation(folder: Path) -> None:
             assert go_on.wait(TIMEOUT_S)
             yield 1
 
-    async def main() -> None:
-        work = asyncio.create_task(
-            tokenizer_pool.run(endless(), THREAD_ABOVE_CHARACTERS + 1, lambda _: None)
-        )
-        await asyncio.to_thread(at_work.wait, TIMEOUT_S)
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        go_on.set()
-        text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is shared
-        await tokenizer_pool.encode([text], lambda _: None, param="x", characters=len(text))
-
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    work = asyncio.create_task(
+        tokenizer_pool.run(endless(), THREAD_ABOVE_CHARACTERS + 1, lambda _: None)
+    )
+    await asyncio.to_thread(at_work.wait, TIMEOUT_S)
+    work.cancel()
+    await asyncio.gather(work, return_exceptions=True)
+    go_on.set()
+    text = "a b " * THREAD_ABOVE_CHARACTERS  # the only thread is shared
+    await tokenizer_pool.encode([text], lambda _: None, param="x", characters=len(text))
     assert steps_taken == 1
 
 
-def test_long_tokenization_does_not_block_others(folder: Path) -> None:
+@run_async
+async def test_long_tokenization_does_not_block_others(folder: Path) -> None:
     tokenizer_pool = TokenizerPool(Tokenizer.load(folder), 1)
     order: list[str] = []
 
@@ -309,13 +300,10 @@ def test_long_tokenization_does_not_block_others(folder: Path) -> None:
             order.append(name)
             yield 0
 
-    async def main() -> None:
-        many = THREAD_ABOVE_CHARACTERS + 1
-        await asyncio.gather(
-            tokenizer_pool.run(steps("long", 50), many, lambda _: None),
-            tokenizer_pool.run(steps("short", 3), many, lambda _: None),
-        )
-
-    asyncio.run(asyncio.wait_for(main(), TIMEOUT_S))
+    many = THREAD_ABOVE_CHARACTERS + 1
+    await asyncio.gather(
+        tokenizer_pool.run(steps("long", 50), many, lambda _: None),
+        tokenizer_pool.run(steps("short", 3), many, lambda _: None),
+    )
     assert order.index("short") < 3
     assert len(order) - 1 - order[::-1].index("short") < 12

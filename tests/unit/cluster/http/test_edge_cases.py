@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api_harness import MODEL, Api, serve_api
+from tests.support.api_harness import MODEL, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
 
 USER: Any = [{"role": "user", "content": "Hello"}]
@@ -83,15 +83,6 @@ def test_nul_characters_are_plain_text(api: Api) -> None:
     assert response.status_code == 404
 
 
-def refused(api: Api, path: str, **fields: Any) -> dict[str, Any]:
-    response = api.post(path, **fields)
-    assert response.status_code == 400, response.text
-    error: dict[str, Any] = response.json()["error"]
-    assert error["code"] == "unknown_parameter"
-    assert "\n" not in error["message"]
-    return error
-
-
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
@@ -105,28 +96,32 @@ def refused(api: Api, path: str, **fields: Any) -> dict[str, Any]:
 def test_misspelled_field_is_rejected_with_suggestion(
     api: Api, path: str, typo: str, meant: str
 ) -> None:
-    error = refused(api, path, **GOOD[path], **{typo: 1})
-    assert error["param"] == typo
-    assert f"did you mean {meant}?" in error["message"]
+    response = api.post(path, **GOOD[path], **{typo: 1})
+    error = refused(response, 400, typo, f"did you mean {meant}?")
+    assert error["code"] == "unknown_parameter"
 
 
 @pytest.mark.parametrize("name", ["regex", "json_schema", "zzz", "a.b\n", "é" * 500])
 @pytest.mark.parametrize("path", GOOD)
 def test_unknown_field_gets_400_on_every_endpoint(api: Api, path: str, name: str) -> None:
-    error = refused(api, path, **GOOD[path], **{name: {"type": "object"}})
-    assert len(error["param"]) <= 80
-    if name.isidentifier() and name.isascii():
-        assert error["param"] == name
+    response = api.post(path, **GOOD[path], **{name: {"type": "object"}})
+    param = name if name.isidentifier() and name.isascii() else response.json()["error"]["param"]
+    assert refused(response, 400, param)["code"] == "unknown_parameter"
+    assert len(param) <= 80
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "meant"),
     [
-        ({"stream": True, "stream_options": {"include_use": True}}, "stream_options", "include"),
-        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0]", "content"),
+        (
+            {"stream": True, "stream_options": {"include_use": True}},
+            "stream_options.include_use",
+            "include",
+        ),
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages[0].contents", "content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]},
-            "messages[0].content[0]",
+            "messages[0].content[0].txt",
             "text",
         ),
     ],
@@ -134,9 +129,9 @@ def test_unknown_field_gets_400_on_every_endpoint(api: Api, path: str, name: str
 def test_unknown_nested_field_is_named_with_path(
     api: Api, fields: dict[str, Any], param: str, meant: str
 ) -> None:
-    error = refused(api, "/v1/chat/completions", **{"messages": USER, **fields})
-    assert error["param"].startswith(f"{param}.")
-    assert f"did you mean {meant}" in error["message"]
+    response = api.post("/v1/chat/completions", **{"messages": USER, **fields})
+    error = refused(response, 400, param, f"did you mean {meant}")
+    assert error["code"] == "unknown_parameter"
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -165,6 +160,4 @@ def test_dumped_answer_is_accepted_as_message(api: Api) -> None:
 @pytest.mark.parametrize("name", ["audio", "function_call"])
 def test_message_with_unsupported_field_is_rejected(api: Api, name: str) -> None:
     messages = [{"role": "assistant", "content": "x", name: {"id": "y"}}, *USER]
-    response = api.post("/v1/chat/completions", messages=messages)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == f"messages[0].{name}"
+    refused(api.post("/v1/chat/completions", messages=messages), 400, f"messages[0].{name}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import MODEL, Api, serve_api
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.tiny_models import Checkpoints
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
 
 pytestmark = pytest.mark.long
 
-Checkpoints = Callable[..., Path]
 PROMPT = "The quick brown fox"
 CHAT = [{"role": "user", "content": "yes or no?"}]
 CHOICES = ["yes", "no", "yes maybe", "größer 😀", " naïve\n"]

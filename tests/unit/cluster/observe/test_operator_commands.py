@@ -26,6 +26,7 @@ from contracts.scaling import ScaleState, ScaleTarget
 from contracts.traces import ClockOffset, RankTraceInfo, TraceInfo, TraceResponse
 from tests.support.api_harness import MODEL, Api, no_offset, serve_api
 from tests.support.fake_rank import FakeRank
+from tests.support.one_line_errors import error_line
 
 Capture = pytest.CaptureFixture[str]
 DONE = ScaleState(
@@ -130,11 +131,7 @@ def test_invalid_command_is_one_line(
     capsys: Capture, command: str, arguments: list[str], message: str
 ) -> None:
     url = [] if "--url" in arguments else ["--url", f"http://127.0.0.1:{free_port()}"]
-    assert main([command, *url, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"tandem {command}: ")
-    assert message in err
+    assert message in error_line(capsys, command, *url, *arguments)
 
 
 @pytest.mark.parametrize(

@@ -22,25 +22,18 @@ from contracts.messages import Submit
 from contracts.requests import Caller, Priority
 from planner.scheduling import measured_rates, retry_reservations
 from tests.support.async_tests import run_async
+from tests.support.manual_clock import ManualClock
 from tests.support.steps import lines_run
 
 LS, BE = Priority.LS, Priority.BE
 PER_SECOND = 1000.0  # throughput of the simulated ranks
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Front:
     """An admission controller with simulated ranks that run one request at a time, LS first."""
 
     def __init__(self, slots: int = 1000, **config: float) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock(100.0)
         self.door = AdmissionController(lambda: slots, RoutingConfig(**config), self.clock)  # type: ignore[arg-type]
         self.waiting: dict[Priority, deque[Submit]] = {LS: deque(), BE: deque()}
 
@@ -61,7 +54,7 @@ class Front:
         for _ in range(count):
             queue = self.waiting[LS] or self.waiting[BE]
             done = queue.popleft()
-            self.clock.now_s += len(done.token_ids) / PER_SECOND
+            self.clock.advance(len(done.token_ids) / PER_SECOND)
             self.door.release(done, wait_for_slot=False)
 
 

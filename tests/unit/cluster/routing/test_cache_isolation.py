@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -32,6 +30,7 @@ from planner.routing.open_requests import token_work
 from planner.routing.saturation import SaturationConfig
 from tests.support.async_tests import run_async
 from tests.support.group_harness import PrefillThreads, ThreadGroup, prefill_config
+from tests.support.tiny_models import Checkpoints
 from tests.support.tiny_tokenizer import write_byte_level
 
 BLOCK = 4
@@ -44,7 +43,7 @@ Send = Callable[..., Awaitable[int]]
 
 @pytest.fixture(scope="module")
 def ranks(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[list[tuple[str, str, bytes]], Tokenizer]]:
     """Return (name, address, token) of an attention rank and a prefill worker with a real model."""
     folder, texts = tiny_checkpoint(vocab_size=420), tmp_path_factory.mktemp("texts")
@@ -123,26 +122,26 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("by_key", [True, False], ids=["keys", "salts"])
 @pytest.mark.parametrize("what", BODIES)
-def test_client_or_salt_finds_only_its_own_prefix(ranks: Any, what: str, by_key: bool) -> None:
+@run_async
+async def test_client_or_salt_finds_only_its_own_prefix(
+    ranks: Any, what: str, by_key: bool
+) -> None:
     path, body = BODIES[what]
     names = [f"first {what}", f"second {what}"]
     keys = [name.replace(" ", "-") for name in names] if by_key else []
 
-    async def run() -> None:
-        async with api_client(ranks, keys) as send:
+    async with api_client(ranks, keys) as send:
 
-            async def cached(number: int) -> int:
-                if by_key:
-                    return await send(keys[number], path, **body)
-                return await send(None, path, **body, cache_salt=names[number])
+        async def cached(number: int) -> int:
+            if by_key:
+                return await send(keys[number], path, **body)
+            return await send(None, path, **body, cache_salt=names[number])
 
-            assert await cached(0) == 0
-            again = await cached(0)
-            assert again > 2 * BLOCK
-            assert await cached(1) == 0, "sent by the first one"
-            assert await cached(1) == again
-
-    asyncio.run(asyncio.wait_for(run(), 60))
+        assert await cached(0) == 0
+        again = await cached(0)
+        assert again > 2 * BLOCK
+        assert await cached(1) == 0, "sent by the first one"
+        assert await cached(1) == again
 
 
 @run_async

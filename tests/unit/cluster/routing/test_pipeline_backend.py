@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from contracts.errors import HandshakeError, OverloadError, PeerHungError, RankE
 from contracts.messages import Finished, Submit, Tokens
 from contracts.requests import Sampling, chain_hashes
 from tests.support.api_harness import ME, QUICK
-from tests.support.async_tests import run_async
+from tests.support.async_tests import run_async, until
 from tests.support.attention_ranks import run_ranks, with_ranks
 from tests.support.fake_prefill import FakePrefill, routing
 from tests.support.fake_rank import TOKEN, FakeRank
@@ -95,7 +94,7 @@ async def test_requests_wait_no_rank_timeout_without_healthy_rank(
         await tokens_of(backend, submit())
     assert (why.value.code, why.value.status) == ("not_ready", 503)
     task = asyncio.create_task(tokens_of(backend, submit()))
-    await _until(lambda: backend.waiting()["generation", "ls"] == 1)
+    await until(lambda: backend.waiting()["generation", "ls"] == 1)
     ranks[1].healthy = True
     assert await task == [1, 2, 3, 4]
 
@@ -107,7 +106,7 @@ async def test_full_rank_is_skipped_and_all_full_is_overload(
     for rank in ranks:
         rank.hold_after = 0
     waiting = [asyncio.create_task(tokens_of(backend, submit())) for _ in range(2)]
-    await _until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
+    await until(lambda: all(rank.submits.qsize() == 1 for rank in ranks))
     with pytest.raises(OverloadError) as caught:
         await tokens_of(backend, submit())
     assert caught.value.retry_after_s > 0
@@ -138,16 +137,10 @@ async def test_close_fails_waiting_requests(
 ) -> None:
     ranks[0].hold_after = 1
     waiting = asyncio.create_task(tokens_of(backend, submit()))
-    await _until(lambda: ranks[0].submits.qsize() == 1)
+    await until(lambda: ranks[0].submits.qsize() == 1)
     await backend.close()
     with pytest.raises(RankError, match="shutting down"):
         await waiting
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until `condition` holds."""
-    while not condition():
-        await asyncio.sleep(0)
 
 
 class CountingClock(ManualClock):
@@ -171,11 +164,11 @@ async def test_local_running_rank_has_fourfold_heartbeat_timeout(is_known: bool)
     client.start()
     await client.wait_until(lambda c: c.problem is None)
     fake.silent, reads = True, clock.reads
-    await _until(lambda: clock.reads > reads + 20)  # what it has said already has arrived
+    await until(lambda: clock.reads > reads + 20)  # what it has said already has arrived
     clock.advance(1.6)
     if is_known:
         reads = clock.reads
-        await _until(lambda: clock.reads > reads + 20)
+        await until(lambda: clock.reads > reads + 20)
         assert client.problem is None
         clock.advance(4 * 1.5)
     await client.wait_until(lambda c: c.last_error is not None)

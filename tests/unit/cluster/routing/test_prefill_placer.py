@@ -11,7 +11,7 @@ import pytest
 from contracts.errors import OverloadError, RankError
 from contracts.messages import Failed, Scored, Submit
 from contracts.requests import Sampling
-from tests.support.async_tests import run_async
+from tests.support.async_tests import run_async, until
 from tests.support.fake_prefill import BLOCK, FakePrefill, PrefillPipeline, routing
 
 
@@ -36,12 +36,6 @@ def lister(directory: dict[str, str]) -> Any:
         return dict(directory)
 
     return find
-
-
-async def until(condition: Any) -> None:
-    """Poll `condition`, which depends on sockets."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 @run_async

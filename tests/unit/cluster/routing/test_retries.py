@@ -3,55 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actors.channels.handshake import Identity
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient
 from cluster.routing.rank_set import RoutingConfig
 from contracts.errors import RankError
-from contracts.messages import Finished, Submit, Tokens
+from contracts.messages import Submit
 from contracts.requests import Sampling
 from tests.support.api_harness import ME, QUICK
-from tests.support.async_tests import run_async
-from tests.support.attention_ranks import Directory, counted_on, with_ranks
+from tests.support.async_tests import run_async, until
+from tests.support.attention_ranks import (
+    Directory,
+    StreamedRequest,
+    counted_on,
+    run_client,
+    started,
+    with_ranks,
+)
 from tests.support.fake_rank import CACHED_TOKENS, FakeRank
 from tests.support.group_harness import ThreadGroup, group_config
+from tests.support.tiny_models import Checkpoints
 
 PROMPT = list(range(40))
 WANTED = 6
 
 
-class Generation:
-    """A generation that is read as it arrives."""
+class Generation(StreamedRequest):
+    """A generation of WANTED tokens, or as requested."""
 
     def __init__(self, backend: PipelineBackend, **sampling: Any) -> None:
         wanted = Sampling(**{"max_tokens": WANTED, "temperature": 0.0, **sampling})
         submit = Submit(request_id=0, token_ids=PROMPT, sampling=wanted, eos_token_ids=[43])
-        self.submit = submit
-        self.tokens: list[int] = []
-        self.cached: list[int] = []
-        self.finished: Finished | None = None
-        self.task = asyncio.create_task(self._read(backend, submit))
-
-    async def _read(self, backend: PipelineBackend, submit: Submit) -> None:
-        async for batch in backend.generate(submit):
-            for event in batch:
-                if isinstance(event, Tokens):
-                    self.tokens += event.token_ids
-                    self.cached += [] if event.cached_tokens is None else [event.cached_tokens]
-                else:
-                    self.finished = event
-
-    async def has(self, tokens: int) -> None:
-        while len(self.tokens) < tokens:
-            await asyncio.sleep(0)
+        super().__init__(backend, submit)
 
 
 async def sent(rank: FakeRank, count: int) -> list[Submit]:
@@ -145,22 +133,14 @@ async def test_complete_stream_of_lost_rank_ends_normally(
     ids=["greedy", "seeded", "penalised"],
 )
 def test_stream_over_two_real_ranks_is_unchanged(
-    tiny_checkpoint: Callable[..., Path], sampling: dict[str, Any]
+    tiny_checkpoint: Checkpoints, sampling: dict[str, Any]
 ) -> None:
-    async def body(group: ThreadGroup) -> None:
-        identity = Identity(name="ingress", token=group.token, epoch=None)
-        clients = [
-            RankClient(worker.ready.name, worker.ready.client_address, identity)
-            for worker in group.attention
-        ]
-        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        backend.start()
-        await backend.wait_ready()
+    async def body(backend: PipelineBackend) -> None:
         whole = Generation(backend, max_tokens=60, **sampling)
         await whole.task
         second = Generation(backend, max_tokens=60, **sampling)
         await second.has(5)
-        (busy,) = [client for client in clients if client._sinks]
+        (busy,) = [client for client in backend.clients if client._sinks]
         busy.reset_connection("cut off by a test")
         await second.task
         assert second.tokens == whole.tokens
@@ -168,11 +148,12 @@ def test_stream_over_two_real_ranks_is_unchanged(
         assert whole.finished is not None
         assert second.finished.reason == whole.finished.reason
         usage = second.finished.usage
-        assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), len(whole.tokens))
-        await backend.close()
+        assert usage.prompt_tokens == len(PROMPT)
+        assert usage.completion_tokens == len(whole.tokens)
 
     with ThreadGroup(tiny_checkpoint(vocab_size=420), group_config(2, 1)) as group:
-        asyncio.run(asyncio.wait_for(body(group), 60))
+        addresses = {one.ready.name: one.ready.client_address for one in group.attention}
+        run_client(addresses, group.token, body)
 
 
 @with_ranks(2)
@@ -220,20 +201,17 @@ async def test_stream_waits_for_replacement_rank() -> None:
         return directory
 
     clients = [RankClient(lost.name, await lost.listen(), ME, QUICK)]
-    backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(), find=find))
-    backend.start()
-    await backend.wait_ready()
-    lost.hold_after = 2
-    started = Generation(backend, ignore_eos=True)
-    await started.has(2)
-    await lost.close()
-    new = Generation(backend, ignore_eos=True)
-    while backend.waiting()["generation", "ls"] < 1:
-        await asyncio.sleep(0)
-    directory["attention-0"] = await better.listen()
-    await asyncio.gather(started.task, new.task)
-    assert started.tokens == new.tokens == list(range(40, 40 + WANTED))
-    await backend.close()
+    async with started(LeastWorkPlacer(clients, RoutingConfig(), find=find)) as backend:
+        lost.hold_after = 2
+        before = Generation(backend, ignore_eos=True)
+        await before.has(2)
+        await lost.close()
+        new = Generation(backend, ignore_eos=True)
+        while backend.waiting()["generation", "ls"] < 1:
+            await asyncio.sleep(0)
+        directory["attention-0"] = await better.listen()
+        await asyncio.gather(before.task, new.task)
+        assert before.tokens == new.tokens == list(range(40, 40 + WANTED))
     await better.close()
 
 
@@ -267,11 +245,6 @@ WHOLE = list(range(40, 40 + WANTED))
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     for period in ("SEARCH_PERIOD_S", "POLL_PERIOD_S"):
         monkeypatch.setattr(f"cluster.routing.rank_set.{period}", 0.001)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 @with_ranks(5, known=5)

@@ -18,6 +18,7 @@ from cluster.tools.place import slots_of
 from contracts.config import BUNDLED
 from contracts.errors import ConfigError
 from models.spec.model import read_spec
+from tests.support.one_line_errors import error_line
 
 FOLDER = resolve_model_folder(BUNDLED)
 PROFILE = FOLDER / "routing.safetensors"
@@ -67,13 +68,7 @@ def test_ranks_and_slots_that_do_not_fit_are_refused(ranks: int, spare: int, mes
 
 
 def _error(capsys: Capture, *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(["place", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tandem place: ")
-    assert err.count("\n") == 1
-    return err
+    return error_line(capsys, "place", *arguments)
 
 
 def test_unreadable_input_or_output_is_reported_before_placement(
@@ -88,33 +83,17 @@ def test_unreadable_input_or_output_is_reported_before_placement(
     _error(capsys, str(tmp_path / "short"), *ranks)
 
 
-def _few(tensors: dict[str, Any]) -> None:
-    tensors["counted"] = np.array([300], np.int64)
-
-
-def _other_tokenizer(tensors: dict[str, Any]) -> None:
-    tensors["tokenizer"] = tensors["tokenizer"] ^ 1
-
-
-def _no_counts(tensors: dict[str, Any]) -> None:
-    del tensors["counted"]
-
-
-def _no_expert(tensors: dict[str, Any]) -> None:
-    tensors["paths"] = np.full_like(tensors["paths"], 99)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_few, "300 tokens; at least"),
-        (_other_tokenizer, "tokenizer"),
-        (_no_counts, "without counts"),
-        (_no_expert, "paths"),
+        (lambda tensors: tensors.update(counted=np.array([300])), "300 tokens; at least"),
+        (lambda tensors: tensors.update(tokenizer=tensors["tokenizer"] ^ 1), "tokenizer"),
+        (lambda tensors: tensors.pop("counted"), "without counts"),
+        (lambda tensors: tensors.update(paths=np.full_like(tensors["paths"], 99)), "paths"),
     ],
 )
 def test_short_or_foreign_profile_is_refused(
-    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path, capsys: Capture
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
     tensors = load_file(PROFILE)
     change(tensors)

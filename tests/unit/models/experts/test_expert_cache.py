@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from models.experts.expert_tier import CompletedRead
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.expert_eviction import Kind, eviction, pays
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 LAYERS, EXPERTS, PARTS, ROOM, DEADLINE_S = 3, 4, 2, 8, 20.0
 LS, BE = Priority
 

@@ -31,8 +31,8 @@ from models.experts.host_experts import HostSource, open_host_source
 from models.experts.shared_file import open_shared_file
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
+from tests.support.tiny_models import Checkpoints
 
-Checkpoints = Callable[..., Path]
 DEADLINE_S = 30.0
 CPU = torch.device("cpu")
 PACKED = int(is_packed(torch.float32, CPU))  # 1 if this build has a packed layout
@@ -264,7 +264,7 @@ def names(parent: Path) -> set[str]:
 
 @pytest.fixture
 def open_default(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[], HostSource]:
     """Return a function that opens experts in the default store, below tmp_path."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +33,8 @@ from models.prediction.routing_profile import RoutingProfile
 from models.prediction.signals import PREDICTOR_KINDS, TOKEN, predict_routing, quasi_hidden
 from models.weights.checkpoint import check_checkpoint
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import prompts, set_config
+from tests.support.tiny_models import Checkpoints, prompts, set_config
 
-Checkpoints = Callable[..., Path]
 LAYERS = 4
 
 

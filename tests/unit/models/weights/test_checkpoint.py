@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,13 @@ from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from tests.support.manual_clock import ManualClock
-from tests.support.tiny_models import set_config
-
-Make = Callable[..., Path]
-
-
-@pytest.fixture
-def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list that records the names of read tensors."""
-    names: list[str] = []
-    original = SafetensorsFile.tensor
-
-    def spy(self: SafetensorsFile, name: str) -> torch.Tensor:
-        names.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(SafetensorsFile, "tensor", spy)
-    return names
+from tests.support.one_line_errors import one_line_error
+from tests.support.read_tensors import record_read_names
+from tests.support.tiny_models import Checkpoints, set_config
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_old_and_new_spellings_give_same_spec(tiny_checkpoint: Make, family: str) -> None:
+def test_old_and_new_spellings_give_same_spec(tiny_checkpoint: Checkpoints, family: str) -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 123.0}
     new = read_spec(tiny_checkpoint(family, rope_parameters=rope))
     old = read_spec(tiny_checkpoint(family, rope_parameters=rope, old_keys=True))
@@ -53,7 +38,7 @@ def test_old_and_new_spellings_give_same_spec(tiny_checkpoint: Make, family: str
     assert (new.rope.theta, new.rope.kind, new.rope.factor) == (123.0, "linear", 2.0)
 
 
-def test_moe_layers_follow_sparse_step_and_dense_list(tiny_checkpoint: Make) -> None:
+def test_moe_layers_follow_sparse_step_and_dense_list(tiny_checkpoint: Checkpoints) -> None:
     spec = read_spec(
         tiny_checkpoint(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     )
@@ -63,7 +48,7 @@ def test_moe_layers_follow_sparse_step_and_dense_list(tiny_checkpoint: Make) -> 
 
 
 def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
-    tiny_checkpoint: Make, tmp_path: Path
+    tiny_checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     assert read_spec(tiny_checkpoint("mixtral", sliding_window=9)).sliding_windows == (9, 9, 9)
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
@@ -85,14 +70,17 @@ def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
     ],
 )
 def test_auto_dtype_is_stored_dtype_except_float16(
-    tiny_checkpoint: Make, stored: str, requested: str, expected: torch.dtype
+    tiny_checkpoint: Checkpoints, stored: str, requested: str, expected: torch.dtype
 ) -> None:
     spec = read_spec(tiny_checkpoint(dtype=stored))
     assert resolve_dtype(spec, requested) is expected  # type: ignore[arg-type]
 
 
-def test_each_half_reads_only_its_own_tensors(tiny_checkpoint: Make, read_names: list[str]) -> None:
+def test_each_half_reads_only_its_own_tensors(
+    tiny_checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tiny_checkpoint(max_shard_size="40KB")
+    read_names = record_read_names(monkeypatch)
     spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
     assert read_names == [], "the check reads none"
     AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
@@ -107,7 +95,7 @@ def test_each_half_reads_only_its_own_tensors(tiny_checkpoint: Make, read_names:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_local_experts_keep_requested_order(
-    tiny_checkpoint: Make, family: str, fused: bool
+    tiny_checkpoint: Checkpoints, family: str, fused: bool
 ) -> None:
     folder = tiny_checkpoint(family, fused=fused)
     spec, checkpoint = read_spec(folder), Checkpoint(folder)
@@ -125,7 +113,9 @@ def test_local_experts_keep_requested_order(
         assert torch.equal(half.run(1, x, row, one, torch.tensor(counts)), expected)
 
 
-def test_loaded_weights_are_independent_of_file(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_loaded_weights_are_independent_of_file(
+    tiny_checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     folder = shutil.copytree(tiny_checkpoint(), tmp_path / "model")
     spec = read_spec(folder)
     half = AttentionHalf.load(Checkpoint(folder), spec, dtype=torch.float32)
@@ -164,7 +154,7 @@ def test_dtypes_are_read_as_by_safetensors(tmp_path: Path) -> None:
     [("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}), ("deepseek_v3", {})],
 )
 def test_progress_counts_all_loaded_bytes(
-    tiny_checkpoint: Make, family: str, overrides: dict[str, object]
+    tiny_checkpoint: Checkpoints, family: str, overrides: dict[str, object]
 ) -> None:
     folder = tiny_checkpoint(family, **overrides)
     spec, seen = read_spec(folder), list[tuple[int, int]]()
@@ -200,7 +190,7 @@ def test_progress_line_is_rewritten_at_intervals() -> None:
     [("qwen3_moe", 2 * 2 * 12, (20, 2, 12)), ("deepseek_v3", 18 + 6, (20, 1, 24))],
 )
 def test_pool_size_matches_reported_bytes(
-    tiny_checkpoint: Make, family: str, elements: int, shape: tuple[int, ...]
+    tiny_checkpoint: Checkpoints, family: str, elements: int, shape: tuple[int, ...]
 ) -> None:
     spec = read_spec(tiny_checkpoint(family))
     assert kv_bytes_per_token(spec, torch.bfloat16) == 3 * elements * 2
@@ -213,24 +203,20 @@ INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def single(tiny_checkpoint: Make, tmp_path: Path) -> Path:
+def single(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_checkpoint("qwen3_moe"), tmp_path / "model")
 
 
 @pytest.fixture
-def sharded(tiny_checkpoint: Make, tmp_path: Path) -> Path:
+def sharded(tiny_checkpoint: Checkpoints, tmp_path: Path) -> Path:
     folder = tiny_checkpoint("mixtral", max_shard_size="40KB")
     return shutil.copytree(folder, tmp_path / "sharded")
 
 
 def error_of(folder: Path, *parts: str) -> None:
     """Check that the error is one line with each of `parts`."""
-    with pytest.raises(CheckpointError) as caught:
+    with one_line_error(CheckpointError, *parts):
         check_checkpoint(folder)
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
 
 
 def test_architecture_is_sufficient_without_model_type(single: Path) -> None:
@@ -303,7 +289,11 @@ def test_architecture_is_sufficient_without_model_type(single: Path) -> None:
     ],
 )
 def test_wrong_config_field_is_named(
-    tiny_checkpoint: Make, tmp_path: Path, family: str, fields: dict[str, Any], parts: list[str]
+    tiny_checkpoint: Checkpoints,
+    tmp_path: Path,
+    family: str,
+    fields: dict[str, Any],
+    parts: list[str],
 ) -> None:
     folder = shutil.copytree(tiny_checkpoint(family), tmp_path / "model")
     set_config(folder, **fields)
@@ -389,7 +379,7 @@ def test_wrong_tensor_or_format_is_named(single: Path) -> None:
     error_of(single, "pytorch_model.bin", "pickled", "safetensors")
 
 
-def test_wrong_shape_of_fused_experts(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_wrong_shape_of_fused_experts(tiny_checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_checkpoint("mixtral", fused=True), tmp_path / "model")
     set_config(folder, num_local_experts=8)
     error_of(folder, "[7, 48]", "[8, 48]")

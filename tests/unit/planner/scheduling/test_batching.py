@@ -44,6 +44,8 @@ from planner.scheduling.user_policy import (
     sample_views,
     user_batching,
 )
+from tests.support.manual_clock import ManualClock
+from tests.support.one_line_errors import one_line_error
 
 
 def passes(*left: int) -> Classes:
@@ -224,18 +226,8 @@ def test_class_or_object_is_loaded_with_missing_functions_as_none() -> None:
     ],
 )
 def test_unusable_policy_is_rejected_in_one_line(path: str, expected_message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with one_line_error(ConfigError, expected_message, start=f"priority.policy={path!r}: "):
         load_policy(path)
-    assert caught.value.message.startswith(f"priority.policy={path!r}: ")
-    assert expected_message in caught.value.message
-    assert "\n" not in caught.value.message
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_raising_policy_falls_back_and_is_disabled_after_max_failures() -> None:
@@ -256,10 +248,10 @@ def test_raising_policy_falls_back_and_is_disabled_after_max_failures() -> None:
 
 
 def test_slow_policy_is_disabled() -> None:
-    clock, reasons = Clock(), list[str]()
+    clock, reasons = ManualClock(), list[str]()
 
     def pick(tasks: Sequence[Task]) -> Task:
-        clock.now_s += 0.002
+        clock.advance(0.002)
         return tasks[0]
 
     guarded: GuardedPolicy[Task, Task] = GuardedPolicy(
@@ -274,14 +266,14 @@ def test_slow_policy_is_disabled() -> None:
 
 
 def test_long_hold_falls_back_once() -> None:
-    clock = Clock()
+    clock = ManualClock()
     guarded: GuardedPolicy[Task, None] = GuardedPolicy(
         "pick", lambda _: None, lambda *_: True, clock=clock
     )
     guarded.check_hold(is_hold=True)
-    clock.now_s += MAX_HOLD_S / 2
+    clock.advance(MAX_HOLD_S / 2)
     guarded.check_hold(is_hold=True)
-    clock.now_s += MAX_HOLD_S
+    clock.advance(MAX_HOLD_S)
     with pytest.raises(PolicyFallbackError):
         guarded.check_hold(is_hold=True)
     guarded.check_hold(is_hold=True)

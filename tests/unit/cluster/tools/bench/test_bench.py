@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from cluster.cli.main import main
+from cluster.http.server import free_port
 from cluster.tools.bench.bench import BenchSettings, bench
 from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
 from cluster.tools.bench.outcome import RequestResult, summarize
@@ -34,6 +34,7 @@ from contracts.errors import ConfigError
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, serve_api
 from tests.support.fake_rank import FakeRank
+from tests.support.one_line_errors import error_line
 
 LS, BE = Priority.LS, Priority.BE
 Answer = Callable[[BaseHTTPRequestHandler], None]
@@ -192,12 +193,6 @@ def test_invalid_trace_is_reported_with_its_row(
     assert "\n" not in raised.value.message
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port: int = unused.getsockname()[1]
-    return port
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected_text"),
     [
@@ -216,13 +211,8 @@ def _free_port() -> int:
 def test_invalid_arguments_are_one_line_without_requests(
     capsys: pytest.CaptureFixture[str], arguments: list[str], expected_text: str
 ) -> None:
-    url = [] if "--url" in arguments else ["--url", f"http://127.0.0.1:{_free_port()}"]
-    assert main(["bench", *url, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("tandem bench: ")
-    assert expected_text in err
-    assert err.count("\n") == 1
+    url = [] if "--url" in arguments else ["--url", f"http://127.0.0.1:{free_port()}"]
+    assert expected_text in error_line(capsys, "bench", *url, *arguments)
 
 
 def test_table_json_picture_and_file_agree(

@@ -12,7 +12,6 @@ import pytest
 from cluster.classification.classify import ClassifyTask, classify_row
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.least_work_placer import LeastWorkPlacer
-from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_set import RoutingConfig
 from cluster.serving.ingress_app import rank_clients
 from cluster.tools.bulk.classifier import BulkTask, RowClassifier, RowRequest
@@ -25,6 +24,8 @@ from contracts.messages import Scored, Submit
 from contracts.requests import Usage
 from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import tokenize_row
+from tests.support.async_tests import run_async
+from tests.support.attention_ranks import started
 from tests.support.bulk_support import JOB, EchoRouter, json_lines, parts, rows_of, run_job
 from tests.support.group_harness import ThreadGroup, group_config
 
@@ -144,33 +145,25 @@ def answer(
 ) -> list[RowOutcome]:
     bulk = BulkTask(**{"task": TASK, **fields})
 
-    async def run() -> list[RowOutcome]:
-        return await RowClassifier(scorer, tokenizer, bulk).answer(rows)
-
-    return asyncio.run(run())
+    return asyncio.run(RowClassifier(scorer, tokenizer, bulk).answer(rows))
 
 
 @pytest.mark.parametrize("task", [TASK, SEVERAL_TOKENS], ids=["one token", "several tokens"])
-def test_answers_equal_classify_endpoint(
+@run_async
+async def test_answers_equal_classify_endpoint(
     group: ThreadGroup, tokenizer: Tokenizer, task: ClassifyTask
 ) -> None:
-    async def run() -> None:
-        worker = group.attention[0].ready
-        clients = rank_clients({worker.name: worker.client_address}, group.token)
-        backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig()))
-        backend.start()
-        async with asyncio.timeout(60):
-            await backend.wait_ready()
-            answers = await RowClassifier(backend, tokenizer, BulkTask(task=task)).answer(ROWS)
-            for row, got in zip(ROWS, answers, strict=True):
-                one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
-                alone = await classify_row(backend, one, tokenize_row(tokenizer, one, row.text))
-                assert isinstance(got, RowAnswer)
-                assert got.probs == pytest.approx(alone.probs, abs=1e-5)
-                assert got.prompt_tokens == alone.usage.prompt_tokens
-        await backend.close()
-
-    asyncio.run(run())
+    worker = group.attention[0].ready
+    clients = rank_clients({worker.name: worker.client_address}, group.token)
+    placer = LeastWorkPlacer(clients, RoutingConfig())
+    async with started(placer) as backend:
+        answers = await RowClassifier(backend, tokenizer, BulkTask(task=task)).answer(ROWS)
+        for row, got in zip(ROWS, answers, strict=True):
+            one = ClassifyTask(labels=task.labels, template=task.template, prefix=row.prefix)
+            alone = await classify_row(backend, one, tokenize_row(tokenizer, one, row.text))
+            assert isinstance(got, RowAnswer)
+            assert got.probs == pytest.approx(alone.probs, abs=1e-5)
+            assert got.prompt_tokens == alone.usage.prompt_tokens
 
 
 def test_unanswerable_row_is_rejected_alone(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from cluster.tools.bulk.workers import WorkerSource
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from tests.support.bulk_support import bulk_job
+from tests.support.one_line_errors import error_line
 
 STOPPED = "no cluster in this test"
 Run = Callable[..., str]
@@ -41,13 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         given = {"input": "rows.jsonl", "output": "out", "labels": "no,yes", "model": "bundled"}
         given.update(options)
         words = [f"--{key.replace('_', '-')}={value}" for key, value in given.items() if value]
-        capsys.readouterr()
-        assert main(["bulk", *words, *flags]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.count("\n") == 1, err
-        assert err.startswith("tandem bulk: ")
-        return err
+        return error_line(capsys, "bulk", *words, *flags)
 
     return call
 

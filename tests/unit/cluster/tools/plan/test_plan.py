@@ -17,6 +17,7 @@ from cluster.fleet.hardware import load_hardware
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.json_input import MAX_BYTES
 from tests.support.model_shapes import QWEN3_235B
+from tests.support.one_line_errors import error_line, printed_error
 
 STAGES: dict[str, Any] = {
     "stages": {
@@ -76,14 +77,6 @@ def solved(tmp_path: Path, capsys: Captured, tree: object) -> dict[str, Any]:
     assert plan(tmp_path, tree, "--json") == 0
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     return answer
-
-
-def one_line(capsys: Captured) -> str:
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, captured.err
-    assert captured.err.startswith("tandem plan: ")
-    return captured.err
 
 
 def test_stages_spec_gives_plan_and_baselines(tmp_path: Path, capsys: Captured) -> None:
@@ -201,7 +194,7 @@ def test_invalid_field_is_one_line_with_its_name(
     for name, value in fields.items():
         tree = changed(tree, name, value)
     assert plan(tmp_path, tree) == 2
-    assert named in one_line(capsys)
+    assert named in printed_error(capsys, "plan")
 
 
 UNREADABLE = {
@@ -220,15 +213,14 @@ def test_unreadable_spec_file_is_one_line(kind: str, tmp_path: Path, capsys: Cap
     path = tmp_path if kind == "a folder" else tmp_path / "spec.json"
     if kind in UNREADABLE:
         path.write_bytes(UNREADABLE[kind])
-    assert main(["plan", str(path)]) == 2
-    one_line(capsys)
+    error_line(capsys, "plan", str(path))
 
 
 @pytest.mark.parametrize("option", ["--picture", "--trace"])
 def test_unwritable_file_is_one_line(option: str, tmp_path: Path, capsys: Captured) -> None:
     pytest.importorskip("matplotlib")
     assert plan(tmp_path, STAGES, option, str(tmp_path / "no" / "plan.svg")) == 2
-    assert option in one_line(capsys)
+    assert option in printed_error(capsys, "plan")
 
 
 values = st.recursive(
@@ -262,7 +254,7 @@ def test_any_field_value_gives_plan_or_one_line(
         assert json.loads(capsys.readouterr().out)["makespan_ms"] > 0
     else:
         assert status == 2
-        one_line(capsys)
+        printed_error(capsys, "plan")
 
 
 def test_profile_reports_gain_of_placement(tmp_path: Path, capsys: Captured) -> None:

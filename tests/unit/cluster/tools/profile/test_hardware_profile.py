@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,14 +33,14 @@ from planner.costs.stage_fit import (
     fit_serving,
 )
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
+from tests.support.tiny_models import Checkpoints
 
-TinyCheckpoint = Callable[..., Path]
 QWEN = shape(QWEN3_235B)
 
 
 @pytest.fixture(scope="module")
 def profiled(
-    tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     """Return (hardware file, plot) of a short run on a model with shared experts."""
     pytest.importorskip("matplotlib")
