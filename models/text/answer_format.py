@@ -85,7 +85,7 @@ class AnswerFormat(NamedTuple):
         """
         if self.is_harmony:
             return HarmonyParser if prompt_end.endswith(HARMONY_PROMPT) else None
-        if not self.thinks and not tools:
+        if not self.thinks and not (self.calls and tools):
             return None
         is_open = self.thinks and prompt_end.rstrip().endswith(THINK)
         return partial(ThinkParser, self, is_open=is_open, tools=tools)

@@ -78,6 +78,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+NAME_OF_TOOL = "tools[0].function.name"
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": []}, "messages"),
@@ -91,7 +92,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "max_completion_tokens": 10**6}, "max_tokens"),
     ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": USER, "logprobs": 2}, "logprobs"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": USER, "tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}]}, NAME_OF_TOOL),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
     ({"messages": USER, "echo": True}, "echo"),
     ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

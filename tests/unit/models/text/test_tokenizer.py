@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -235,6 +236,56 @@ def test_token_without_text_keeps_space_of_next_token() -> None:
 
     detokenizer = WindowDetokenizer(decode, lambda _: None, lambda _: True)
     assert [detokenizer.push([i]) for i in (0, 1, 1, 2)] == ["one", "", "", " two"]
+
+
+@pytest.mark.parametrize("prompt", ["fox", "fox ", "größer", "<s>", "😀", ""])
+def test_text_behind_prompt_is_what_it_adds_to_the_prompts_text(
+    tokenizer: Tokenizer, oracle: PreTrainedTokenizerFast, prompt: str
+) -> None:
+    before = oracle.encode(prompt)
+    for text in ("dog", " dog", "😀!", "\n"):
+        ids = oracle.encode(text, add_special_tokens=False)
+        expected = oracle.decode(before + ids, skip_special_tokens=True)
+        detokenizer = tokenizer.detokenizer(after=before)
+        got = detokenizer.push(ids) + detokenizer.flush()
+        assert oracle.decode(before, skip_special_tokens=True) + got == expected
+
+
+FLAGS = {"content": "<|tool|>", "lstrip": False, "rstrip": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"extra_special_tokens": {"tool_token": "<|tool|>"}},
+        {"extra_special_tokens": ["<|tool|>"]},
+        {"additional_special_tokens": ["<|tool|>"]},
+        {"tool_token": "<|tool|>"},
+        {"added_tokens_decoder": {"SIZE": {**FLAGS, "special": True}}},
+        {"added_tokens_decoder": {"SIZE": {**FLAGS, "special": False}}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_special_flags_are_those_of_transformers(
+    tmp_path: Path, config: dict[str, Any], special: bool
+) -> None:
+    if "added_tokens_decoder" in config:
+        size = Tokenizer.load(write_byte_level(tmp_path)).vocab_size
+        (flags,) = config["added_tokens_decoder"].values()
+        config = {"added_tokens_decoder": {str(size): flags}}
+    folder = write_byte_level(tmp_path, **config)
+    path = folder / "tokenizer.json"
+    tree = json.loads(path.read_bytes())
+    size = len(tree["model"]["vocab"])
+    tree["added_tokens"].append({"id": size, "single_word": False, **FLAGS, "special": special})
+    path.write_text(json.dumps(tree))
+    oracle = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = [oracle.convert_tokens_to_ids("Ġfox"), size]
+    expected = oracle.decode(ids, skip_special_tokens=True)
+    detokenizer = Tokenizer.load(folder).detokenizer()
+    assert detokenizer.push(ids) + detokenizer.flush() == expected
 
 
 def test_special_tokens_are_hidden_or_shown_as_requested(byte_level: Tokenizer) -> None:

@@ -1,0 +1,137 @@
+"""Reasoning and tool calls of a chat, with the `openai` client and a scripted rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.api_harness import MODEL, Api, refused, serve_api
+from tests.support.fake_rank import FakeRank
+from tests.support.tiny_tokenizer import EOS, write_byte_level
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role + ':' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ '<' + c.function.name }}"
+    "{% for key, value in c.function.arguments | items %}{{ ' ' + key + '=' + value | string }}"
+    "{% endfor %}{{ ' ' + c.function.arguments + ' ' + c.function.arguments | tojson + '>' }}"
+    "{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ START }}{% endif %}"
+)
+ADD: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+USER: Any = [{"role": "user", "content": "Add."}]
+
+
+def added(texts: tuple[str, ...], *, special: bool) -> dict[str, Any]:
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    return {str(420 + n): {"content": text, **flags} for n, text in enumerate(texts)}
+
+
+@pytest.fixture(scope="module", params=["think", "harmony"])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    is_harmony = request.param == "harmony"
+    start = "'<|start|>assistant'" if is_harmony else "'assistant:'"
+    folder = write_byte_level(
+        tmp_path_factory.mktemp("tokenizer"),
+        chat_template=TEMPLATE.replace("START", start),
+        added_tokens_decoder=added(HARMONY if is_harmony else TAGS, special=is_harmony),
+    )
+    with serve_api(folder, [FakeRank("attention-0", lambda submit: [])]) as api:
+        yield api
+
+
+def answer(api: Api, text: str, **fields: Any) -> tuple[Any, Any]:
+    """Return the message and finish reason; a stream of one-token frames adds up to the same."""
+    reply = api.tokenizer.encode(text + EOS)
+    api.rank.reply = lambda submit: reply
+    create = api.openai.chat.completions.create
+    whole = create(model=MODEL, messages=USER, **fields).choices[0]
+    message = whole.message.model_dump(exclude_none=True)
+    chunks = list(create(model=MODEL, messages=USER, stream=True, **fields))
+    streamed: dict[str, Any] = {}
+    for chunk in chunks:
+        for name, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
+            if name != "tool_calls":
+                streamed[name] = streamed.get(name, "") + value
+                continue
+            for call in value:
+                calls = streamed.setdefault(name, [])
+                if call.get("id"):
+                    assert call.pop("index") == len(calls)
+                    calls.append(call)
+                else:
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+    for found in (message, streamed):
+        found["tool_calls"] = [
+            (call["function"]["name"], call["function"]["arguments"].replace(" ", ""))
+            for call in found.get("tool_calls", [])
+        ]
+        found["content"] = found.get("content") or None
+    assert streamed == message
+    return message, whole.finish_reason
+
+
+def texts_of(api: Api) -> tuple[str, str, str]:
+    """Return an answer with reasoning, one that also calls, and one that calls twice."""
+    if not api.tokenizer.answer_format.is_harmony:
+        return ("<think>\nHm.\n</think>\n\nYes.", f"<think>Hm.</think>{CALL}", CALL + CALL)
+    head = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    twice = f"{call}<|end|><|start|>assistant{call}"
+    return f"{head}<|channel|>final<|message|>Yes.", head + call, twice
+
+
+def test_reasoning_and_calls_are_fields_of_their_own(api: Api) -> None:
+    plain, calling, twice = texts_of(api)
+    message, reason = answer(api, plain)
+    assert (message["content"], message["reasoning_content"], reason) == ("Yes.", "Hm.", "stop")
+    call = ("add", '{"a":1}')
+    message, reason = answer(api, calling, tools=[ADD])
+    assert (message["tool_calls"], reason) == ([call], "tool_calls")
+    assert message["reasoning_content"] == "Hm."
+    assert message["content"] is None
+    message, _ = answer(api, twice, tools=[ADD])
+    assert message["tool_calls"] == [call, call]
+    message, _ = answer(api, twice, tools=[ADD], parallel_tool_calls=False)
+    assert message["tool_calls"] == [call]
+
+
+def test_cut_call_and_stop_at_a_tag(api: Api) -> None:
+    _, calling, _ = texts_of(api)
+    cut = len(api.tokenizer.encode(calling)) - 2
+    message, reason = answer(api, calling, tools=[ADD], max_tokens=cut)
+    assert reason == "length"
+    assert "add" in str(message)
+    tag = "<|channel|>" if api.tokenizer.answer_format.is_harmony else "<think>"
+    message, reason = answer(api, calling, stop=[tag])
+    assert (message["content"], reason) == (None, "stop")
+
+
+def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
+    def prompt_of(arguments: Any, **fields: Any) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        while not api.rank.submits.empty():
+            api.rank.submits.get()
+        body = {"messages": [*messages, {"role": "tool", "content": "3"}], "max_tokens": 1}
+        assert api.post("/v1/chat/completions", **body, **fields).status_code == 200
+        return api.tokenizer.decode(api.rank.submits.get().token_ids, False)
+
+    text = '{"a":1, "b": "x"}'
+    prompt = prompt_of(text, tools=[ADD])
+    assert f'<add a=1 b=x {text} {{"a": 1, "b": "x"}}>' in prompt
+    assert prompt.startswith('{"type": "function", "function": {"name": "add"')
+    assert "function" not in prompt_of(text, tools=[ADD], tool_choice="none")
+    refused(
+        api.post("/v1/chat/completions", messages=USER, tools=[ADD], tool_choice="required"),
+        *(400, "tool_choice", "not supported"),
+    )
