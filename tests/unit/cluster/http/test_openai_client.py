@@ -161,6 +161,31 @@ def test_echo_without_generation_scores_prompt(api: Api) -> None:
     assert done.usage.prompt_tokens == len(choice.logprobs.tokens)
 
 
+@pytest.mark.parametrize("more", [0, 6])
+@pytest.mark.parametrize("prompt", ["Hi é there", f"user{EOS}\nagain {EOS}", "ids"])
+def test_offsets_of_echo_count_what_is_shown(api: Api, prompt: str, more: int) -> None:
+    given: Any = prompt
+    if prompt == "ids":
+        given = api.tokenizer.encode(f"{EOS}Hi é {EOS}there")
+    done = complete(api, prompt=given, max_tokens=more, echo=True, logprobs=1)
+    choice = done.choices[0]
+    for token, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert token.startswith("bytes:") or choice.text[offset:].startswith(token)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("<|im_start|>", "The answer is 42. "), ("42. <|im_start|> 你", "The answer is ")],
+)
+def test_stop_string_may_contain_text_of_special_tokens(
+    api: Api, monkeypatch: pytest.MonkeyPatch, stop: str, text: str
+) -> None:
+    reply = api.tokenizer.encode("The answer is 42. <|im_start|> 你好 😀")
+    monkeypatch.setattr(api.rank, "reply", lambda submit: reply)
+    done = complete(api, prompt="Hello", max_tokens=200, stop=[stop])
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (text, "stop")
+
+
 def test_eos_of_completion_is_listed_without_text(api: Api) -> None:
     """Clients such as lm-eval count generated tokens from the end."""
     done = complete(api, prompt="Hello", max_tokens=200, logprobs=0)

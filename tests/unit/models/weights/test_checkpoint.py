@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
+from contracts.requests import Sampling
 from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from models.spec import safetensors_file
-from models.spec.model import ModelSpec, read_spec
+from models.spec.model import ModelSpec, read_sampling, read_spec
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
@@ -58,6 +59,21 @@ def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
     assert read_spec(folder).sliding_windows == (None, None, None)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
     assert read_spec(folder).eos_token_ids == (2, 5)
+
+
+def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
+    assert read_sampling(tmp_path) == Sampling(max_tokens=0)
+    path = tmp_path / "generation_config.json"
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    path.write_text(json.dumps({"do_sample": True, "max_new_tokens": 9, "top_h": 1, **stated}))
+    assert read_sampling(tmp_path) == Sampling(max_tokens=9, **stated)
+    path.write_text(json.dumps({"top_k": None, "top_p": 1, "temperature": 0}))
+    assert read_sampling(tmp_path) == Sampling(max_tokens=0, temperature=0)
+    bad = {"top_p": 1.5, "temperature": "hot", "top_k": 0.5, "max_new_tokens": 0}
+    for name, wrong in bad.items():
+        path.write_text(json.dumps({name: wrong}))
+        with pytest.raises(CheckpointError, match=f"generation_config.json: .*{name}"):
+            read_sampling(tmp_path)
 
 
 @pytest.mark.parametrize(

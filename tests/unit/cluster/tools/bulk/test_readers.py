@@ -142,6 +142,32 @@ def test_misshapen_csv_row_is_rejected_alone_with_its_number(tmp_path: Path) -> 
     assert [record.place for record in records] == [f"{path}:{n}" for n in range(1, 10)]
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ('1,"never closed\n2,b\n3,"c\nd"\n', ["behind a closing quote!", "b", "c\nd"]),
+        ('1,"never closed\n2,b\n', ["not closed!", "b"]),
+        ('1,a\n2,"b" and more\n3,c\n', ["a", "behind a closing quote!", "c"]),
+        ('1,5" disk\n2,b\n', ['5" disk', "b"]),
+        ('1,"a\r\nb"\r\n2,c\r\n', ["a\r\nb", "c"]),
+        ("1,a\r2,b\r", ["a", "b"]),
+        ('1,"a"\n\n2,b\n', ["a", "1 columns!", "b"]),
+    ],
+)
+def test_quote_takes_no_other_row_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, expected: list[str]
+) -> None:
+    """`!` marks a rejected row, whose reason has the text."""
+    path = write(tmp_path / "rows.csv", "id,text\n" + body)
+    for read_bytes in (1, 3, 1 << 20):
+        monkeypatch.setattr(readers, "READ_BYTES", read_bytes)
+        records = read(path)
+        found = [(type(record) is InputRow, outcome(record)[1]) for record in records]
+        assert len(found) == len(expected), found
+        for (is_row, text), wanted in zip(found, expected, strict=True):
+            assert (is_row and text == wanted) or (not is_row and wanted.rstrip("!") in text)
+
+
 def test_bad_parquet_value_is_rejected_alone(tmp_path: Path) -> None:
     not_utf8 = pyarrow.Array.from_buffers(
         pyarrow.string(), 5, pyarrow.array([b"a", b"\xe9", b"", b"d", None], "binary").buffers()
@@ -173,6 +199,33 @@ def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -
         assert [record.text for record in read(*given_) if isinstance(record, InputRow)] == expected
     assert len(read(f"{tmp_path}/1.jsonl", f"{tmp_path}/*.jsonl*")) == 2  # each file once
     assert len(read(f"file://{tmp_path}/[12].jsonl*")) == 2
+
+
+def test_names_are_exact_and_hidden_files_are_no_data(tmp_path: Path) -> None:
+    row = '{"id": 1, "text": "TEXT"}\n'
+    kept = ["a[1].jsonl", "a*.jsonl", "ab.jsonl", "set[2024]/c.jsonl", "sub/b.jsonl", "x_.jsonl"]
+    left = [".hidden.jsonl", "._a.jsonl", "_SUCCESS.json", "_delta_log/0.json", "~$b.csv"]
+    left += [".ipynb_checkpoints/a.jsonl", "sub/_temporary/0/part.jsonl", "a.jsonl.bak"]
+    for name in (*kept, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, row.replace("TEXT", name))
+
+    def names(*inputs: object) -> list[str]:
+        return sorted(record.text for record in read(*map(str, inputs)))  # type: ignore[union-attr]
+
+    for base in (str(tmp_path), f"file://{tmp_path}"):
+        assert names(base) == sorted(kept)
+        assert names(f"{base}/a[1].jsonl", f"{base}/set[2024]") == [
+            "a[1].jsonl",
+            "set[2024]/c.jsonl",
+        ]
+        assert names(f"{base}/a*.jsonl") == ["a*.jsonl"]
+        assert names(f"{base}/a[b*].jsonl") == ["a*.jsonl", "ab.jsonl"]
+        assert names(f"{base}/.hid*") == [".hidden.jsonl"]
+        assert names(f"{base}/_delta_log/*") == ["_delta_log/0.json"]
+    assert names(f"{tmp_path}/**/*.jsonl") == sorted(kept)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "ab.jsonl")
+    assert names(tmp_path, tmp_path / "sub/../ab.jsonl", f"file://{tmp_path}") == sorted(kept)
 
 
 def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Path) -> None:
