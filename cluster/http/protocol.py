@@ -268,16 +268,16 @@ class HttpProtocol(HttpToolsProtocol):
             return WaitState.CLOSING
         if self._in_body:
             return WaitState.REST
-        is_idle = self._has_served and not self._has_begun
+        is_idle = self._has_served and not self._has_started
         return WaitState.IDLE if is_idle else WaitState.HEAD
 
     @property
-    def _has_begun(self) -> bool:
+    def _has_started(self) -> bool:
         """Return whether a part of a head has arrived."""
         return self._in_head or self._idle_bytes > 0
 
     def time_out(self, wait: WaitState, limit_s: float) -> None:
-        if wait is WaitState.HEAD and self._has_begun:
+        if wait is WaitState.HEAD and self._has_started:
             self._refuse(
                 HeadersTooSlowError(
                     f"the headers did not arrive within {limit_s:g} s (http.header_timeout_s)"

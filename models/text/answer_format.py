@@ -218,14 +218,14 @@ class ThinkParser(AnswerParser):
         self._is_reasoning = is_open
         self._trims = is_open  # white space behind a tag
         self._space = ""  # held back: dropped before a tag
-        self._has_begun = False
+        self._has_started = False
         self._body: str | None = None  # of a tool call
 
     def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
         calls = self._calls
         if self._body is not None:
             return self._end_call() if calls and tag == calls.end else self._on_text(tag)
-        if tag == THINK and not self._has_begun and not self._is_reasoning:
+        if tag == THINK and not self._has_started and not self._is_reasoning:
             self._is_reasoning = self._trims = True
         elif tag == END_THINK and self._is_reasoning:
             self._is_reasoning, self._trims = False, True
@@ -248,13 +248,13 @@ class ThinkParser(AnswerParser):
         if not shown:
             self._space += text
             return ()
-        self._trims, self._has_begun = False, True
+        self._trims, self._has_started = False, True
         held, self._space = self._space, text[len(shown) :]
         return [AnswerPiece("reasoning" if self._is_reasoning else "content", held + shown)]
 
     def _end_call(self) -> Sequence[AnswerPiece]:
         body, self._body = self._body or "", None
-        self._trims = self._has_begun = True
+        self._trims = self._has_started = True
         calls = read_calls(body, self._tools)
         if calls:
             return [AnswerPiece("call", arguments, name) for name, arguments in calls]

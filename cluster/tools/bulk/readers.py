@@ -152,7 +152,7 @@ class _CsvLines:
         self._row: list[str] = []
         self._rest = b""
         self._number = 0
-        self._has_begun = False
+        self._has_started = False
 
     def begin_row(self) -> int:
         """Return the number of the line that comes next."""
@@ -178,9 +178,9 @@ class _CsvLines:
         data = self._rest + next(self._pieces, b"")
         if not data:
             raise StopIteration
-        if not self._has_begun:
+        if not self._has_started:
             data = data.removeprefix(_BYTE_ORDER_MARK)
-            self._has_begun = True
+            self._has_started = True
         is_last = len(data) == len(self._rest)
         lines = data.splitlines(keepends=True)
         # A line that is not complete waits, as does \r, which may be half a line end.

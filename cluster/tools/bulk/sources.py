@@ -205,8 +205,8 @@ def _is_hidden(path: str, pattern: str) -> bool:
     Spark, Hive and Arrow keep unfinished and internal files under such names, editors backups.
     """
     places = {".", ".."}
-    asked = {part[0] for part in pattern.split("/") if part and part not in places}
-    hidden = tuple(_HIDDEN - asked)
+    explicit = {part[0] for part in pattern.split("/") if part and part not in places}
+    hidden = tuple(_HIDDEN - explicit)
     return any(part.startswith(hidden) for part in path.split("/") if part not in places)
 
 

@@ -64,7 +64,7 @@ def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
 def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
     assert read_sampling(tmp_path) == Sampling(max_tokens=0)
     path = tmp_path / "generation_config.json"
-    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    stated: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
     path.write_text(json.dumps({"do_sample": True, "max_new_tokens": 9, "top_h": 1, **stated}))
     assert read_sampling(tmp_path) == Sampling(max_tokens=9, **stated)
     path.write_text(json.dumps({"top_k": None, "top_p": 1, "temperature": 0}))
