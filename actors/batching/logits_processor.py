@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
-from contracts.choice_matcher import ChoiceMatcher
 from contracts.messages import Submit
 from contracts.requests import Sampling
+from contracts.token_trie import ChoiceMatcher
 
 _INITIAL_CAPACITY = 64
 

@@ -49,7 +49,7 @@ from planner.placement.rebalance_policy import (
     RebalanceStep,
     find_rebalance_step,
 )
-from planner.placement.routing_window import RoutingWindow, WindowRouting
+from planner.placement.routing import RoutingWindow, WindowRouting
 from planner.placement.slots import ExpertPlacement, check_fits
 from planner.schedule.placed_routing import routing_shape
 

@@ -25,7 +25,7 @@ from collections.abc import Collection
 from typing import Final
 
 from actors.channels.base import PacketKind
-from actors.moe.topology import MissingRank
+from actors.moe.backend import MissingRank
 from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.placement import Placement
 from contracts.ranks import Group, rank_names

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Endpoint, Packet, PacketKind, PeerLost
-from actors.moe.topology import MissingRank, Topology
+from actors.moe.backend import MissingRank, Topology
 from actors.rebalance.expert_generations import PlacementMessage
 from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of

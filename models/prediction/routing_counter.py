@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from models.prediction.bounded_counts import BoundedCounts
-from models.prediction.path_sample import PathSample
+from models.prediction.bounded_counts import BoundedCounts, PathSample
 from models.prediction.routing_counts import (
     COUNT_LIMITS,
     CountLimits,

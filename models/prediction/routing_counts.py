@@ -27,8 +27,15 @@ from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
 from models.prediction import count_checks as checks
-from models.prediction.bounded_counts import Keys, Times, add_counts, truncate_counts
-from models.prediction.path_sample import RoutingPaths, merge_samples, subsample
+from models.prediction.bounded_counts import (
+    Keys,
+    RoutingPaths,
+    Times,
+    add_counts,
+    merge_samples,
+    subsample,
+    truncate_counts,
+)
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,

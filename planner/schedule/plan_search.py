@@ -98,7 +98,7 @@ def _group_counts(spec: PlanSpec, cut: Cut) -> Array:
 def batch_lower_bound(spec: PlanSpec, pieces: Sequence[Piece], r2: Array) -> Array:
     """Return times in ms [values of r2] that no order of the batch's tasks can beat.
 
-    This is `lower_bound` of planner/schedule/closed_forms.py for different micro-batches.
+    This is `lower_bound` of planner/schedule/solver.py for different micro-batches.
     """
     columns = np.array(pieces)
     attention, shared, amount = columns[:, 0, None], columns[:, 1, None], columns[:, 2, None]

@@ -20,7 +20,7 @@ from actors.channels import handshake, pending_handshakes
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
 from actors.channels.loop_watchdog import LoopWatchdog
-from actors.gather.protocol import PURPOSE
+from actors.gather.weight_link import PURPOSE
 from actors.rpc.client_server import ClientServer
 from contracts.clock import monotonic_s
 from contracts.planner_messages import PLANNER_PURPOSE

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.classification.label_trie import LabelPass, LabelTrie, Path
-from contracts.choice_matcher import ChoiceMatcher
+from contracts.token_trie import ChoiceMatcher
 
 EOS = 9
 tokens = st.integers(0, 2)

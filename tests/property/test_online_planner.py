@@ -15,9 +15,8 @@ from contracts.hardware import Hardware
 from contracts.plan import Plan
 from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
 from planner.costs.model_shape import ModelShape
-from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
-from planner.online.models import OnlineModels
+from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import (
     LEAST_DIFFERENCE,
     REPORTS_BETWEEN,

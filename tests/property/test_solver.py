@@ -14,14 +14,6 @@ from contracts.plan import Order, Plan
 from contracts.traces import Stage
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import NewTokens, plan_batch
-from planner.schedule.closed_forms import (
-    LayerTimes,
-    aass_makespan,
-    asas_makespan,
-    layer_times,
-    lower_bound,
-    pppipe_makespan,
-)
 from planner.schedule.exposed_communication import busy_seconds
 from planner.schedule.extended_plans import ALL_EXTENSIONS, PlanExtension, solve_extended
 from planner.schedule.plan_fit import chunk_bounds
@@ -35,7 +27,16 @@ from planner.schedule.schedule import (
     schedule_of,
     token_groups,
 )
-from planner.schedule.solver import minimise, solve
+from planner.schedule.solver import (
+    LayerTimes,
+    aass_makespan,
+    asas_makespan,
+    layer_times,
+    lower_bound,
+    minimise,
+    pppipe_makespan,
+    solve,
+)
 from tests.property.brute_force import Problems, Shape, best_rates, problems_of, random_problems
 from tests.support.findep_testbed import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from tests.support.ready_set_replay import replay_ready_set

@@ -13,9 +13,8 @@ import pytest
 
 import cluster.fleet.supervisor
 from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
-from cluster.fleet.fleet import Fleet
+from cluster.fleet.fleet import Fleet, PlannerDiscovery
 from cluster.fleet.member import CHECK_PERIOD_S, HUNG_AFTER_S, Member
-from cluster.fleet.planner_discovery import PlannerDiscovery
 from cluster.fleet.rank_group import RankGroup
 from cluster.fleet.repair import MAJORITY_TIMEOUT_S, TIE_TIMEOUT_S
 from cluster.fleet.supervisor import Supervisor

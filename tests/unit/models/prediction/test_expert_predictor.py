@@ -13,6 +13,7 @@ import torch
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ResidentStore
+from models.prediction.bounded_counts import RoutingPaths
 from models.prediction.count_predictor import (
     BOTH,
     MARGINAL,
@@ -26,7 +27,6 @@ from models.prediction.count_predictor import (
 from models.prediction.count_predictor import TOKEN as BY_TOKEN
 from models.prediction.estimator import EstimatorSamples, train_estimator
 from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
-from models.prediction.path_sample import RoutingPaths
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import RoutingCounts

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
-from models.prediction.bounded_counts import BoundedCounts
-from models.prediction.path_sample import PathSample, RoutingPaths, merge_samples
+from models.prediction.bounded_counts import BoundedCounts, PathSample, RoutingPaths, merge_samples
 from models.prediction.profile_file import checkpoint_digest, write_arrays
 from models.prediction.routing_counter import CountedModel, RoutingCounter
 from models.prediction.routing_counts import (

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from cluster.cli.main import main
-from cluster.tools.bench.bench import BenchSettings, bench
-from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
+from cluster.tools.bench.bench import BenchSettings, HttpLoadGenerator, LoadTarget, bench
 from cluster.tools.bench.outcome import RequestResult, summarize
 from cluster.tools.bench.workload import (
     Lengths,
