@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from actors.channels.local_process import peer_credentials
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.logs import event
 
 log = logging.getLogger(f"tandem.{__name__}")
@@ -40,9 +40,8 @@ class _Pending(NamedTuple):
 class PendingHandshakes:
     """Pending connections of one listening socket. Thread-safe. name: the rank's."""
 
-    def __init__(self, name: str, clock: Clock = monotonic_s) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._clock = clock
         self._lock = threading.Lock()
         self._waiting: dict[int, _Pending] = {}  # oldest first
         self._per_address: Counter[str] = Counter()
@@ -84,7 +83,7 @@ class PendingHandshakes:
 
     def log_limited(self, name: str, reason: str) -> None:
         """Log an event that strangers cause, at most every ten seconds."""
-        now_s = self._clock()
+        now_s = monotonic_s()
         if now_s - self._logged_s.get(name, -_LOG_PERIOD_S) >= _LOG_PERIOD_S:
             self._logged_s[name] = now_s
             event(log, name, logging.WARNING, rank=self._name, reason=reason)

@@ -16,8 +16,7 @@ from actors.gather.stored_backend import StoredBackend
 from actors.gather.weight_shard import PartSource, ResidentShard, Shard, WindowedShard
 from actors.moe.backend import ExpertBackend
 from actors.offload.cache_factory import device_cache, expert_cache, predictor
-from actors.offload.cached_backend import CachedBackend
-from actors.offload.device_backend import DeviceBackend
+from actors.offload.device_backend import CachedBackend, DeviceBackend
 from actors.telemetry.telemetry import Telemetry, Timeline
 from contracts.clock import monotonic_s
 from contracts.ranks import Group, RankSpec, rank_name

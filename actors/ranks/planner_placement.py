@@ -35,7 +35,7 @@ from contracts.planner_messages import (
 )
 from contracts.ranks import Group, RankSpec, rank_names
 from models.prediction.profile_file import checkpoint_digest
-from models.prediction.routing_counter import CountedModel, RoutingCounter
+from models.prediction.routing_counts import CountedModel, RoutingCounter
 from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest

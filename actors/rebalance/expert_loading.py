@@ -162,7 +162,6 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         layout: ExpertLayout,
         store: ResidentExperts,
         loaded: str,
-        clock: Clock = monotonic_s,
         *,
         urgent: bool = False,
     ) -> None:
@@ -171,7 +170,6 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         self._spec, self._layout, self._store, self._loaded = spec, layout, store, loaded
         self._config: PlacementConfig = spec.config.placement
         self._ranks = spec.placement.ranks
-        self._clock = clock
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         store.on_free = self._free
@@ -235,7 +233,7 @@ class _LoadTask:
     def __init__(
         self, parts: ResidentExpertLoader, placement: Placement, stopped: threading.Event
     ) -> None:
-        self._spec, self._layout, self._clock = parts._spec, parts._layout, parts._clock
+        self._spec, self._layout = parts._spec, parts._layout
         self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
         self._urgent = parts._urgent
         self._placement, self._stopped, self._loaded = placement, stopped, parts._loaded
@@ -244,9 +242,9 @@ class _LoadTask:
     def run(
         self, before: threading.Thread | None, done: Callable[[LoadResult[ExpertHalf]], None]
     ) -> None:
-        start_s, generation = self._clock(), self._placement.generation
+        start_s, generation = monotonic_s(), self._placement.generation
         bytes_per_s = math.inf if self._urgent else self._spec.config.placement.bytes_per_s
-        limiter = RateLimiter(bytes_per_s, self._stopped, self._clock)
+        limiter = RateLimiter(bytes_per_s, self._stopped, monotonic_s)
         half, reason = None, ""
         try:
             if not self._urgent:
@@ -259,7 +257,7 @@ class _LoadTask:
         except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
             detail = error.message if isinstance(error, TandemError) else str(error)
             reason = f"{self._spec.name} cannot load its experts: {detail}"
-        seconds = self._clock() - start_s
+        seconds = monotonic_s() - start_s
         done(LoadResult(generation, half, reason, limiter.num_bytes, seconds))
 
     def _load(self, limiter: RateLimiter) -> ExpertHalf:

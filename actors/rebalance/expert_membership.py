@@ -15,7 +15,7 @@ attempt it carries. Acquiring a released failover placement again is a new attem
 the previous attempt is ignored.
 
 Every attention rank decides on its own. The failover placement is a pure function of the generation
-and the lost ranks (planner/placement/failover.py), so that ranks which see the same loss acquire
+and the lost ranks (planner/placement/resize.py), so that ranks which see the same loss acquire
 the same placement.
 """
 
@@ -29,7 +29,7 @@ from actors.moe.backend import MissingRank
 from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.placement import Placement
 from contracts.ranks import Group, rank_names
-from planner.placement.failover import failover_placement, is_failover
+from planner.placement.resize import failover_placement, is_failover
 
 _SETTLED_S: Final = 0.5  # a rank not linked by then is lost
 

@@ -29,7 +29,7 @@ from contracts.clock import Clock
 from contracts.logs import event
 from contracts.placement import Placement, PlacementState, PlacementUpdate
 from contracts.planner_messages import MoveOutcome, PlacementReport
-from planner.placement.failover import is_failover
+from planner.placement.resize import is_failover
 
 log = logging.getLogger("tandem.experts")
 

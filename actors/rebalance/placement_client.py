@@ -19,7 +19,7 @@ from contracts.clock import Clock
 from contracts.errors import ConfigError
 from contracts.logs import event
 from contracts.placement import Placement
-from planner.placement.failover import is_failover
+from planner.placement.resize import is_failover
 from planner.placement.slots import ExpertPlacement
 
 log = logging.getLogger("tandem.experts")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from actors.moe.backend import TaskKey
-from actors.offload.cached_backend import CachedBackend
+from actors.offload.device_backend import CachedBackend
 from actors.offload.file_tier import ENTRIES, FileTier
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table

@@ -14,9 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from ray.exceptions import RayError
 
-from cluster.fleet.member import Member
 from cluster.fleet.membership import add_member, remove_member
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.rank_group import Member, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.logs import event

@@ -20,9 +20,8 @@ import ray
 from ray.exceptions import RayError
 
 from actors.ranks.rendezvous import form_group
-from cluster.fleet.member import Member, RankBundle
 from cluster.fleet.nodes import RankRequest, place_ranks
-from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.rank_group import Member, RankBundle, RankGroup, kill_all
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, TandemError
 from contracts.logs import event

@@ -24,9 +24,8 @@ from ray.exceptions import RayError
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import ScrapeTarget, encode_target
-from cluster.fleet.member import Member
 from cluster.fleet.nodes import session_folder, this_node
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.rank_group import Member, RankGroup
 from cluster.fleet.targets_file import SUFFIX
 from contracts.clock import Clock, monotonic_s
 from contracts.config import TandemConfig

@@ -12,7 +12,6 @@ Letters: B sequences, E experts, K top-k, L layers. Speculating Experts, Eq. 1, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -97,9 +96,8 @@ def offloaded_tokens(
     shape: ModelShape,
     tier: Tier,
     context_tokens: int,
-    sequences: Sequence[int] = SEQUENCES,
 ) -> list[OffloadedToken]:
-    return [offloaded_token(hardware, shape, tier, each, context_tokens) for each in sequences]
+    return [offloaded_token(hardware, shape, tier, each, context_tokens) for each in SEQUENCES]
 
 
 def _layer_ms(

@@ -24,7 +24,7 @@ from planner.costs.cost_model import (
     stage_models,
     tokens_per_expert,
 )
-from planner.costs.fit import fit_nonnegative
+from planner.costs.fit import LEAST_MS, OnlineLinear, fit_nonnegative
 from planner.costs.model_shape import (
     NO_WORK,
     AttentionWork,
@@ -33,7 +33,6 @@ from planner.costs.model_shape import (
     count_tokens,
     layer_mean_work,
 )
-from planner.costs.online_fit import LEAST_MS, OnlineLinear
 from planner.costs.routing_shape import Spread, uniform_spread
 from planner.costs.stages import Linear, PlanSpec, StageModels
 from planner.online.buckets import BatchBucket, bucket_of

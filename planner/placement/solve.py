@@ -1,4 +1,4 @@
-"""Placement of a layer's experts that minimises its time on a sample (`objective.py`).
+"""Placement of a layer's experts that minimises its time on a sample (`Objective`).
 
 Several starts (in order, balanced, grown from co-occurrence, co-clustered with token ids, random)
 are improved by exchanges; the best receive replicas in their spare slots and are improved again. A
@@ -14,8 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.arrays import Floats, Ints
-from planner.placement.layout import EMPTY, HomeRanks, Layout, WeightedSets, totals
-from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
+from planner.placement.layout import (
+    EMPTY,
+    LOAD_LIMIT,
+    HomeRanks,
+    Layout,
+    Objective,
+    PlacementCosts,
+    WeightedSets,
+    totals,
+    usual_costs,
+)
 from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
 from planner.placement.search import descend, fill, improved, starts
 from planner.placement.slots import (

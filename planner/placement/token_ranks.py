@@ -22,13 +22,13 @@ def shares(ids_N: Ints, experts_N: Ints, times_N: Ints, holds_ER: Bools) -> Floa
     return np.stack(columns, 1).reshape(V, R + 1)
 
 
-def rank_of_ids(shares_VR1: Floats, limit: float = ID_LOAD) -> Ints:
+def rank_of_ids(shares_VR1: Floats) -> Ints:
     """Return the rank of each id [V]: ids with the least regret leave overloaded ranks.
 
     Ids without a pair are distributed in turn."""
     local_VR, times_V = shares_VR1[:, :-1].copy(), shares_VR1[:, -1]
     V, R = local_VR.shape
-    room = limit * times_V.sum() / R
+    room = ID_LOAD * times_V.sum() / R
     label_V: Ints = np.where(times_V > 0, local_VR.argmax(1), np.arange(V) % R)
     for _ in range(R):
         load_R = totals(label_V, times_V, R)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from contracts.plan import Plan
 from planner.costs.model_shape import Chunks, count_tokens
 from planner.costs.stages import PlanSpec
-from planner.schedule.extended_plans import CHUNK_COUNTS, equal_ends
+from planner.schedule.extended_plans import CHUNK_COUNTS, Cut, equal_ends, search
 from planner.schedule.plan_fit import balanced_ranges, chunk_bounds
-from planner.schedule.plan_search import Cut, search
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.schedule import Piece, schedule_of_pieces
 from planner.schedule.solver import PlannedBatch

@@ -14,10 +14,14 @@ from actors.moe.dispatch import RankSlice, plan_dispatch
 from actors.moe.remote_pending import recut
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
-from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
-from planner.placement.layout import EMPTY, Layout
-from planner.placement.objective import Objective, usual_costs
-from planner.placement.resize import experts_received, resize_placement
+from planner.placement.layout import EMPTY, Layout, Objective, usual_costs
+from planner.placement.resize import (
+    MAX_FAILOVER_RANKS,
+    experts_received,
+    failover_placement,
+    is_failover,
+    resize_placement,
+)
 from planner.placement.routing import LayerRouting
 from planner.placement.search import exchanges
 from planner.placement.slots import (

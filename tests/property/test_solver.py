@@ -15,9 +15,15 @@ from contracts.traces import Stage
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import NewTokens, plan_batch
 from planner.schedule.exposed_communication import busy_seconds
-from planner.schedule.extended_plans import ALL_EXTENSIONS, PlanExtension, solve_extended
+from planner.schedule.extended_plans import (
+    ALL_EXTENSIONS,
+    Cut,
+    PlanExtension,
+    batch_lower_bound,
+    search,
+    solve_extended,
+)
 from planner.schedule.plan_fit import chunk_bounds
-from planner.schedule.plan_search import Cut, batch_lower_bound, search
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (

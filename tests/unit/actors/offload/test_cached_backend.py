@@ -16,8 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from actors.moe.backend import TaskKey
 from actors.moe.prefetcher import ExpertPrefetcher
-from actors.offload.cached_backend import CachedBackend, CachedPending
-from actors.offload.device_backend import DeviceBackend, DeviceCache, DevicePending
+from actors.offload.device_backend import (
+    CachedBackend,
+    CachedPending,
+    DeviceBackend,
+    DeviceCache,
+    DevicePending,
+)
 from actors.offload.file_tier import FileTier
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s

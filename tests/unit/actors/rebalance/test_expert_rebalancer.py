@@ -24,7 +24,7 @@ from contracts.errors import PeerDeadError
 from contracts.placement import Placement
 from contracts.planner_messages import MoveOutcome, PlacementReport
 from contracts.requests import Priority
-from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
+from planner.placement.resize import MAX_FAILOVER_RANKS, failover_placement, is_failover
 from tests.support.manual_clock import ManualClock
 
 LAUNCH = Placement(num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),))

@@ -15,8 +15,8 @@ import ray
 from actors.ranks.expert_resize import RunningRank
 from cluster.fleet import autoscaler, membership, resizing
 from cluster.fleet.autoscaler import Autoscaler
+from cluster.fleet.fleet import Supervisor
 from cluster.fleet.resizing import Resizer
-from cluster.fleet.supervisor import Supervisor
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
 from contracts.ranks import Group

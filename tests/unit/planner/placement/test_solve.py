@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.placement.synthetic import planted, routing_of
 from contracts.errors import ConfigError
-from planner.placement.layout import Layout
-from planner.placement.objective import Objective, PlacementCosts, usual_costs
+from planner.placement.layout import Layout, Objective, PlacementCosts, usual_costs
 from planner.placement.routing import LayerRouting, Measured, TokenCounts, local_fraction, measure
 from planner.placement.slots import LayerSlots, contiguous_line, held, layer_slots, moved
 from planner.placement.solve import price_with_ids, sample_of, solve_layer, split
