@@ -16,9 +16,14 @@ import threading
 import msgspec
 
 from actors.channels.handshake import Identity, Remote
-from actors.channels.listener import ADDRESS_SEPARATOR, HandshakeListener, listen_tcp, listen_unix
+from actors.channels.listener import (
+    ADDRESS_SEPARATOR,
+    HandshakeListener,
+    listen_tcp,
+    listen_unix,
+    shut_down,
+)
 from actors.channels.local_process import LocalProcess, is_hung, peer_process
-from actors.channels.pending_handshakes import shut_down
 from actors.gather.weight_link import (
     DATA,
     DONE,

@@ -43,7 +43,7 @@ from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
 from planner.placement.slots import ExpertPlacement
-from planner.schedule.plan_fit import token_group_bounds
+from planner.schedule.batch_plan import token_group_bounds
 
 log = logging.getLogger("tandem.experts")
 

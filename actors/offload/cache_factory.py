@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.offload.device_backend import DeviceCache
-from actors.offload.file_tier import FileTier
+from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.config import ExpertsConfig
@@ -21,7 +21,6 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_expert_memory

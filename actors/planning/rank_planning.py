@@ -37,7 +37,7 @@ from contracts.planner_messages import (
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import bucket_of
-from planner.schedule.plan_fit import default_plan, fit_plan
+from planner.schedule.batch_plan import default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
 

@@ -23,11 +23,11 @@ from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
 from actors.offload.cache_factory import predictor
 from actors.planning.rank_planning import RankPlanning
-from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
+    kv_pool_blocks,
     load_half,
     prepare_process,
     serving_rank,

@@ -25,13 +25,13 @@ from actors.kv.block_manager import BlockManager
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
-from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
 from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
     ServedModel,
+    kv_pool_blocks,
     load_half,
     prefill_limits,
     prepare_process,

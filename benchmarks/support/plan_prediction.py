@@ -44,9 +44,9 @@ from planner.costs.stage_fit import (
     fit_shared,
 )
 from planner.costs.stages import PlanSpec
+from planner.schedule.batch_plan import token_group_bounds
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
 from planner.schedule.exposed_communication import length, union
-from planner.schedule.plan_fit import token_group_bounds
 from planner.schedule.replay import Replay, replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from actors.telemetry.telemetry import Telemetry, growth
-from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.codec import Directory
 from cluster.fleet.fleet_store import FleetStore
+from cluster.fleet.membership import Autoscaler
 from cluster.fleet.metrics_endpoint import ScrapeTargets
 from cluster.fleet.rank_group import CHECK_PERIOD_S, Member, RankGroup, kill_all
 from cluster.fleet.repair import Action, GiveUp

@@ -22,8 +22,13 @@ import ray
 from ray.exceptions import RayError
 
 from actors.ranks.expert_resize import RunningRank, expert_ranks_in_use, place_experts
-from cluster.fleet.autoscaler import Autoscaler
-from cluster.fleet.membership import add_member, find_kept_place, finish_draining, remove_member
+from cluster.fleet.membership import (
+    Autoscaler,
+    add_member,
+    find_kept_place,
+    finish_draining,
+    remove_member,
+)
 from cluster.fleet.rank_group import Member, RankGroup
 from contracts.config import SCALABLE, TandemConfig
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError

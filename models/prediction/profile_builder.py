@@ -23,9 +23,14 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
-from models.prediction.estimator import Estimator, EstimatorSamples, new_estimator, train_estimator
 from models.prediction.routing_counts import RoutingCounter
-from models.prediction.routing_profile import RoutingProfile
+from models.prediction.routing_profile import (
+    Estimator,
+    EstimatorSamples,
+    RoutingProfile,
+    new_estimator,
+    train_estimator,
+)
 from models.prediction.signals import (
     PREDICTOR_KINDS,
     TOKEN,

@@ -10,7 +10,7 @@ Before the experts of layer l:
     "fitted"     W_l [x_l, s_l, 1]          least squares on the next router's logits (ours); s_l:
                                             the weight of each expert of layer l, 0 if not chosen
     "quasi"      router_{l+1}(q_l)          the paper's Router-PF
-    "estimator"  a network of q_l and l     the paper's Est-PF (estimator.py)
+    "estimator"  a network of q_l and l     the paper's Est-PF (`Estimator`)
 
 Before the first attention:
 

@@ -26,8 +26,7 @@ from planner.online.planner import (
     OnlinePlanner,
 )
 from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
-from planner.schedule.batch_plan import LEAST_GAIN, NewTokens, plan_batch
-from planner.schedule.plan_fit import MORE_TOKENS, fit_plan
+from planner.schedule.batch_plan import LEAST_GAIN, MORE_TOKENS, NewTokens, fit_plan, plan_batch
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 

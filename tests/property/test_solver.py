@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.plan import Order, Plan
 from contracts.traces import Stage
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
-from planner.schedule.batch_plan import NewTokens, plan_batch
+from planner.schedule.batch_plan import NewTokens, chunk_bounds, plan_batch
 from planner.schedule.exposed_communication import busy_seconds
 from planner.schedule.extended_plans import (
     ALL_EXTENSIONS,
@@ -23,7 +23,6 @@ from planner.schedule.extended_plans import (
     search,
     solve_extended,
 )
-from planner.schedule.plan_fit import chunk_bounds
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (

@@ -14,7 +14,7 @@ import torch
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
 from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for, stage_probe
-from actors.ranks.memory import bound_memory
+from actors.ranks.serving_rank import bound_memory
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
