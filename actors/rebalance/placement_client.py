@@ -164,7 +164,7 @@ class PlacementClient:
             generation=generation,
             reason=f"{reason}: requests wait for another rank in the lost one's place",
         )
-        self._apply(self._membership.add_abort_vote(packet.peer, generation, reason, now_s))
+        self._apply(self._membership.add_abort_vote(packet.peer, generation, now_s))
 
     def _on_ready(self, packet: Packet) -> None:
         """Handle READY; a rank that has just joined may have a generation that others use."""
