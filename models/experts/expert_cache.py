@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from operator import attrgetter
 from typing import Final
 
-from contracts.clock import monotonic_s
+from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError
 from contracts.expert_eviction import EvictionPolicy, ExpertKey, ShouldPrefetch
 from contracts.requests import Priority
@@ -71,11 +71,12 @@ class ExpertCache:
         is_worth_reading: ShouldPrefetch,
         *,
         deadline_s: float,
+        clock: Clock = monotonic_s,
     ) -> None:
         """deadline_s: longest time without progress of the tier."""
         self.slots, self.layers = slots, slot_format.spec.moe_layers
         self._tier, self._eviction, self._is_worth_reading = tier, eviction, is_worth_reading
-        self._deadline_s = deadline_s
+        self._deadline_s, self._clock = deadline_s, clock
         self._held = slot_format.slots(slots)
         self._memory = list(map(self._held.memory, range(slots)))
         self._free = list(range(slots))
@@ -91,7 +92,7 @@ class ExpertCache:
         self._requests_of: defaultdict[ExpertKey, list[ExpertRequest]] = defaultdict(list)
         self._hints = PrefetchHints()
         self._part_s = 0.0  # mean time to read a part
-        self._progressed_s = monotonic_s()  # time of the tier's last progress
+        self._progressed_s = clock()  # time of the tier's last progress
         self._numbers = 0
         self._is_settled = True  # no read can be issued until something changes
         self._lacks_slots = False  # found by the last `_issue`
@@ -118,7 +119,7 @@ class ExpertCache:
     ) -> ExpertRequest:
         """Start to read missing experts. owner: its hints for that layer are dropped."""
         self._numbers += 1
-        now_s = monotonic_s()
+        now_s = self._clock()
         self._collect_reads(now_s)
         request = ExpertRequest(layer, experts, priority, self._numbers, now_s)
         if priority is Priority.LS:
@@ -243,7 +244,7 @@ class ExpertCache:
         missing = [
             guess for guess in guesses if ExpertKey(layer, guess.expert) not in self._slot_of
         ]
-        self._hints.put(owner, layer, missing, monotonic_s())
+        self._hints.put(owner, layer, missing, self._clock())
         self._cancel_unneeded()
         if missing:
             self._is_settled = False
@@ -258,9 +259,9 @@ class ExpertCache:
         self._advance()
         if self._is_any_ready():
             return True
-        start_s = monotonic_s()
+        start_s = self._clock()
         self._tier.wait(timeout_s)
-        now_s = monotonic_s()
+        now_s = self._clock()
         if self._requests:
             self.traffic.waited_s += now_s - start_s
         self._advance()
@@ -294,7 +295,7 @@ class ExpertCache:
         return any(request.is_ready for request in self._requests)
 
     def _advance(self) -> None:
-        self._collect_reads(monotonic_s())
+        self._collect_reads(self._clock())
         self._issue()
 
     def _collect_reads(self, now_s: float) -> None:
@@ -311,9 +312,9 @@ class ExpertCache:
                 self._part_s = running_mean(self._part_s, completed.seconds)
                 read.parts_done += 1
                 if not read.cancelled:
-                    start_s = monotonic_s()
+                    start_s = self._clock()
                     self._tier.copy(completed.ticket, self._memory[read.slot])
-                    self.traffic.copied_s += monotonic_s() - start_s
+                    self.traffic.copied_s += self._clock() - start_s
             self._tier.free(completed.ticket)
             if read.cancelled:
                 self._discard(read)
@@ -415,7 +416,7 @@ class ExpertCache:
         )
 
     def _is_ls_live(self) -> bool:
-        return monotonic_s() - self._ls_s < LS_LIVE_S
+        return self._clock() - self._ls_s < LS_LIVE_S
 
     def _make_room(self, request: ExpertRequest) -> None:
         """Cancel as many hinted and less urgent reads as the request lacks slots."""
