@@ -38,8 +38,7 @@ from actors.offload.tier_process import (
 from contracts.errors import ChannelError
 from contracts.logs import event
 from contracts.machine import available_bytes
-from models.experts.expert_format import ExpertFormat, SlotMemory
-from models.experts.expert_tier import CompletedRead
+from models.experts.expert_format import CompletedRead, ExpertFormat, SlotMemory
 from models.experts.host_experts import fingerprint, open_host_file
 from models.weights.checkpoint import Checkpoint
 

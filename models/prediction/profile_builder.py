@@ -25,19 +25,17 @@ from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
 from models.prediction.routing_counts import RoutingCounter
 from models.prediction.routing_profile import (
+    PREDICTOR_KINDS,
+    TOKEN,
     Estimator,
     EstimatorSamples,
     RoutingProfile,
-    new_estimator,
-    train_estimator,
-)
-from models.prediction.signals import (
-    PREDICTOR_KINDS,
-    TOKEN,
     features,
     hits_by_rank,
+    new_estimator,
     predict_routing,
     quasi_hidden,
+    train_estimator,
 )
 
 HELD_OUT: Final = 5  # one row in HELD_OUT is held out

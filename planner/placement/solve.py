@@ -25,7 +25,7 @@ from planner.placement.layout import (
     totals,
     usual_costs,
 )
-from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
+from planner.placement.routing import LayerRouting, Measured, TokenCounts, local_share, measure
 from planner.placement.search import descend, fill, improved, starts
 from planner.placement.slots import (
     Line,
@@ -38,7 +38,6 @@ from planner.placement.slots import (
     moved,
     ranks_of,
 )
-from planner.placement.token_ranks import local_share
 
 WORK = 100_000_000  # of the search, about two seconds; a fourth of it with replicas
 REBALANCE_WORK = WORK // 20  # of a search from the present placement

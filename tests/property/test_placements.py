@@ -22,7 +22,7 @@ from planner.placement.resize import (
     is_failover,
     resize_placement,
 )
-from planner.placement.routing import LayerRouting
+from planner.placement.routing import ID_LOAD, LayerRouting, rank_of_ids
 from planner.placement.search import exchanges
 from planner.placement.slots import (
     ExpertPlacement,
@@ -32,7 +32,6 @@ from planner.placement.slots import (
     first_homes,
 )
 from planner.placement.solve import sample_of, solve_layer
-from planner.placement.token_ranks import ID_LOAD, rank_of_ids
 from tests.support.made_up_routing import any_routing
 from tests.support.placements import replicated
 

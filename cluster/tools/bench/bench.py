@@ -13,15 +13,17 @@ import httpx
 import msgspec
 
 from cluster.observe.server_client import bearer, unreachable_error
-from cluster.tools.bench.outcome import LoadSummary, RequestResult, summarize
 from cluster.tools.bench.workload import (
+    LoadSummary,
     RequestArrival,
+    RequestResult,
     always,
     chat_lengths,
     fit_trace,
     from_trace,
     poisson,
     read_trace,
+    summarize,
 )
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError

@@ -21,7 +21,7 @@ from models.spec.known_models import find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import Deployment
-from planner.costs.offloading import Tier
+from planner.costs.prefill_modes import Tier
 from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
 from planner.schedule.alternatives import MAX_SAMPLES, Workload
 from planner.schedule.deployment_search import DEFAULT_MAX_R2

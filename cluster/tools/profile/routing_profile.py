@@ -23,8 +23,7 @@ from models.prediction.routing_counts import (
     RoutingCounter,
     RoutingCounts,
 )
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import PREDICTOR_KINDS
+from models.prediction.routing_profile import PREDICTOR_KINDS, RoutingProfile
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest

@@ -28,8 +28,15 @@ from models.prediction.count_predictor import TOKEN as BY_TOKEN
 from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.routing_counts import CountedModel, RoutingCounter, RoutingCounts
-from models.prediction.routing_profile import EstimatorSamples, RoutingProfile, train_estimator
-from models.prediction.signals import PREDICTOR_KINDS, TOKEN, predict_routing, quasi_hidden
+from models.prediction.routing_profile import (
+    PREDICTOR_KINDS,
+    TOKEN,
+    EstimatorSamples,
+    RoutingProfile,
+    predict_routing,
+    quasi_hidden,
+    train_estimator,
+)
 from models.weights.checkpoint import check_checkpoint
 from tests.support.local_model import LocalModel
 from tests.support.tiny_models import prompts, set_config
