@@ -11,10 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contracts.plan import Order, Plan
-from contracts.traces import Stage
+from contracts.traces import Stage, busy_seconds
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
 from planner.schedule.batch_plan import NewTokens, chunk_bounds, plan_batch
-from planner.schedule.exposed_communication import busy_seconds
 from planner.schedule.extended_plans import (
     ALL_EXTENSIONS,
     Cut,

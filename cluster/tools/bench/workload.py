@@ -1,4 +1,4 @@
-"""Requests of a load test: arrivals and lengths, drawn or read from a trace, results, statistics."""
+"""Requests of a load test: arrivals and lengths, drawn or from a trace, results and statistics."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from contracts import metrics
 from contracts.config import HttpConfig
 from contracts.metrics import STAGE
 from contracts.ranks import Group, RankSpec
-from contracts.traces import Stage, TaskSpan
-from planner.schedule.exposed_communication import busy_seconds, exposed_communication
+from contracts.traces import Stage, TaskSpan, busy_seconds, exposed_communication
 from tests.support.manual_clock import ManualClock
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"}
