@@ -116,11 +116,6 @@ class AttentionHalf:
             batch.metadata = AttentionMetadata(cos, sin, plans)
         return batch.metadata
 
-    @property
-    def embedding(self) -> Tensor:
-        """[V, D] of every token id."""
-        return self._embed
-
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
         return functional.embedding(batch.token_ids_T, self._embed)
