@@ -8,35 +8,50 @@ from typing import NamedTuple
 
 import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 import models
 from contracts.config import BUNDLED
 from contracts.errors import CheckpointError, RequestError
 from models.text.tokenizer import Tokenizer
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
 TRIVIAL = "Hello"
 _FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
+_OTHER_FILES = ["*/*", "consolidated*"]  # the same weights for other programs
 
 
 def resolve_model_folder(path: str) -> Path:
     """Return the checkpoint folder of `model.path`.
 
-    "bundled" is the one of the package. A hub id ("Qwen/Qwen3-30B-A3B") is found in Hugging Face's
-    cache or downloaded. Raises CheckpointError: one line.
+    "bundled" is the one of the package. A hub id ("Qwen/Qwen3-30B-A3B", with a revision
+    "Qwen/Qwen3-30B-A3B@main") is found in Hugging Face's cache or downloaded. Raises
+    CheckpointError: one line.
     """
     if path == BUNDLED:
         return Path(models.__path__[0]).resolve() / BUNDLED
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if is_hub_id(path) and not folder.parent.is_dir():
+    if is_hub_id(path):
         return _download(path, _FILES)
     raise CheckpointError(
         f'model.path={path}: no such folder; give a Hugging Face model folder, "{BUNDLED}", or a '
         "hub id (organisation/name)"
     )
+
+
+def public_name(path: str, folder: Path) -> str:
+    """Return the name of a model for clients: its hub id, or the name of its folder.
+
+    folder: of `resolve_model_folder`; the cache has models--ORGANISATION--NAME/snapshots/COMMIT.
+    """
+    if not Path(path).expanduser().is_dir() and path != BUNDLED:
+        return path.partition("@")[0]
+    *_, cached, snapshots, _ = ("", "", *folder.parts)
+    if snapshots == "snapshots" and cached.startswith("models--"):
+        return "/".join(cached.split("--")[1:])
+    return folder.name
 
 
 class TokenizerInfo(NamedTuple):
@@ -65,7 +80,7 @@ def check_tokenizer(folder: Path) -> TokenizerInfo:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the name has the form organisation/name."""
+    """Return whether the name has the form organisation/name or organisation/name@revision."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -78,9 +93,16 @@ def download_config(hub_id: str) -> Path:
 
 
 def _download(hub_id: str, files: list[str]) -> Path:
+    name, _, revision = hub_id.partition("@")
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        found = snapshot_download(
+            name, revision=revision or None, allow_patterns=files, ignore_patterns=_OTHER_FILES
+        )
+        return Path(found)
+    except (
+        *(HfHubHTTPError, HFValidationError, LocalEntryNotFoundError),
+        *(httpx.HTTPError, OSError),
+    ) as error:
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
             f"model.path={hub_id}: no such folder, and not to be had from the hub ({reason}); "

@@ -130,6 +130,9 @@ async def read_body(
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise MediaTypeError(f"content-type: expected application/json, got {media_type}")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise MediaTypeError(f"content-encoding: {coding} is not supported: send it uncompressed")
     data = bytearray()
     try:
         async for chunk in request.stream():
@@ -313,19 +316,20 @@ def check_options(
 
 
 def _sampling(body: GenerationBody, logprobs: int | None, model: ModelInfo) -> Sampling:
+    default = model.sampling
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     sampling = Sampling(
-        temperature=_or_default(body.temperature, _DEFAULTS.temperature),
-        top_p=_or_default(body.top_p, _DEFAULTS.top_p),
-        min_p=_or_default(body.min_p, _DEFAULTS.min_p),
+        temperature=_or_default(body.temperature, default.temperature),
+        top_p=_or_default(body.top_p, default.top_p),
+        min_p=_or_default(body.min_p, default.min_p),
         seed=body.seed,
         presence_penalty=_or_default(body.presence_penalty, _DEFAULTS.presence_penalty),
         frequency_penalty=_or_default(body.frequency_penalty, _DEFAULTS.frequency_penalty),
-        repetition_penalty=_or_default(body.repetition_penalty, _DEFAULTS.repetition_penalty),
+        repetition_penalty=_or_default(body.repetition_penalty, default.repetition_penalty),
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=_or_default(body.stop_token_ids, []),
         min_tokens=_or_default(body.min_tokens, _DEFAULTS.min_tokens),
-        top_k=max(_or_default(body.top_k, _DEFAULTS.top_k), 0),  # vLLM's -1 is our 0: no limit
+        top_k=max(_or_default(body.top_k, default.top_k), 0),  # vLLM's -1 is our 0: no limit
         logit_bias=biases or None,
         logprobs=logprobs,
     )

@@ -20,7 +20,12 @@ from cluster.http.body import (
     read_request_body,
     resolve_max_tokens,
 )
-from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, generated_answer_bytes
+from cluster.http.cost import (
+    CHAT_ALTERNATIVE_BYTES,
+    MemoryAccount,
+    decoded_bytes,
+    generated_answer_bytes,
+)
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.guided_choice import samplings
@@ -83,7 +88,9 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
     """Return as many tokens per choice as the context and the limits allow."""
     limits = app_state.bounds.limits
-    most = min(app_state.model.max_context_tokens, limits.pass_tokens // options.n - prompt_tokens)
+    model = app_state.model
+    most = min(model.max_context_tokens, limits.pass_tokens // options.n - prompt_tokens)
+    most = min(most, model.sampling.max_tokens or most)
     if not options.stream:
         each = generated_answer_bytes(options.n, options.sampling.logprobs, CHAT_ALTERNATIVE_BYTES)
         most = min(most, limits.answer_bytes // each)
@@ -107,7 +114,9 @@ async def chat_token_ids(
             " send fewer",
             "messages",
         )
-    plain = [_template_message(index, message) for index, message in enumerate(messages)]
+    plain = [
+        _template_message(index, message, ctx.account) for index, message in enumerate(messages)
+    ]
     steps = app_state.tokenizer.chat_steps(
         plain,
         {**variables, "add_generation_prompt": add_generation_prompt},
@@ -120,7 +129,7 @@ async def chat_token_ids(
     )
 
 
-def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _template_message(index: int, message: ChatMessage, account: MemoryAccount) -> dict[str, Any]:
     """Return the message for a template: text parts joined by newlines, no null fields."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
@@ -142,7 +151,45 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
         plain["content"] = "\n".join(part.text or "" for part in message.content)
     if "content" not in plain and not message.tool_calls:
         raise RequestError(f"messages[{index}] has no content", "messages")
+    if message.tool_calls:
+        place = f"messages[{index}].tool_calls"
+        plain["tool_calls"] = [_tool_call(place, each, account) for each in message.tool_calls]
     return plain
+
+
+class JsonArguments(dict[str, Any]):
+    """Arguments of a tool call for a template: a mapping, and where text is expected their JSON."""
+
+    def __init__(self, text: str, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _tool_call(place: str, call: dict[str, Any], account: MemoryAccount) -> dict[str, Any]:
+    """Return a tool call for a template, which may walk through the arguments or print them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{place}: expected an object with function.name", "messages")
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    account.charge(decoded_bytes(text.encode("utf-8", "replace")))
+    try:
+        values = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        values = None
+    if not isinstance(values, dict):  # a model's mistake: shown as it was written
+        return call
+    return {**call, "function": {**function, "arguments": JsonArguments(text, values)}}
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:

@@ -63,7 +63,10 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
     sampled = await samplings(app_state.tokenizer_pool, with_rooms, options, model)
     prompts = []
     for number, (ids, sampling) in enumerate(zip(token_ids, sampled, strict=True)):
-        text = await _echo_text(app_state, listed[number]) if body.echo else ""
+        text = ""
+        if body.echo:
+            given, is_last = listed[number], options.max_tokens == 0
+            text = await _echo_text(app_state.tokenizer, given, complete=is_last)
         prompts.append(GenerationPrompt(ids, sampling, text))
     # lm-eval takes the last listed token for the generated one: an eos must be listed
     return GenerationJob(prompts, options, echo=bool(body.echo), lists_eos=True)
@@ -129,9 +132,11 @@ async def _token_ids(
     return [given for given in listed if isinstance(given, list)]
 
 
-async def _echo_text(app_state: AppState, given: str | list[int]) -> str:
+async def _echo_text(tokenizer: Tokenizer, given: str | list[int], *, complete: bool) -> str:
     """Return the prompt as text; token ids include special tokens."""
-    return given if isinstance(given, str) else await decode_text(app_state.tokenizer, given)
+    return (
+        given if isinstance(given, str) else await decode_text(tokenizer, given, complete=complete)
+    )
 
 
 class _CompletionFormatter:

@@ -92,12 +92,21 @@ class Echo(msgspec.Struct, frozen=True, kw_only=True):
         return tokens
 
 
-async def _offsets(tokenizer: Tokenizer, token_ids: list[int]) -> Sequence[int]:
-    detokenizer = tokenizer.detokenizer()
+async def _offsets(tokenizer: Tokenizer, token_ids: list[int], text: str) -> Sequence[int]:
+    """Return where in `text` each token of a prompt begins.
+
+    Special tokens that the tokenizer added to the prompt are not in its text.
+    """
+    detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     offsets, offset = array.array("q"), 0
     for index, token_id in enumerate(token_ids):
         offsets.append(offset)
-        offset += len(detokenizer.push((token_id,)))
+        special = tokenizer.special_texts.get(token_id)
+        if special is None or text.startswith(special, offset):
+            piece = detokenizer.push((token_id,))
+            if not text.startswith(piece, offset):  # a space before the first word is not there
+                piece = piece.removeprefix(" ")
+            offset = min(offset + len(piece), len(text))
         if index % SLICE_TOKENS == SLICE_TOKENS - 1:
             await asyncio.sleep(0)
     return offsets
@@ -297,7 +306,7 @@ class _Run:
         app_state, ctx, submit = self._app_state, self._ctx, self._submit(index)
         text = SequenceText(
             app_state.tokenizer,
-            prompt_tokens=len(submit.token_ids),
+            prompt_ids=submit.token_ids,
             stops=self._job.options.stops,
             stops_after=submit.sampling.min_tokens if submit.sampling else 0,
             hidden_ids=submit.end_token_ids,
@@ -338,7 +347,8 @@ class _Run:
         reason = "length" if options.max_tokens == 0 else None
         if options.sampling.logprobs is not None:
             scored = await self._score(token_ids, number)
-            usage, offsets = scored.usage, await _offsets(self._app_state.tokenizer, token_ids)
+            offsets = await _offsets(self._app_state.tokenizer, token_ids, prompt.text)
+            usage = scored.usage
         if reason:
             self._ctx.on_token()
             self._ctx.on_sequence_end(usage, 0.0, 0.0)

@@ -83,9 +83,10 @@ def _all_ids(
     tokenizer: Tokenizer, tails: set[tuple[int, ...]], choices: Sequence[str], name: str
 ) -> EncodingSteps[dict[tuple[int, ...], list[list[int]]]]:
     alone = tokenizer.encode_many(choices, add_special_tokens=False)
+    in_line = _encode_behind(tokenizer, "\n", choices)  # no space before a first word
     found = {}
     for tail in tails:
-        found[tail] = _ids_behind(tokenizer, tail, choices, alone, name)
+        found[tail] = _ids_behind(tokenizer, tail, choices, [alone, in_line], name)
         yield 0
     return found
 
@@ -94,31 +95,34 @@ def _ids_behind(
     tokenizer: Tokenizer,
     tail: tuple[int, ...],
     choices: Sequence[str],
-    alone: list[list[int]],
+    others: list[list[list[int]]],
     name: str,
 ) -> list[list[int]]:
-    """Tokenize each choice as text behind the prompt, or alone if that changes the prompt's tokens.
+    """Tokenize each choice as text behind the prompt, or as in `others` if that changes the prompt.
 
-    Either way the tokens decode to exactly the choice.
+    Behind the prompt, the tokens decode to exactly the choice.
     """
     text = tokenizer.decode(tail, skip_special_tokens=False)
-    head, *whole = tokenizer.encode_many(
-        [text, *(text + choice for choice in choices)], add_special_tokens=False
-    )
+    behind = _encode_behind(tokenizer, text, choices)
     found = []
-    for choice, ids, standalone in zip(choices, whole, alone, strict=True):
-        behind = ids[len(head) :] if ids[: len(head)] == head else []
-        fitting = [
-            cut for cut in (behind, standalone) if cut and _decodes_to(tokenizer, cut, choice)
-        ]
+    for choice, *ways in zip(choices, behind, *others, strict=True):
+        fitting = [ids for ids in ways if ids and _decodes_to(tokenizer, tail, ids, choice)]
         if not fitting:
             raise RequestError(f"{name}: {choice!r} cannot be written in the model's tokens", name)
         found.append(fitting[0])
     return found
 
 
-def _decodes_to(tokenizer: Tokenizer, token_ids: list[int], text: str) -> bool:
-    detokenizer = tokenizer.detokenizer()
+def _encode_behind(tokenizer: Tokenizer, text: str, choices: Sequence[str]) -> list[list[int]]:
+    """Return the ids of each choice behind `text`; none if it changes those of `text`."""
+    head, *whole = tokenizer.encode_many(
+        [text, *(text + choice for choice in choices)], add_special_tokens=False
+    )
+    return [ids[len(head) :] if ids[: len(head)] == head else [] for ids in whole]
+
+
+def _decodes_to(tokenizer: Tokenizer, tail: Sequence[int], token_ids: list[int], text: str) -> bool:
+    detokenizer = tokenizer.detokenizer(after=tail)
     return detokenizer.push(token_ids) + detokenizer.flush() == text
 
 

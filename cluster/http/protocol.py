@@ -41,6 +41,7 @@ MAX_TARGET_BYTES = 4096  # routes are short; model names may be long
 MAX_PIPELINED = 8  # requests behind the one at work
 MAX_CHUNKS = 4096  # of a body; more must have MIN_CHUNK_BYTES on average
 MIN_CHUNK_BYTES = 64
+FRAMING = (b"content-length", b"transfer-encoding")
 LINE_BYTES = 4  # ": " and the end of the line
 MIN_READ_BYTES_PER_S = 1024  # a slower client is disconnected
 
@@ -67,11 +68,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._http = http
         self._is_open = not http.has_keys
         self._is_proven = False
-        self._in_body = False
+        self._in_head = self._in_body = False
         self._has_served = False
         self._is_over = False  # stopped reading
         self._is_lost = False
         self._is_advancing = False
+        self._is_resuming = False  # a parser is reading the head that frames the body
         self._idle_bytes = 0  # that completed neither a head nor a piece of a body
         self._chunks = self._body_bytes = 0
         self._unsent_bytes = 0
@@ -91,9 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._is_advancing = False
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # not supported: answered without the upgrade
-            self._stop_reading()
+            self._parse(data)
         except httptools.HttpParserError as error:
             if self._problem is None and not self._is_over:
                 self._problem = MalformedHttpError(f"not HTTP/1.1: {_ascii_message(error)}")
@@ -106,6 +106,25 @@ class HttpProtocol(HttpToolsProtocol):
         if self._problem is not None and not self._is_over:
             self._refuse(self._problem)
         self._update_wait()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. An offered upgrade is ignored (RFC 9110, 7.8).
+
+        The parser reads no body behind such a head, so another one continues: it first reads a head
+        that only frames the body.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            framing = [
+                b"%b: %b\r\n" % header for header in self.scope["headers"] if header[0] in FRAMING
+            ]
+            self.parser = httptools.HttpRequestParser(self)
+            self._is_resuming = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -122,17 +141,24 @@ class HttpProtocol(HttpToolsProtocol):
     # Parser
 
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         if len(self.pipeline) >= MAX_PIPELINED:  # each takes far more memory than its bytes
             self._stop_reading()
             raise RuntimeError("ends the parsing; those that wait are answered")
         super().on_message_begin()
         self.scope["state"].update({PROVE: self._prove, WATCH: self._watch})
         self._chunks = self._body_bytes = 0
+        self._in_head = True
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            self._is_resuming = False
+            return
         self._check_head()
         super().on_headers_complete()
         self._is_advancing = self._in_body = True
+        self._in_head = False
         self.headers = []  # of the trailers, which are ignored
 
     def on_chunk_header(self) -> None:
@@ -151,6 +177,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():  # the body follows
+            return
         self._check_size(self.headers)
         self._is_advancing, self._in_body = True, False
         super().on_message_complete()
@@ -240,10 +268,16 @@ class HttpProtocol(HttpToolsProtocol):
             return WaitState.CLOSING
         if self._in_body:
             return WaitState.REST
-        return WaitState.IDLE if self._has_served and not self._idle_bytes else WaitState.HEAD
+        is_idle = self._has_served and not self._has_begun
+        return WaitState.IDLE if is_idle else WaitState.HEAD
+
+    @property
+    def _has_begun(self) -> bool:
+        """Return whether a part of a head has arrived."""
+        return self._in_head or self._idle_bytes > 0
 
     def time_out(self, wait: WaitState, limit_s: float) -> None:
-        if wait is WaitState.HEAD and self._idle_bytes:
+        if wait is WaitState.HEAD and self._has_begun:
             self._refuse(
                 HeadersTooSlowError(
                     f"the headers did not arrive within {limit_s:g} s (http.header_timeout_s)"

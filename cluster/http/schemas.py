@@ -256,7 +256,7 @@ class ChatMessage(StrictFields, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
@@ -371,11 +371,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The served model as the API knows it.
 
     vocab_size: rows of the embedding, which may exceed the tokenizer's; larger ids are rejected.
+    sampling: what a request does not set. Its max_tokens bounds the default of a chat; 0: no bound.
     """
 
     name: str
     max_context_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    sampling: Sampling = Sampling(max_tokens=0)
     created: int = 0
     expert_execution: Literal["exact", "speculated"] = "exact"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -25,6 +25,7 @@ from models.text.chat_template import Charge, EncodingSteps, finish
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 
 SLICE_TOKENS = 256  # per turn of the event loop
+FIRST_MARKER = 0xD800  # lone surrogates, which no decoded text has, stand for hidden tokens
 
 
 Result = TypeVar("Result")
@@ -64,6 +65,21 @@ class StopStrings:
         return held
 
 
+def mark_special(
+    stops: Sequence[str], special_texts: Mapping[int, str]
+) -> tuple[list[str], dict[int, str]]:
+    """Return stop strings that also match special tokens, and a marker for each such token.
+
+    A special token has no text in an answer: its marker takes its place while stops are searched.
+    """
+    marked, markers = list(stops), dict[int, str]()
+    for token_id, text in sorted(special_texts.items(), key=lambda item: -len(item[1])):
+        if any(text in stop for stop in marked):
+            markers[token_id] = chr(FIRST_MARKER + len(markers))
+            marked = [stop.replace(text, markers[token_id]) for stop in marked]
+    return list(dict.fromkeys([*stops, *marked])), markers
+
+
 def _partial_match(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
@@ -94,20 +110,24 @@ class SequenceText:
     A token is listed with the text that it begins. Tokens that a stop string cuts off are not
     listed but count in `usage`. Tokens of hidden_ids add no text; they are listed with empty text
     if lists_hidden. A stop string that one of the first `stops_after` tokens completes is plain
-    text.
+    text. A stop string may contain the text of special tokens, which add no text.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        prompt_tokens: int,
+        prompt_ids: Sequence[int],
         stops: Sequence[str] = (),
         stops_after: int = 0,
         hidden_ids: Collection[int] = (),
         lists_hidden: bool = False,
     ) -> None:
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(after=prompt_ids)
+        self._markers: dict[int, str] = {}
+        if stops:
+            stops, self._markers = mark_special(stops, tokenizer.special_texts)
+        self._unmarked = dict.fromkeys(map(ord, self._markers.values()))
         self._stops = StopStrings(stops)
         self._stops_after = stops_after
         self._hidden_ids = frozenset(hidden_ids)
@@ -115,7 +135,7 @@ class SequenceText:
         self._pending: deque[ShownToken] = deque()
         self._decoded = 0
         self._shown = 0
-        self._usage = Usage(prompt_tokens=prompt_tokens)
+        self._usage = Usage(prompt_tokens=len(prompt_ids))
         self.completion_tokens = 0
         self.finished = False
 
@@ -152,15 +172,15 @@ class SequenceText:
                 self._pending.append(ShownToken(token_id, self._decoded, logprob))
             if is_hidden:
                 continue
-            self._add(self._detokenizer.push((token_id,)), pieces)
+            self._add(self._detokenizer.push((token_id,)), pieces, self._markers.get(token_id, ""))
             if self._stops.hit:
                 return True
         return False
 
-    def _add(self, decoded: str, pieces: list[str]) -> None:
+    def _add(self, decoded: str, pieces: list[str], marker: str = "") -> None:
         self._decoded += len(decoded)
         may_end = self.completion_tokens > self._stops_after
-        pieces.append(self._stops.push(decoded, may_end=may_end))
+        pieces.append(self._stops.push(decoded + marker, may_end=may_end))
 
     def _finish(self, pieces: list[str], reason: str) -> Delta:
         """Return the last delta. The flushed rest may itself complete a stop string."""
@@ -174,6 +194,8 @@ class SequenceText:
 
     def _delta(self, pieces: list[str], reason: str | None) -> Delta:
         text = "".join(pieces)
+        if self._unmarked:
+            text = text.translate(self._unmarked)
         self._shown += len(text)
         everything = reason is not None and not self._stops.hit
         tokens = []
@@ -250,11 +272,16 @@ def _advance(steps: EncodingSteps[object]) -> int | _Done:
         return _Done(end.value)
 
 
-async def decode_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the text of `token_ids`, special tokens included."""
+async def decode_text(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, complete: bool = True
+) -> str:
+    """Return the text of `token_ids`, special tokens included.
+
+    complete: False leaves out an unfinished character at the end.
+    """
     detokenizer = tokenizer.detokenizer(skip_special_tokens=False)
     texts = []
     for start in range(0, len(token_ids), SLICE_TOKENS):
         texts.append(detokenizer.push(token_ids[start : start + SLICE_TOKENS]))
         await asyncio.sleep(0)
-    return "".join([*texts, detokenizer.flush()])
+    return "".join([*texts, detokenizer.flush() if complete else ""])

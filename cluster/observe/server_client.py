@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from typing import NamedTuple
 
@@ -19,6 +20,15 @@ def check_url(url: str) -> None:
 
 def bearer(key: str | None) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def uses_proxies(url: str) -> bool:
+    """Return whether proxies of the environment apply: never to this machine."""
+    host = httpx.URL(url).host
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
 
 
 def unreachable_error(url: str, error: Exception) -> ConfigError:
@@ -52,12 +62,15 @@ def send_request(
     headers = bearer(server.key) | ({} if content is None else {"content-type": "application/json"})
     end_s = time.monotonic() + 2 * timeout_s
     try:
+        proxies = uses_proxies(server.url)
         with (
-            httpx.Client(base_url=server.url, headers=headers, timeout=timeout_s) as client,
+            httpx.Client(
+                base_url=server.url, headers=headers, timeout=timeout_s, trust_env=proxies
+            ) as client,
             client.stream(method, path, content=content) as response,
         ):
             return HttpAnswer(response.status_code, read_answer(response, most_bytes, end_s))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as error:  # or its proxy
         raise unreachable_error(server.url, error) from None
 
 

@@ -13,7 +13,7 @@ from actors.channels.handshake import Identity
 from actors.planning.planner_inputs import shape_of
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory
-from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
 from cluster.http.request_context import TraceSource
@@ -28,6 +28,8 @@ from contracts.config import ChannelConfig, HttpConfig, TandemConfig
 from contracts.interpreter import freeze_heap
 from contracts.messages import STATE_PERIOD_S
 from contracts.ranks import Group, rank_name
+from contracts.requests import Sampling
+from models.spec.model import read_sampling
 from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
 from planner.routing.open_requests import work_of
@@ -42,15 +44,18 @@ def served_model(config: TandemConfig) -> tuple[ModelInfo, Tokenizer]:
     """Return the served model's name and limits. Raises CheckpointError."""
     folder = resolve_model_folder(config.model.path)
     spec = check_checkpoint(folder)
+    tokenizer = Tokenizer.load(folder)
+    ignored = config.model.generation_config == "ignore"
     model = ModelInfo(
-        name=config.model.name or folder.name,
+        name=config.model.name or public_name(config.model.path, folder),
         max_context_tokens=config.model.context_tokens(spec.max_context_tokens),
         vocab_size=spec.vocab_size,
-        eos_token_ids=tuple(spec.eos_token_ids),
+        eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *tokenizer.eos_token_ids))),
+        sampling=Sampling(max_tokens=0) if ignored else read_sampling(folder),
         created=int(time.time()),
         expert_execution=config.experts.speculative,
     )
-    return model, Tokenizer.load(folder)
+    return model, tokenizer
 
 
 def rank_clients(

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -64,7 +66,8 @@ def ray_session(
                 ray.shutdown()
         return
     check_cores(config)
-    folder = _start_local(show_rank_logs)
+    with _hangup_blocked():
+        folder = _start_local(show_rank_logs)
     try:
         yield
     finally:
@@ -72,6 +75,25 @@ def ray_session(
         if config.log.folder is not None:
             keep_ray_logs(Path(folder) / "session_latest", Path(config.log.folder))
         shutil.rmtree(folder, ignore_errors=True)  # Ray's sockets and logs
+
+
+@contextlib.contextmanager
+def _hangup_blocked() -> Iterator[None]:
+    """Block SIGHUP while Ray starts; afterwards it ends this process as SIGTERM does.
+
+    A closed terminal signals all of its processes. Those of Ray inherit the block, so that this
+    process can end them in order. An ignored SIGHUP (nohup) stays ignored.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
 def _probe(address: str, environment: Mapping[str, str]) -> None:

@@ -127,7 +127,7 @@ def _classification(served: RunningServer) -> Table:
     title = "Classification, one request per task, all at once (POST /v1/classify)"
     table = _table(title, ("task", "text", "answer"), ("probability", "labels", "request ms"))
     with (
-        httpx.Client(base_url=served.url, timeout=TIMEOUT_S) as client,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT_S, trust_env=False) as client,
         ThreadPoolExecutor(len(TASKS)) as threads,
     ):
         answers = threads.map(lambda task: _classify(client, task, known[task.task]), TASKS)

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from contracts.errors import CheckpointError
+from contracts.errors import CheckpointError, RequestError
+from contracts.requests import Sampling, check_sampling
 from kernels.quantization import FP8_BLOCK
 from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
@@ -34,6 +35,8 @@ _DTYPES: dict[str, StoredDtype] = {
     "float16": "float16",
     "float32": "float32",
 }
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 # Fields that `transformers` implements and we do not.
 _REQUIRED_VALUES: dict[str, object] = {"is_causal": True, "per_layer_config": {}, "mlp_bias": False}
@@ -109,6 +112,28 @@ def read_spec(folder: Path) -> ModelSpec:
     if spec.tie_word_embeddings and HEAD in stored_names(folder):
         return msgspec.structs.replace(spec, tie_word_embeddings=False)
     return spec
+
+
+def read_sampling(folder: Path) -> Sampling:
+    """Return the sampling defaults of generation_config.json, as vLLM uses them.
+
+    max_tokens is 0 without max_new_tokens. Raises CheckpointError.
+    """
+    path = folder / GENERATION_CONFIG
+    config = ConfigFields(path, read_json(path) if path.is_file() else {})
+    stated = {name: config.raw(name) for name in SAMPLING_FIELDS if config.has(name)}
+    try:
+        sampling = msgspec.convert({"max_tokens": 0, **stated}, Sampling)
+        sampling = msgspec.structs.replace(sampling, top_k=max(sampling.top_k, 0))
+        check_sampling(sampling, vocabulary=0)
+    except (msgspec.ValidationError, RequestError) as error:
+        raise CheckpointError(
+            f"{path}: {error}; correct it, or set model.generation_config=ignore"
+        ) from None
+    if config.has("max_new_tokens"):
+        most = config.positive_int("max_new_tokens")
+        sampling = msgspec.structs.replace(sampling, max_tokens=most)
+    return sampling
 
 
 def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
@@ -259,7 +284,7 @@ def _stored_dtype(config: ConfigFields) -> StoredDtype:
 
 def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
     ids = config.token_ids("eos_token_id")
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_CONFIG
     if path.is_file():
         ids += ConfigFields(path, read_json(path)).token_ids("eos_token_id")
     return tuple(dict.fromkeys(ids))

@@ -8,7 +8,8 @@ returned:
     ids      ... c c c | p p p          c: context, already returned    p: pending
     text     decode(c+p)[len(decode(c)):]
 
-The joined pieces equal the text of all ids decoded at once.
+The joined pieces equal the text of all ids decoded at once. A detokenizer that starts behind a
+prompt `skip`s the prompt's last ids: "▁world" at the start is "world", behind a word " world".
 """
 
 from __future__ import annotations
@@ -17,9 +18,17 @@ import codecs
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+REPLACEMENT = "\ufffd"
+
 
 class Detokenizer(Protocol):
     """The results of all pushes and the final flush, joined, are the text of all ids."""
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Start behind these ids, whose text is known. Call before the first push.
+
+        An unfinished character at their end is part of the text that follows.
+        """
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Return the text that these ids complete. Ids outside the vocabulary are skipped."""
@@ -34,6 +43,9 @@ class ByteDetokenizer:
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        self.push(token_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
@@ -60,6 +72,11 @@ class WindowDetokenizer:
         self._visible = visible
         self._context: list[int] = []
         self._pending: list[int] = []
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        self.push(token_ids)
+        if self._pending and REPLACEMENT not in self._decode(self._pending):
+            self._emit()
 
     def push(self, token_ids: Iterable[int]) -> str:
         return "".join(self._push_one(token_id) for token_id in token_ids)

@@ -27,6 +27,7 @@ POOL_ABOVE_CHARACTERS = 2_048  # below, encoding costs less than waking library 
 MAX_CACHED_TEXTS = 4096
 NORMALISED_CHARACTERS = 4  # that may become one (NFC: three letters of Hangul)
 CUT_TOKENS = 64  # upper bound of additional tokens of a cut word
+CONTEXT_TOKENS = 32  # of a prompt that affect how the text behind it is decoded
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -117,6 +118,12 @@ class Tokenizer:
                     param,
                 )
             yield 0
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The id of eos_token, if it is set."""
+        token_id = self._backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return [] if token_id is None else [token_id]
 
     @property
     def has_chat_template(self) -> bool:
@@ -233,15 +240,29 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a new incremental decoder for one stream of tokens."""
+    def detokenizer(
+        self, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> Detokenizer:
+        """Return a new incremental decoder for one stream of tokens.
+
+        after: ids of the prompt that the stream continues.
+        """
+        made: Detokenizer
         if self._byte_level:
-            return ByteDetokenizer(self._shown_bytes if skip_special_tokens else self.token_bytes)
-        return WindowDetokenizer(
-            functools.partial(self.decode, skip_special_tokens=False),
-            self._fallback_byte,
-            self._is_shown if skip_special_tokens else self._is_known,
-        )
+            made = ByteDetokenizer(self._shown_bytes if skip_special_tokens else self.token_bytes)
+        else:
+            made = WindowDetokenizer(
+                functools.partial(self.decode, skip_special_tokens=False),
+                self._fallback_byte,
+                self._is_shown if skip_special_tokens else self._is_known,
+            )
+        made.skip(after[-CONTEXT_TOKENS:])
+        return made
+
+    @functools.cached_property
+    def special_texts(self) -> dict[int, str]:
+        """Texts of special tokens, by id."""
+        return {token_id: self.token_text(token_id) for token_id in self._special_ids}
 
     @functools.cached_property
     def _bytes_of_character(self) -> dict[str, int]:

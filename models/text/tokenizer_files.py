@@ -34,7 +34,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
         raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-    _add_missing_tokens(backend, config, special)
+    _add_tokens(backend, config, special)
     return TokenizerFiles(backend, special, _template(folder, config))
 
 
@@ -65,32 +65,59 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
         for source in sources:
-            token = source.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
+            text = _text(source.get(name))
+            if text is not None:
                 found.setdefault(name, text)
     return found
 
 
-def _add_missing_tokens(
+def _add_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
 ) -> None:
-    """Add tokens of tokenizer_config.json that tokenizer.json lacks, in the order of their ids.
+    """Apply what tokenizer_config.json says about added tokens, as `transformers` does.
 
-    A named special token counts as special even if tokenizer.json does not mark it.
+    A token is special if tokenizer.json or added_tokens_decoder marks it, or if it has a name.
+    Tokens that tokenizer.json lacks are added, in the order of their ids.
     """
-    listed = config.get("added_tokens_decoder", {})
+    listed = config.get("added_tokens_decoder")
+    named, more = _named_tokens(config, special)
+    stored = backend.get_added_tokens_decoder()
     try:
-        for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
-            if backend.token_to_id(token["content"]) is None:
-                backend.add_tokens([AddedToken(**token)])
+        if listed is None:
+            tokens = [token for _, token in sorted(stored.items())]
+        else:
+            ids = sorted(listed.items(), key=lambda item: int(item[0]))
+            tokens = [AddedToken(**token) for _, token in ids]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"tokenizer_config.json: added_tokens_decoder cannot be used: {_one_line(error)}"
         ) from None
+    marked = {token.content for token in stored.values() if token.special} | {*named}
+    for token in tokens:
+        token.special = token.special or token.content in marked
+    backend.add_tokens(tokens)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_special_tokens(
         [AddedToken(text, special=True, normalized=False) for text in special.values()]
     )
+    backend.add_special_tokens([text for text in (*named, *more) if text not in known])
+
+
+def _named_tokens(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return the texts of special tokens with a name (such as image_token), and without one."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    entries = {name: token for name, token in config.items() if name.endswith("_token")}
+    if isinstance(extra, dict):
+        entries |= extra
+        extra = []
+    named = filter(None, map(_text, entries.values()))
+    more = filter(None, map(_text, extra if isinstance(extra, list) else []))
+    return [*special.values(), *named], list(more)
+
+
+def _text(token: object) -> str | None:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:

@@ -63,11 +63,9 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
         (skip_drain if stop.is_set() else stop).set()
 
     with serving(config, show_rank_logs=True, report=_print_line) as served:
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # after ray.init, which sets its own handlers
-            signal.signal(number, end)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
+                signal.signal(number, end)  # replaces the handlers of ray.init
         print(f"ready in {served.ready_s:.1f} s: {served.url}/v1", flush=True)
         for rank in served.directory.ranks:
             print(f"  {rank.name:<14} pid {rank.pid}", flush=True)

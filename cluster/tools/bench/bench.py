@@ -12,7 +12,7 @@ from typing import Any, Final
 import httpx
 import msgspec
 
-from cluster.observe.server_client import bearer, unreachable_error
+from cluster.observe.server_client import bearer, unreachable_error, uses_proxies
 from cluster.tools.bench.workload import (
     LoadSummary,
     RequestArrival,
@@ -106,7 +106,11 @@ class HttpLoadGenerator:
         headers = bearer(target.key)
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=target.url, timeout=timeout_s, limits=limits, headers=headers
+            base_url=target.url,
+            timeout=timeout_s,
+            limits=limits,
+            headers=headers,
+            trust_env=uses_proxies(target.url),
         ) as client:
             start_s, tasks = monotonic_s(), []
             for outcome in outcomes:
@@ -328,10 +332,13 @@ async def _model(settings: BenchSettings) -> str:
     headers = bearer(settings.key)
     try:
         async with httpx.AsyncClient(
-            base_url=settings.url, timeout=_REQUEST_TIMEOUT_S, headers=headers
+            base_url=settings.url,
+            timeout=_REQUEST_TIMEOUT_S,
+            headers=headers,
+            trust_env=uses_proxies(settings.url),
         ) as client:
             answer = await asyncio.wait_for(client.get("/v1/models"), _REQUEST_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError, TimeoutError) as error:
         raise unreachable_error(settings.url, error) from None
     if settings.model is not None:
         return settings.model

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
+import csv
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pyarrow
-import pyarrow.csv
 import pyarrow.parquet
 
 from cluster.tools.bulk.records import Fields, InputRecord, Reject, parse_record
@@ -80,15 +80,16 @@ def split_lines(read: Callable[[int], bytes]) -> Iterator[bytes | None]:
         yield None if too_long else rest
 
 
-CSV_BLOCK_BYTES = 8 << 20  # limit of a row in a CSV file
+MAX_CSV_ROW_CHARACTERS = 8 << 20
 BATCH_ROWS = 4096
 
 
 class CsvReader:
-    """CSV reader.
+    """CSV reader. Quotes follow RFC 4180: a quoted value may have line ends.
 
-    pyarrow's invalid_row_handler reports rows with a wrong number of columns. Values are bytes,
-    each decoded alone.
+    A row with a quote that is never closed, or with text behind a closing quote, is rejected, and
+    the next line begins a row: such a quote takes no other row with it. Values are bytes, each
+    decoded alone.
     """
 
     def __init__(
@@ -102,50 +103,100 @@ class CsvReader:
         self.size_bytes = size_bytes
         self._name, self._fields = name, fields
         self._position = position
-        self._misshapen: list[tuple[int, str]] = []
-        columns = _column_names(fields)
-        self._reader = self._open(stream, {column: pyarrow.binary() for column in columns})
-        self._columns = _present(name, fields, self._reader.schema.names)
-
-    def _open(self, stream: pyarrow.NativeFile, types: dict[str, Any]) -> Any:
-        return pyarrow.csv.open_csv(
-            stream,
-            read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False),
-            parse_options=pyarrow.csv.ParseOptions(
-                newlines_in_values=True,
-                ignore_empty_lines=False,
-                invalid_row_handler=self._on_misshapen,
-            ),
-            convert_options=pyarrow.csv.ConvertOptions(
-                check_utf8=False, column_types=types, strings_can_be_null=False
-            ),
-        )
-
-    def _on_misshapen(self, row: Any) -> str:
-        reason = f"{row.actual_columns} columns where the header has {row.expected_columns}"
-        bisect.insort(self._misshapen, (row.number - 1, reason))  # the header is row 1
-        return "skip"
+        self._lines = _CsvLines(stream.read)
+        header = next(self._rows(), None)
+        if not isinstance(header, list):
+            raise ConfigError(f"{name}: the header cannot be read: {header or 'there is none'}")
+        self._header = [column.decode() for column in header]
+        self._columns = _present(name, fields, self._header)
 
     @property
     def read_bytes(self) -> int:
         return self._position()
 
     def __iter__(self) -> Iterator[InputRecord]:
-        number = 0
-        for batch in self._reader:
-            for values in batch.select(self._columns).to_pylist():
-                number += 1
-                while self._misshapen and self._misshapen[0][0] == number:
-                    yield self._reject_next()
-                    number += 1
-                yield parse_record(self._fields, f"{self._name}:{number}", values)
-        while self._misshapen:
-            yield self._reject_next()
+        for number, row in enumerate(self._rows(), start=1):
+            place = f"{self._name}:{number}"
+            if isinstance(row, str):
+                yield Reject(place, place, row)
+            elif len(row) != len(self._header):
+                reason = f"{len(row)} columns where the header has {len(self._header)}"
+                yield Reject(place, place, reason)
+            else:
+                values: dict[str, object] = dict(zip(self._header, row, strict=True))
+                yield parse_record(self._fields, place, values)
 
-    def _reject_next(self) -> Reject:
-        number, reason = self._misshapen.pop(0)
-        place = f"{self._name}:{number}"
-        return Reject(place, place, reason)
+    def _rows(self) -> Iterator[list[bytes] | str]:
+        """Yield the values of each row, or why it cannot be read."""
+        csv.field_size_limit(MAX_CSV_ROW_CHARACTERS)
+        reader = csv.reader(self._lines, strict=True)
+        while True:
+            first = self._lines.begin_row()
+            try:
+                row = next(reader, None)
+            except csv.Error as error:
+                self._lines.retry_after_first()
+                yield f"line {first}: {_csv_reason(str(error))}"
+                continue
+            if row is None:
+                return
+            yield [value.encode("utf-8", "surrogateescape") for value in row or [""]]
+
+
+class _CsvLines:
+    """Lines of a file for `csv.reader`. Those behind the first of a row can be read again."""
+
+    def __init__(self, read: Callable[[int], bytes]) -> None:
+        self._pieces = iter(lambda: read(READ_BYTES), b"")
+        self._ahead: deque[str] = deque()
+        self._row: list[str] = []
+        self._rest = b""
+        self._number = 0
+        self._has_begun = False
+
+    def begin_row(self) -> int:
+        """Return the number of the line that comes next."""
+        self._row = []
+        return self._number + 1
+
+    def retry_after_first(self) -> None:
+        self._ahead.extendleft(reversed(self._row[1:]))
+        self._number -= len(self._row) - 1
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while not self._ahead:
+            self._read_piece()
+        self._number += 1
+        self._row.append(self._ahead.popleft())
+        return self._row[-1]
+
+    def _read_piece(self) -> None:
+        """Split the next piece of the file. Raises StopIteration at the end."""
+        data = self._rest + next(self._pieces, b"")
+        if not data:
+            raise StopIteration
+        if not self._has_begun:
+            data = data.removeprefix(_BYTE_ORDER_MARK)
+            self._has_begun = True
+        is_last = len(data) == len(self._rest)
+        lines = data.splitlines(keepends=True)
+        # A line that is not complete waits, as does \r, which may be half a line end.
+        self._rest = b"" if is_last or not lines or data.endswith(b"\n") else lines.pop()
+        if len(self._rest) > MAX_LINE_BYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        self._ahead += [line.decode("utf-8", "surrogateescape") for line in lines]
+
+
+def _csv_reason(message: str) -> str:
+    if "unexpected end of data" in message or "field limit" in message:
+        return "a quote is opened and not closed"
+    if "expected after" in message:
+        return "text behind a closing quote (inside a quoted value, a quote is doubled)"
+    return message
 
 
 class ParquetReader:

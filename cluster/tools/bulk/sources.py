@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ FORMATS = {
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
 _END_BYTES = 64 << 10
+_HIDDEN = frozenset("._~")
 _MAGIC = re.compile(r"[*?\[]")
 _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
 
@@ -80,13 +82,15 @@ class Source:
 
 def find_sources(inputs: Sequence[str]) -> list[Source]:
     """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError."""
-    found: dict[str, Source] = {}
+    found: dict[tuple[str, str], Source] = {}
     for given in inputs:
         try:
             named = _expand(given)
             for filesystem, path, name in named:
-                if name not in found:
-                    found[name] = Source(filesystem, path, name)
+                is_local = filesystem.type_name == "local"
+                key = (filesystem.type_name, os.path.realpath(path) if is_local else path)
+                if key not in found:
+                    found[key] = Source(filesystem, path, name)
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise ConfigError(f"--input {given}: cannot be read: {_one_line(error)}") from None
         if not named:
@@ -147,17 +151,27 @@ class ReadProgress:
 
 
 def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
-    """Return (filesystem, path on it, name) of each file."""
+    """Return (filesystem, path on it, name) of each file.
+
+    Only what is not the name of a file or folder is a pattern.
+    """
     if "://" not in given:
         local = fs.LocalFileSystem()
-        names = sorted(glob.glob(given, recursive=True)) if _MAGIC.search(given) else [given]
+        names = [given]
+        if _MAGIC.search(given) and not os.path.lexists(given):
+            matches = sorted(glob.glob(given, recursive=True))
+            names = [name for name in matches if not _is_hidden(name, given)]
         expanded = [inner for name in names for inner in _files(local, name)]
         return [(local, name, name) for name in expanded]
     scheme = given[: given.index("://") + 3]
     base, query, options = given.partition("?")  # of an object store: ?region=...
     fixed, pattern = _split_pattern(base)
     filesystem, path = fs.FileSystem.from_uri(fixed + query + options)
-    paths = _remote_glob(filesystem, path, pattern) if pattern else _files(filesystem, path)
+    exact = f"{path}/{pattern}" if pattern else path
+    if pattern and filesystem.get_file_info(exact).type == fs.FileType.NotFound:
+        paths = _remote_glob(filesystem, path, pattern)
+    else:
+        paths = _files(filesystem, exact)
     return [(filesystem, one, scheme + one) for one in paths]
 
 
@@ -169,7 +183,7 @@ def _split_pattern(uri: str) -> tuple[str, str]:
 
 
 def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
-    """Return `path`, or the files with known endings in that folder."""
+    """Return `path`, or the files with known endings in that folder that are not hidden."""
     info = filesystem.get_file_info(path)
     if info.type == fs.FileType.NotFound:
         raise FileNotFoundError("no such file")
@@ -177,7 +191,23 @@ def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
         return [path]
     listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
     files = [entry.path for entry in listed if entry.type == fs.FileType.File]
-    return sorted(file for file in files if _split(file)[0] in FORMATS)
+    base = info.path.rstrip("/")
+    return sorted(
+        file
+        for file in files
+        if _split(file)[0] in FORMATS and not _is_hidden(file.removeprefix(base), "")
+    )
+
+
+def _is_hidden(path: str, pattern: str) -> bool:
+    """Return whether a part of `path` begins as no part of the pattern that found it: . _ or ~.
+
+    Spark, Hive and Arrow keep unfinished and internal files under such names, editors backups.
+    """
+    places = {".", ".."}
+    asked = {part[0] for part in pattern.split("/") if part and part not in places}
+    hidden = tuple(_HIDDEN - asked)
+    return any(part.startswith(hidden) for part in path.split("/") if part not in places)
 
 
 def _remote_glob(filesystem: fs.FileSystem, base: str, pattern: str) -> list[str]:
@@ -188,6 +218,7 @@ def _remote_glob(filesystem: fs.FileSystem, base: str, pattern: str) -> list[str
         entry.path
         for entry in listed
         if entry.type == fs.FileType.File
+        and not _is_hidden(entry.path.removeprefix(base), pattern)
         and len(entry.path.split("/")) == len(parts)
         and all(map(fnmatch.fnmatchcase, entry.path.split("/"), parts))
     )

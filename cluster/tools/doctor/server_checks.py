@@ -67,7 +67,9 @@ def _problem(url: str, key: str | None) -> str:
     """Return why an exporter cannot be scraped, or an empty string."""
     end_s = time.monotonic() + EXPORTER_TIMEOUT_S
     try:
-        with httpx.stream("GET", url, headers=bearer(key), timeout=EXPORTER_TIMEOUT_S) as response:
+        with httpx.stream(
+            *("GET", url), headers=bearer(key), timeout=EXPORTER_TIMEOUT_S, trust_env=False
+        ) as response:
             if response.status_code != 200:
                 return f"answers {response.status_code}"
             body = read_answer(response, MAX_EXPOSITION_BYTES, end_s)

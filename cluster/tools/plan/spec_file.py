@@ -281,7 +281,7 @@ def _named_model(name: str) -> ModelSpec:
         return read_spec(folder)
     if (known := find_known_model(name)) is not None:
         return spec_from(ConfigFields(Path(name), known))
-    if is_hub_id(name) and not Path(name).parent.is_dir():
+    if is_hub_id(name):
         return read_spec(download_config(name))
     raise ConfigError(
         f"model: {name}: no such folder; give a folder, a hub id, or one of "

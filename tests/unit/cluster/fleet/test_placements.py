@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from cluster.fleet import model_folder
-from cluster.fleet.model_folder import resolve_model_folder
+from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.fleet.placements import (
     check_placement_file,
     configured_placements,
@@ -63,19 +63,30 @@ def test_folder_is_found_and_a_missing_one_is_one_line_without_a_hub_request(
 def test_hub_id_is_downloaded_without_pickles_or_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests: list[tuple[str, list[str]]] = []
+    requests: list[tuple[str, str | None]] = []
+    folder = tmp_path / "models--organisation--model" / "snapshots" / "0123"
 
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
-        requests.append((hub_id, allow_patterns))
-        return str(tmp_path)
+    def download(
+        name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        assert allow_patterns == ["*.json", "*.safetensors", "*.jinja"]
+        assert ignore_patterns == ["*/*", "consolidated*"]
+        requests.append((name, revision))
+        return str(folder)
 
     monkeypatch.setattr(model_folder, "snapshot_download", download)
-    assert resolve_model_folder("organisation/model") == tmp_path
-    assert requests == [("organisation/model", ["*.json", "*.safetensors", "*.jinja"])]
+    for path in ("organisation/model", "organisation/model@refs/pr/1"):
+        assert resolve_model_folder(path) == folder
+        assert public_name(path, folder) == "organisation/model"
+    assert requests == [("organisation/model", None), ("organisation/model", "refs/pr/1")]
+    folder.mkdir(parents=True)
+    assert public_name(str(folder), folder) == "organisation/model"
+    assert public_name(str(tmp_path), tmp_path) == tmp_path.name
+    assert public_name("bundled", FOLDER) == "bundled"
 
 
 def test_unreachable_hub_is_one_line_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+    def download(name: str, **_: object) -> str:
         raise httpx.ConnectError("Name or service\nnot known")
 
     monkeypatch.setattr(model_folder, "snapshot_download", download)

@@ -147,14 +147,39 @@ def test_ambiguous_framing_gets_400_and_closes_connection(front: Front, head: st
         assert is_ended(line)
 
 
-@pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-def test_upgrade_is_answered_as_plain_request_and_closes_connection(
-    front: Front, upgrade: str
+UPGRADES = ("h2c", "websocket", "TLS/1.0, HTTP/2.0")
+BODY = b"POST /x HTTP/1.1\r\n\r\n"  # looks like a head
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("piece_bytes", [1, 7, 1 << 16])
+def test_offered_upgrade_is_ignored_however_the_request_is_split(
+    front: Front, upgrade: str, piece_bytes: int
 ) -> None:
+    offer = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {upgrade}", "HTTP2-Settings: AAMA")
+    in_chunks = b"%x\r\n%b\r\n0\r\nX-Trailer: 1\r\n\r\n" % (len(BODY), BODY)
+    requests = {
+        get("/echo", *offer): b"0",
+        post("/echo", BODY, *offer): b"%d" % len(BODY),
+        chunked("/echo", in_chunks).replace(
+            CHUNKED.encode(), "\r\n".join((CHUNKED, *offer)).encode()
+        ): (b"%d" % len(BODY)),
+        post("/echo", b"abc"): b"3",
+    }
+    data = b"".join(requests)
     with front.connect() as line:
-        line.sendall(get("/echo", "Connection: Upgrade", f"Upgrade: {upgrade}") + b"\0\1\2")
-        answer = read_answer(line)
-        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), piece_bytes):
+            line.sendall(data[start : start + piece_bytes])
+        for expected in requests.values():
+            answer = read_answer(line)
+            assert (answer.status, answer.body) == (200, expected), answer.body
+
+
+def test_upgrade_without_body_then_other_bytes_is_400(front: Front) -> None:
+    with front.connect() as line:
+        line.sendall(get("/echo", "Connection: Upgrade", "Upgrade: h2c") + b"\0\1\2")
+        assert read_answer(line).status == 200
         assert is_ended(line)
 
 

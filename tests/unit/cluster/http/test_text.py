@@ -59,7 +59,7 @@ def whole(
     tokenizer: Tokenizer, ids: list[int], stops: list[str], sizes: list[int]
 ) -> tuple[str, list[int], str | None, int]:
     """Return text, tokens, reason and token count for groups of `sizes`."""
-    text = SequenceText(tokenizer, prompt_tokens=3, stops=stops)
+    text = SequenceText(tokenizer, prompt_ids=[1, 1, 1], stops=stops)
     shown, tokens, start, reason = "", [], 0, None
     usage = Usage(prompt_tokens=3, completion_tokens=len(ids))
     for size in [*sizes, *([1] * len(ids)), 0]:
