@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
 
 
 class RopeParameters(Protocol):
-    """Parameters of `inverse_frequencies` (see models/spec/rope_spec.py)."""
+    """Parameters of `inverse_frequencies` (see models/spec/layer_spec.py)."""
 
     @property
     def theta(self) -> float: ...

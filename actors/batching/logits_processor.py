@@ -1,7 +1,7 @@
 """Changes that a request's fields make to the model's logits before a token is chosen.
 
 The order is vLLM's: choices, min_tokens, logit_bias, then repetition_penalty, frequency_penalty and
-presence_penalty. Temperature, min_p, top_k and top_p follow in actors/batching/sampler.py.
+presence_penalty. Temperature, min_p, top_k and top_p follow in actors/batching/finisher.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import torch
 
-from contracts.choice_matcher import ChoiceMatcher
 from contracts.messages import Submit
 from contracts.requests import Sampling
+from contracts.token_trie import ChoiceMatcher
 
 _INITIAL_CAPACITY = 64
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
 
-from actors.batching.batch_builder import BatchBuilder, ScheduledBatch
-from actors.batching.batch_forecast import PrefixEstimator, upcoming
+from actors.batching.batch_builder import BatchBuilder, PrefixEstimator, ScheduledBatch, upcoming
 from actors.batching.sequence import (
     BatchBudget,
     Owner,

@@ -129,11 +129,10 @@ async def initiate_async(
     *,
     purpose: str,
     to: str | None,
-    extra: bytes = b"",
     deadline_s: float,
 ) -> Remote:
     """Run `initiate` on asyncio streams."""
-    steps = _initiator(me, purpose=purpose, to=to, extra=extra)
+    steps = _initiator(me, purpose=purpose, to=to, extra=b"")
     return await _run_async(reader, writer, steps, deadline_s)
 
 

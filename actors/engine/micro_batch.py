@@ -20,7 +20,7 @@ from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps
 from models.decoder.batch import AttentionBatch, LastRows
-from planner.schedule.plan_fit import chunk_bounds, sequence_ranges
+from planner.schedule.batch_plan import chunk_bounds, sequence_ranges
 from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import LatencyPass
 from planner.scheduling.task_order import Task, TaskStage

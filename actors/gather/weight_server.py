@@ -16,10 +16,15 @@ import threading
 import msgspec
 
 from actors.channels.handshake import Identity, Remote
-from actors.channels.listener import ADDRESS_SEPARATOR, HandshakeListener, listen_tcp, listen_unix
+from actors.channels.listener import (
+    ADDRESS_SEPARATOR,
+    HandshakeListener,
+    listen_tcp,
+    listen_unix,
+    shut_down,
+)
 from actors.channels.local_process import LocalProcess, is_hung, peer_process
-from actors.channels.pending_handshakes import shut_down
-from actors.gather.protocol import (
+from actors.gather.weight_link import (
     DATA,
     DONE,
     FAILED,
@@ -31,8 +36,9 @@ from actors.gather.protocol import (
     Terms,
     check_terms,
     read_terms,
+    receive_into,
+    set_timeouts,
 )
-from actors.gather.weight_link import receive_into, set_timeouts
 from actors.gather.weight_shard import Shard
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig

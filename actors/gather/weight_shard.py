@@ -69,62 +69,60 @@ class ShardSlots:
             self.fd = -1
 
 
-class Shard(Protocol):
+class Shard:
     """Slots by layer, used by the server's thread and by the worker's own copies.
 
     Call `request` once per use, `take` until the layer is loaded, `release` after copying; or
     `cancel` instead if the layer is no longer needed.
     """
 
-    slots: ShardSlots
+    def __init__(self, layers: Sequence[int], slots: ShardSlots) -> None:
+        self.slots = slots
+        self._layers = list(layers)
 
     def request(self, layer: int) -> None:
         """Raise ChannelError for a layer that is not in the shard."""
-
-    def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
-        """Return a layer's slot, fixed until `release`; None at timeout_s. Raises ChannelError."""
-
-    def cancel(self, layer: int) -> None: ...
-
-    def release(self, layer: int) -> None: ...
-
-    def wait(self, layer: int, deadline_s: float) -> int:
-        """Request a layer and return its slot once loaded. Raises ChannelError at the deadline."""
-
-    def close(self) -> None: ...
-
-
-class ResidentShard:
-    """All layers, read at once."""
-
-    def __init__(self, layers: Sequence[int], part: ExpertRange, source: PartSource) -> None:
-        self._slot_of = {layer: slot for slot, layer in enumerate(layers)}
-        self.slots = ShardSlots(part, len(layers))
-        for layer, pieces in zip(layers, self.slots.pieces, strict=True):
-            source.copy_part(layer, part.first, part.last, pieces)
-
-    def request(self, layer: int) -> None:
-        if layer not in self._slot_of:
+        if layer not in self._layers:
             raise ChannelError(f"layer {layer} is not in this shard")
 
     def take(self, layer: int, timeout_s: float = 0.0) -> int | None:
-        return self._slot_of[layer]
+        """Return a layer's slot, fixed until `release`; None at timeout_s. Raises ChannelError."""
+        raise NotImplementedError
 
     def cancel(self, layer: int) -> None:
-        """Do nothing: every layer stays."""
+        """Withdraw a request."""
 
     def release(self, layer: int) -> None:
-        """Do nothing: every layer stays."""
+        """Allow the slot to be refilled."""
 
     def wait(self, layer: int, deadline_s: float) -> int:
+        """Request a layer and return its slot once loaded. Raises ChannelError at the deadline."""
         self.request(layer)
-        return self._slot_of[layer]
+        slot = self.take(layer, deadline_s)
+        if slot is None:
+            self.cancel(layer)
+            raise ChannelError(
+                f"layer {layer} was not read from the host store in {deadline_s:g} s"
+            )
+        return slot
 
     def close(self) -> None:
         self.slots.close()
 
 
-class WindowedShard:
+class ResidentShard(Shard):
+    """All layers, read at once; every layer stays."""
+
+    def __init__(self, layers: Sequence[int], part: ExpertRange, source: PartSource) -> None:
+        super().__init__(layers, ShardSlots(part, len(layers)))
+        for layer, pieces in zip(layers, self.slots.pieces, strict=True):
+            source.copy_part(layer, part.first, part.last, pieces)
+
+    def take(self, layer: int, timeout_s: float = 0.0) -> int:
+        return self._layers.index(layer)
+
+
+class WindowedShard(Shard):
     """`window` layers, filled by a thread.
 
     Requested layers are read first, then those after the layer taken last, in the order of a pass.
@@ -135,8 +133,8 @@ class WindowedShard:
     def __init__(
         self, layers: Sequence[int], part: ExpertRange, source: PartSource, window: int
     ) -> None:
-        self.slots = ShardSlots(part, min(window, len(layers)))
-        self._layers, self._part, self._source = list(layers), part, source
+        super().__init__(layers, ShardSlots(part, min(window, len(layers))))
+        self._part, self._source = part, source
         self._held: dict[int, int] = {}  # layer -> slot, least recently touched first
         self._free = list(range(len(self.slots.pieces)))
         self._requested: Counter[int] = Counter()
@@ -149,9 +147,8 @@ class WindowedShard:
         self._thread.start()
 
     def request(self, layer: int) -> None:
+        super().request(layer)
         with self._changed:
-            if layer not in self._layers:
-                raise ChannelError(f"layer {layer} is not in this shard")
             self._requested[layer] += 1
             self._changed.notify_all()
 
@@ -184,22 +181,12 @@ class WindowedShard:
             self._forget(self._in_use, layer)
             self._changed.notify_all()
 
-    def wait(self, layer: int, deadline_s: float) -> int:
-        self.request(layer)
-        slot = self.take(layer, deadline_s)
-        if slot is None:
-            self.cancel(layer)
-            raise ChannelError(
-                f"layer {layer} was not read from the host store in {deadline_s:g} s"
-            )
-        return slot
-
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join(10.0)
-        self.slots.close()
+        super().close()
 
     @staticmethod
     def _forget(counts: Counter[int], layer: int) -> None:

@@ -37,7 +37,7 @@ from contracts.logs import event
 from contracts.traces import Stage, TaskSpan
 from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
-from planner.scheduling.task_order import ExpertQueuePolicy, QueueHead, oldest_of_highest_class
+from planner.scheduling.task_order import QueueHead, oldest_of_highest_class
 
 
 class QueueKey(NamedTuple):
@@ -130,8 +130,11 @@ class PlacementHandler:
         return ()
 
 
+MAX_MERGE_TOKENS = 8192  # of one merged call
+
+
 class ExpertServer:
-    """Owned by one thread. max_merge_tokens: limit of one merged call."""
+    """Owned by one thread."""
 
     def __init__(
         self,
@@ -140,19 +143,15 @@ class ExpertServer:
         *,
         timeline: Timeline,
         clock: Clock,
-        policy: ExpertQueuePolicy = oldest_of_highest_class,
         choice: Preemption[QueueHead] | None = None,
-        max_merge_tokens: int = 8192,
         generations: PlacementHandler | None = None,
     ) -> None:
-        """policy: selects the queue. choice: replaces it, and selects again at every yield."""
+        """choice: selects the queue at every yield; None: the oldest of the highest class."""
         self._endpoint = endpoint
         self._experts = experts
         self._timeline = timeline
         self._clock = clock
-        self._policy = policy
         self._choice = choice
-        self._max_merge_tokens = max_merge_tokens
         self._generations = generations or PlacementHandler()
         self._queues: defaultdict[QueueKey, list[Packet]] = defaultdict(list)
         self._running: dict[int, MergedCall] = {}  # suspended calls, by number
@@ -283,7 +282,7 @@ class ExpertServer:
         if not heads:
             return None
         if self._choice is None:
-            return self._policy(heads)
+            return oldest_of_highest_class(heads)
         return self._choice.pick(heads, (), self._clock())
 
     def _running_heads(self) -> Iterator[QueueHead]:
@@ -319,12 +318,12 @@ class ExpertServer:
                 )
 
     def _call(self, key: QueueKey) -> MergedCall:
-        """Merge token groups of a queue, up to max_merge_tokens."""
+        """Merge token groups of a queue, up to MAX_MERGE_TOKENS."""
         waiting = self._queues.pop(key)
         tokens, count = 0, 0
         for packet in waiting:
             tokens += packet.rows
-            if count and tokens > self._max_merge_tokens:
+            if count and tokens > MAX_MERGE_TOKENS:
                 break
             count += 1
         if count < len(waiting):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -30,18 +30,20 @@ class MergedPairs(NamedTuple):
     counts_e: Tensor
 
 
-class Computation(Protocol):
-    """Computation of one merged call."""
+class Computation:
+    """Computation of one merged call, by default with resident experts."""
 
-    @property
-    def steps(self) -> Steps[Tensor]: ...
+    def __init__(self, steps: Steps[Tensor]) -> None:
+        self.steps = steps
 
     @property
     def missing(self) -> int | None:
         """Number of experts not loaded yet; None: no progress before one is loaded."""
+        return 0
 
     def close(self) -> None:
         """Cancel it and release its resources."""
+        self.steps.close()
 
 
 class RankExperts:
@@ -80,16 +82,6 @@ class RankExperts:
     def close(self) -> None: ...
 
 
-class _ResidentComputation:
-    missing = 0
-
-    def __init__(self, steps: Steps[Tensor]) -> None:
-        self.steps = steps
-
-    def close(self) -> None:
-        self.steps.close()
-
-
 class ResidentExperts(RankExperts):
     """One half per generation, sharing common experts. on_free: receives halves that are freed."""
 
@@ -116,22 +108,22 @@ class ResidentExperts(RankExperts):
         halves = list(self._halves.values())
         return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
 
-    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> _ResidentComputation:
+    def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
         header = packets[0].header
-        return _ResidentComputation(self._halves[header.generation].steps(header.layer, *pairs))
+        return Computation(self._halves[header.generation].steps(header.layer, *pairs))
 
 
-class _CachedComputation:
+class _CachedComputation(Computation):
     def __init__(self, cache: ExpertCache, request: ExpertRequest, pairs_sum: CachedSum) -> None:
         self._cache, self._request, self._sum = cache, request, pairs_sum
-        self.steps = self._steps()
+        super().__init__(self._steps())
 
     @property
     def missing(self) -> int | None:
         return _missing([self._request])
 
     def close(self) -> None:
-        self.steps.close()
+        super().close()
         self._cache.cancel(self._request)
 
     def _steps(self) -> Steps[Tensor]:

@@ -26,12 +26,11 @@ from actors.channels.base import (
     transfer_span,
     transfers,
 )
-from actors.moe.backend import ExpertBackend, TaskKey
+from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
 from actors.moe.prefetcher import make_prefetcher
 from actors.moe.remote_pending import RemotePending
 from actors.moe.routing_sample import RoutingSample
-from actors.moe.topology import Topology, TopologySource
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.config import ChannelConfig, GroupsConfig
@@ -44,7 +43,7 @@ from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
 from planner.placement.replicas import MAX_TOP_K
 from planner.placement.slots import ExpertPlacement
-from planner.schedule.plan_fit import token_group_bounds
+from planner.schedule.batch_plan import token_group_bounds
 
 log = logging.getLogger("tandem.experts")
 

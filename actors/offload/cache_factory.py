@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.offload.device_backend import DeviceCache
-from actors.offload.file_tier import FileTier
+from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Telemetry
 from contracts import metrics
 from contracts.config import ExpertsConfig
@@ -21,11 +21,9 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_expert_memory
-from models.experts.slot_budget import slot_count
 from models.prediction.expert_predictor import ExpertPredictor, Speculation
 from models.prediction.profile_file import has_predictor
 from models.prediction.routing_profile import RoutingProfile
@@ -34,6 +32,33 @@ from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
 from models.weights.checkpoint import Checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
+
+
+def slot_count(
+    config: ExpertsConfig,
+    expert_bytes: int,
+    model: ModelSpec,
+    own: Mapping[int, Sequence[int]] | None = None,
+) -> int:
+    """Return the number of slots, at most one for each expert of the worker.
+
+    own: the worker's experts by layer; None: all. Raises ConfigError if the experts of a token do
+    not fit.
+    """
+    layers = len(model.moe_layers)
+    held = [model.num_experts] * layers if own is None else list(map(len, own.values()))
+    given, name = config.slots, f"experts.slots={config.slots}"
+    if config.bytes is not None:
+        given, name = config.bytes // expert_bytes, f"experts.bytes={config.bytes}"
+    assert given is not None
+    needed = min(model.top_k, max(held))
+    if given < needed:
+        raise ConfigError(
+            f"{name}: room for {given} experts, but a token is computed with {needed} of a "
+            f"layer: give at least experts.slots={needed}, or experts.bytes={needed * expert_bytes}"
+        )
+    return min(given, sum(held))
+
 
 _log = logging.getLogger("tandem.worker")
 

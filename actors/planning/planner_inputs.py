@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,12 +22,7 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
     dense_layers = spec.num_layers - len(spec.moe_layers)
     latent, projection_elements = None, layout.attention_parameters(spec)
     if spec.latent is not None:
-        latent = LatentShape(
-            kv_rank=spec.latent.kv_rank,
-            rope_dim=spec.latent.rope_dim,
-            nope_dim=spec.latent.nope_dim,
-            value_dim=spec.latent.value_dim,
-        )
+        latent = msgspec.convert(spec.latent, LatentShape, from_attributes=True)
         per_head = spec.latent.kv_rank * (spec.latent.nope_dim + spec.latent.value_dim)
         projection_elements -= spec.num_heads * per_head
     return ModelShape(

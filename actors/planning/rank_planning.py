@@ -10,6 +10,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import Observer
 from actors.engine.micro_batch import cut_batch
@@ -37,7 +39,7 @@ from contracts.planner_messages import (
 from contracts.ranks import RankSpec
 from contracts.traces import Stage, TaskSpan
 from planner.online.buckets import bucket_of
-from planner.schedule.plan_fit import default_plan, fit_plan
+from planner.schedule.batch_plan import default_plan, fit_plan
 
 log = logging.getLogger("tandem.planning")
 
@@ -267,13 +269,7 @@ def new_tokens(batch: ScheduledBatch) -> Batch:
 
 def general_label(plan: Plan) -> str:
     """Return the plan's label without the sizes of one batch."""
-    return Plan(
-        r1=plan.r1,
-        r2=plan.r2,
-        order=plan.order,
-        shared_lag=plan.shared_lag,
-        sequence_chunks=plan.sequence_chunks,
-    ).label
+    return msgspec.structs.replace(plan, ma=None, me=None, micro_batch_samples=()).label
 
 
 REPORT_S = 1.0

@@ -23,11 +23,16 @@ from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
 from actors.offload.cache_factory import predictor
 from actors.planning.rank_planning import RankPlanning
-from actors.ranks.memory import kv_pool_blocks
-from actors.ranks.priorities import Priorities
 from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recording
 from actors.ranks.serving_loop import ServingParts
-from actors.ranks.serving_rank import load_half, prepare_process, serving_rank, unusable_checkpoint
+from actors.ranks.serving_rank import (
+    Priorities,
+    kv_pool_blocks,
+    load_half,
+    prepare_process,
+    serving_rank,
+    unusable_checkpoint,
+)
 from actors.rebalance.placement_client import PlacementClient
 from actors.telemetry.telemetry import RankMetrics, growth
 from contracts import metrics

@@ -18,9 +18,8 @@ from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import expert_cache
 from actors.planning.planner_link import PlacementCallbacks, PlannerLink, rank_link
 from actors.planning.stage_report import ExpertRecorder
-from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
-from actors.ranks.serving_rank import prepare_process
+from actors.ranks.serving_rank import Priorities, prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
 from actors.telemetry.telemetry import RankMetrics, growth

@@ -35,7 +35,7 @@ from contracts.planner_messages import (
 )
 from contracts.ranks import Group, RankSpec, rank_names
 from models.prediction.profile_file import checkpoint_digest
-from models.prediction.routing_counter import CountedModel, RoutingCounter
+from models.prediction.routing_counts import CountedModel, RoutingCounter
 from models.spec.checkpoint_files import ROUTING
 from models.spec.model import ModelSpec
 from models.text.tokenizer_files import tokenizer_digest
@@ -49,7 +49,7 @@ from planner.placement.rebalance_policy import (
     RebalanceStep,
     find_rebalance_step,
 )
-from planner.placement.routing_window import RoutingWindow, WindowRouting
+from planner.placement.routing import RoutingWindow, WindowRouting
 from planner.placement.slots import ExpertPlacement, check_fits
 from planner.schedule.placed_routing import routing_shape
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.sequence import Sequence
@@ -26,7 +28,7 @@ from contracts.routing_messages import (
     WorkerReport,
     WorkerSnapshot,
 )
-from planner.online.prefill_capacity import Batch, PrefillCapacity, ReferenceTime
+from planner.online.capacity import Batch, PrefillCapacity, ReferenceTime
 from planner.routing.open_requests import RequestWork
 from planner.routing.saturation import saturation_of, threshold
 from planner.routing.worker_state import WorkerState
@@ -109,15 +111,8 @@ class WorkerLog:
 
     def snapshot(self) -> WorkerSnapshot:
         """Return the sum of all reports, for a new client."""
-        state = self._state
-        return WorkerSnapshot(
-            worker=self._worker,
-            epoch=self._epoch,
-            number=self._number,
-            calibration=state.calibration,
-            committed=state.committed(),
-            requests=tuple(state.requests.entries()),
-        )
+        folded = self._state.snapshot(self._worker)
+        return msgspec.structs.replace(folded, epoch=self._epoch)  # the fold has none at first
 
 
 class PrefillLog(Observer):

@@ -20,19 +20,18 @@ from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.engine.layer_timing import time_layers
 from actors.gather.expert_supply import ExpertSupply, expert_supply
 from actors.kv.block_manager import BlockManager
-from actors.moe.backend import ExpertBackend
+from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
-from actors.ranks.memory import kv_pool_blocks
 from actors.ranks.prefill_log import PrefillLog
-from actors.ranks.priorities import Priorities
 from actors.ranks.rank import Rank, RankHooks, recording
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
+    Priorities,
     ServedModel,
+    kv_pool_blocks,
     load_half,
     prefill_limits,
     prepare_process,
@@ -47,8 +46,11 @@ from contracts.errors import ChannelError, ConfigError, NotFiniteError, Resource
 from contracts.logs import event
 from contracts.plan import Plan
 from contracts.ranks import RankSpec
+from contracts.requests import Priority
+from kernels.device import wait_for_device
+from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
-from models.decoder.batch import SequenceSlice
+from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from planner.routing.open_requests import work_of
 from planner.scheduling.batching import (
@@ -251,3 +253,37 @@ class ReferencePass(Observer):
             slices.append(SequenceSlice(ids.tolist(), 0, range(first, last)))
             first = last
         return time_layers(self._parts, slices)
+
+
+_NUMBER = -1  # not a scheduler's
+_POLL_S = 0.1
+
+
+def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[float]:
+    """Return the wall seconds of each layer with experts; no batch may be in flight.
+
+    Raises ChannelError, and NotFiniteError if the logits are not finite.
+    """
+    half, kv, backend, clock = parts.half, parts.kv, parts.backend, parts.clock
+    inputs = AttentionBatch.build(list(slices), block_tokens=kv.block_tokens, device=kv.device)
+    half.prepare(inputs)
+    hidden_TD = half.embed(inputs)
+    wait_for_device(half.device)
+    times_l = []
+    for layer in range(half.spec.num_layers):
+        start_s = clock()
+        attended = half.attend(layer, hidden_TD, inputs, kv)
+        hidden_TD, routed = attended.hidden_TD, attended.routed
+        if routed is not None:
+            key = TaskKey(_NUMBER, layer, 0, Priority.LS)
+            pending = backend.dispatch(key, hidden_TD, routed, Plan())
+            shared_TD = half.shared(layer, routed.x_TD)
+            while not pending.is_complete:
+                backend.poll(_POLL_S, idle=False)
+            run_to_end(backend.combine(hidden_TD, pending, shared_TD))
+        wait_for_device(half.device)
+        if routed is not None:
+            times_l.append(clock() - start_s)
+    if not half.logits(hidden_TD[-1:]).max().isfinite():
+        raise NotFiniteError("the logits of a timing pass are not finite")
+    return times_l

@@ -20,8 +20,7 @@ import torch
 
 from actors.batching.observer import LoopControl, Observer
 from actors.channels.base import Endpoint
-from actors.telemetry.exporter import Exporter
-from actors.telemetry.scrape_key import ScrapeKey
+from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline, channel_bytes
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError

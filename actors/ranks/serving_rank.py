@@ -2,27 +2,181 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
 import os
 import sys
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
 
 from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.observer import BatchTraces
-from actors.ranks.memory import bound_memory
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
+from actors.telemetry.telemetry import RankMetrics, growth
+from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.config import ScheduleConfig, TandemConfig
-from contracts.errors import CheckpointError
+from contracts.config import PriorityConfig, ScheduleConfig, TandemConfig
+from contracts.errors import CheckpointError, ResourceError
+from contracts.logs import event
+from contracts.machine import available_bytes
 from contracts.ranks import RankReady, RankSpec
+from models.decoder.attention import kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
+from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
+from planner.scheduling.batching import BatchingPolicy
+from planner.scheduling.preemption import Preemption, Work
+from planner.scheduling.user_policy import UserPolicy, guarded_choice, load_policy, user_batching
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc's limit
+_TRIM_INTERVAL_S = 60.0
+_COMPILED_PRODUCTS = "256"
+
+
+def bound_memory() -> None:
+    """Set what malloc and oneDNN keep. Call before computing threads start.
+
+    malloc keeps freed memory, because returning a layer's megabytes to the kernel and zeroing them
+    again costs more than the arithmetic. Once a minute idle memory is returned (20 ms), so that
+    fragmentation and the largest batch do not hold it forever. Without glibc nothing is set.
+
+    oneDNN and torch each cache the latest 1,024 compiled products, 0.4 MB each, and attention over
+    contexts of all lengths needs ever new ones: 500 random batches add 1.1 GB. With 256 a process
+    stops growing within minutes, but 128 prompts with common prefixes take half as long again.
+    Variables that are already set in the environment stay.
+    """
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, _COMPILED_PRODUCTS)
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    libc.mallopt(_M_ARENA_MAX, 1)  # other arenas have lower limits
+    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _start_trim_thread()
+
+
+@functools.cache
+def _start_trim_thread() -> threading.Thread:
+    """Start one thread per process."""
+    trim, never = ctypes.CDLL(None).malloc_trim, threading.Event()
+    trim.argtypes = [ctypes.c_size_t]
+
+    def work() -> None:
+        while not never.wait(_TRIM_INTERVAL_S):
+            trim(0)
+
+    thread = threading.Thread(target=work, name="malloc-trim", daemon=True)
+    thread.start()
+    return thread
+
+
+def kv_pool_blocks(
+    model: ModelSpec,
+    dtype: torch.dtype,
+    config: TandemConfig,
+    device: torch.device,
+    *,
+    ranks_on_node: int,
+    kept_bytes: int = 0,
+) -> int:
+    """Return the number of blocks: `kv.pool_tokens`, or what memory allows and batches can use.
+
+    kept_bytes: free memory that is reserved. Raises ResourceError if the pool does not fit.
+    """
+    block_tokens = config.kv.block_tokens
+    block_bytes = kv_bytes_per_token(model, dtype) * block_tokens
+    free_bytes = max(0, _free_bytes(device) - kept_bytes)
+    if config.kv.pool_tokens is not None:
+        blocks = max(1, -(-config.kv.pool_tokens // block_tokens))
+        if blocks * block_bytes > free_bytes:
+            raise ResourceError(
+                f"kv.pool_tokens={config.kv.pool_tokens} needs {blocks * block_bytes} bytes, "
+                f"{free_bytes} are free; lower it"
+            )
+        return blocks
+    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node))
+    useful = -(-model.max_context_tokens // block_tokens) * config.schedule.max_batch_sequences
+    blocks = min(usable_bytes // block_bytes, useful)
+    if blocks < 1:
+        raise ResourceError(
+            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for the "
+            f"KV pool, one block needs {block_bytes}; raise it or use fewer ranks"
+        )
+    return blocks
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_bytes()
+
+
+log = logging.getLogger("tandem.worker")
+W = TypeVar("W", bound=Work)
+
+
+class Priorities:
+    """Priority settings of one rank. Raises ConfigError for an unusable policy."""
+
+    def __init__(self, config: PriorityConfig, telemetry: RankMetrics, rank: str) -> None:
+        self.config = config
+        self.user = UserPolicy() if config.policy is None else load_policy(config.policy)
+        self._telemetry, self._rank = telemetry, rank
+        telemetry.count(metrics.POLICY_FALLBACKS, by=0)
+        for objective, seconds in (
+            ("ls_ttft", config.ls_ttft_s),
+            ("ls_tbt", config.ls_tbt_s),
+            ("be_wait", config.be_max_wait_s),
+        ):
+            telemetry.set(metrics.OBJECTIVE, objective, to=seconds)
+
+    def preemption(
+        self,
+        order: Callable[[Sequence[W]], W],
+        choose: Callable[[Sequence[W]], W | None] | None = None,
+    ) -> Preemption[W] | None:
+        """Return the task selection, or None without preemption. choose: of a user policy."""
+        if not self.config.preempt:
+            return None
+        telemetry = self._telemetry
+
+        def on_blocked(seconds: float) -> None:
+            telemetry.observe(metrics.PREEMPTION_BLOCKING, value=seconds)
+
+        def on_resumed(seconds: float) -> None:
+            telemetry.observe(metrics.BE_WAIT, value=seconds)
+
+        choice = Preemption(
+            order,
+            be_share=self.config.be_share,
+            choose=None if choose is None else guarded_choice(choose, self._failed),
+            on_blocked=on_blocked,
+            on_resumed=on_resumed,
+        )
+        telemetry.read(metrics.PREEMPTIONS, of=growth(lambda: choice.preempted))
+        telemetry.read(metrics.BE_HELD, self._rank, of=lambda: choice.held_s)
+        return choice
+
+    def batching(self, default: BatchingPolicy) -> BatchingPolicy:
+        """Return the user policy's batching, or the default."""
+        form = self.user.form
+        return default if form is None else user_batching(form, default, self._failed)
+
+    def _failed(self, reason: str) -> None:
+        self._telemetry.count(metrics.POLICY_FALLBACKS)
+        event(log, "policy_fallback", logging.WARNING, rank=self._rank, reason=reason)
 
 
 class ServedModel(NamedTuple):

@@ -59,7 +59,14 @@ class GenerationStore(Protocol[P_in]):
 
 
 class ExpertLoader(Generic[P]):
-    """Loads the experts that a generation adds to this rank, with the defaults of a cache."""
+    """Loads the experts that a generation adds to this rank, with the defaults of a cache.
+
+    urgent: for leases of attention ranks after a loss, without limits.
+    """
+
+    def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
+        self._spec, self._model, self._urgent = spec, model, urgent
+        self._ranks = spec.placement.ranks
 
     @property
     def expert_bytes(self) -> int:
@@ -72,7 +79,15 @@ class ExpertLoader(Generic[P]):
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
         """Return why a placement is impossible, or "". resizes: without a limit of bytes."""
-        raise NotImplementedError
+        urgent = self._urgent or resizes
+        if self._spec.config.placement.rebalance == "off" and not urgent:
+            return "placement.rebalance=off: experts stay where they are"
+        try:
+            number = None if urgent else self._ranks
+            check_fits(placement, number, self._model.num_experts, self._model.moe_layers)
+        except ConfigError as error:
+            return error.message
+        return ""
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[P]], None]) -> None:
         """Start loading. `done` is called once, on any thread, unless stopped before."""
@@ -83,6 +98,7 @@ class ExpertLoader(Generic[P]):
 
     def on_commit(self, placement: Placement) -> None:
         """Record the placement in use."""
+        self._ranks = placement.ranks
 
     def close(self) -> None: ...
 
@@ -134,27 +150,14 @@ class PacedLoader(Loader):
 class CachedExpertLoader(ExpertLoader[dict[int, tuple[int, ...]]]):
     """An `ExpertLoader` of `CachedExperts`, which load on demand."""
 
-    def __init__(self, spec: RankSpec, model: ModelSpec, *, urgent: bool = False) -> None:
-        """urgent: for leases of attention ranks after a loss."""
-        self._spec, self._model, self._urgent = spec, model, urgent
-        self._ranks = spec.placement.ranks
-
-    def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        return misfit(
-            self._spec, self._model, placement, self._ranks, urgent=self._urgent or resizes
-        )
-
     def begin(
         self, placement: Placement, done: Callable[[LoadResult[dict[int, tuple[int, ...]]]], None]
     ) -> None:
         done(LoadResult(placement.generation, placement.experts_of(self._spec.rank)))
 
-    def on_commit(self, placement: Placement) -> None:
-        self._ranks = placement.ranks
-
 
 class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
-    """An `ExpertLoader` of `ResidentExperts`. urgent: without limits, after a loss."""
+    """An `ExpertLoader` of `ResidentExperts`."""
 
     def __init__(
         self,
@@ -162,16 +165,13 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         layout: ExpertLayout,
         store: ResidentExperts,
         loaded: str,
-        clock: Clock = monotonic_s,
         *,
         urgent: bool = False,
     ) -> None:
         """Set up a loader. loaded: fingerprint of the files when this rank began to read them."""
-        self._urgent = urgent
-        self._spec, self._layout, self._store, self._loaded = spec, layout, store, loaded
+        super().__init__(spec, layout.spec, urgent=urgent)
+        self._layout, self._store, self._loaded = layout, store, loaded
         self._config: PlacementConfig = spec.config.placement
-        self._ranks = spec.placement.ranks
-        self._clock = clock
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         store.on_free = self._free
@@ -187,9 +187,9 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
         return f"{boot_id()} {self._spec.name}", torch.cuda.mem_get_info(device)[0]
 
     def misfit(self, placement: Placement, *, resizes: bool = False) -> str:
-        urgent = self._urgent or resizes
-        reason = misfit(self._spec, self._layout.spec, placement, self._ranks, urgent=urgent)
-        return reason or ("" if urgent else self._too_much(self._lacking(placement)))
+        if (reason := super().misfit(placement, resizes=resizes)) or self._urgent or resizes:
+            return reason
+        return self._too_much(self._lacking(placement))
 
     def begin(self, placement: Placement, done: Callable[[LoadResult[ExpertHalf]], None]) -> None:
         before, self._stopped = self._thread, threading.Event()
@@ -201,9 +201,6 @@ class ResidentExpertLoader(ExpertLoader[ExpertHalf]):
 
     def stop(self) -> None:
         self._stopped.set()
-
-    def on_commit(self, placement: Placement) -> None:
-        self._ranks = placement.ranks
 
     def close(self) -> None:
         self.stop()
@@ -235,7 +232,7 @@ class _LoadTask:
     def __init__(
         self, parts: ResidentExpertLoader, placement: Placement, stopped: threading.Event
     ) -> None:
-        self._spec, self._layout, self._clock = parts._spec, parts._layout, parts._clock
+        self._spec, self._layout = parts._spec, parts._layout
         self._half = parts._store.nearest(placement.experts_of(self._spec.rank))
         self._urgent = parts._urgent
         self._placement, self._stopped, self._loaded = placement, stopped, parts._loaded
@@ -244,9 +241,9 @@ class _LoadTask:
     def run(
         self, before: threading.Thread | None, done: Callable[[LoadResult[ExpertHalf]], None]
     ) -> None:
-        start_s, generation = self._clock(), self._placement.generation
+        start_s, generation = monotonic_s(), self._placement.generation
         bytes_per_s = math.inf if self._urgent else self._spec.config.placement.bytes_per_s
-        limiter = RateLimiter(bytes_per_s, self._stopped, self._clock)
+        limiter = RateLimiter(bytes_per_s, self._stopped, monotonic_s)
         half, reason = None, ""
         try:
             if not self._urgent:
@@ -259,7 +256,7 @@ class _LoadTask:
         except (TandemError, OSError, RuntimeError, MemoryError, ValueError) as error:
             detail = error.message if isinstance(error, TandemError) else str(error)
             reason = f"{self._spec.name} cannot load its experts: {detail}"
-        seconds = self._clock() - start_s
+        seconds = monotonic_s() - start_s
         done(LoadResult(generation, half, reason, limiter.num_bytes, seconds))
 
     def _load(self, limiter: RateLimiter) -> ExpertHalf:
@@ -308,17 +305,3 @@ def _free(layers: dict[int, ExpertLayer]) -> None:
     while layers:
         layers.popitem()
         pause.wait(_FREE_PAUSE_S)
-
-
-def misfit(
-    spec: RankSpec, model: ModelSpec, placement: Placement, ranks: int, *, urgent: bool
-) -> str:
-    """Return why a placement does not fit the group, or "". ranks: their current number."""
-    if spec.config.placement.rebalance == "off" and not urgent:
-        return "placement.rebalance=off: experts stay where they are"
-    try:
-        number = None if urgent else ranks
-        check_fits(placement, number, model.num_experts, model.moe_layers)
-    except ConfigError as error:
-        return error.message
-    return ""

@@ -15,7 +15,7 @@ attempt it carries. Acquiring a released failover placement again is a new attem
 the previous attempt is ignored.
 
 Every attention rank decides on its own. The failover placement is a pure function of the generation
-and the lost ranks (planner/placement/failover.py), so that ranks which see the same loss acquire
+and the lost ranks (planner/placement/resize.py), so that ranks which see the same loss acquire
 the same placement.
 """
 
@@ -25,11 +25,11 @@ from collections.abc import Collection
 from typing import Final
 
 from actors.channels.base import PacketKind
-from actors.moe.topology import MissingRank
+from actors.moe.backend import MissingRank
 from actors.rebalance.expert_generations import LAUNCH_ATTEMPT, PlacementMessage
 from contracts.placement import Placement
 from contracts.ranks import Group, rank_names
-from planner.placement.failover import failover_placement, is_failover
+from planner.placement.resize import failover_placement, is_failover
 
 _SETTLED_S: Final = 0.5  # a rank not linked by then is lost
 
@@ -37,14 +37,13 @@ _SETTLED_S: Final = 0.5  # a rank not linked by then is lost
 class ExpertMembership:
     """base: the current generation. placement: it, or its failover placement, for new layers.
 
-    changes: number of state changes. stood_in: number of failovers. Methods return packets to send.
+    changes: number of state changes. Methods return packets to send.
     """
 
     def __init__(self, base: Placement) -> None:
         self.base = self.placement = base
-        self.changes = self.stood_in = 0
+        self.changes = 0
         self.absent: dict[str, MissingRank] = {}
-        self.abort_reason = ""  # why there is no failover placement
         self._ready: dict[str, set[int]] = {}  # generations, by linked rank
         self._requests: dict[str, dict[int, int]] = {}  # attempt by rank and generation
         self._attempts = LAUNCH_ATTEMPT
@@ -87,9 +86,7 @@ class ExpertMembership:
             return []
         return self.settle(now_s)
 
-    def add_abort_vote(
-        self, expert: str, generation: int, reason: str, now_s: float
-    ) -> list[PlacementMessage]:
+    def add_abort_vote(self, expert: str, generation: int, now_s: float) -> list[PlacementMessage]:
         """Handle a refused ACQUIRE."""
         requests = self._requests.get(expert, {})
         if generation not in requests:
@@ -98,7 +95,6 @@ class ExpertMembership:
             del requests[generation]
             return []
         self._unwilling.add(generation)
-        self.abort_reason = reason
         return self.settle(now_s)
 
     def remove_peer(
@@ -165,7 +161,7 @@ class ExpertMembership:
         messages = [message for expert in late for message in self._request(expert, base)]
         if not self.absent:
             self._unwilling.clear()
-            self.placement, self.abort_reason = self.base, ""
+            self.placement = self.base
         elif self._target is not None:
             requested = self._target.generation
             messages += [
@@ -175,7 +171,6 @@ class ExpertMembership:
                 self.can_serve(e, requested) for e in present
             ):
                 self.placement = self._target
-                self.stood_in += 1
         return messages
 
     def release_unused(self, in_use: Collection[int]) -> list[PlacementMessage]:

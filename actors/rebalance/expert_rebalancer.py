@@ -29,7 +29,6 @@ from contracts.clock import Clock
 from contracts.logs import event
 from contracts.placement import Placement, PlacementState, PlacementUpdate
 from contracts.planner_messages import MoveOutcome, PlacementReport
-from planner.placement.failover import is_failover
 
 log = logging.getLogger("tandem.experts")
 
@@ -113,7 +112,6 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
         self._loader, self._urgent_loader = loader, urgent_loader
         self._leases = PlacementLeases()
         self._urgent_results: deque[LoadResult[P]] = deque()
-        self.stood_in = 0
         self._machine = ExpertGenerations(placement.generation, deadline_s)
         self._sender = PlacementSender(endpoint, clock)
         self._clock, self._settled = clock, settled
@@ -274,7 +272,6 @@ class ExpertRebalancer(PlacementHandler, Generic[P]):
             self._do_leases(self._leases.failed(generation, result.reason))
             return
         self._store.place(generation, result.experts)
-        self.stood_in += is_failover(generation)
         self._do_leases(self._leases.loaded(generation))
 
     def _do_leases(self, actions: Iterable[Action]) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from actors.channels.base import Endpoint, Packet, PacketKind, PeerLost
-from actors.moe.topology import MissingRank, Topology
+from actors.moe.backend import MissingRank, Topology
 from actors.rebalance.expert_generations import PlacementMessage
 from actors.rebalance.expert_membership import ExpertMembership
 from actors.rebalance.placement_messages import PlacementSender, attempt_of, placement_of, reason_of
@@ -19,7 +19,7 @@ from contracts.clock import Clock
 from contracts.errors import ConfigError
 from contracts.logs import event
 from contracts.placement import Placement
-from planner.placement.failover import is_failover
+from planner.placement.resize import is_failover
 from planner.placement.slots import ExpertPlacement
 
 log = logging.getLogger("tandem.experts")
@@ -164,7 +164,7 @@ class PlacementClient:
             generation=generation,
             reason=f"{reason}: requests wait for another rank in the lost one's place",
         )
-        self._apply(self._membership.add_abort_vote(packet.peer, generation, reason, now_s))
+        self._apply(self._membership.add_abort_vote(packet.peer, generation, now_s))
 
     def _on_ready(self, packet: Packet) -> None:
         """Handle READY; a rank that has just joined may have a generation that others use."""

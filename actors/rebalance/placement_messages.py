@@ -23,7 +23,7 @@ from contracts.errors import ChannelError, PeerError
 from contracts.messages import FRAME_ERRORS
 from contracts.placement import Placement
 from contracts.requests import Priority
-from planner.placement.failover import is_failover
+from planner.placement.resize import is_failover
 
 MOST: Final = 64  # leases of one attention rank, including releases that overtook their ACQUIRE
 

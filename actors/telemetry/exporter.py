@@ -10,12 +10,15 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
+from threading import Lock
 from time import sleep
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -23,8 +26,61 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
 from actors.telemetry.telemetry import Telemetry
-from contracts.clock import monotonic_s
+from contracts.clock import Clock, monotonic_s
+from contracts.config import HttpConfig
+from contracts.errors import ConfigError
+from contracts.keys_file import read_keys
 from contracts.logs import event
+
+SETTLE_S = 1.0  # a change applies once it is this old, so that it is complete
+
+_FileState = tuple[int, int, int] | None  # identity of the contents; None: no file
+
+
+class ScrapeKey:
+    """Returns the current token. Thread-safe.
+
+    A file that is not on this machine, or is invalid, is ignored; the previous token stays.
+    """
+
+    def __init__(self, http: HttpConfig, clock: Clock = monotonic_s) -> None:
+        self._configured, self._clock, self._lock = http.metrics_key, clock, Lock()
+        self._path = None if http.keys_file is None else Path(http.keys_file)
+        self._key = http.metrics_key
+        self._loaded: _FileState = None
+        self._seen, self._since_s = self._stat(), clock()
+        if self._seen is not None:
+            self._load(self._seen)
+
+    def __call__(self) -> str | None:
+        """Return the token; None: no authentication."""
+        if self._path is None:
+            return self._key
+        with self._lock:
+            seen, now_s = self._stat(), self._clock()
+            if seen != self._seen:
+                self._seen, self._since_s = seen, now_s
+            if seen not in (None, self._loaded) and now_s - self._since_s >= SETTLE_S:
+                self._load(seen)
+            return self._key
+
+    def _stat(self) -> _FileState:
+        try:
+            found = None if self._path is None else os.stat(self._path)
+        except OSError:
+            return None
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def _load(self, seen: _FileState) -> None:
+        assert self._path is not None
+        try:
+            key = read_keys(self._path).metrics_key or self._configured
+        except ConfigError as error:
+            key = self._key
+            event(log, "scrape_key_kept", logging.WARNING, reason=error)
+        if self._stat() == seen:  # otherwise it has changed meanwhile
+            self._key, self._loaded = key, seen
+
 
 log = logging.getLogger("tandem.metrics")
 

@@ -21,8 +21,17 @@ from contracts import metrics
 from contracts.clock import Clock
 from contracts.metrics import Metric, MetricKind
 from contracts.ranks import Group, RankSpec
-from contracts.traces import BUSY, TRANSFERS, BatchSpan, RankTrace, Stage, TaskSpan, boot_identity
-from planner.schedule.exposed_communication import length, union
+from contracts.traces import (
+    BUSY,
+    TRANSFERS,
+    BatchSpan,
+    RankTrace,
+    Stage,
+    TaskSpan,
+    boot_identity,
+    length,
+    union,
+)
 
 _EXEMPLAR = "request_id"
 _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # OpenMetrics limits name and value together

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from actors.moe.backend import TaskKey
-from actors.offload.cached_backend import CachedBackend
-from actors.offload.file_tier import ENTRIES, FileTier
+from actors.offload.device_backend import CachedBackend
+from actors.offload.file_tier import ENTRIES, FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
 from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.larger_experts import LargerTier
@@ -44,7 +44,6 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_half import ExpertHalf, expert_sums
 from models.experts.expert_layout import ExpertLayout

@@ -23,8 +23,14 @@ from benchmarks.support.policy_rank import ENVIRONMENT
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.rank_load import figures, run_arrivals
 from cluster.routing.rank_client import RankClient
-from cluster.tools.bench.outcome import RequestResult, mean
-from cluster.tools.bench.workload import Lengths, RequestArrival, chat_lengths, poisson
+from cluster.tools.bench.workload import (
+    Lengths,
+    RequestArrival,
+    RequestResult,
+    chat_lengths,
+    mean,
+    poisson,
+)
 from contracts.loading import load_config
 from contracts.requests import Priority
 from tests.support.rank_process import RankProcess

@@ -28,11 +28,18 @@ from contracts.routing_messages import Calibration, Prompt
 from models.spec.config_fields import ConfigFields
 from models.spec.model import spec_from
 from planner.costs.model_shape import ModelShape
-from planner.routing import route_policies
 from planner.routing.backlog import Backlog, Lane
 from planner.routing.open_requests import RequestWork, flops_work, token_work
-from planner.routing.route_policies import RouteCandidate, RoutePolicy
-from planner.routing.router import RouteDecision, Router, RouterConfig
+from planner.routing.router import (
+    RouteCandidate,
+    RouteDecision,
+    RoutePolicy,
+    Router,
+    RouterConfig,
+    prefix_then_load,
+    prefix_while_busy,
+    prefix_within_round,
+)
 from planner.routing.saturation import SaturationConfig, transfer_threshold_flops
 
 QWEN3_235B = {
@@ -64,13 +71,11 @@ def earliest_finish(candidates: Sequence[RouteCandidate], turn: int) -> RouteCan
 
 
 VARIANTS = {
-    "router": Variant(route_policies.prefix_within_round, in_flops=True, ahead=True),
-    "router, best effort": Variant(
-        route_policies.prefix_while_busy, in_flops=True, ahead=True, lane=Lane.LATER
-    ),
-    "router, in tokens": Variant(route_policies.prefix_within_round, in_flops=False, ahead=True),
-    "paper's rounds": Variant(route_policies.prefix_then_load, in_flops=True),
-    "paper's rounds, in tokens": Variant(route_policies.prefix_then_load, in_flops=False),
+    "router": Variant(prefix_within_round, in_flops=True, ahead=True),
+    "router, best effort": Variant(prefix_while_busy, in_flops=True, ahead=True, lane=Lane.LATER),
+    "router, in tokens": Variant(prefix_within_round, in_flops=False, ahead=True),
+    "paper's rounds": Variant(prefix_then_load, in_flops=True),
+    "paper's rounds, in tokens": Variant(prefix_then_load, in_flops=False),
     "least finish": Variant(earliest_finish, in_flops=True),
     "least finish, in tokens": Variant(earliest_finish, in_flops=False),
     "round robin": Variant(round_robin, in_flops=True),

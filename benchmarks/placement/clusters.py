@@ -14,9 +14,8 @@ import numpy as np
 
 from planner.arrays import Floats, Ints
 from planner.placement.layout import totals
-from planner.placement.routing import LayerRouting
+from planner.placement.routing import ID_LOAD, LayerRouting
 from planner.placement.slots import Line, line_of
-from planner.placement.token_ranks import ID_LOAD
 
 ROUNDS = 25
 

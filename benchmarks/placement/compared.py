@@ -17,10 +17,9 @@ from benchmarks.placement.others import eplb, load_alone
 from benchmarks.placement.synthetic import routing_of
 from benchmarks.placement.traces import Traces
 from planner.arrays import Ints
-from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.slots import Line, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer
-from planner.placement.token_ranks import token_ranks
 
 TIME_FACTOR = 4  # times our time, beside our time, for methods that can use it
 Method = Callable[[LayerRouting, Sequence[int]], tuple[Line, Ints | None]]

@@ -14,9 +14,8 @@ import pymetis
 
 from planner.arrays import Floats, Ints
 from planner.placement.layout import totals
-from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.slots import Line, held, layer_slots, line_of
-from planner.placement.token_ranks import token_ranks
 
 TOLERANCES = (10, 50, 100, 300)  # of a part's weight over the mean, thousandths
 SEEDS = range(4)

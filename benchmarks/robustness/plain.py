@@ -35,7 +35,7 @@ from tests.support.local_group import LocalGroup, RankLocation
 log = logging.getLogger("tandem.chaos")
 
 LOOK_S = 0.1
-HUNG_AFTER_S = 3.0  # as cluster/fleet/member.py
+HUNG_AFTER_S = 3.0  # as cluster/fleet/rank_group.py
 STATUS_S = 10.0
 ON_OTHER_NODE = ("attention-1", "expert-1")
 

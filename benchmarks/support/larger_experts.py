@@ -3,8 +3,7 @@ each, of which its own are used. Reads and copies are real, their ratio to the c
 
 from __future__ import annotations
 
-from actors.offload.file_tier import FileTier
-from models.experts.expert_file import PART_BYTES, ExpertFile, FileRange
+from actors.offload.file_tier import PART_BYTES, ExpertFile, FileRange, FileTier
 from models.experts.expert_format import SlotMemory
 
 

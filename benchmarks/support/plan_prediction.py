@@ -20,7 +20,7 @@ from benchmarks.support.stage_times import (
 )
 from contracts.hardware import FORMAT_VERSION, Fit, Hardware, LinkCost
 from contracts.plan import Plan
-from contracts.traces import Stage
+from contracts.traces import Stage, length, union
 from planner.costs.cost_model import (
     PAIR_BYTES,
     Deployment,
@@ -44,9 +44,8 @@ from planner.costs.stage_fit import (
     fit_shared,
 )
 from planner.costs.stages import PlanSpec
+from planner.schedule.batch_plan import token_group_bounds
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
-from planner.schedule.exposed_communication import length, union
-from planner.schedule.plan_fit import token_group_bounds
 from planner.schedule.replay import Replay, replay
 from planner.schedule.schedule import GroupRun, MicroBatchTimes, Schedule
 

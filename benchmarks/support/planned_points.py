@@ -13,9 +13,8 @@ from benchmarks.support.pinned_batches import BatchRunner
 from benchmarks.support.plan_prediction import Costs, Predictor, fit_costs, plan_spec
 from benchmarks.support.stage_times import Samples, StageSample, makespan_ms, stage_samples
 from contracts.plan import Plan
-from contracts.traces import TaskSpan
+from contracts.traces import TaskSpan, exposed_communication
 from planner.costs.model_shape import ModelShape
-from planner.schedule.exposed_communication import exposed_communication
 from planner.schedule.extended_plans import equal_ends, solve_extended
 from planner.schedule.replay import Replay
 from planner.schedule.solver import PlannedBatch, solve

@@ -10,8 +10,7 @@ from typing import Any
 
 from benchmarks.support.rank_stream import open_stream
 from cluster.routing.rank_client import RankClient
-from cluster.tools.bench.outcome import RequestResult, mean, percentile
-from cluster.tools.bench.workload import RequestArrival
+from cluster.tools.bench.workload import RequestArrival, RequestResult, mean, percentile
 from contracts.clock import monotonic_s
 from contracts.messages import Failed, Submit, Tokens
 from contracts.requests import Caller, Priority, Sampling

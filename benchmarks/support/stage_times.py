@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from contracts.plan import Plan
-from contracts.traces import Stage, TaskSpan
-from planner.schedule.exposed_communication import length, union
-from planner.schedule.plan_fit import balanced_ranges, chunk_bounds
+from contracts.traces import Stage, TaskSpan, length, union
+from planner.schedule.batch_plan import balanced_ranges, chunk_bounds
 
 COMPUTED = (Stage.ATTENTION, Stage.SHARED, Stage.EXPERT)
 SENT = (Stage.A2E, Stage.E2A)

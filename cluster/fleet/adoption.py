@@ -36,10 +36,9 @@ from cluster.fleet.fleet_store import (
     RankRecord,
     restore_placement,
 )
-from cluster.fleet.member import Member, RankBundle
+from cluster.fleet.metrics_endpoint import create_scrape_targets
 from cluster.fleet.nodes import RankPlacement
-from cluster.fleet.rank_group import RankGroup
-from cluster.fleet.scrape_targets import create_scrape_targets
+from cluster.fleet.rank_group import Member, RankBundle, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError, TandemError
 from contracts.logs import event

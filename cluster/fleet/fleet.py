@@ -1,24 +1,31 @@
-"""All running ranks of both pipelines: addresses, status, scaling and shutdown."""
+"""All running ranks of both pipelines: addresses, status, supervision, scaling and shutdown.
+
+supervisor thread: every CHECK_PERIOD_S request the status of each rank
+    dead, silent, unhealthy or reported by a router ─> the group's policy (repair.py)
+        Replace ─> killed; replacement with a higher epoch (rank_group.py)
+        GiveUp  ─> the group is beyond repair; the server's owner ends it
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from actors.telemetry.telemetry import Telemetry, growth
-from cluster.fleet.autoscaler import Autoscaler
 from cluster.fleet.codec import Directory
 from cluster.fleet.fleet_store import FleetStore
-from cluster.fleet.member import Member
-from cluster.fleet.planner_discovery import PlannerDiscovery
-from cluster.fleet.rank_group import RankGroup, kill_all
+from cluster.fleet.membership import Autoscaler
+from cluster.fleet.metrics_endpoint import ScrapeTargets
+from cluster.fleet.rank_group import CHECK_PERIOD_S, Member, RankGroup, kill_all
+from cluster.fleet.repair import Action, GiveUp
 from cluster.fleet.resizing import Resizer
-from cluster.fleet.scrape_targets import ScrapeTargets
-from cluster.fleet.supervisor import Supervisor
 from cluster.fleet.tracing import gather_traces, trace_answer
 from contracts import metrics
 from contracts.clock import monotonic_s
@@ -29,6 +36,138 @@ from contracts.plan import Plan
 from contracts.ranks import Group, RankStatus
 from contracts.scaling import ScaleCheckpoint, ScaleState, ScaleTarget
 from contracts.traces import TaskSpan, TraceResponse
+
+RETRY_S = 1.0  # between attempts; doubled up to MAX_RETRY_S
+MAX_RETRY_S = 30.0
+SPARE_THREADS = 16  # for ranks that are added later
+
+
+class Supervisor:
+    """Supervisor, from `start` to `close`. Replacements run on separate threads."""
+
+    def __init__(
+        self, groups: Sequence[RankGroup], on_round: Callable[[], None] = lambda: None
+    ) -> None:
+        """Create a supervisor. on_round: called after each round."""
+        self._groups = groups
+        self._on_round = on_round
+        self._closing = threading.Event()
+        ranks = sum(len(group.members) for group in groups)
+        self._threads = ThreadPoolExecutor(ranks + SPARE_THREADS, thread_name_prefix="replace")
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, now_s: float, stalled_s: float) -> None:
+        """Run one round. stalled_s: time this process was stalled since the last one."""
+        for group in self._groups:
+            for action in group.policy(group.health(now_s, stalled_s)):
+                self._act(group, action)
+
+    def _run(self) -> None:
+        checked_s = time.monotonic()
+        while not self._closing.wait(CHECK_PERIOD_S):
+            now_s = time.monotonic()
+            stalled_s = max(0.0, now_s - checked_s - 2 * CHECK_PERIOD_S)
+            checked_s = now_s
+            self.check(now_s, stalled_s)
+            self._notify_round()
+
+    def _notify_round(self) -> None:
+        try:
+            self._on_round()
+        except Exception as error:  # noqa: BLE001 - supervision continues with the next round
+            event(log, "supervision_publish_failed", logging.WARNING, error=error)
+
+    def _act(self, group: RankGroup, action: Action) -> None:
+        if isinstance(action, GiveUp):
+            if not group.beyond_repair:
+                group.beyond_repair = action.reason
+                event(log, "group_recovery_abandoned", logging.CRITICAL, reason=action.reason)
+            return
+        event(log, "worker_lost", logging.ERROR, name=action.lost, reason=action.reason)
+        lost = [member for member in group.members if member.name in action.names]
+        for member in lost:
+            member.replacement_reason = action.reason
+        self._threads.submit(self._replace, group, lost)
+
+    def _replace(self, group: RankGroup, lost: Sequence[Member]) -> None:
+        """Kill and restart the lost ranks; retry until they run or are no longer members."""
+        names = ", ".join(member.name for member in lost)
+        retry_s = RETRY_S
+        for member in lost:
+            member.kill()
+        while not self._closing.is_set() and group.has(lost):
+            try:
+                group.restart(lost, self._closing)
+                return
+            except Exception as error:  # noqa: BLE001 - logged and retried
+                if not self._closing.is_set():
+                    event(log, "worker_replacement_failed", logging.ERROR, name=names, error=error)
+            self._closing.wait(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+
+class PlannerDiscovery:
+    """Called each round by the supervisor, because a replacement planner has another address.
+
+    Without a planner ranks use default plans. Assumes that the initial ranks have been notified.
+    """
+
+    def __init__(self, groups: Sequence[RankGroup]) -> None:
+        self._planners = [group for group in groups if group.kind is Group.PLANNER]
+        self._clients = [group for group in groups if group.kind in (Group.ATTENTION, Group.EXPERT)]
+        address = self._address
+        self._notified = {member.name: (member.ready.pid, address) for member in self._members}
+        self._sizes: dict[int, tuple[int, int]] = {}  # size of the group by planner process
+
+    def update(self) -> None:
+        """Notify the ranks that lack the current address, without waiting."""
+        address = self._address
+        for member in self._members if address else ():
+            now = member.ready.pid, address
+            if self._notified.get(member.name) != now:
+                self._notified[member.name] = now
+                member.handle.call("join_planner", address)
+        for group in self._clients:
+            self._update_size(group)
+
+    def _update_size(self, group: RankGroup) -> None:
+        """Write the number of ranks into the specs, for replacements."""
+        size = len(group.of_kind(Group.ATTENTION)), len(group.of_kind(Group.EXPERT))
+        planners = [member for one in self._planners for member in one.members]
+        for planner in planners:
+            made_for = planner.spec.attention_ranks, planner.spec.expert_ranks
+            if self._sizes.setdefault(planner.ready.pid, made_for) != size:
+                self._sizes[planner.ready.pid] = size
+                planner.handle.call("resize", *size)
+        attention, expert = size
+        for member in (*group.members, *planners):
+            if (member.spec.attention_ranks, member.spec.expert_ranks) != size:
+                member.spec = msgspec.structs.replace(
+                    member.spec, attention_ranks=attention, expert_ranks=expert
+                )
+
+    @property
+    def _address(self) -> str:
+        """Return the planner's address, empty if there is none."""
+        members = [member for group in self._planners for member in group.members]
+        return next(
+            (one.ready.channel_address for one in members if not one.replacement_reason), ""
+        )
+
+    @property
+    def _members(self) -> list[Member]:
+        members = [member for group in self._clients for member in group.members]
+        return [member for member in members if not member.replacement_reason]
+
 
 log = logging.getLogger("tandem.fleet")
 

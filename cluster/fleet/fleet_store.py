@@ -12,9 +12,8 @@ from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _in
 
 from actors.channels.local_process import is_alive, own_identity
 from cluster.fleet.codec import encode_config
-from cluster.fleet.member import Member
 from cluster.fleet.nodes import Node, RankPlacement, RankRequest
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.rank_group import Member, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.logs import event

@@ -19,7 +19,7 @@ from actors.ranks.rendezvous import GroupSpec, Seat, form_group, make_specs
 from cluster.fleet.fleet import Fleet
 from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.hardware import load_hardware
-from cluster.fleet.member import Member, RankBundle
+from cluster.fleet.metrics_endpoint import create_scrape_targets
 from cluster.fleet.nodes import (
     RankPlacement,
     check_resources,
@@ -32,8 +32,7 @@ from cluster.fleet.nodes import (
     seat_ranks,
 )
 from cluster.fleet.placements import configured_placements
-from cluster.fleet.rank_group import RankGroup, kill_all
-from cluster.fleet.scrape_targets import create_scrape_targets
+from cluster.fleet.rank_group import Member, RankBundle, RankGroup, kill_all
 from contracts.config import TandemConfig
 from contracts.logs import event
 from contracts.ranks import Group

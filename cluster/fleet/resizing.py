@@ -17,14 +17,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 
 from actors.ranks.expert_resize import RunningRank, expert_ranks_in_use, place_experts
-from cluster.fleet.autoscaler import Autoscaler
-from cluster.fleet.member import Member
-from cluster.fleet.membership import add_member, find_kept_place, finish_draining, remove_member
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.membership import (
+    Autoscaler,
+    add_member,
+    find_kept_place,
+    finish_draining,
+    remove_member,
+)
+from cluster.fleet.rank_group import Member, RankGroup
 from contracts.config import SCALABLE, TandemConfig
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, TandemError
 from contracts.logs import event
@@ -32,7 +37,6 @@ from contracts.ranks import Group, rank_name
 from contracts.scaling import (
     ScaleCheckpoint,
     ScaleState,
-    ScaleStatus,
     ScaleTarget,
     check_target,
     format_counts,
@@ -58,27 +62,18 @@ class Resizer:
         """Create a resizer. keep: stores `kept` for a successor; called before each step."""
         self._groups, self._config, self._scalers = groups, config, scalers
         self._keep, self._resumed, self._min_prefill = keep, 0, 0
-        self._lock = threading.Lock()  # guards the fields of `state`
+        self._lock = threading.Lock()  # guards the recorded state
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._progress: ScaleStatus = "idle"
-        self._number, self._reason = 0, ""
-        self._requested, self._steps = ScaleTarget(), list[str]()
+        self._recorded = ScaleState()  # without ranks and seconds
         self._started_s = self._ended_s = 0.0
 
     @property
     def state(self) -> ScaleState:
         with self._lock:
-            until_s = time.monotonic() if self._progress == "running" else self._ended_s
-            return ScaleState(
-                state=self._progress,
-                number=self._number,
-                requested=self._requested,
-                ranks=self._counts(),
-                steps=list(self._steps),
-                reason=self._reason,
-                seconds=round(until_s - self._started_s, 1),
-            )
+            until_s = time.monotonic() if self._recorded.state == "running" else self._ended_s
+            seconds = round(until_s - self._started_s, 1)
+            return msgspec.structs.replace(self._recorded, ranks=self._counts(), seconds=seconds)
 
     def begin(self, requested: ScaleTarget) -> ScaleState:
         """Start a change.
@@ -87,14 +82,18 @@ class Resizer:
         another.
         """
         with self._lock:
-            if self._progress == "running":
+            if self._recorded.state == "running":
                 raise OverloadError(self._under_way(), RETRY_AFTER_S)
             changes = check_target(requested, self._counts())
             check_changes(changes, self._groups, self._config, follows_load=bool(self._scalers))
-            self._number, self._resumed = self._number + 1, 0
-            self._requested, self._reason, self._started_s = requested, "", time.monotonic()
-            self._steps = [] if changes else ["there are so many already"]
-            self._progress, self._ended_s = "running" if changes else "done", self._started_s
+            self._recorded = ScaleState(
+                state="running" if changes else "done",
+                number=self._recorded.number + 1,
+                requested=requested,
+                steps=[] if changes else ["there are so many already"],
+            )
+            self._resumed, self._started_s = 0, time.monotonic()
+            self._ended_s = self._started_s
         if changes:
             self._begin(changes)
         return self.state
@@ -103,20 +102,14 @@ class Resizer:
         """Resume the state of the previous launcher, without waiting.
 
         Draining ranks continue to drain. A running change starts again from the current ranks, so
-        that
-        completed steps are skipped. After MAX_RESUMES it is abandoned, and unused expert ranks are
-        removed.
+        that completed steps are skipped. After MAX_RESUMES it is abandoned, and unused expert ranks
+        are removed.
         """
         state, self._min_prefill = kept.state, kept.min_prefill
         for scaler in self._scalers if self._min_prefill else ():
             scaler.keep(self._min_prefill)
         with self._lock:
-            self._number, self._requested, self._reason = (
-                state.number,
-                state.requested,
-                state.reason,
-            )
-            self._progress, self._steps = state.state, list(state.steps)
+            self._recorded = state
             self._started_s = self._ended_s = time.monotonic()
             self._resumed = kept.resumed + (state.state == "running")
         if state.state == "running":
@@ -128,14 +121,7 @@ class Resizer:
     def kept(self) -> ScaleCheckpoint:
         """State for a successor; unchanged while nothing happens."""
         with self._lock:
-            state = ScaleState(
-                state=self._progress,
-                number=self._number,
-                requested=self._requested,
-                steps=list(self._steps),
-                reason=self._reason,
-            )
-            return ScaleCheckpoint(state, self._resumed, self._min_prefill)
+            return ScaleCheckpoint(self._recorded, self._resumed, self._min_prefill)
 
     def close(self, timeout_s: float) -> None:
         self._closing.set()
@@ -148,7 +134,7 @@ class Resizer:
         return {name: count for name, count in counts.items() if count}
 
     def _under_way(self) -> str:
-        requested = format_counts(self._requested.counts)
+        requested = format_counts(self._recorded.requested.counts)
         seconds = time.monotonic() - self._started_s
         return (
             f"another scale is in progress ({requested}, for {seconds:.0f} s): wait until it ends"
@@ -182,8 +168,8 @@ class Resizer:
             event(log, "scale_failed", logging.ERROR, error)
             reason = f"{type(error).__name__}: see the log of the launcher"
         with self._lock:
-            self._ended_s, self._reason = time.monotonic(), reason
-            self._progress = "failed" if reason else "done"
+            self._ended_s, progress = time.monotonic(), "failed" if reason else "done"
+            self._recorded = msgspec.structs.replace(self._recorded, state=progress, reason=reason)
         self._save_record()
         level = logging.ERROR if reason else logging.WARNING
         event(
@@ -285,7 +271,8 @@ class Resizer:
 
     def _add_step(self, step: str) -> None:
         with self._lock:
-            self._steps.append(step)
+            steps = [*self._recorded.steps, step]
+            self._recorded = msgspec.structs.replace(self._recorded, steps=steps)
         self._save_record()
 
     def _save_record(self) -> None:

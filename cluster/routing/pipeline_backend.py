@@ -18,7 +18,7 @@ from cluster.routing.admission_controller import AdmissionController
 from cluster.routing.rank_client import RankClient, smallest_pool_tokens
 from cluster.routing.rank_set import Placer
 from cluster.routing.ticket import Ticket, failure_of
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import (
     HandedOverError,
     NotReadyError,
@@ -73,15 +73,14 @@ log = logging.getLogger("tandem.admission")
 class PipelineBackend:
     """Backend of one pipeline. Owns its ranks' clients; belongs to one event loop."""
 
-    def __init__(self, placer: Placer, clock: Clock = monotonic_s) -> None:
+    def __init__(self, placer: Placer) -> None:
         self._placer = placer
         self._ranks = placer.ranks
         self._config = placer.config
         self._open: set[Ticket] = set()
         self._waiting: Counter[tuple[str, str]] = Counter()
-        self._clock = clock
         self._throttle = LoopThrottle(STARTS_PER_TURN)
-        self._controller = AdmissionController(self._slots, placer.config, clock)
+        self._controller = AdmissionController(self._slots, placer.config, monotonic_s)
         self._ranks.on_available = self._controller.grant_slots
 
     # ---- lifecycle
@@ -162,7 +161,7 @@ class PipelineBackend:
             await self._throttle_start(submit)
         else:
             self._controller.acquire_nowait(submit)
-        ticket = Ticket(submit, wait_for_slot=wait_for_slot, on_lost=self._retry, clock=self._clock)
+        ticket = Ticket(submit, wait_for_slot=wait_for_slot, on_lost=self._retry, clock=monotonic_s)
         self._open.add(ticket)
         self._waiting[ticket.kind] += 1
         try:

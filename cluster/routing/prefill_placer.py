@@ -150,7 +150,7 @@ class PrefillPlacer:
     """The `Placer` of prefill workers, which are in the order of their ranks.
 
     clients: one per possible worker; without an address it is not started yet. find, follows: see
-    `RankSet`. number: identifies this router among all; None: random.
+    `RankSet`.
     """
 
     def __init__(
@@ -160,12 +160,11 @@ class PrefillPlacer:
         saturation: SaturationConfig,
         work: RequestWork,
         find: FindRanks | None = None,
-        number: int | None = None,
         *,
         follows: bool = False,
     ) -> None:
         self.config = config
-        self.number = secrets.randbits(ROUTER_BITS) if number is None else number
+        self.number = secrets.randbits(ROUTER_BITS)  # identifies this router among all
         settings = RouterConfig(
             workers=len(clients),
             saturation=saturation,

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from cluster.routing.rank_client import RankClient
-from contracts.choice_matcher import ChoiceMatcher
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, HandedOverError, OverloadError, RankError, TandemError
 from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
 from contracts.routing_messages import RequestKey
+from contracts.token_trie import ChoiceMatcher
 from planner.scheduling.measured_rates import SHORTEST_S
 
 _LOST_CODES = frozenset(

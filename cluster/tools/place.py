@@ -14,10 +14,9 @@ from contracts.errors import ConfigError
 from contracts.placement import Placement, PlacementFile
 from models.prediction.routing_counts import RoutingCounts
 from models.weights.checkpoint import check_checkpoint
-from planner.placement.routing import LayerRouting, local_fraction, measure
+from planner.placement.routing import LayerRouting, local_fraction, measure, token_ranks
 from planner.placement.slots import Line, contiguous, contiguous_line, held, layer_slots
 from planner.placement.solve import solve_layer, split
-from planner.placement.token_ranks import token_ranks
 
 MIN_GAIN = 0.005  # relative; smaller gains count as none
 

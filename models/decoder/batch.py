@@ -61,15 +61,14 @@ class AttentionMetadata:
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
-    """A batch's tensors: token_ids_T, positions_T, slots_T, last_rows_B int64.
+    """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
-    last_rows_B: last row of each sequence. `metadata` is set by the half that runs the batch.
+    `metadata` is set by the half that runs the batch.
     """
 
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    last_rows_B: Tensor
     sequences: tuple[SequenceRows, ...]
     copies: SlotCopies | None = None
     metadata: AttentionMetadata | None = None
@@ -87,12 +86,10 @@ class AttentionBatch:
             rows.append(np.arange(stop - count, stop))
             first += count
         rows_R = _concatenate(rows, self.token_ids_T.device)
-        ends = [seq.first + seq.count - 1 for seq in sequences if seq.count]
         batch = AttentionBatch(
             token_ids_T=self.token_ids_T[rows_R],
             positions_T=self.positions_T[rows_R],
             slots_T=self.slots_T[rows_R],
-            last_rows_B=torch.tensor(ends, dtype=torch.int64, device=self.token_ids_T.device),
             sequences=tuple(sequences),
         )
         return LastRows(rows_R, batch)
@@ -113,12 +110,10 @@ class AttentionBatch:
             keys = torch.from_numpy(slots_S).to(device) if run is None else run
             sequences.append(SequenceRows(len(token_ids), count, piece.start, keys))
             token_ids.extend(piece.token_ids)
-        last_rows = [seq.first + seq.count - 1 for seq in sequences]
         return AttentionBatch(
             token_ids_T=torch.tensor(token_ids, dtype=torch.int64, device=device),
             positions_T=_concatenate(positions, device),
             slots_T=_concatenate(slots, device),
-            last_rows_B=torch.tensor(last_rows, dtype=torch.int64, device=device),
             sequences=tuple(sequences),
             copies=_slot_copies(slices, block_tokens, device),
         )

@@ -18,9 +18,8 @@ from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin, inverse_frequencies
 from kernels.packed_attention import supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
-from models.decoder.attention import GroupedQueryAttention, KvPool
+from models.decoder.attention import GroupedQueryAttention, KvPool, LatentAttention
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
-from models.decoder.latent_attention import LatentAttention
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -116,11 +115,6 @@ class AttentionHalf:
             }
             batch.metadata = AttentionMetadata(cos, sin, plans)
         return batch.metadata
-
-    @property
-    def embedding(self) -> Tensor:
-        """[V, D] of every token id."""
-        return self._embed
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""

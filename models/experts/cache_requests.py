@@ -119,11 +119,6 @@ class CacheTraffic:
         self.read_bytes = {DEMAND: 0, USED_HINT: 0, WASTED_HINT: 0}
         self.waited_s = self.copied_s = 0.0
 
-    @property
-    def cost_s(self) -> float:
-        """Compute time lost to missing experts."""
-        return self.waited_s + self.copied_s
-
     def hit_fraction(self, layer: int) -> float:
         """Fraction of the layer's requested experts that were in a slot; 0 without requests."""
         return self.hits[layer] / max(1, self.requested[layer])

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from contracts.clock import Clock, monotonic_s
+from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, TandemError
 from models.experts.device_lanes import Mark, device_lane
 from models.experts.expert_layout import ExpertLayout
@@ -56,19 +56,18 @@ class CopyingStore:
         *,
         deadline_s: float,
         observe: Observe | None = None,
-        clock: Clock = monotonic_s,
     ) -> None:
         """resident: layers that are not copied. observe: called with copies, by either thread."""
         self._host_waited_s = 0.0
         self._source, self._resident = source, resident
-        self._deadline_s, self._clock = deadline_s, clock
+        self._deadline_s = deadline_s
         self._order = [layer for layer in layout.spec.moe_layers if layer not in resident]
         self._copied_layers = 0
         self._next = 0  # position in the order to copy next
         self._expected = 0  # position in the order to fetch next
         buffers = min(2, len(self._order))
         self._free = [_Lease(ExpertBuffer(layout)) for _ in range(buffers)]
-        self._lane, self._observe = device_lane(layout.device, clock), observe
+        self._lane, self._observe = device_lane(layout.device, monotonic_s), observe
         self._queues = layout.device.type == "cuda"  # the host does not wait
         self._filled: dict[int, _Lease] = {}  # filled, or their copies are queued
         self._held: tuple[int, _Lease] | None = None  # what the last `fetch` returned
@@ -162,7 +161,7 @@ class CopyingStore:
         self._release_held()
         self._check_open(layer)
         if self._awaited is None or self._awaited[0] != layer:
-            self._awaited = (layer, self._clock() + self._deadline_s)
+            self._awaited = (layer, monotonic_s() + self._deadline_s)
         if layer != self._order[self._expected]:
             self._restart_at(layer)
         self._wait(lambda: self._is_resolved(layer) or enough(), layer, timeout_s)
@@ -193,11 +192,11 @@ class CopyingStore:
         if ready():
             return
         assert self._awaited is not None
-        start_s, deadline_s = self._clock(), self._awaited[1]
+        start_s, deadline_s = monotonic_s(), self._awaited[1]
         is_met = self._changed.wait_for(
             lambda: ready() or self._closing, max(0.0, min(timeout_s, deadline_s - start_s))
         )
-        self._host_waited_s += self._clock() - start_s
+        self._host_waited_s += monotonic_s() - start_s
         self._check_open(layer)
         if not is_met and start_s + timeout_s >= deadline_s:
             self._awaited = None

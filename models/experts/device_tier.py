@@ -23,10 +23,9 @@ from torch import Tensor
 from contracts.expert_eviction import ExpertKey
 from models.experts.device_lanes import DeviceLane, Mark
 from models.experts.expert_cache import HINT_URGENCY
-from models.experts.expert_format import ComputeSlots, SlotMemory
+from models.experts.expert_format import CompletedRead, ComputeSlots, SlotMemory
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
-from models.experts.expert_tier import CompletedRead
 from models.experts.host_experts import ExpertMemory
 
 PART_BYTES: Final = 4 << 20  # enough for a link's full rate

@@ -37,8 +37,7 @@ from models.experts.cache_requests import (
     PrefetchHints,
     running_mean,
 )
-from models.experts.expert_format import SlotFormat
-from models.experts.expert_tier import ExpertTier
+from models.experts.expert_format import ExpertTier, SlotFormat
 
 HINT_PARTS: Final = 8  # of one hint in flight
 HINT_URGENCY: Final = len(Priority)  # after all requests

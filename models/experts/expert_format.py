@@ -3,12 +3,14 @@
 `ComputeFormat`: as multiplied with; no work at its use. `CheckpointFormat`: as stored (fp8 blocks,
 MXFP4, bfloat16 for float32 compute); up to eight times as many experts fit, and each use converts.
 Values are equal, and so bits.
+
+`ExpertTier` is the interface of the slower tier from which slots are filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -185,3 +187,54 @@ def _kind_of(stored: tuple[str, Tensor]) -> tuple[str, torch.dtype, tuple[int, .
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class CompletedRead(NamedTuple):
+    """seconds: duration; 0: skipped. error: reason of a failure, or empty."""
+
+    ticket: int
+    seconds: float
+    error: str = ""
+
+
+class ExpertTier(Protocol):
+    """Reads experts in `parts` beside the owner's thread; `room` is what it accepts now."""
+
+    @property
+    def parts(self) -> int: ...
+    @property
+    def expert_bytes(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+
+    def enqueue(self, layer: int, expert: int, part: int, urgency: int) -> int:
+        """Enqueue a read for the next `submit`; more urgent ones go first. Returns a ticket."""
+
+    def submit(self) -> None:
+        """Start the enqueued reads."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `wait` would return at once."""
+
+    def expedite(self, ticket: int, urgency: int) -> None:
+        """Raise the urgency of a read."""
+
+    def cancel(self, ticket: int) -> None:
+        """Cancel a read that has not started."""
+
+    def poll_completed(self) -> Iterable[CompletedRead]:
+        """Return reads completed since the last call. Raises ChannelError if the tier failed."""
+
+    def copy(self, ticket: int, into: SlotMemory) -> None:
+        """Copy the bytes of a completed read to its slot."""
+
+    def free(self, ticket: int) -> None:
+        """Release the ticket of a completed read."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a completed read or `wake`."""
+
+    def wake(self) -> None:
+        """End a `wait`. Thread-safe."""
+
+    def close(self) -> None: ...

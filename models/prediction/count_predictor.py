@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from models.prediction.path_sample import RoutingPaths
+from models.prediction.bounded_counts import RoutingPaths
 from models.prediction.routing_counts import RoutingCounts, keys_of_sets
 
 MARGINAL, TOKEN, TWO_TOKENS = "usual", "token", "two tokens"

@@ -2,7 +2,7 @@
 
     tokens ──> attention 0 ──> experts 0 ──> attention 1 ──> experts 1 ──> …
         └ first ───────────────^   └ before ───────────────────^
-        (models/prediction/signals.py)
+        (models/prediction/routing_profile.py)
 
 With a profile, each layer uses its most precise kind of prediction (Speculating Experts, Section
 6.3's hybrid).
@@ -18,8 +18,13 @@ from torch import Tensor
 from models.decoder.decoder import AttentionHalf
 from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import PREDICTOR_KINDS, TOKEN, PredictorKind, predict_routing
+from models.prediction.routing_profile import (
+    PREDICTOR_KINDS,
+    TOKEN,
+    PredictorKind,
+    RoutingProfile,
+    predict_routing,
+)
 
 Ids = list[list[int]]
 """[T][K] experts of each token, the most likely one first."""

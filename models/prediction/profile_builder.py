@@ -23,16 +23,19 @@ from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ExpertStore
 from models.experts.router import RoutedTokens
-from models.prediction.estimator import Estimator, EstimatorSamples, new_estimator, train_estimator
-from models.prediction.routing_counter import RoutingCounter
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import (
+from models.prediction.routing_counts import RoutingCounter
+from models.prediction.routing_profile import (
     PREDICTOR_KINDS,
     TOKEN,
+    Estimator,
+    EstimatorSamples,
+    RoutingProfile,
     features,
     hits_by_rank,
+    new_estimator,
     predict_routing,
     quasi_hidden,
+    train_estimator,
 )
 
 HELD_OUT: Final = 5  # one row in HELD_OUT is held out

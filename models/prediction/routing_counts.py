@@ -18,7 +18,7 @@ merged. Source: Speculative MoE, Section 3.1 and Appendix A (token activation pr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -27,8 +27,17 @@ from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
 from models.prediction import count_checks as checks
-from models.prediction.bounded_counts import Keys, Times, add_counts, truncate_counts
-from models.prediction.path_sample import RoutingPaths, merge_samples, subsample
+from models.prediction.bounded_counts import (
+    BoundedCounts,
+    Keys,
+    PathSample,
+    RoutingPaths,
+    Times,
+    add_counts,
+    merge_samples,
+    subsample,
+    truncate_counts,
+)
 from models.prediction.profile_file import (
     CHECKPOINT,
     MAKE_ONE,
@@ -216,3 +225,68 @@ def sets_of_keys(keys_M: Keys, top_k: int) -> NDArray[np.int16]:
         np.ascontiguousarray(keys_M).view(">u2").reshape(-1, top_k).astype(np.int16)
     )
     return sets
+
+
+_AT_ONCE = 4096  # tokens, to bound the copies of a batch
+
+
+class CountedModel(NamedTuple):
+    """The counted model: fingerprints of its folder, and sizes."""
+
+    checkpoint: bytes
+    tokenizer: bytes
+    moe_layers: Sequence[int]
+    num_experts: int
+    top_k: int
+    vocab_size: int
+
+
+class _Layer:
+    def __init__(self, experts: int, top_k: int, limits: CountLimits) -> None:
+        self.together_EE = np.zeros((experts, experts), np.int64)
+        self.sets = BoundedCounts(limits.sets, np.dtype(f"S{2 * top_k}"))
+        self.pairs = BoundedCounts(limits.pairs, np.int64)
+
+    def add(self, ids_T: NDArray[np.int64], experts_TK: NDArray[np.int64]) -> None:
+        E = len(self.together_EE)
+        both = experts_TK[:, :, None] * E + experts_TK[:, None, :]
+        self.together_EE += np.bincount(both.ravel(), minlength=E * E).reshape(E, E)
+        self.sets.add(keys_of_sets(np.sort(experts_TK, axis=1).astype(np.int16)))
+        self.pairs.add((ids_T[:, None] * E + experts_TK).ravel())
+
+    def counted(self) -> LayerCounts:
+        return LayerCounts(
+            self.together_EE.copy(),
+            TopCounts(*self.sets.counted()),
+            TopCounts(*self.pairs.counted()),
+        )
+
+
+class RoutingCounter:
+    """Counts in bounded memory (`CountLimits`). Single-threaded."""
+
+    def __init__(self, model: CountedModel, limits: CountLimits = COUNT_LIMITS) -> None:
+        self._model = model
+        self._layers = {
+            layer: _Layer(model.num_experts, model.top_k, limits) for layer in model.moe_layers
+        }
+        self._paths = PathSample(limits.paths, len(model.moe_layers), model.top_k, seed=0)
+        self.tokens = 0
+
+    def add(self, ids_T2: NDArray[Any], paths_TLK: NDArray[Any]) -> None:
+        """Count tokens [id, previous id or -1] with their paths, which the caller has checked."""
+        for start in range(0, len(ids_T2), _AT_ONCE):
+            ids, paths = ids_T2[start : start + _AT_ONCE], paths_TLK[start : start + _AT_ONCE]
+            ids_T = ids[:, 0].astype(np.int64)
+            for position, layer in enumerate(self._layers.values()):
+                layer.add(ids_T, paths[:, position].astype(np.int64))
+            self._paths.add(ids.astype(np.int32), paths.astype(np.int16))
+            self.tokens += len(ids)
+
+    def counts(self) -> RoutingCounts:
+        """Return the current counts as new arrays."""
+        model = self._model
+        layers = {layer: each.counted() for layer, each in self._layers.items()}
+        return RoutingCounts(
+            model.checkpoint, model.tokenizer, self.tokens, layers, self._paths.sample()
+        )

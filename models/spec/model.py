@@ -20,13 +20,14 @@ from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES, Family
 from models.spec.layer_spec import (
     LatentSpec,
+    RopeSpec,
     RoutingSpec,
     read_latent,
     read_moe_layers,
+    read_rope,
     read_routing,
     read_windows,
 )
-from models.spec.rope_spec import RopeSpec, read_rope
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from contracts.errors import ResourceError
 from planner.costs.cost_model import PAIR_BYTES, Deployment
 from planner.costs.model_shape import ModelShape
@@ -146,12 +148,7 @@ def _longest(shape: ModelShape, deployment: Deployment, usable_bytes: float, spr
     low, high = 0, deployment.sequence_tokens
     while low + 1 < high:
         middle = (low + high) // 2
-        trial = Deployment(
-            attention_ranks=deployment.attention_ranks,
-            expert_ranks=deployment.expert_ranks,
-            sequence_tokens=middle,
-            context_tokens=deployment.context_tokens,
-        )
+        trial = msgspec.structs.replace(deployment, sequence_tokens=middle)
         memories = rank_memories(shape, trial, usable_bytes, spread)
         fits = all(memory.max_samples >= 1 for memory in memories)
         low, high = (middle, high) if fits else (low, middle)

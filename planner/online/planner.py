@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from contracts.plan import Plan
 from contracts.planner_messages import BatchReport, ExpertReport
+from planner.costs.fit import OnlineLinear
 from planner.costs.model_shape import Chunks, count_tokens
-from planner.costs.online_fit import OnlineLinear
 from planner.costs.routing_shape import Spread
 from planner.costs.stages import FREE, Linear, PlanSpec
 from planner.online.buckets import BatchBucket, bucket_of

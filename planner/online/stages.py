@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from contracts.planner_messages import MicroBatchReport
-from planner.costs.fit import fit_linear, fit_nonnegative
+from planner.costs.fit import OnlineLinear, fit_linear, fit_nonnegative
 from planner.costs.model_shape import ModelShape, count_tokens
-from planner.costs.online_fit import OnlineLinear
 from planner.costs.stages import FREE, Linear
 from planner.schedule.batch_plan import ChunkTime
 

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from contracts.config import PlacementConfig
 from contracts.placement import Placement
-from planner.placement.objective import Objective, PlacementCosts
-from planner.placement.routing import LayerRouting, measure
-from planner.placement.routing_window import WINDOW_S, WindowRouting
+from planner.placement.layout import Objective, PlacementCosts
+from planner.placement.routing import WINDOW_S, LayerRouting, WindowRouting, measure
 from planner.placement.slots import Line, layer_slots, moved
 from planner.placement.solve import solve_layer
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from planner.arrays import Bools, Floats, Ints
 from planner.placement.layout import EMPTY, Layout, LayoutChange, totals
-from planner.placement.routing import TokenCounts
-from planner.placement.token_ranks import rank_of_ids, shares
+from planner.placement.routing import TokenCounts, rank_of_ids, shares
 
 GAIN = 1e-9  # the least that counts
 MAX_LAYOUTS = 8  # that are kept

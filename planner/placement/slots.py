@@ -13,8 +13,7 @@ import numpy as np
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
 from planner.arrays import Array, Bools, Ints
-from planner.placement.few_ranks import SmallGroupChooser
-from planner.placement.rank_sets import FEW_RANKS
+from planner.placement.few_ranks import FEW_RANKS, SmallGroupChooser
 from planner.placement.replicas import MAX_RANKS, PairwiseChooser, RoundRobinChooser
 
 _Choice = SmallGroupChooser | PairwiseChooser | RoundRobinChooser

@@ -1,4 +1,4 @@
-"""Placement of a layer's experts that minimises its time on a sample (`objective.py`).
+"""Placement of a layer's experts that minimises its time on a sample (`Objective`).
 
 Several starts (in order, balanced, grown from co-occurrence, co-clustered with token ids, random)
 are improved by exchanges; the best receive replicas in their spare slots and are improved again. A
@@ -14,9 +14,18 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.arrays import Floats, Ints
-from planner.placement.layout import EMPTY, HomeRanks, Layout, WeightedSets, totals
-from planner.placement.objective import LOAD_LIMIT, Objective, PlacementCosts, usual_costs
-from planner.placement.routing import LayerRouting, Measured, TokenCounts, measure
+from planner.placement.layout import (
+    EMPTY,
+    LOAD_LIMIT,
+    HomeRanks,
+    Layout,
+    Objective,
+    PlacementCosts,
+    WeightedSets,
+    totals,
+    usual_costs,
+)
+from planner.placement.routing import LayerRouting, Measured, TokenCounts, local_share, measure
 from planner.placement.search import descend, fill, improved, starts
 from planner.placement.slots import (
     Line,
@@ -29,7 +38,6 @@ from planner.placement.slots import (
     moved,
     ranks_of,
 )
-from planner.placement.token_ranks import local_share, token_ranks
 
 WORK = 100_000_000  # of the search, about two seconds; a fourth of it with replicas
 REBALANCE_WORK = WORK // 20  # of a search from the present placement
@@ -43,12 +51,11 @@ LOCAL = 0.2  # discount of a layer's price if all pairs are on the rank of their
 class PlacedLayer(NamedTuple):
     """Solution of one layer.
 
-    expert_of_slot: rank after rank. rank_of_id_V: rank of each token id. measured: on the held-out
-    sample; baseline: the same of the `start`, or experts in order. moves: experts that ranks load.
+    expert_of_slot: rank after rank. measured: on the held-out sample; baseline: the same of the
+    `start`, or experts in order. moves: experts that ranks load.
     """
 
     expert_of_slot: Line
-    rank_of_id_V: Ints
     measured: Measured
     baseline: Measured
     moves: int
@@ -88,9 +95,7 @@ def solve_layer(
         line = line_of(
             layout.experts_S, layout.ranks_S, slots_per_rank, () if start is None else before
         )
-    return _select_better(
-        routing, kept, slots_per_rank, costs, before, line, following=start is not None
-    )
+    return _select_better(kept, slots_per_rank, costs, before, line, following=start is not None)
 
 
 def _limit(over_in_order: float, experts_per_rank: float) -> float:
@@ -166,7 +171,6 @@ def _together(sample: WeightedSets) -> Floats:
 
 
 def _select_better(
-    routing: LayerRouting,
     kept: LayerRouting,
     slots_per_rank: Sequence[int],
     costs: PlacementCosts,
@@ -184,8 +188,7 @@ def _select_better(
     moves = sum(moved(before, after, slots_per_rank)) if following else 0
     if not tokens or price_now >= price_was * (1 - moves * costs.move):
         after, now, moves = before, was, 0
-    label_V = token_ranks(routing.counts, held(after, slots_per_rank, routing.num_experts))
-    return PlacedLayer(after, label_V, now, was, moves)
+    return PlacedLayer(after, now, was, moves)
 
 
 HELD_OUT, RUN_TOKENS = 5, 64  # every fifth run is held out

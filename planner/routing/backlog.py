@@ -31,13 +31,14 @@ from contracts.requests import Caller, Priority
 from contracts.routing_messages import Prompt, RequestKey
 from planner.routing.open_requests import OpenRequests, RequestWork
 from planner.routing.prefix_index import BlockHead, BlockHeadIndex, PendingBlocks, block_head_keys
-from planner.routing.route_policies import (
+from planner.routing.router import (
     RouteCandidate,
+    RouteDecision,
     RoutePolicy,
+    Router,
     prefix_while_busy,
     prefix_within_round,
 )
-from planner.routing.router import RouteDecision, Router
 from planner.scheduling.fair_queue import FairQueue
 
 ANONYMOUS = Caller()

@@ -7,8 +7,7 @@ equations.
 from __future__ import annotations
 
 import math
-
-import msgspec
+from typing import NamedTuple
 
 from contracts.config import PrefillConfig
 from contracts.routing_messages import Calibration
@@ -18,7 +17,7 @@ MARGIN_FRACTION = 0.1  # the paper's gamma: jitter of transfers
 REFERENCE_PROMPT_TOKENS = 512
 
 
-class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SaturationConfig(NamedTuple):
     """Configuration of the threshold.
 
     pinned: a fixed threshold that replaces calibration. fallback_prompts: the reference batch that
@@ -28,21 +27,6 @@ class SaturationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     fallback_prompts: tuple[int, ...]
     margin_fraction: float = MARGIN_FRACTION
     pinned: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.pinned is not None and self.pinned < 1:
-            raise ValueError(
-                f"saturation.pinned={self.pinned}: no request would ever be routed; give the work "
-                "of a batch in FLOPs, 1 or more, or leave it out to use the workers' calibration"
-            )
-        if not 0 <= self.margin_fraction <= 10:
-            raise ValueError(
-                f"saturation.margin_fraction={self.margin_fraction:g}: give 0 to 10 (0.1: a tenth)"
-            )
-        if not self.fallback_prompts or min(self.fallback_prompts) < 1:
-            raise ValueError(
-                f"saturation.fallback_prompts={self.fallback_prompts}: give at least one length"
-            )
 
 
 def saturation_of(prefill: PrefillConfig, context_tokens: int) -> SaturationConfig:

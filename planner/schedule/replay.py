@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from contracts.traces import Stage, TaskSpan
-from planner.schedule.exposed_communication import exposed_communication
+from contracts.traces import Stage, TaskSpan, exposed_communication
 from planner.schedule.schedule import MicroBatchTimes, Schedule
 from planner.scheduling.task_order import Task, TaskStage, static_order
 

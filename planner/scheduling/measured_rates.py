@@ -31,11 +31,12 @@ BACKLOG = 8  # fewer waiting requests run together and do not show the rate
 class DrainRate:
     """Amount drained per second while there was a backlog.
 
-    An exponential average with time constant `memory_s`. Times must not decrease.
+    An exponential average with time constant MEMORY_S. Times must not decrease.
     """
 
-    def __init__(self, memory_s: float = MEMORY_S) -> None:
-        self._memory_s = memory_s
+    def __init__(
+        self,
+    ) -> None:
         self._drained = self._waited_s = 0.0
         self._last_s: float | None = None  # None: no backlog
 
@@ -48,7 +49,7 @@ class DrainRate:
         if self._last_s is None:
             return
         passed_s = now_s - self._last_s
-        kept = math.exp(-passed_s / self._memory_s)
+        kept = math.exp(-passed_s / MEMORY_S)
         self._drained = kept * self._drained + amount
         self._waited_s = kept * self._waited_s + passed_s
         self._last_s = None if last else now_s

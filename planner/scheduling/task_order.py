@@ -40,9 +40,6 @@ class QueueHead(NamedTuple):
     generation: int = 0
 
 
-ExpertQueuePolicy = Callable[[Sequence[QueueHead]], QueueHead]
-
-
 def oldest_of_highest_class(heads: Sequence[QueueHead]) -> QueueHead:
     """Return the next head: LS first, then by missing experts, started calls, oldest arrival."""
     return min(heads, key=_turn)

@@ -20,7 +20,7 @@ from tests.architecture.support import ROOT, modules
 # Where a process begins: these may look at the environment, everything below is told. oneDNN asks
 # the environment alone, in the process that computes.
 ENTRY_POINTS = {
-    "actors/ranks/memory.py",
+    "actors/ranks/serving_rank.py",
     "cluster/cli/main.py",
     "cluster/serving/ray_session.py",
     "cluster/serving/server.py",

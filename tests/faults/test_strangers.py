@@ -16,11 +16,11 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from actors.channels import handshake, pending_handshakes
+from actors.channels import handshake, listener
 from actors.channels.handshake import Identity
 from actors.channels.listener import dial
 from actors.channels.loop_watchdog import LoopWatchdog
-from actors.gather.protocol import PURPOSE
+from actors.gather.weight_link import PURPOSE
 from actors.rpc.client_server import ClientServer
 from contracts.clock import monotonic_s
 from contracts.planner_messages import PLANNER_PURPOSE
@@ -160,8 +160,8 @@ def test_peer_joins_past_any_number_of_silent_strangers(listening: Listening) ->
 def test_strangers_hold_bounded_descriptors(listening: Listening) -> None:
     before = sockets()
     with strangers(listening.address, CROWD):
-        end_s = time.monotonic() + pending_handshakes.HANDSHAKE_S / 2
-        while (held := sockets() - before - CROWD) > pending_handshakes.MAX_PER_ADDRESS:
+        end_s = time.monotonic() + listener.HANDSHAKE_S / 2
+        while (held := sockets() - before - CROWD) > listener.MAX_PER_ADDRESS:
             assert time.monotonic() < end_s, f"{held} descriptors for strangers"
             time.sleep(0.02)
 
@@ -169,8 +169,8 @@ def test_strangers_hold_bounded_descriptors(listening: Listening) -> None:
 def test_silent_stranger_is_closed_before_the_whole_deadline(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.2)
-    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(listener, "FIRST_BYTE_S", 0.2)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 10 * TIMEOUT_S)
     with dial(listening.address, 5.0) as stranger:
         assert ended(stranger)
 
@@ -178,8 +178,8 @@ def test_silent_stranger_is_closed_before_the_whole_deadline(
 def test_slow_stranger_gets_no_more_time(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending_handshakes, "FIRST_BYTE_S", 0.3)
-    monkeypatch.setattr(pending_handshakes, "HANDSHAKE_S", 0.6)
+    monkeypatch.setattr(listener, "FIRST_BYTE_S", 0.3)
+    monkeypatch.setattr(listener, "HANDSHAKE_S", 0.6)
     with dial(listening.address, 5.0) as stranger:
         with contextlib.suppress(ConnectionError):
             stranger.sendall(b"\xff")  # of a length that is allowed: ff 00 00 00
@@ -213,13 +213,13 @@ def test_accept_without_descriptors_is_retried_without_spinning(
     listening: Listening, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[str] = []
-    log_limited = pending_handshakes.PendingHandshakes.log_limited
+    log_limited = listener.PendingHandshakes.log_limited
 
-    def count(self: pending_handshakes.PendingHandshakes, event: str, reason: str) -> None:
+    def count(self: listener.PendingHandshakes, event: str, reason: str) -> None:
         tries.append(event)
         log_limited(self, event, reason)
 
-    monkeypatch.setattr(pending_handshakes.PendingHandshakes, "log_limited", count)
+    monkeypatch.setattr(listener.PendingHandshakes, "log_limited", count)
     _, rest = listening.address.split(":", 1)
     unix = listening.address.startswith("unix")
     target = "\0" + rest[1:] if unix else ("127.0.0.1", int(rest.rpartition(":")[2]))
@@ -238,7 +238,7 @@ def test_accept_without_descriptors_is_retried_without_spinning(
         while len(tries) < 3:
             assert time.monotonic() < end_s
             time.sleep(0.01)
-        assert time.monotonic() - start_s >= 2 * pending_handshakes.ACCEPT_RETRY_S
+        assert time.monotonic() - start_s >= 2 * listener.ACCEPT_RETRY_S
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         listening.prove(10.0)
     assert set(tries[:3]) == {"accept_failed"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import actors.gather.peer_dialer
+import actors.gather.peer_source
 from actors.gather.peer_source import PeerSource
 from models.experts.expert_store import ExpertBuffer
 from tests.support.group_harness import group_config, until
@@ -54,7 +54,7 @@ def copied(source: PeerSource, folder: Path, layer: int) -> ExpertBuffer:
 def test_hung_peer_is_replaced_by_the_fallback_and_rejoined(
     tiny_checkpoint: Checkpoints, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actors.gather.peer_dialer, "REDIAL_S", 0.1)
+    monkeypatch.setattr(actors.gather.peer_source, "REDIAL_S", 0.1)
     folder = tiny_checkpoint("qwen3_moe")
     with worker_and_peer(folder, backend) as (source, peer):
         copied(source, folder, 1)

@@ -15,9 +15,17 @@ from contracts.planner_messages import BatchReport, ExpertReport, MicroBatchRepo
 from planner.costs.cost_model import Deployment, resized
 from planner.costs.stages import Linear, StageModels
 from planner.online import capacity as capacities
-from planner.online.capacity import Capacity, TrafficMix, capacity, plan_inefficiency
+from planner.online.capacity import (
+    Batch,
+    Capacity,
+    PrefillCapacity,
+    ReferenceCurve,
+    ReferenceTime,
+    TrafficMix,
+    capacity,
+    plan_inefficiency,
+)
 from planner.online.planner import OnlinePlanner
-from planner.online.prefill_capacity import Batch, PrefillCapacity, ReferenceCurve, ReferenceTime
 from planner.schedule.batch_plan import planned_batch, replayed_ms
 from tests.support.model_shapes import QWEN3_235B, shape
 from tests.support.simulated_group import hardware, setup_of

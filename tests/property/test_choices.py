@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.classification.label_trie import LabelPass, LabelTrie, Path
-from contracts.choice_matcher import ChoiceMatcher
+from contracts.token_trie import ChoiceMatcher
 
 EOS = 9
 BYTES_PER_TOKEN = 512

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from actors.moe.dispatch import plan_dispatch
 from contracts.placement import Placement
-from planner.placement.levels import level_ranks
+from planner.placement.few_ranks import level_ranks
 from planner.placement.slots import ExpertPlacement, LayerSlots, contiguous
-from planner.schedule.plan_fit import balanced_ranges, token_group_bounds
+from planner.schedule.batch_plan import balanced_ranges, token_group_bounds
 from tests.support.placements import replicated
 
 Routing = tuple[np.ndarray, np.ndarray, int, Placement]

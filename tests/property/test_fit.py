@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.costs.fit import fit_linear, fit_nonnegative
-from planner.costs.online_fit import OnlineLinear
+from planner.costs.fit import OnlineLinear, fit_linear, fit_nonnegative
 from planner.costs.stages import Linear
 
 coefficients = st.floats(1e-3, 1e3)

@@ -15,9 +15,8 @@ from contracts.hardware import Hardware
 from contracts.plan import Plan
 from contracts.planner_messages import Batch, BatchReport, ExpertReport, MicroBatchReport, RowsTime
 from planner.costs.model_shape import ModelShape
-from planner.online.attention_stage import AttentionStage
 from planner.online.buckets import STEPS_PER_OCTAVE, bucket_of
-from planner.online.models import OnlineModels
+from planner.online.models import AttentionStage, OnlineModels
 from planner.online.planner import (
     LEAST_DIFFERENCE,
     REPORTS_BETWEEN,
@@ -27,8 +26,7 @@ from planner.online.planner import (
     OnlinePlanner,
 )
 from planner.online.planner import LEAST_GAIN as SELECTION_GAIN
-from planner.schedule.batch_plan import LEAST_GAIN, NewTokens, plan_batch
-from planner.schedule.plan_fit import MORE_TOKENS, fit_plan
+from planner.schedule.batch_plan import LEAST_GAIN, MORE_TOKENS, NewTokens, fit_plan, plan_batch
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape
 from tests.support.simulated_group import Chunks, SimulatedGroup, hardware, setup_of
 

@@ -20,7 +20,7 @@ from actors.rebalance.expert_generations import Action, FreeExperts, LoadExperts
 from actors.rebalance.placement_messages import MOST, PlacementLeases
 from contracts.placement import Placement
 from contracts.requests import Priority
-from planner.placement.failover import MAX_FAILOVER_RANKS, is_failover
+from planner.placement.resize import MAX_FAILOVER_RANKS, is_failover
 from tests.support.simulated_generations import proposal
 
 NAMES = ("attention-0", "attention-1", "attention-2")

@@ -14,11 +14,15 @@ from actors.moe.dispatch import RankSlice, plan_dispatch
 from actors.moe.remote_pending import recut
 from contracts.errors import ConfigError
 from contracts.placement import Placement, bounds_of
-from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
-from planner.placement.layout import EMPTY, Layout
-from planner.placement.objective import Objective, usual_costs
-from planner.placement.resize import experts_received, resize_placement
-from planner.placement.routing import LayerRouting
+from planner.placement.layout import EMPTY, Layout, Objective, usual_costs
+from planner.placement.resize import (
+    MAX_FAILOVER_RANKS,
+    experts_received,
+    failover_placement,
+    is_failover,
+    resize_placement,
+)
+from planner.placement.routing import ID_LOAD, LayerRouting, rank_of_ids
 from planner.placement.search import exchanges
 from planner.placement.slots import (
     ExpertPlacement,
@@ -28,7 +32,6 @@ from planner.placement.slots import (
     first_homes,
 )
 from planner.placement.solve import sample_of, solve_layer
-from planner.placement.token_ranks import ID_LOAD, rank_of_ids
 from tests.support.made_up_routing import any_routing
 from tests.support.placements import replicated
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from actors.batching.sampler import TokenSampler, distribution
+from actors.batching.finisher import TokenSampler, distribution
 from actors.batching.sequence import Sequence
 from contracts.errors import SamplingError
 from contracts.messages import Submit

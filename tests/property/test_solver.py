@@ -11,21 +11,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from contracts.plan import Order, Plan
-from contracts.traces import Stage
+from contracts.traces import Stage, busy_seconds
 from planner.costs.stages import LEAST_ME, Linear, PlanSpec, StageModels
-from planner.schedule.batch_plan import NewTokens, plan_batch
-from planner.schedule.closed_forms import (
-    LayerTimes,
-    aass_makespan,
-    asas_makespan,
-    layer_times,
-    lower_bound,
-    pppipe_makespan,
+from planner.schedule.batch_plan import NewTokens, chunk_bounds, plan_batch
+from planner.schedule.extended_plans import (
+    ALL_EXTENSIONS,
+    Cut,
+    PlanExtension,
+    batch_lower_bound,
+    search,
+    solve_extended,
 )
-from planner.schedule.exposed_communication import busy_seconds
-from planner.schedule.extended_plans import ALL_EXTENSIONS, PlanExtension, solve_extended
-from planner.schedule.plan_fit import chunk_bounds
-from planner.schedule.plan_search import Cut, batch_lower_bound, search
 from planner.schedule.recurrence import makespan_ms
 from planner.schedule.replay import ATTENTION_GROUP, RESOURCES, replay
 from planner.schedule.schedule import (
@@ -35,7 +31,16 @@ from planner.schedule.schedule import (
     schedule_of,
     token_groups,
 )
-from planner.schedule.solver import minimise, solve
+from planner.schedule.solver import (
+    LayerTimes,
+    aass_makespan,
+    asas_makespan,
+    layer_times,
+    lower_bound,
+    minimise,
+    pppipe_makespan,
+    solve,
+)
 from tests.property.brute_force import Problems, Shape, best_rates, problems_of, random_problems
 from tests.support.findep_testbed import DEEPSEEK, LINKS, QWEN, Model, plan_spec
 from tests.support.ready_set_replay import replay_ready_set

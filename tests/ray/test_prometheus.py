@@ -16,7 +16,7 @@ import yaml
 
 from cluster.serving.server import serving
 from cluster.tools.bench.bench import Bench, BenchSettings, bench
-from cluster.tools.bench.outcome import percentile
+from cluster.tools.bench.workload import percentile
 from contracts import metrics
 from contracts.loading import load_config
 from dashboards.panels import Board

@@ -15,9 +15,8 @@ from actors.ranks.remote import RayRank
 from actors.ranks.rendezvous import GroupSpec
 from cluster.fleet import membership
 from cluster.fleet.launch import launch_pipeline
-from cluster.fleet.member import Member, RankBundle
 from cluster.fleet.nodes import Node, RankPlacement, RankRequest
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.rank_group import Member, RankBundle, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError, ResourceError
 from contracts.ranks import DRAINED, Group, RankReady, RankSpec, RankStatus, rank_name

@@ -9,7 +9,7 @@ import msgspec
 
 from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.bench.bench import Bench
-from cluster.tools.bench.outcome import LatencyStats, LoadSummary
+from cluster.tools.bench.workload import LatencyStats, LoadSummary
 from cluster.tools.plots import pyplot, saving_figure
 from contracts.errors import ConfigError
 

@@ -12,8 +12,16 @@ from cluster.tools.plan.routing import RoutingAnswer, SolvedRouting, in_order, r
 from cluster.tools.plan.spec_file import ModelProblem, read_plan_file
 from contracts.clock import monotonic_s
 from contracts.plan import Order, Plan
-from planner.costs.offloading import OffloadedToken, Tier, most_sequences, offloaded_tokens
-from planner.costs.prefill_modes import PrefillMode, batch_seconds, break_even_tokens, prompts_of
+from planner.costs.prefill_modes import (
+    OffloadedToken,
+    PrefillMode,
+    Tier,
+    batch_seconds,
+    break_even_tokens,
+    most_sequences,
+    offloaded_tokens,
+    prompts_of,
+)
 from planner.costs.stages import PlanSpec
 from planner.schedule.alternatives import Workload, prefill_group
 from planner.schedule.deployment_search import (

@@ -14,7 +14,7 @@ from contracts.errors import ConfigError
 from models.prediction.routing_counts import RoutingCounts
 from models.spec.model import ModelSpec
 from planner.costs.routing_shape import RoutingByRanks, RoutingShape, Spread, uniform
-from planner.placement.objective import PlacementCosts
+from planner.placement.layout import PlacementCosts
 from planner.placement.routing import LayerRouting
 from planner.placement.slots import Line, contiguous, contiguous_line, layer_slots
 from planner.placement.solve import WORK, solve_layer

@@ -21,7 +21,7 @@ from models.spec.known_models import find_known_model, known_model_names
 from models.spec.model import ModelSpec, read_spec, spec_from
 from models.weights.checkpoint import resolve_dtype
 from planner.costs.cost_model import Deployment
-from planner.costs.offloading import Tier
+from planner.costs.prefill_modes import Tier
 from planner.costs.stages import MAX_LAYERS, MAX_TOKEN_GROUPS, Linear, PlanSpec, StageModels
 from planner.schedule.alternatives import MAX_SAMPLES, Workload
 from planner.schedule.deployment_search import DEFAULT_MAX_R2
@@ -141,23 +141,11 @@ def _stage_spec(file: StagesFile, where: str) -> PlanSpec:
         raise ConfigError(f"{where}: stages.link: missing; give link, or both a2e and e2a")
     has_shared = stages.shared is not None if file.has_shared is None else file.has_shared
     try:
-        return PlanSpec(
-            stages=StageModels(
-                attention=stages.attention,
-                shared=stages.shared,
-                expert=stages.expert,
-                a2e=a2e,
-                e2a=e2a,
-            ),
-            tokens_per_expert_per_sample=file.tokens_per_expert_per_sample,
-            num_layers=file.num_layers,
-            max_samples=file.max_samples,
-            max_r2=file.max_r2,
-            has_shared=has_shared,
-            attention_quadratic_fraction=file.attention_quadratic_fraction,
-            attention_chunk_ms=file.attention_chunk_ms,
-            attention_context_ms=file.attention_context_ms,
+        models = StageModels(
+            attention=stages.attention, shared=stages.shared, expert=stages.expert, a2e=a2e, e2a=e2a
         )
+        fields = {**msgspec.structs.asdict(file), "stages": models, "has_shared": has_shared}
+        return PlanSpec(**fields)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
 

@@ -14,7 +14,7 @@ import torch
 from actors.planning.link_probe import LinkTransfer, link_probe
 from actors.planning.planner_inputs import shape_of
 from actors.planning.stage_probe import ProbedPass, StageProbe, pool_tokens_for, stage_probe
-from actors.ranks.memory import bound_memory
+from actors.ranks.serving_rank import bound_memory
 from contracts import machine
 from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
@@ -31,7 +31,7 @@ from contracts.hardware import (
 from contracts.traces import Stage
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
-from planner.costs.model_shape import ModelShape
+from planner.costs.model_shape import ModelShape, count_tokens
 from planner.costs.stage_fit import (
     AttentionSample,
     ExpertSample,
@@ -212,7 +212,7 @@ def label_of(chunks: Chunks) -> str:
     """Return "4 x 256 tokens", "8 x 1 tokens after 512" or "12 sequences, 340 tokens"."""
     start, stop = chunks[0]
     if len(set(chunks)) > 1:
-        return f"{len(chunks)} sequences, {sum(stop - start for start, stop in chunks)} tokens"
+        return f"{len(chunks)} sequences, {count_tokens(chunks)} tokens"
     return f"{len(chunks)} x {stop - start} tokens" + (f" after {start}" if start else "")
 
 
@@ -230,7 +230,7 @@ def _measure_stages(
     with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens) as probe:
         served = _served(probe, spec.max_context_tokens, pool_tokens)
         one = _rounds(probe, wanted, (1 - SEVERAL_SHARE) * budget_s)
-    few = [chunks for chunks in one if _tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
+    few = [chunks for chunks in one if count_tokens(chunks) <= MAX_SEVERAL_TOKENS][::2]
     with stage_probe(folder, spec, dtype, pool_tokens=pool_tokens, expert_ranks=ranks) as probe:
         several = _rounds(probe, few, SEVERAL_SHARE * budget_s)
     return one, several, served
@@ -264,10 +264,6 @@ def _served(probe: StageProbe, longest: int, pool_tokens: int) -> list[ServingSa
             label = f"{count} prompts of {lengths[0]} tokens, r1={micro_batches}"
             samples.append(ServingSample(label, micro_batches, count, sum(lengths), max(ms, 1e-3)))
     return samples
-
-
-def _tokens(chunks: Chunks) -> int:
-    return sum(stop - start for start, stop in chunks)
 
 
 def _affordable(probe: StageProbe, wanted: Sequence[Chunks], budget_s: float) -> list[Chunks]:
@@ -324,8 +320,7 @@ def _shared(shape: ModelShape, measured: _Measured) -> tuple[SharedCost | None, 
         tasks = [task for one in passes for task in one.attention if task.stage is Stage.SHARED]
         if tasks:
             ms = 1e3 * statistics.median(task.seconds for task in tasks)
-            tokens = sum(stop - start for start, stop in chunks)
-            samples.append(SharedSample(label_of(chunks), tokens, ms))
+            samples.append(SharedSample(label_of(chunks), count_tokens(chunks), ms))
     if not samples:
         return None, []
     cost, fit = fit_shared(shape, samples)

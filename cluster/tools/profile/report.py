@@ -9,7 +9,7 @@ from cluster.observe.terminal import Terminal, plain_table
 from cluster.tools.plots import check_format, pyplot, saving_figure
 from cluster.tools.profile.routing_profile import RoutingReport
 from contracts.hardware import Fit, Hardware
-from models.prediction.signals import PREDICTOR_KINDS
+from models.prediction.routing_profile import PREDICTOR_KINDS
 
 OPTION = "--plot"
 

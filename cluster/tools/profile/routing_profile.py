@@ -15,10 +15,15 @@ from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
 from models.prediction.profile_builder import ProfileBuilder
 from models.prediction.profile_file import checkpoint_digest
-from models.prediction.routing_counter import CountedModel, RoutingCounter
-from models.prediction.routing_counts import COUNT_LIMITS, MIN_TOKENS, CountLimits, RoutingCounts
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import PREDICTOR_KINDS
+from models.prediction.routing_counts import (
+    COUNT_LIMITS,
+    MIN_TOKENS,
+    CountedModel,
+    CountLimits,
+    RoutingCounter,
+    RoutingCounts,
+)
+from models.prediction.routing_profile import PREDICTOR_KINDS, RoutingProfile
 from models.spec.model import ModelSpec
 from models.text.tokenizer import Tokenizer
 from models.text.tokenizer_files import tokenizer_digest

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import actors.ranks.memory
+import actors.ranks.serving_rank
 import contracts.machine
-from actors.ranks.memory import kv_pool_blocks
+from actors.ranks.serving_rank import kv_pool_blocks
 from cluster.fleet.model_folder import resolve_model_folder
 from contracts.config import BUNDLED
 from contracts.errors import ResourceError
@@ -117,7 +117,9 @@ def test_kv_pool_size_follows_container_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(tmp_path, "0::/\n", limited(str(GIB // 64), 0))
-    monkeypatch.setattr(actors.ranks.memory, "available_bytes", lambda: available_bytes(tmp_path))
+    monkeypatch.setattr(
+        actors.ranks.serving_rank, "available_bytes", lambda: available_bytes(tmp_path)
+    )
     model = read_spec(resolve_model_folder(BUNDLED))
     config, cpu = load_config(None, ["kv.memory_fraction=0.5"]), torch.device("cpu")
     blocks = kv_pool_blocks(model, torch.bfloat16, config, cpu, ranks_on_node=1)

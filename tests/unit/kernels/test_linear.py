@@ -21,7 +21,7 @@ from kernels.norm_rope import apply_rope, cos_sin, inverse_frequencies, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
 from kernels.routing import GroupLimit, group_by_expert, limited_top_k, local_index, softmax_top_k
-from models.spec.rope_spec import RopeSpec
+from models.spec.layer_spec import RopeSpec
 from tests.support import kernel_reference as reference
 from tests.support.kernel_reference import (
     dequantize_fp8_reference,

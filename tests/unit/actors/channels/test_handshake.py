@@ -13,13 +13,13 @@ import msgspec
 import pytest
 import torch
 
-from actors.channels import handshake, pending_handshakes
+from actors.channels import handshake
+from actors.channels import listener as listening
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import Identity, Remote
 from actors.channels.link import LinkSockets
 from actors.channels.link_setup import _DATA, _HEARTBEAT, LinkSetup, _Extra
-from actors.channels.listener import dial
-from actors.channels.pending_handshakes import MAX_PER_ADDRESS, MAX_UNPROVEN, PendingHandshakes
+from actors.channels.listener import MAX_PER_ADDRESS, MAX_UNPROVEN, PendingHandshakes, dial
 from contracts.clock import monotonic_s
 from contracts.config import ChannelConfig
 from contracts.errors import ChannelError, HandshakeError
@@ -213,7 +213,7 @@ def test_close_does_not_wait_for_silent_strangers() -> None:
     with dial(address, 5.0), dial(address, 5.0):
         started_s = monotonic_s()
         right.close()
-        assert monotonic_s() - started_s < pending_handshakes.HANDSHAKE_S
+        assert monotonic_s() - started_s < listening.HANDSHAKE_S
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from actors.telemetry.telemetry import Telemetry
 from contracts.placement import Placement
 from contracts.planner_messages import RoutingSampleReport
 from contracts.requests import Priority
-from planner.placement.failover import failover_placement
+from planner.placement.resize import failover_placement
 from planner.placement.slots import ExpertPlacement, LayerSlots
 from tests.support.manual_clock import ManualClock
 

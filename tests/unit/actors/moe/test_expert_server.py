@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
 from actors.moe.expert_server import ExpertServer, PlacementHandler
 from actors.moe.rank_experts import MAX_PREFETCHED, CachedExperts, ResidentExperts
-from actors.offload.file_tier import FileTier
+from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import PeerDeadError
 from contracts.requests import Priority
 from kernels.steps import Steps
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import ComputeFormat
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout

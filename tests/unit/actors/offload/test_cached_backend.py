@@ -16,9 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from actors.moe.backend import TaskKey
 from actors.moe.prefetcher import ExpertPrefetcher
-from actors.offload.cached_backend import CachedBackend, CachedPending
-from actors.offload.device_backend import DeviceBackend, DeviceCache, DevicePending
-from actors.offload.file_tier import FileTier
+from actors.offload.device_backend import (
+    CachedBackend,
+    CachedPending,
+    DeviceBackend,
+    DeviceCache,
+    DevicePending,
+)
+from actors.offload.file_tier import FileTier, open_expert_file
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, CheckpointError
@@ -33,7 +38,6 @@ from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceFormat, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
 from models.experts.expert_half import expert_sums
 from models.experts.expert_layout import ExpertLayout

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from actors.offload.file_tier import ENTRIES, FileTier
+from actors.offload.cache_factory import slot_count
+from actors.offload.file_tier import ENTRIES, FileTier, open_expert_file
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, ConfigError
 from contracts.loading import load_config
 from contracts.requests import Priority
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_file import open_expert_file
 from models.experts.expert_format import ComputeFormat, ComputeSlots
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_host_source
-from models.experts.slot_budget import slot_count
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.expert_eviction import eviction, pays
 from tests.support.tiny_models import Checkpoints

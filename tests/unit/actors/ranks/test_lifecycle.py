@@ -205,13 +205,13 @@ HOLES = """
 import time
 from pathlib import Path
 import torch
-from actors.ranks import memory
+from actors.ranks import serving_rank
 
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-memory._TRIM_INTERVAL_S = 0.2
-memory.bound_memory()
+serving_rank._TRIM_INTERVAL_S = 0.2
+serving_rank.bound_memory()
 blocks = [torch.ones(25_000) for _ in range(2000)]  # 100 kB each
 full = resident_bytes()
 del blocks[::4], blocks[::3], blocks[::2]
@@ -234,7 +234,7 @@ def test_fragmented_memory_is_returned() -> None:
 PRODUCTS = """
 import ctypes, random, sys
 import torch
-from actors.ranks.memory import bound_memory
+from actors.ranks.serving_rank import bound_memory
 from kernels.linear import linear
 
 class Held(ctypes.Structure):

@@ -24,7 +24,7 @@ from contracts.errors import PeerDeadError
 from contracts.placement import Placement
 from contracts.planner_messages import MoveOutcome, PlacementReport
 from contracts.requests import Priority
-from planner.placement.failover import MAX_FAILOVER_RANKS, failover_placement, is_failover
+from planner.placement.resize import MAX_FAILOVER_RANKS, failover_placement, is_failover
 from tests.support.manual_clock import ManualClock
 
 LAUNCH = Placement(num_experts=2, slots_per_rank=(1, 1), expert_of_slot=((0, 1),))
@@ -313,9 +313,8 @@ def test_stand_in_starts_when_all_are_ready_and_ends_on_return(present: ExpertMe
 def test_no_stand_in_when_one_rank_has_no_room(present: ExpertMembership) -> None:
     lose(present, "expert-1")
     report_ready(present, "expert-0", number(1), 1.1)
-    assert not present.add_abort_vote("expert-2", number(1), "no memory", 1.2)
+    assert not present.add_abort_vote("expert-2", number(1), 1.2)
     assert present.placement == THREE_RANKS
-    assert present.abort_reason == "no memory"
     assert [message.generation for message in present.release_unused(set())] == [number(1)] * 2
 
 
@@ -384,7 +383,7 @@ def test_unrequested_ready_is_ignored(present: ExpertMembership) -> None:
     for more in range(50):
         present.mark_ready("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0)
         present.mark_ready("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0, more)
-        present.add_abort_vote("expert-0", base + (more << MAX_FAILOVER_RANKS), "no", 1.0)
+        present.add_abort_vote("expert-0", base + (more << MAX_FAILOVER_RANKS), 1.0)
     assert present._ready["expert-0"] == {0}
     assert not present._unwilling
     for generation in range(-50, 0):

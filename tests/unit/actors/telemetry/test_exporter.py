@@ -24,15 +24,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.telemetry import exporter
 from actors.telemetry.chrome_trace import write_chrome_trace
-from actors.telemetry.exporter import MAX_CONNECTIONS, Exporter
-from actors.telemetry.scrape_key import SETTLE_S, ScrapeKey
+from actors.telemetry.exporter import MAX_CONNECTIONS, SETTLE_S, Exporter, ScrapeKey
 from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline
 from contracts import metrics
 from contracts.config import HttpConfig
 from contracts.metrics import STAGE
 from contracts.ranks import Group
-from contracts.traces import Stage, TaskSpan
-from planner.schedule.exposed_communication import busy_seconds, exposed_communication
+from contracts.traces import Stage, TaskSpan, busy_seconds, exposed_communication
 from tests.support.manual_clock import ManualClock
 from tests.support.rank_specs import rank_spec
 

@@ -15,9 +15,8 @@ from actors.channels.local_process import own_identity
 from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
 from cluster.fleet import adoption, fleet_store
 from cluster.fleet.fleet_store import FleetRecord, FleetStore, RoomRecord
-from cluster.fleet.member import Member, RankBundle
 from cluster.fleet.nodes import Node, RankPlacement, RankRequest
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.rank_group import Member, RankBundle, RankGroup
 from contracts.config import TandemConfig
 from contracts.errors import ResourceError
 from contracts.loading import load_config

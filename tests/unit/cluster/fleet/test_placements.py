@@ -25,7 +25,7 @@ from cluster.serving.server import preflight
 from cluster.tools.bulk.workers import own_workers
 from cluster.tools.doctor.config_checks import check_config
 from cluster.tools.doctor.findings import Finding
-from cluster.tools.doctor.weight_bytes import group_weight_bytes, prefill_weight_bytes
+from cluster.tools.doctor.rank_checks import group_weight_bytes, prefill_weight_bytes
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import CheckpointError, ConfigError
 from contracts.loading import load_config

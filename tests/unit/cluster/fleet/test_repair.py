@@ -11,14 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-import cluster.fleet.supervisor
+import cluster.fleet.fleet
 from actors.ranks.rendezvous import GroupSpec, Seat, make_specs
-from cluster.fleet.fleet import Fleet
-from cluster.fleet.member import CHECK_PERIOD_S, HUNG_AFTER_S, Member
-from cluster.fleet.planner_discovery import PlannerDiscovery
-from cluster.fleet.rank_group import RankGroup
+from cluster.fleet.fleet import Fleet, PlannerDiscovery, Supervisor
+from cluster.fleet.rank_group import CHECK_PERIOD_S, HUNG_AFTER_S, Member, RankGroup
 from cluster.fleet.repair import MAJORITY_TIMEOUT_S, TIE_TIMEOUT_S
-from cluster.fleet.supervisor import Supervisor
 from contracts.config import TandemConfig
 from contracts.errors import ChannelError
 from contracts.loading import config_from, load_config
@@ -207,7 +204,7 @@ class Rig(StartedRanks):
         super().__init__(monkeypatch)
         self.next_answers: dict[str, dict[str, Any]] = {}
         self.next = lambda rank: rank.answers.update(self.next_answers.pop(rank.name, {}))
-        monkeypatch.setattr(cluster.fleet.supervisor, "RETRY_S", 0.01)
+        monkeypatch.setattr(cluster.fleet.fleet, "RETRY_S", 0.01)
         config: TandemConfig = config_from(
             {
                 "groups": {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 3},

@@ -13,10 +13,10 @@ import pytest
 import ray
 
 from actors.ranks.expert_resize import RunningRank
-from cluster.fleet import autoscaler, membership, resizing
-from cluster.fleet.autoscaler import Autoscaler
+from cluster.fleet import membership, resizing
+from cluster.fleet.fleet import Supervisor
+from cluster.fleet.membership import Autoscaler
 from cluster.fleet.resizing import Resizer
-from cluster.fleet.supervisor import Supervisor
 from contracts.errors import LaunchError, NotReadyError, OverloadError, RequestError, ResourceError
 from contracts.loading import config_from
 from contracts.ranks import Group
@@ -330,7 +330,7 @@ class LoadRig(StartedRanks):
         super().__init__(monkeypatch)
         self.now_s = 0.0
         self.next = lambda rank: setattr(rank, "load", FULL)
-        monkeypatch.setattr(autoscaler, "POLL_PERIOD_S", 0.001)
+        monkeypatch.setattr(membership, "POLL_PERIOD_S", 0.001)
         scaling = {"max_prefill_ranks": 3, "look_back_period_s": 2, "downscale_delay_s": 5}
         groups = {"attention_ranks": 0, "expert_ranks": 0, "prefill_ranks": 1}
         config = config_from({"groups": groups, "scaling": scaling}, source="test")

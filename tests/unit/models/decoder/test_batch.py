@@ -17,7 +17,6 @@ def test_slots_and_positions_follow_block_table() -> None:
     assert batch.token_ids_T.tolist() == [11, 12, 13, 14, 15]
     assert batch.positions_T.tolist() == [5, 6, 0, 1, 2]
     assert batch.slots_T.tolist() == [9, 10, 16, 17, 18]
-    assert batch.last_rows_B.tolist() == [1, 4]
     first, second = batch.sequences
     assert isinstance(first.slots_S, torch.Tensor)
     assert first.slots_S.tolist() == [28, 29, 30, 31, 8, 9, 10]

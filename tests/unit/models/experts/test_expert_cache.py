@@ -16,9 +16,8 @@ from contracts.errors import ChannelError
 from contracts.requests import Priority
 from models.experts.cache_requests import DEMAND, USED_HINT, ExpertRequest, PredictedExpert
 from models.experts.expert_cache import HINT_PARTS, LS_LIVE_S, ExpertCache
-from models.experts.expert_format import ComputeFormat, SlotMemory
+from models.experts.expert_format import CompletedRead, ComputeFormat, SlotMemory
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_tier import CompletedRead
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.expert_eviction import Kind, eviction, pays

@@ -27,8 +27,7 @@ from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import ExpertLayer
 from models.experts.expert_store import ExpertBuffer
-from models.experts.host_experts import HostSource, open_host_source
-from models.experts.shared_file import open_shared_file
+from models.experts.host_experts import HostSource, open_host_source, open_shared_file
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from tests.support.tiny_models import Checkpoints
@@ -236,7 +235,7 @@ ROOT = Path(__file__).parents[4]
 OURS = f"tandem-{os.getuid()}"  # the private folder
 HOLD = """
 import mmap, pathlib, signal, sys
-from models.experts.shared_file import open_shared_file
+from models.experts.host_experts import open_shared_file
 write = lambda path: path.write_bytes(b"theirs")
 with open_shared_file(pathlib.Path(sys.argv[1]), "theirs", 6, write, deadline_s=30.0) as file:
     memory = mmap.mmap(file.fileno(), 0)

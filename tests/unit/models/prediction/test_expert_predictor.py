@@ -12,6 +12,7 @@ import torch
 from contracts.errors import CheckpointError
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_store import ResidentStore
+from models.prediction.bounded_counts import RoutingPaths
 from models.prediction.count_predictor import (
     BOTH,
     MARGINAL,
@@ -23,14 +24,18 @@ from models.prediction.count_predictor import (
     NearestTokens,
 )
 from models.prediction.count_predictor import TOKEN as BY_TOKEN
-from models.prediction.estimator import EstimatorSamples, train_estimator
 from models.prediction.expert_predictor import MAX_ROWS, ExpertPredictor
-from models.prediction.path_sample import RoutingPaths
 from models.prediction.profile_builder import ProfileBuilder
-from models.prediction.routing_counter import CountedModel, RoutingCounter
-from models.prediction.routing_counts import RoutingCounts
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import PREDICTOR_KINDS, TOKEN, predict_routing, quasi_hidden
+from models.prediction.routing_counts import CountedModel, RoutingCounter, RoutingCounts
+from models.prediction.routing_profile import (
+    PREDICTOR_KINDS,
+    TOKEN,
+    EstimatorSamples,
+    RoutingProfile,
+    predict_routing,
+    quasi_hidden,
+    train_estimator,
+)
 from models.weights.checkpoint import check_checkpoint
 from tests.support.local_model import LocalModel
 from tests.support.tiny_models import Checkpoints, prompts, set_config

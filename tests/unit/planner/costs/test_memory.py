@@ -14,8 +14,16 @@ from contracts.hardware import LinkCost
 from planner.costs.cost_model import attention_ms, expert_model
 from planner.costs.memory import max_samples, rank_memories, sample_kv_bytes
 from planner.costs.model_shape import ModelShape, layer_mean_work
-from planner.costs.offloading import Tier, active_experts, most_sequences, offloaded_token
-from planner.costs.prefill_modes import PrefillGroup, PrefillMode, batch_seconds, break_even_tokens
+from planner.costs.prefill_modes import (
+    PrefillGroup,
+    PrefillMode,
+    Tier,
+    active_experts,
+    batch_seconds,
+    break_even_tokens,
+    most_sequences,
+    offloaded_token,
+)
 from planner.costs.routing_shape import RankShare, RoutingShape, Spread, uniform, uniform_spread
 from tests.support.model_shapes import DEEPSEEK_V2, QWEN3_235B, shape, small_shapes, split
 

@@ -18,8 +18,7 @@ from planner.placement.rebalance_policy import (
     RebalanceStep,
     find_rebalance_step,
 )
-from planner.placement.routing import measure
-from planner.placement.routing_window import MOST_TOKENS, WINDOW_S, RoutingWindow, WindowRouting
+from planner.placement.routing import MOST_TOKENS, WINDOW_S, RoutingWindow, WindowRouting, measure
 from planner.placement.slots import layer_slots
 
 E, LAYERS, K = 8, 3, 2

@@ -17,18 +17,18 @@ import pytest
 
 from cluster.cli.main import main
 from cluster.http.server import free_port
-from cluster.tools.bench.bench import BenchSettings, bench
-from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
-from cluster.tools.bench.outcome import RequestResult, summarize
+from cluster.tools.bench.bench import BenchSettings, HttpLoadGenerator, LoadTarget, bench
 from cluster.tools.bench.workload import (
     Lengths,
     RequestArrival,
+    RequestResult,
     always,
     chat_lengths,
     fit_trace,
     from_trace,
     poisson,
     read_trace,
+    summarize,
 )
 from contracts.errors import ConfigError
 from contracts.requests import Priority

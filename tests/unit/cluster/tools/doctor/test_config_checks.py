@@ -9,7 +9,7 @@ import pytest
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.tools.doctor.config_checks import check_config
 from cluster.tools.doctor.findings import Finding
-from cluster.tools.doctor.weight_bytes import group_weight_bytes, prefill_weight_bytes
+from cluster.tools.doctor.rank_checks import group_weight_bytes, prefill_weight_bytes
 from contracts import machine
 from contracts.config import BUNDLED
 from contracts.loading import load_config

@@ -11,8 +11,7 @@ import pytest
 from cluster.cli.main import main
 from models.prediction.profile_file import write_arrays
 from models.prediction.routing_counts import RoutingCounts
-from models.prediction.routing_profile import RoutingProfile
-from models.prediction.signals import PREDICTOR_KINDS
+from models.prediction.routing_profile import PREDICTOR_KINDS, RoutingProfile
 from models.spec.model import read_spec
 
 FOLDER = Path(__file__).resolve().parents[5] / "models" / "bundled"
