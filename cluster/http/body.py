@@ -312,6 +312,7 @@ def check_options(
         n=n,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
     )
 
 

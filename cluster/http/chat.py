@@ -49,6 +49,7 @@ from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece
 from models.text.tokenizer import Tokenizer
 
+CALL_ID_CHARACTERS = 9  # Mistral's templates accept no others
 PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
 _NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
 _RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
@@ -183,6 +184,8 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
                     "messages",
                 )
         plain["content"] = "\n".join(part.text or "" for part in message.content)
+    if message.reasoning_content and not plain.get("content"):
+        plain["thinking"] = message.reasoning_content  # the name in the template of gpt-oss
     if "content" not in plain and not message.tool_calls:
         raise RequestError(f"messages[{index}] has no content", "messages")
     if message.tool_calls:
@@ -347,7 +350,7 @@ class AnswerFields:
         call: dict[str, Any] = {"index": self._calls - 1}
         function = {"arguments": piece.text}
         if piece.name is not None:
-            call |= {"id": f"call_{fresh_id()}", "type": "function"}
+            call |= {"id": fresh_id()[:CALL_ID_CHARACTERS], "type": "function"}
             function = {"name": piece.name, **function}
         return {"tool_calls": [{**call, "function": function}]}
 

@@ -269,9 +269,12 @@ class _Run:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         head, formatter = self._header(self._formatter.chunk_type), self._formatter
-        usage = {"usage": None} if self._job.options.include_usage else {}
+        options = self._job.options
+        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
+                if options.continuous_usage:
+                    usage["usage"] = self._usage()
                 for piece in formatter.pieces(index, delta):
                     yield sse({**head, "choices": [piece], **usage})
         if usage:
@@ -323,8 +326,9 @@ class _Run:
                 last_s = app_state.clock()
                 first_s = first_s or last_s
                 delta = text.push(batch)
-                if text.finished:
+                if text.finished or self._job.options.continuous_usage:
                     self._usages[index] = text.usage
+                if text.finished:
                     ctx.on_sequence_end(text.usage, first_s, last_s)
                 yield index, delta
                 if text.finished:

@@ -109,26 +109,45 @@ class PrioritizedFields(IgnoredFields, kw_only=True):
 
 
 class UnsupportedFields(PrioritizedFields, kw_only=True):
-    """Fields of OpenAI and vLLM that are not supported."""
+    """Fields of OpenAI, vLLM and SGLang that are not supported."""
 
+    add_generation_prompt: Annotated[Any, unsupported(True)] = None
+    add_special_tokens: Annotated[Any, unsupported()] = None
     allowed_token_ids: Annotated[Any, unsupported()] = None
     audio: Annotated[Any, unsupported()] = None
     bad_words: Annotated[Any, unsupported([])] = None
+    chat_template: Annotated[Any, unsupported()] = None
     continue_final_message: Annotated[Any, unsupported(False)] = None
+    documents: Annotated[Any, unsupported([])] = None
+    early_stopping: Annotated[Any, unsupported(False)] = None
+    ebnf: Annotated[Any, unsupported()] = None
     function_call: Annotated[Any, unsupported("none", "auto")] = None
     functions: Annotated[Any, unsupported([])] = None
     guided_grammar: Annotated[Any, unsupported()] = None
     guided_json: Annotated[Any, unsupported()] = None
     guided_regex: Annotated[Any, unsupported()] = None
+    include_reasoning: Annotated[Any, unsupported(True)] = None
     include_stop_str_in_output: Annotated[Any, unsupported(False)] = None
+    json_schema: Annotated[Any, unsupported()] = None
+    kv_transfer_params: Annotated[Any, unsupported()] = None
+    length_penalty: Annotated[Any, unsupported(1.0)] = None
+    logits_processors: Annotated[Any, unsupported([])] = None
+    lora_path: Annotated[Any, unsupported()] = None
+    mm_processor_kwargs: Annotated[Any, unsupported()] = None
     modalities: Annotated[Any, unsupported(["text"])] = None
     prediction: Annotated[Any, unsupported()] = None
     prompt_logprobs: Annotated[Any, unsupported()] = None
+    regex: Annotated[Any, unsupported()] = None
     response_format: Annotated[Any, unsupported({"type": "text"})] = None
+    return_token_ids: Annotated[Any, unsupported(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, unsupported(False)] = None
+    separate_reasoning: Annotated[Any, unsupported(True)] = None
     skip_special_tokens: Annotated[Any, unsupported(True)] = None
+    spaces_between_special_tokens: Annotated[Any, unsupported(True)] = None
     suffix: Annotated[Any, unsupported("")] = None
     truncate_prompt_tokens: Annotated[Any, unsupported()] = None
     use_beam_search: Annotated[Any, unsupported(False)] = None
+    verbosity: Annotated[Any, unsupported("medium")] = None
     web_search_options: Annotated[Any, unsupported()] = None
 
 
@@ -143,6 +162,9 @@ class StreamOptions(StrictFields, kw_only=True):
     """Options of a stream. `include_obfuscation` is OpenAI's padding of chunks; it is ignored."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: Annotated[
+        bool | None, described("Every chunk has the usage so far; needs include_usage.")
+    ] = None
     include_obfuscation: Any = None
 
 
@@ -390,6 +412,7 @@ class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool = False
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,32 @@ def test_streamed_completion_has_same_text(api: Api) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == text_tokens(api, TEXT) + 1
     assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        # bodies of load generators: vLLM's, SGLang's, GuideLLM's, AIPerf's
+        ("completions", {"temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None}),
+        ("completions", {"best_of": 1, "use_beam_search": False, "ignore_eos": True, "n": 1}),
+        ("completions", {"prompt": ["Hi"], "stop": None, "min_tokens": 4, "ignore_eos": True}),
+        ("chat/completions", {"max_completion_tokens": 4, "ignore_eos": True, "stop": None}),
+        ("chat/completions", {"min_tokens": 4, "lora_path": None, "top_k": -1, "seed": 1}),
+    ],
+)
+def test_bodies_of_load_generators_are_accepted(
+    api: Api, path: str, fields: dict[str, Any]
+) -> None:
+    prompt = {"prompt": "Hi"} if path == "completions" else {"messages": CHAT}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    limit = {} if "max_completion_tokens" in fields else {"max_tokens": 4}
+    body = {"stream": True, "stream_options": options, **prompt, **limit, **fields}
+    response = api.post(f"/v1/{path}", **body)
+    assert response.status_code == 200, response.text
+    lines = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+    counts = [json.loads(line)["usage"]["completion_tokens"] for line in lines]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
 
 
 def test_chat_completion_uses_rendered_template(api: Api) -> None:
