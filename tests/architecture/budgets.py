@@ -56,7 +56,8 @@ class Budget(NamedTuple):
 def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
-        Budget("product: lines", _lines(PRODUCT), 64_900),
+        # 64,150 of issue 29, and of 1,500 for clients: answer formats, tools, input files, hub names
+        Budget("product: lines", _lines(PRODUCT), 65_650),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
         Budget("tests: lines", _lines(("tests",)), 46_300),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_200),
