@@ -7,6 +7,7 @@ The first failure is reported. No rank receives anything before all checks pass.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import gc
@@ -151,7 +152,9 @@ async def read_body(
 
 
 def decode_body(data: bytes | bytearray, kind: type[Body]) -> Body:
-    """Decode `data` as `kind`. Raises RequestError."""
+    """Decode `data`, with or without a byte order mark, as `kind`. Raises RequestError."""
+    if data.startswith(codecs.BOM_UTF8):
+        data = data[len(codecs.BOM_UTF8) :]
     collects = gc.isenabled()
     gc.disable()  # all decoded objects survive: collections during the decoding dominate its time
     try:

@@ -56,7 +56,7 @@ class Budget(NamedTuple):
 def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
-        # 64,150 of issue 29, and of 1,500 for clients: answer formats, tools, input files, hub names
+        # 64,150 before clients, and 1,500 for formats, tools, structured output, input files
         Budget("product: lines", _lines(PRODUCT), 65_650),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
         Budget("tests: lines", _lines(("tests",)), 46_300),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,14 @@ def test_invalid_json_in_ignored_field_is_400(api: Api, route: str, kind: str, n
 def test_last_of_repeated_keys_counts(api: Api, route: str) -> None:
     assert post_raw(api, route, with_field(route, "model", '"other"')).status_code == 404
     assert post_raw(api, route, with_field(route, "model", f'"{MODEL}"')).status_code == 200
+
+
+def test_body_may_begin_with_byte_order_mark_but_not_be_compressed(api: Api) -> None:
+    route, data = "/v1/completions", with_field("/v1/completions", "model", f'"{MODEL}"')
+    assert post_raw(api, route, b"\xef\xbb\xbf" + data).status_code == 200
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = api.http.post(route, content=gzip.compress(data), headers=headers)
+    assert refused(response, 415, None, "gzip")["code"] == "unsupported_media_type"
 
 
 def test_nul_characters_are_plain_text(api: Api) -> None:
