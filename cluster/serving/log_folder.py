@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
+import os
 import secrets
 import shutil
 import time
@@ -18,27 +20,38 @@ import msgspec
 
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
+from contracts.logs import event
 
 LOCK = "running"
 MAX_RAY_FILE_BYTES = 1 << 20  # kept from the end of each Ray log
+
+
+log = logging.getLogger(f"tandem.{__name__}")
 
 
 @contextlib.contextmanager
 def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator[TandemConfig]:
     """Yield `config` with a new log.folder, locked while in use.
 
-    Older runs of the name are removed except the latest log.runs. Raises ConfigError if it cannot
-    be
-    created.
+    Older runs of the name are removed except the latest log.runs. Without log.folder, a user whose
+    home cannot be written (a container's) gets no log files. Raises ConfigError if log.folder
+    cannot be written.
     """
     name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
-    parent = Path(config.log.folder or _default(environment) / config.serve.name)
+    parent = _default(environment) / config.serve.name
+    if config.log.folder is not None:
+        parent = Path(config.log.folder)
     folder = parent / name
     try:
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.mkdir(mode=0o700)
         lock = (folder / LOCK).open("w")
     except OSError as error:
+        if config.log.folder is None:
+            reason = str(error.strerror)
+            event(log, "no_log_folder", logging.WARNING, folder=str(parent), reason=reason)
+            yield config
+            return
         raise ConfigError(
             f"log.folder={parent}: cannot be written: {error.strerror}; name another "
             "(--set log.folder=DIR)"
@@ -46,8 +59,8 @@ def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator
     with lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         _prune(parent, config.log.runs)
-        log = msgspec.structs.replace(config.log, folder=str(folder))
-        yield msgspec.structs.replace(config, log=log)
+        settings = msgspec.structs.replace(config.log, folder=str(folder))
+        yield msgspec.structs.replace(config, log=settings)
 
 
 def keep_ray_logs(session: Path, folder: Path) -> None:
@@ -66,8 +79,8 @@ def _copy_end(path: Path, to: Path) -> None:
 
 
 def _default(environment: Mapping[str, str]) -> Path:
-    state = environment.get("XDG_STATE_HOME")
-    return Path(state or Path.home() / ".local" / "state") / "tandem"
+    state = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path("/", state, "tandem")  # below "/~", which cannot be written, without a home
 
 
 def _prune(parent: Path, keep: int) -> None:

@@ -154,6 +154,8 @@ def _start_local(show_rank_logs: bool) -> str:
         os.environ.setdefault(name, value)
     for attempt in range(1, START_ATTEMPTS + 1):
         folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        if not os.access(os.path.expanduser("~"), os.W_OK):  # a container's user; Ray writes there
+            os.environ["HOME"] = folder
         try:
             with working_directory(Path(folder)):
                 _init_local(folder, show_rank_logs)

@@ -196,3 +196,10 @@ def test_last_output_of_ray_processes_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in (folder / "ray").iterdir()] == ["worker-1.err"]
     kept = (folder / "ray/worker-1.err").read_bytes()
     assert (len(kept), kept[-7:]) == (1 << 20, b"the end")
+
+
+def test_user_without_writable_home_gets_no_log_files(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = TandemConfig()
+    with log_folder(config, {"XDG_STATE_HOME": str(tmp_path / "file")}) as found:
+        assert found == config
