@@ -200,6 +200,6 @@ def test_last_output_of_ray_processes_is_kept(tmp_path: Path) -> None:
 
 def test_user_without_writable_home_gets_no_log_files(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    config = TandemConfig()
+    config = load_config(None, [])
     with log_folder(config, {"XDG_STATE_HOME": str(tmp_path / "file")}) as found:
         assert found == config
