@@ -22,12 +22,7 @@ from cluster.http.body import (
     read_request_body,
     resolve_max_tokens,
 )
-from cluster.http.cost import (
-    CHAT_ALTERNATIVE_BYTES,
-    MemoryAccount,
-    decoded_bytes,
-    generated_answer_bytes,
-)
+from cluster.http.cost import CHAT_ALTERNATIVE_BYTES, MemoryAccount, generated_answer_bytes
 from cluster.http.errors import UnsupportedFieldError
 from cluster.http.generation import GenerationJob, GenerationPrompt, generation
 from cluster.http.guided_choice import samplings
@@ -41,9 +36,9 @@ from cluster.http.schemas import (
     DetokenizeBody,
     GenerationOptions,
     TokenizeBody,
-    Tool,
 )
 from cluster.http.text import Delta, ShownToken, decode_text
+from cluster.http.tool_calls import plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece
@@ -72,10 +67,10 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     options = check_options(body, app_state.model, ctx.priority, logprobs=top)
     if options.n > app_state.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
-    tools = _tools(body, app_state.tokenizer)
+    tools = requested_tools(body, app_state.tokenizer)
     variables = _variables(body)
     if tools:
-        variables["tools"] = [_plain_tool(tool) for tool in tools]
+        variables["tools"] = [plain_tool(tool) for tool in tools]
     token_ids = await chat_token_ids(app_state, ctx, body.messages, variables)
     check_tokens(token_ids, app_state.model, "messages")
     room = resolve_max_tokens(
@@ -102,22 +97,6 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         new_parser=app_state.tokenizer.answer_format.new_parser(prompt_end, schemas),
         parallel_calls=body.parallel_tool_calls is not False,
     )
-
-
-def _tools(body: ChatBody, tokenizer: Tokenizer) -> list[Tool]:
-    """Return the tools that the model may call. Raises RequestError."""
-    choice = body.tool_choice
-    if choice is not None and not body.tools and choice not in ("none", "auto"):
-        raise RequestError("tool_choice needs tools", "tool_choice")
-    if not body.tools or choice == "none":
-        return []
-    if choice not in (None, "auto"):
-        raise UnsupportedFieldError(
-            f"tool_choice={choice!r} is not supported, only auto and none", "tool_choice"
-        )
-    if not tokenizer.has_tools:
-        raise RequestError("this model's chat template has no tool calls: leave tools out", "tools")
-    return body.tools
 
 
 def _default_max_tokens(app_state: AppState, options: GenerationOptions, prompt_tokens: int) -> int:
@@ -190,53 +169,9 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
         raise RequestError(f"messages[{index}] has no content", "messages")
     if message.tool_calls:
         place = f"messages[{index}].tool_calls"
-        plain["tool_calls"] = [_tool_call(place, each, account) for each in message.tool_calls]
+        calls = message.tool_calls
+        plain["tool_calls"] = [template_tool_call(place, call, account) for call in calls]
     return plain
-
-
-class JsonArguments(dict[str, Any]):
-    """Arguments of a tool call for a template: a mapping, and where text is expected their JSON."""
-
-    def __init__(self, text: str, values: dict[str, Any]) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
-
-
-def _tool_call(place: str, call: dict[str, Any], account: MemoryAccount) -> dict[str, Any]:
-    """Return a tool call for a template, which may walk through the arguments or print them."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RequestError(f"{place}: expected an object with function.name", "messages")
-    text = function.get("arguments")
-    if not isinstance(text, str):
-        return call
-    account.charge(decoded_bytes(text.encode("utf-8", "replace")))
-    try:
-        values = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        values = None
-    if not isinstance(values, dict):  # a model's mistake: shown as it was written
-        return call
-    return {**call, "function": {**function, "arguments": JsonArguments(text, values)}}
-
-
-def _plain_tool(tool: Tool) -> dict[str, Any]:
-    """Return a tool as the client wrote it."""
-    function = {
-        key: value
-        for key, value in msgspec.structs.asdict(tool.function).items()
-        if value is not None
-    }
-    return {"type": tool.type, "function": function}
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -135,8 +135,16 @@ class TagScanner:
         return held
 
 
-class AnswerParser:
+class AnswerParser(Protocol):
     """Parser of one answer. `flush` is called once, at its end."""
+
+    def push(self, text: str) -> list[AnswerPiece]: ...
+
+    def flush(self) -> list[AnswerPiece]: ...
+
+
+class TagParser:
+    """AnswerParser of text with tags."""
 
     def __init__(self, tags: Sequence[str]) -> None:
         self._scanner = TagScanner(tags)
@@ -162,7 +170,7 @@ class AnswerParser:
         return ()
 
 
-class HarmonyParser(AnswerParser):
+class HarmonyParser(TagParser):
     """Parser of gpt-oss's channels. The prompt ends inside the header of the first message."""
 
     def __init__(self) -> None:
@@ -208,7 +216,7 @@ class HarmonyParser(AnswerParser):
         return () if "<|channel|>" in header else [AnswerPiece("content", header)]
 
 
-class ThinkParser(AnswerParser):
+class ThinkParser(TagParser):
     """Parser of <think> and of tool calls. is_open: the prompt ends with <think>."""
 
     def __init__(self, form: AnswerFormat, *, is_open: bool, tools: Schemas) -> None:
@@ -272,6 +280,39 @@ class ThinkParser(AnswerParser):
         if form.end is None:
             return self._end_call()
         return [AnswerPiece("content", form.begin + self._body)]
+
+
+class NamedCallParser:
+    """AnswerParser of the arguments of one call, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def push(self, text: str) -> list[AnswerPiece]:
+        if not text:
+            return []
+        name, self._name = self._name, None
+        return [AnswerPiece("call", text, name)]
+
+    def flush(self) -> list[AnswerPiece]:
+        return []
+
+
+class CallListParser:
+    """AnswerParser of a JSON list of calls."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> list[AnswerPiece]:
+        self._text += text
+        return []
+
+    def flush(self) -> list[AnswerPiece]:
+        calls = read_calls(self._text, {})
+        if not calls:  # it is cut
+            return [AnswerPiece("content", self._text)]
+        return [AnswerPiece("call", arguments, name) for name, arguments in calls]
 
 
 def read_calls(body: str, tools: Schemas) -> list[tuple[str, str]]:
