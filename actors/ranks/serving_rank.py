@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
+from llguidance import LLTokenizer
 
 from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.observer import BatchTraces
@@ -31,6 +32,7 @@ from contracts.ranks import RankReady, RankSpec
 from models.decoder.attention import kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
+from models.text.grammar import load_grammar_tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.scheduling.batching import BatchingPolicy
@@ -180,10 +182,11 @@ class Priorities:
 
 
 class ServedModel(NamedTuple):
-    """Limits that admission needs."""
+    """Limits that admission needs. tokenizer: of grammars; None if they cannot be used."""
 
     vocab_size: int
     max_context_tokens: int
+    tokenizer: LLTokenizer | None = None
 
 
 def prepare_process(spec: RankSpec) -> None:
@@ -203,7 +206,9 @@ def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
     )
-    return half, ServedModel(model.vocab_size, settings.context_tokens(model.max_context_tokens))
+    context_tokens = settings.context_tokens(model.max_context_tokens)
+    tokenizer = load_grammar_tokenizer(folder, model.eos_token_ids)
+    return half, ServedModel(model.vocab_size, context_tokens, tokenizer)
 
 
 def prefill_limits(config: TandemConfig) -> ScheduleConfig:
@@ -249,7 +254,8 @@ def serving_rank(
         drain.retry_after_s,
     )
     recording.metrics.read_blocks(lambda: parts.scheduler.blocks.counts)
-    loop = ServingLoop(spec.name, Intake(clients, admission, config.kv.block_tokens), parts)
+    intake = Intake(clients, admission, config.kv.block_tokens, served.tokenizer)
+    loop = ServingLoop(spec.name, intake, parts)
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),

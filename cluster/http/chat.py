@@ -43,6 +43,7 @@ from cluster.http.schemas import (
     TokenizeBody,
     Tool,
 )
+from cluster.http.structured_output import compile_structure
 from cluster.http.text import Delta, ShownToken, decode_text
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
@@ -91,6 +92,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if not options.stream:
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
+    options = await compile_structure(app_state.grammars, options, app_state.model)
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
