@@ -20,6 +20,7 @@ from models.text.tokenizer import Tokenizer
 TIMEOUT_S = 2.0
 MEMORY_BYTES = 128 << 20
 MAX_CACHED = 128  # answers of at most MAX_GRAMMAR_CHARACTERS each
+_ANSWER = msgspec.json.Decoder(CompileAnswer)
 _ROOT: Final = Path(__file__).resolve().parents[2]
 
 
@@ -63,7 +64,7 @@ class GrammarCompiler:
             pass
         if not line:
             return CompileAnswer(error=_end_reason(process.wait()))
-        answer = msgspec.json.decode(line, type=CompileAnswer)
+        answer = _ANSWER.decode(line)
         self._answers[request] = answer
         if len(self._answers) > MAX_CACHED:
             self._answers.popitem(last=False)

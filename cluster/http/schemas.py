@@ -428,7 +428,7 @@ class DetokenizeBody(IgnoredFields, kw_only=True):
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """What restricts an answer. kind: choice, json, regex or lark. field: of the request."""
+    """Restriction of an answer. kind: choice, json, regex or lark. field: of the request."""
 
     field: str
     kind: str

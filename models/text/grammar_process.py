@@ -33,6 +33,8 @@ from models.text.grammar import (
 
 MAX_DEPTH = 64  # of nested objects and arrays of a schema
 _MAX_TRIED = 200  # subschemas compiled to find the place of an error
+_SETUP = msgspec.json.Decoder(CompilerSetup)
+_REQUEST = msgspec.json.Decoder(CompileRequest)
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -113,7 +115,7 @@ def _bound_memory(more_bytes: int) -> None:
 
 def main() -> None:
     lines = sys.stdin.buffer
-    setup = msgspec.json.decode(lines.readline(), type=CompilerSetup)
+    setup = _SETUP.decode(lines.readline())
     tokenizer, failure = None, ""
     try:
         tokenizer = grammar_tokenizer(setup.tokenizer_json, setup.eos_token_ids)
@@ -121,7 +123,7 @@ def main() -> None:
         failure = f"the model's tokenizer is not supported: {one_line(str(error))}"
     _bound_memory(setup.memory_bytes)
     for line in lines:
-        request = msgspec.json.decode(line, type=CompileRequest)
+        request = _REQUEST.decode(line)
         signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)  # its signal ends the process
         answer = CompileAnswer(error=failure)
         if tokenizer is not None:
