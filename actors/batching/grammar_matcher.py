@@ -10,7 +10,6 @@ A mask depends on the last token only, so it is made while the model computes th
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -36,27 +35,31 @@ class GrammarMatchers:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: dict[str, LLMatcher] = {}  # the latest last
 
     def start(self, grammar: str, generated: Sequence[int]) -> GrammarMatcher:
         """Return a matcher of what follows the `generated` tokens. Raises RequestError."""
         if self._tokenizer is None:
             raise RequestError("grammar: this model's tokenizer is not supported", "grammar")
-        compiled = self._compiling.submit(self._compile, grammar, list(generated))
-        compiled.add_done_callback(lambda _: self._on_compiled())
+        known = self._compiled.get(grammar)
+        if known is None or generated:
+            compiled = self._compiling.submit(self._compile, grammar, list(generated))
+            compiled.add_done_callback(lambda _: self._on_compiled())
+        else:
+            compiled = Future()
+            compiled.set_result(known.deep_copy())
         return GrammarMatcher(self, compiled, len(generated))
 
     def _compile(self, grammar: str, generated: list[int]) -> LLMatcher:
         assert self._tokenizer is not None
-        first = self._compiled.get(grammar)
+        first = self._compiled.pop(grammar, None)
         if first is None:
-            first = self._compiled[grammar] = new_matcher(self._tokenizer, grammar)
+            first = new_matcher(self._tokenizer, grammar)
             first.compute_bitmask()
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        if first.is_error():  # its memory may have run out
-            del self._compiled[grammar]
+        if not first.is_error():
+            self._compiled[grammar] = first  # as the latest
+        if len(self._compiled) > _MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
         matcher = first.deep_copy()
         matcher.consume_tokens(generated)
         return matcher

@@ -32,7 +32,8 @@ from contracts.ranks import RankReady, RankSpec
 from models.decoder.attention import kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
-from models.text.grammar import load_grammar_tokenizer
+from models.text.grammar import grammar_tokenizer
+from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.scheduling.batching import BatchingPolicy
@@ -207,8 +208,19 @@ def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
         progress=progress_line(spec.name, sys.stderr),
     )
     context_tokens = settings.context_tokens(model.max_context_tokens)
-    tokenizer = load_grammar_tokenizer(folder, model.eos_token_ids)
+    tokenizer = _grammar_tokenizer(folder, model.eos_token_ids)
     return half, ServedModel(model.vocab_size, context_tokens, tokenizer)
+
+
+def _grammar_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
+    """Return the tokenizer of grammars; None if the model has none that can be used."""
+    try:
+        tokenizer = Tokenizer.load(folder)
+        eos = dict.fromkeys((*eos_token_ids, *tokenizer.eos_token_ids))
+        known = [token_id for token_id in eos if token_id < tokenizer.vocab_size]
+        return grammar_tokenizer(tokenizer.to_json(), known) if known else None
+    except (CheckpointError, ValueError):
+        return None
 
 
 def prefill_limits(config: TandemConfig) -> ScheduleConfig:

@@ -7,15 +7,11 @@ compiled there. Masks have a bit per token: whether it may come next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import llguidance
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-from contracts.errors import CheckpointError
-from models.text.tokenizer import Tokenizer
 
 # White space in JSON: a space or an indented line, so that a model cannot emit it without end
 WHITE_SPACE: Final = r"(?: |\n[ \t]{0,40})"
@@ -36,17 +32,6 @@ def grammar_tokenizer(tokenizer_json: str, eos_token_ids: Sequence[int]) -> LLTo
     Holds the interpreter lock: about 0.3 s for 50,000 tokens.
     """
     return LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
-
-
-def load_grammar_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
-    """Return `grammar_tokenizer` of a model; None if its tokenizer cannot be used."""
-    try:
-        tokenizer = Tokenizer.load(folder)
-        eos = dict.fromkeys((*eos_token_ids, *tokenizer.eos_token_ids))
-        known = [token_id for token_id in eos if token_id < tokenizer.vocab_size]
-        return grammar_tokenizer(tokenizer.to_json(), known) if known else None
-    except (CheckpointError, ValueError):
-        return None
 
 
 def grammar_of(kind: str, text: str) -> str:
@@ -85,10 +70,11 @@ class CompileRequest(msgspec.Struct, frozen=True):
 
 
 class CompileAnswer(msgspec.Struct, frozen=True):
-    """A grammar, or the error of its source."""
+    """A grammar, or the error of its source. is_final: False if another attempt may succeed."""
 
     grammar: str = ""
     error: str = ""
+    is_final: bool = True
 
 
 class CompilerSetup(msgspec.Struct, frozen=True):
