@@ -96,12 +96,15 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
-    prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    new_parser = None
+    if options.structure is None:  # else the whole answer is content
+        prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        new_parser = app_state.tokenizer.answer_format.new_parser(prompt_end, schemas)
     return GenerationJob(
         [GenerationPrompt(token_ids, sampling)],
         options,
-        new_parser=app_state.tokenizer.answer_format.new_parser(prompt_end, schemas),
+        new_parser=new_parser,
         parallel_calls=body.parallel_tool_calls is not False,
     )
 
