@@ -93,12 +93,12 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     def end_token_ids(self) -> frozenset[int]:
         """Return the tokens that end the generation and are not part of its text.
 
-        With choices, eos always does: it is sampled only after a complete choice.
+        With choices or a grammar, eos always does: it is sampled only after a complete text.
         """
         sampling = self.sampling
         if sampling is None:
             return frozenset()
-        eos = () if sampling.ignore_eos and sampling.choices is None else self.eos_token_ids
+        eos = () if sampling.ignore_eos and not sampling.has_structure else self.eos_token_ids
         return frozenset((*eos, *sampling.stop_token_ids))
 
 

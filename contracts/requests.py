@@ -17,6 +17,7 @@ MAX_BIASES = 1024  # entries of logit_bias
 MAX_BIAS = 100.0
 MAX_STOP_TOKENS = 128
 MAX_CHOICES = 256
+MAX_GRAMMAR_CHARACTERS = 1 << 17  # of a serialised grammar
 MAX_CHOICE_TOKENS = 2048  # of all choices together: a trie of some 0.6 MB per running sequence
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -45,6 +46,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     _check_biases(sampling.logit_bias or {}, vocabulary)
     _check_count("stop_token_ids", sampling.stop_token_ids, MAX_STOP_TOKENS, "token ids")
     check_ids("stop_token_ids", sampling.stop_token_ids, vocabulary)
+    _check_count("grammar", sampling.grammar or "", MAX_GRAMMAR_CHARACTERS, "characters")
     if sampling.choices is not None:
         _check_choices(sampling.choices, vocabulary)
 
@@ -145,7 +147,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     A temperature below GREEDY_BELOW is greedy; top_k 0 means no limit. presence_penalty and
     frequency_penalty apply to generated tokens, repetition_penalty to the prompt as well. Tokens
     that end the sequence, stop_token_ids included, are not chosen before min_tokens. choices: the
-    generated tokens are one of these, and the sequence ends with it.
+    generated tokens are one of these, and the sequence ends with it. grammar: the generated text
+    matches this grammar of models/text/grammar.py, and the sequence ends with it.
     """
 
     max_tokens: int = 16
@@ -162,6 +165,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: list[int] = []
     min_tokens: int = 0
     choices: list[list[int]] | None = None
+    grammar: str | None = None
     logprobs: int | None = None  # alternatives per generated token; None: no log-probabilities
 
     @property
@@ -176,9 +180,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def modifies_logits(self) -> bool:
         """True if tokens are sampled from other logits than the model's."""
-        return bool(
-            self.has_penalties or self.logit_bias or self.min_tokens or self.choices is not None
-        )
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.has_structure)
+
+    @property
+    def has_structure(self) -> bool:
+        """True if choices or a grammar restrict the answer."""
+        return self.choices is not None or self.grammar is not None
 
 
 class Caller(msgspec.Struct, frozen=True, array_like=True):

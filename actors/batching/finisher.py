@@ -194,6 +194,10 @@ class Finisher:
                 self._apply(item, row, computed)
             except Exception as error:  # noqa: BLE001 - ends this sequence only
                 self._fail(item.sequence, error)
+        matchers = [item.sequence.grammar for item in piece if not item.sequence.done]
+        constrained = [matcher for matcher in matchers if matcher is not None]
+        if constrained:
+            constrained[0].owner.prepare_masks(constrained)
 
     def _finish_each(
         self, piece: list[_OutputRow], hidden_TD: torch.Tensor, error: Exception
@@ -242,6 +246,8 @@ class Finisher:
             sequence.scored.append(token_logprob(computed.logits_RV[row], token, requested))
         elif submit.sampling is None:
             self._score(sequence, *computed.scores.get(row, (None, None)))
+        elif sequence.grammar is not None and sequence.grammar.is_complete:
+            self._end(sequence, "stop")  # on the rank that was lost
         else:
             assert computed.sampler is not None
             token, logprob = computed.sampler.sample(computed.places[row], sequence)
@@ -283,9 +289,12 @@ class Finisher:
             or len(sequence.token_ids) >= self._max_context_tokens
         )
         if stopped or full:
-            sequence.done = True
-            reason = "stop" if stopped else "length"
-            self.answers.append((sequence, Finished(request_id, reason, sequence.usage())))
+            self._end(sequence, "stop" if stopped else "length")
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.done = True
+        finished = Finished(sequence.submit.request_id, reason, sequence.usage())
+        self.answers.append((sequence, finished))
 
 
 def _rows(logits_RV: torch.Tensor, rows: list[int]) -> torch.Tensor:

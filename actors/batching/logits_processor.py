@@ -1,7 +1,8 @@
 """Changes that a request's fields make to the model's logits before a token is chosen.
 
-The order is vLLM's: choices, min_tokens, logit_bias, then repetition_penalty, frequency_penalty and
-presence_penalty. Temperature, min_p, top_k and top_p follow in actors/batching/finisher.py.
+The order is vLLM's: choices or grammar, min_tokens, logit_bias, then repetition_penalty,
+frequency_penalty and presence_penalty. Temperature, min_p, top_k and top_p follow in
+actors/batching/finisher.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
+from actors.batching.grammar_matcher import GrammarMatcher
 from contracts.messages import Submit
 from contracts.requests import Sampling
 from contracts.token_trie import ChoiceMatcher
@@ -20,9 +22,13 @@ _INITIAL_CAPACITY = 64
 
 
 class LogitsProcessor:
-    """State of one sequence, kept across requeues because generated tokens stay."""
+    """State of one sequence, kept across requeues because generated tokens stay.
+
+    grammar: set before the first token if the request has one.
+    """
 
     def __init__(self, submit: Submit, sampling: Sampling) -> None:
+        self.grammar: GrammarMatcher | None = None
         self._sampling = sampling
         self._submit = submit
         self._matcher: ChoiceMatcher | None = None
@@ -48,6 +54,8 @@ class LogitsProcessor:
         if self._matcher is not None:
             allowed = self._matcher.allowed_tokens(_valid_ids(self._submit.eos_token_ids, shaped_V))
             shaped_V = _mask_all_but(shaped_V, allowed)
+        if self.grammar is not None:
+            self.grammar.forbid(shaped_V)
         if len(token_ids) - self._submit.prompt_tokens < sampling.min_tokens:
             self._mask_endings(shaped_V)
         if sampling.logit_bias:
@@ -57,7 +65,10 @@ class LogitsProcessor:
         return shaped_V
 
     def has_chosen(self, token_ids: abc.Sequence[int]) -> bool:
-        """Return whether a choice is complete and no longer one can follow."""
+        """Return whether a choice or the grammar is complete and nothing can follow."""
+        if self.grammar is not None:
+            self.grammar.advance(token_ids[self._submit.prompt_tokens :])
+            return self.grammar.is_complete
         if self._matcher is None:
             return False
         self._update(token_ids)

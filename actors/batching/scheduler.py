@@ -175,7 +175,7 @@ class Scheduler:
         for sequence in [self._by_key[key] for key in keys if key in self._by_key]:  # type: ignore[index]
             if sequence in self._running:
                 self._continue_running(batch, [sequence])
-            elif batch.budget.tokens_for(sequence.owner):
+            elif sequence.is_ready and batch.budget.tokens_for(sequence.owner):
                 self._start(batch, sequence)
 
     def upcoming(self, forms: Iterable[BatchSelection] = (ALL,)) -> list[list[tuple[int, int]]]:
@@ -226,7 +226,9 @@ class Scheduler:
     def _admit(self, batch: BatchBuilder, priority: Priority, limit: int | None) -> bool:
         """Start waiting sequences, at most `limit`; return whether none of the class waits."""
         queue, started = self._waiting[priority], list[Sequence]()
-        for sequence in queue.ahead(lambda s: not batch.budget.tokens_for(s.owner)):
+        for sequence in queue.ahead(
+            lambda s: not (s.is_ready and batch.budget.tokens_for(s.owner))
+        ):
             if len(started) == limit or not self._try_start(batch, sequence):
                 break  # keep the order
             started.append(sequence)

@@ -9,6 +9,7 @@ from collections import Counter, abc, defaultdict
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
+from actors.batching.grammar_matcher import GrammarMatcher
 from actors.batching.logits_processor import logits_processor
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError, TandemError
@@ -221,6 +222,15 @@ class Sequence:
         self.logits_processor = logits_processor(submit)
         self.end_token_ids = submit.end_token_ids
         self._hashes: list[bytes] = []
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        return None if self.logits_processor is None else self.logits_processor.grammar
+
+    @property
+    def is_ready(self) -> bool:
+        """False while its grammar is compiled."""
+        return self.grammar is None or self.grammar.is_ready
 
     @property
     def priority(self) -> Priority:

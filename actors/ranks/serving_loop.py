@@ -14,9 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from llguidance import LLTokenizer
+
 from actors.batching.admission import RankAdmission
 from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.finisher import Finisher
+from actors.batching.grammar_matcher import GrammarMatchers
 from actors.batching.observer import Observer
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
@@ -50,7 +53,9 @@ class ServingLoop(RankLoop):
 
     def __init__(self, name: str, intake: Intake, parts: ServingParts) -> None:
         self._name = name
-        self._clients, self._admission, self._block_tokens = intake
+        self._clients, self._admission, self._block_tokens, tokenizer = intake
+        self._compiled = threading.Event()  # since batches were last formed
+        self._grammars = GrammarMatchers(tokenizer, self._on_compiled)
         self._watch = parts.watch
         self.executor = parts.executor
         self.finisher = parts.finisher
@@ -141,6 +146,11 @@ class ServingLoop(RankLoop):
             for observer in self._observers:
                 observer.check(client, submit)
             sequence = TokenSequence((client, submit.request_id), submit, self._block_tokens)
+            if submit.sampling is not None and submit.sampling.grammar is not None:
+                assert sequence.logits_processor is not None
+                generated = submit.token_ids[submit.prompt_tokens :]
+                matcher = self._grammars.start(submit.sampling.grammar, generated)
+                sequence.logits_processor.grammar = matcher
             _ = sequence.hashes  # computed now rather than within a batch
             for observer in self._observers:
                 observer.accepted(sequence)
@@ -228,8 +238,9 @@ class ServingLoop(RankLoop):
 
     def _form_batches(self) -> None:
         """Form batches as the policy decides; it is not called again until something changes."""
-        if self.scheduler.changes == self._idle_changes:
+        if self.scheduler.changes == self._idle_changes and not self._compiled.is_set():
             return
+        self._compiled.clear()
         while not self.reason and not self.executor.is_engaged:
             batch = self._next_batch()
             if batch is None:
@@ -239,6 +250,11 @@ class ServingLoop(RankLoop):
             for observer in self._observers:
                 observer.formed(batch)
             self.executor.submit(batch, plan)
+
+    def _on_compiled(self) -> None:
+        """Let a waiting sequence start. Called in another thread."""
+        self._compiled.set()
+        self.executor.wake()
 
     def _next_batch(self) -> ScheduledBatch | None:
         batches = map(self.scheduler.next_batch, self._batching(self._view))
@@ -288,11 +304,12 @@ class ServingLoop(RankLoop):
 
 
 class Intake(NamedTuple):
-    """Source of sequences and their admission."""
+    """Source of sequences, their admission, and the tokenizer of grammars."""
 
     clients: ClientServer
     admission: RankAdmission
     block_tokens: int
+    tokenizer: LLTokenizer | None = None
 
 
 class ServingParts(NamedTuple):

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
+from llguidance import LLTokenizer
 
 from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.observer import BatchTraces
@@ -31,6 +32,8 @@ from contracts.ranks import RankReady, RankSpec
 from models.decoder.attention import kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
+from models.text.grammar import grammar_tokenizer
+from models.text.tokenizer import Tokenizer
 from models.weights.checkpoint import Checkpoint, check_checkpoint, resolve_dtype
 from models.weights.loading import progress_line
 from planner.scheduling.batching import BatchingPolicy
@@ -180,10 +183,11 @@ class Priorities:
 
 
 class ServedModel(NamedTuple):
-    """Limits that admission needs."""
+    """Limits that admission needs. tokenizer: of grammars; None if they cannot be used."""
 
     vocab_size: int
     max_context_tokens: int
+    tokenizer: LLTokenizer | None = None
 
 
 def prepare_process(spec: RankSpec) -> None:
@@ -203,7 +207,20 @@ def load_half(spec: RankSpec) -> tuple[AttentionHalf, ServedModel]:
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
     )
-    return half, ServedModel(model.vocab_size, settings.context_tokens(model.max_context_tokens))
+    context_tokens = settings.context_tokens(model.max_context_tokens)
+    tokenizer = _grammar_tokenizer(folder, model.eos_token_ids)
+    return half, ServedModel(model.vocab_size, context_tokens, tokenizer)
+
+
+def _grammar_tokenizer(folder: Path, eos_token_ids: Sequence[int]) -> LLTokenizer | None:
+    """Return the tokenizer of grammars; None if the model has none that can be used."""
+    try:
+        tokenizer = Tokenizer.load(folder)
+        eos = dict.fromkeys((*eos_token_ids, *tokenizer.eos_token_ids))
+        known = [token_id for token_id in eos if token_id < tokenizer.vocab_size]
+        return grammar_tokenizer(tokenizer.to_json(), known) if known else None
+    except (CheckpointError, ValueError):
+        return None
 
 
 def prefill_limits(config: TandemConfig) -> ScheduleConfig:
@@ -249,7 +266,8 @@ def serving_rank(
         drain.retry_after_s,
     )
     recording.metrics.read_blocks(lambda: parts.scheduler.blocks.counts)
-    loop = ServingLoop(spec.name, Intake(clients, admission, config.kv.block_tokens), parts)
+    intake = Intake(clients, admission, config.kv.block_tokens, served.tokenizer)
+    loop = ServingLoop(spec.name, intake, parts)
     ready = RankReady(
         name=spec.name,
         pid=os.getpid(),

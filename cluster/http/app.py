@@ -30,6 +30,7 @@ from cluster.http.classification import classify, score
 from cluster.http.completions import completions
 from cluster.http.cost import Bounds, MemoryBudget
 from cluster.http.errors import bug_response, error_response, install_handlers, outcome_of
+from cluster.http.grammar_compiler import GrammarCompiler
 from cluster.http.openapi import openapi_document
 from cluster.http.request_context import (
     AppState,
@@ -85,6 +86,7 @@ def build_app(
         backend=backend,
         tokenizer=tokenizer,
         tokenizer_pool=TokenizerPool(tokenizer, limits.tokenizing_threads),
+        grammars=GrammarCompiler(tokenizer, model.eos_token_ids),
         bounds=Bounds(
             context_tokens=model.max_context_tokens,
             token_characters=tokenizer.longest_token_characters,
@@ -135,7 +137,8 @@ class App(Starlette):
         return await self.app_state.drainer.drain(self.app_state.active_requests, limit_s)
 
     def close(self) -> None:
-        """Flush the access log."""
+        """Flush the access log and end the process that compiles grammars."""
+        self.app_state.grammars.close()
         if self.access_log is not None:
             self.access_log.write()
 

@@ -31,7 +31,6 @@ from cluster.http.errors import (
 )
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.schemas import (
-    MAX_CHOICE_CHARACTERS,
     NESTED,
     NEUTRAL,
     ChatBody,
@@ -46,6 +45,7 @@ from cluster.http.schemas import (
     TokenizeBody,
     UnsupportedFields,
 )
+from cluster.http.structured_output import checked_choices, requested_structure
 from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
@@ -299,10 +299,11 @@ def check_options(
         raise RequestError("stream_options needs stream=true", "stream_options")
     options = body.stream_options
     sampling = _sampling(body, logprobs, model)
-    choices, choices_field = _choices(body)
-    if sampling.min_tokens and choices is not None:
+    structure = requested_structure(body)
+    if sampling.min_tokens and structure is not None:
         raise RequestError(
-            f"min_tokens={sampling.min_tokens}: a choice is as long as it is; leave min_tokens out",
+            f"min_tokens={sampling.min_tokens}: {structure.field} determines where the answer ends;"
+            " leave min_tokens out",
             "min_tokens",
         )
     return GenerationOptions(
@@ -310,8 +311,8 @@ def check_options(
         max_tokens=body.max_tokens,
         priority=priority,
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        choices=choices,
-        choices_field=choices_field,
+        structure=structure,
+        choices=checked_choices(structure),
         n=n,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
@@ -343,41 +344,6 @@ def _sampling(body: GenerationBody, logprobs: int | None, model: ModelInfo) -> S
 
 def _or_default(value: Value | None, default: Value) -> Value:
     return default if value is None else value
-
-
-def _choices(body: GenerationBody) -> tuple[tuple[str, ...] | None, str]:
-    """Return the choices without repetitions, and the name of the field that holds them."""
-    name, given = "guided_choice", body.guided_choice
-    if body.structured_outputs is not None:
-        if given is not None:
-            raise RequestError(
-                "guided_choice and structured_outputs are both given: one is enough", name
-            )
-        name, given = "structured_outputs", _structured_choice(body)
-    if given is None:
-        return None, name
-    choices = tuple(dict.fromkeys(given))
-    characters = sum(map(len, choices))
-    if characters > MAX_CHOICE_CHARACTERS:
-        raise RequestError(
-            f"{name}: the choices have {characters} characters together, at most"
-            f" {MAX_CHOICE_CHARACTERS}",
-            name,
-        )
-    return choices, name
-
-
-def _structured_choice(body: GenerationBody) -> list[str]:
-    outputs = body.structured_outputs
-    assert outputs is not None
-    for name in ("grammar", "json", "json_object", "regex", "structural_tag"):
-        if getattr(outputs, name) is not None:
-            raise UnsupportedFieldError(
-                f"structured_outputs.{name} is not supported, only choice", "structured_outputs"
-            )
-    if outputs.choice is None:
-        raise RequestError("structured_outputs: choice is missing", "structured_outputs")
-    return outputs.choice
 
 
 # ---- the prompt

@@ -37,6 +37,7 @@ from cluster.http.schemas import (
     GenerationOptions,
     TokenizeBody,
 )
+from cluster.http.structured_output import compile_structure
 from cluster.http.text import Delta, ShownToken, decode_text
 from cluster.http.tool_calls import plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
@@ -86,15 +87,19 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if not options.stream:
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
+    options = await compile_structure(app_state.grammars, options, app_state.model)
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
-    prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
-    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    new_parser = None
+    if options.structure is None:  # else the whole answer is content
+        prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        new_parser = app_state.tokenizer.answer_format.new_parser(prompt_end, schemas)
     return GenerationJob(
         [GenerationPrompt(token_ids, sampling)],
         options,
-        new_parser=app_state.tokenizer.answer_format.new_parser(prompt_end, schemas),
+        new_parser=new_parser,
         parallel_calls=body.parallel_tool_calls is not False,
     )
 

@@ -20,6 +20,7 @@ from cluster.http.guided_choice import samplings
 from cluster.http.request_context import AppState, RequestContext
 from cluster.http.responses import ChoiceBuilder, CompletionLogprobsBuilder, completion_logprobs
 from cluster.http.schemas import CompletionBody, GenerationOptions
+from cluster.http.structured_output import compile_structure
 from cluster.http.text import Delta, decode_text
 from contracts.errors import RequestError
 from models.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         )
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
+    options = await compile_structure(app_state.grammars, options, app_state.model)
     with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
     sampled = await samplings(app_state.tokenizer_pool, with_rooms, options, model)
     prompts = []

@@ -59,8 +59,10 @@ async def choice_ids(
 
     Raises RequestError if the choices have too many tokens or cannot be distinguished.
     """
-    choices, name = options.choices, options.choices_field
+    choices, structure = options.choices, options.structure
     assert choices is not None
+    assert structure is not None
+    name = structure.field
     tails = {tuple(prompt[-TAIL_TOKENS:]) for prompt in prompts}
     characters = len(tails) * sum(len(choice) + TAIL_CHARACTERS for choice in choices)
     if characters > MAX_TOKENIZED_CHARACTERS:
@@ -75,7 +77,7 @@ async def choice_ids(
     steps = _all_ids(tokenizer_pool.tokenizer, tails, choices, name)
     found = await tokenizer_pool.run(steps, characters, lambda _: None, options.priority)
     for ids in found.values():
-        _check_ids(ids, options, model)
+        _check_ids(ids, options, model, name)
     return [found[tuple(prompt[-TAIL_TOKENS:])] for prompt in prompts]
 
 
@@ -126,8 +128,9 @@ def _decodes_to(tokenizer: Tokenizer, tail: Sequence[int], token_ids: list[int],
     return detokenizer.push(token_ids) + detokenizer.flush() == text
 
 
-def _check_ids(ids: list[list[int]], options: GenerationOptions, model: ModelInfo) -> None:
-    name = options.choices_field
+def _check_ids(
+    ids: list[list[int]], options: GenerationOptions, model: ModelInfo, name: str
+) -> None:
     tokens = sum(map(len, ids))
     if tokens > MAX_CHOICE_TOKENS:
         raise RequestError(

@@ -14,6 +14,7 @@ from actors.telemetry.telemetry import Telemetry
 from cluster.http.authenticator import Authenticator, KeyQuota
 from cluster.http.cost import TOKEN_BYTES, Bounds, MemoryBudget
 from cluster.http.errors import BodyTimeoutError
+from cluster.http.grammar_compiler import GrammarCompiler
 from cluster.http.request_log import REQUEST_ID
 from cluster.http.schemas import ModelInfo
 from cluster.http.text import TokenizerPool
@@ -99,6 +100,7 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend
     tokenizer: Tokenizer
     tokenizer_pool: TokenizerPool
+    grammars: GrammarCompiler
     bounds: Bounds
     memory_budget: MemoryBudget
     model: ModelInfo

@@ -33,6 +33,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
 MAX_TOOLS = 512
 MAX_CHOICE_CHARACTERS = 8192  # of all choices together
+MAX_GRAMMAR_SOURCE = 1 << 16  # characters of a schema, grammar or expression
 MAX_CACHE_SALT_CHARACTERS = 1024
 MAX_LABEL_TOKENS = 1024
 NULL: Schema = {"type": "null"}
@@ -65,6 +66,8 @@ Text = Annotated[str, Meta(min_length=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Choices = Annotated[list[Text], Meta(min_length=1, max_length=MAX_CHOICES)]
+GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_SOURCE)]
+JsonSchema = dict[str, Any] | GrammarText
 Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
 Unused = Annotated[Any, Meta(description="Not supported.", extra_json_schema=NULL)]
 RequestPriority = Annotated[
@@ -123,9 +126,6 @@ class UnsupportedFields(PrioritizedFields, kw_only=True):
     ebnf: Annotated[Any, unsupported()] = None
     function_call: Annotated[Any, unsupported("none", "auto")] = None
     functions: Annotated[Any, unsupported([])] = None
-    guided_grammar: Annotated[Any, unsupported()] = None
-    guided_json: Annotated[Any, unsupported()] = None
-    guided_regex: Annotated[Any, unsupported()] = None
     include_reasoning: Annotated[Any, unsupported(True)] = None
     include_stop_str_in_output: Annotated[Any, unsupported(False)] = None
     json_schema: Annotated[Any, unsupported()] = None
@@ -138,7 +138,6 @@ class UnsupportedFields(PrioritizedFields, kw_only=True):
     prediction: Annotated[Any, unsupported()] = None
     prompt_logprobs: Annotated[Any, unsupported()] = None
     regex: Annotated[Any, unsupported()] = None
-    response_format: Annotated[Any, unsupported({"type": "text"})] = None
     return_token_ids: Annotated[Any, unsupported(False)] = None
     return_tokens_as_token_ids: Annotated[Any, unsupported(False)] = None
     separate_reasoning: Annotated[Any, unsupported(True)] = None
@@ -169,14 +168,30 @@ class StreamOptions(StrictFields, kw_only=True):
 
 
 class StructuredOutputs(StrictFields, kw_only=True):
-    """Guided decoding as vLLM names it. Only `choice` is supported."""
+    """Structured output as vLLM names it: one of these fields."""
 
     choice: Choices | None = None
-    grammar: Unused = None
-    json: Unused = None
-    json_object: Unused = None
-    regex: Unused = None
+    grammar: GrammarText | None = None
+    json: JsonSchema | None = None
+    json_object: bool | None = None
+    regex: GrammarText | None = None
     structural_tag: Unused = None
+
+
+class SchemaFormat(StrictFields, kw_only=True):
+    """A named JSON schema. It always applies in full, whatever `strict` says."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictFields, kw_only=True):
+    """OpenAI's form of the answer: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
 
 
 class GenerationBody(UnsupportedFields, kw_only=True):
@@ -187,9 +202,10 @@ class GenerationBody(UnsupportedFields, kw_only=True):
     temperature: Annotated[
         Annotated[float, _range("temperature")] | None,
         described(
-            "Below 1e-5: the likeliest token. Applied in this order, as in vLLM: choices,"
-            " min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty,"
-            " temperature, min_p, top_k, top_p. logprobs are of the distribution before all that."
+            "Below 1e-5: the likeliest token. Applied in this order, as in vLLM: choices or"
+            " grammar, min_tokens, logit_bias, repetition_penalty, frequency_penalty,"
+            " presence_penalty, temperature, min_p, top_k, top_p. logprobs are of the distribution"
+            " before all that."
         ),
     ] = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -228,7 +244,9 @@ class GenerationBody(UnsupportedFields, kw_only=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0)] | None,
-        described("Nothing ends the answer before; at most max_tokens. Not with choices."),
+        described(
+            "Nothing ends the answer before; at most max_tokens. Not with structured output."
+        ),
     ] = None
     guided_choice: Annotated[
         Choices | None,
@@ -236,7 +254,18 @@ class GenerationBody(UnsupportedFields, kw_only=True):
             f"The answer is one of these texts, of {MAX_CHOICE_CHARACTERS} characters together."
         ),
     ] = None
+    guided_json: Annotated[
+        JsonSchema | None,
+        described("The answer is JSON of this schema, an object or its text, in its order."),
+    ] = None
+    guided_regex: Annotated[
+        GrammarText | None, described("The whole answer matches; syntax of Rust's regex.")
+    ] = None
+    guided_grammar: Annotated[
+        GrammarText | None, described("The answer follows a grammar in Lark's notation, or GBNF.")
+    ] = None
     structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     best_of: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_N)] | None, described("Only as large as n.")
@@ -332,6 +361,8 @@ class ChatBody(GenerationBody, kw_only=True):
 NESTED: dict[str, type[msgspec.Struct]] = {
     "stream_options": StreamOptions,
     "structured_outputs": StructuredOutputs,
+    "response_format": ResponseFormat,
+    "json_schema": SchemaFormat,
     "messages": ChatMessage,
     "content": ContentPart,
     "tools": Tool,
@@ -396,19 +427,27 @@ class DetokenizeBody(IgnoredFields, kw_only=True):
     tokens: list[TokenId]
 
 
+class Structure(msgspec.Struct, frozen=True):
+    """Restriction of an answer. kind: choice, json, regex or lark. field: of the request."""
+
+    field: str
+    kind: str
+    value: list[str] | dict[str, Any] | str
+
+
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked fields of a generation request.
 
     `sampling.max_tokens` and `sampling.choices` are set per prompt. max_tokens: None if the request
-    does not set it. choices_field: the request's field that holds `choices`.
+    does not set it. structure: what restricts the answer, not yet compiled.
     """
 
     sampling: Sampling
     max_tokens: int | None
     priority: Priority
     stops: tuple[str, ...]
+    structure: Structure | None
     choices: tuple[str, ...] | None
-    choices_field: str
     n: int
     stream: bool
     include_usage: bool

@@ -144,6 +144,7 @@ async def build_ingress_app(
         logs_prompts=config.log.prompts,
     )
 
+    app.app_state.grammars.start()
     follow = await _follow_keys(app, config.http)
 
     @contextlib.asynccontextmanager

@@ -66,6 +66,10 @@ class Tokenizer:
             files.backend, special_tokens=files.special_tokens, chat_template=files.chat_template
         )
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of tokenizer.json."""
+        return str(self._backend.to_str())
+
     # ---- text to ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -59,7 +59,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "suffix": "z"}, "suffix"),
     ({"prompt": "a", "min_p": 1.5}, "min_p"),
     ({"prompt": "a", "allowed_token_ids": [1]}, "allowed_token_ids"),
-    ({"prompt": "a", "guided_regex": "a*"}, "guided_regex"),
+    ({"prompt": "a", "guided_regex": "(a"}, "guided_regex"),
     ({"prompt": "a", "use_beam_search": 0.0}, "use_beam_search"),
     ({"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
     ({"prompt": "a", "frequency_penalty": -3}, "frequency_penalty"),
@@ -97,7 +97,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER, "tools": [{"type": "function", "function": {"name": ""}}]}, NAME_OF_TOOL),
     ({"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
     ({"messages": USER, "echo": True}, "echo"),
     ({"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]

@@ -161,7 +161,7 @@ BAD_CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": ["a.b"], "stop": "."}, "stop"),
     ({"guided_choice": "a"}, "guided_choice"),
     ({"structured_outputs": {}}, "structured_outputs"),
-    ({"structured_outputs": {"regex": "a*"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a*", "choice": ["a"]}}, "structured_outputs"),
     ({"structured_outputs": {"choices": ["a"]}}, "structured_outputs.choices"),
     ({"prompt": [str(i) for i in range(128)], "guided_choice": [str(i) for i in range(200)]}, ""),
 ]

@@ -1,0 +1,137 @@
+"""Process that compiles grammars within limits of time and memory.
+
+    python -m models.text.grammar_process
+
+Reads a `CompilerSetup` and then `CompileRequest`s from standard input, a line of JSON each, and
+writes a `CompileAnswer` for each of them. A compilation beyond its limits ends the process: the
+library's own limits do not bound every grammar.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLTokenizer
+
+from models.text.grammar import (
+    CompileAnswer,
+    CompileRequest,
+    CompilerSetup,
+    error_of,
+    grammar_of,
+    grammar_tokenizer,
+    new_matcher,
+    one_line,
+)
+
+MAX_DEPTH = 64  # of nested objects and arrays of a schema
+_MAX_TRIED = 200  # subschemas compiled to find the place of an error
+_SETUP = msgspec.json.Decoder(CompilerSetup)
+_REQUEST = msgspec.json.Decoder(CompileRequest)
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def compile_source(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
+    """Return the grammar, or what is wrong and where."""
+    if request.kind != "json":
+        return _compiled(tokenizer, request)
+    try:
+        schema = json.loads(request.text)
+    except ValueError as error:
+        return CompileAnswer(error=f"not valid JSON: {error}")
+    except RecursionError:
+        return CompileAnswer(error=f"nested deeper than {MAX_DEPTH}")
+    place = _too_deep(schema)
+    if place:
+        return CompileAnswer(error=one_line(f"nested deeper than {MAX_DEPTH} at {place}"))
+    answer = _compiled(tokenizer, request)
+    place = _place_of(tokenizer, schema, answer.error) if answer.error else ""
+    return CompileAnswer(error=f"at {place}: {answer.error}") if place else answer
+
+
+def _compiled(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
+    try:
+        grammar = grammar_of(request.kind, request.text)
+    except ValueError as error:
+        return CompileAnswer(error=one_line(str(error)))
+    matcher = new_matcher(tokenizer, grammar)
+    matcher.compute_bitmask()
+    error_text = error_of(matcher)
+    return CompileAnswer(error=error_text) if error_text else CompileAnswer(grammar)
+
+
+def _too_deep(schema: Any) -> str:
+    """Return the place of a value below MAX_DEPTH containers; empty without one."""
+    waiting = [("", schema, 0)]
+    while waiting:
+        place, value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return place
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{place}/{key}", item, depth + 1) for key, item in items]
+    return ""
+
+
+def _place_of(tokenizer: LLTokenizer, schema: Any, error: str) -> str:
+    """Return the path of the innermost subschema that has this error alone."""
+    place, tried = "", 0
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    candidates = _subschemas(schema)
+    while (found := next(candidates, None)) is not None and tried < _MAX_TRIED:
+        tried += 1
+        path, inner = found
+        whole = json.dumps({**shared, **inner} if isinstance(inner, dict) else inner)
+        if _compiled(tokenizer, CompileRequest("json", whole)).error == error:
+            place += path
+            candidates = _subschemas(inner)
+    return place
+
+
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _NAMED and isinstance(value, dict):
+            yield from ((f"/{key}/{name}", inner) for name, inner in value.items())
+        elif isinstance(value, dict):
+            yield f"/{key}", value
+        elif isinstance(value, list):
+            yield from ((f"/{key}/{i}", x) for i, x in enumerate(value) if isinstance(x, dict))
+
+
+def _bound_memory(more_bytes: int) -> None:
+    """Bound the memory that this process may allocate beyond what it has."""
+    data_pages = int(Path("/proc/self/statm").read_text().split()[5])
+    limit = data_pages * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    lines = sys.stdin.buffer
+    setup = _SETUP.decode(lines.readline())
+    tokenizer, failure = None, ""
+    try:
+        tokenizer = grammar_tokenizer(setup.tokenizer_json, setup.eos_token_ids)
+    except ValueError as error:
+        failure = f"the model's tokenizer is not supported: {one_line(str(error))}"
+    _bound_memory(setup.memory_bytes)
+    for line in lines:
+        request = _REQUEST.decode(line)
+        signal.setitimer(signal.ITIMER_REAL, setup.timeout_s)  # its signal ends the process
+        answer = CompileAnswer(error=failure)
+        if tokenizer is not None:
+            answer = compile_source(tokenizer, request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

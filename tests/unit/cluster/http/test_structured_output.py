@@ -1,0 +1,219 @@
+"""Structured output over HTTP, with real ranks of the bundled model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from cluster.fleet.model_folder import resolve_model_folder
+from cluster.http import grammar_compiler
+from contracts.config import BUNDLED
+from contracts.requests import Sampling
+from models.text.grammar import grammar_of
+from models.text.tokenizer import Tokenizer
+from tests.support.api_harness import Api, serve_api
+from tests.support.fake_rank import TOKEN
+from tests.support.group_harness import ThreadGroup, group_config, rank_of
+from tests.unit.cluster.http.test_sampling import RealRank
+
+pytestmark = pytest.mark.long
+
+FOLDER = Path(resolve_model_folder(BUNDLED))
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+NODE = {
+    "type": "object",
+    "properties": {"value": DIGIT, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    "required": ["value", "next"],
+    "additionalProperties": False,
+}
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "boolean"},
+    {"type": "null"},
+    DIGIT,
+    {"type": "integer", "minimum": -5, "maximum": 120},
+    {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 999},
+    {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 3},
+    {"enum": ["a", "b", 1, None, True, {"x": [1]}]},
+    {"const": {"x": [1, "größer 😀"]}},
+    {"type": "string", "maxLength": 5},
+    {"type": "string", "pattern": "^[a-z]{2}-[0-9]{3}$"},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uuid"},
+    {"type": "array", "items": DIGIT, "minItems": 2, "maxItems": 4},
+    {"type": "array", "prefixItems": [DIGIT, {"type": "boolean"}], "items": False, "minItems": 2},
+    {"anyOf": [{"type": "boolean"}, {"type": "array", "items": DIGIT, "maxItems": 2}]},
+    {"allOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 5}]},
+    {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "additionalProperties": False},
+    {"type": "object", "additionalProperties": DIGIT, "maxProperties": 1},
+    {"type": ["string", "null"], "maxLength": 3},
+    {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 2},
+            "address": {"type": "object", "properties": {"zip": DIGIT}, "required": ["zip"]},
+        },
+        "required": ["name", "tags", "address"],
+        "additionalProperties": False,
+    },
+]
+SUM = 'start: e\ne: t | e "+" t\nt: /[0-9]/ | "(" e ")"'
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    config = group_config(kv={"pool_tokens": 16 * 1024})
+    with ThreadGroup(FOLDER, config, token=TOKEN) as group:
+        ranks: Any = [RealRank(group)]
+        with serve_api(FOLDER, ranks, eos_text="<|im_end|>") as api:
+            yield api
+
+
+def answers(api: Api, **fields: Any) -> list[dict[str, Any]]:
+    body = {"prompt": "JSON: ", "max_tokens": 160, "temperature": 1.0, "n": 3, "seed": 5, **fields}
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+    if "messages" in fields:
+        del body["prompt"]
+    response = api.post(path, **body)
+    assert response.status_code == 200, response.text
+    choices: list[dict[str, Any]] = response.json()["choices"]
+    return choices
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:40])
+def test_complete_answers_are_json_of_the_schema(api: Api, schema: dict[str, Any]) -> None:
+    choices = answers(api, guided_json=schema)
+    texts = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert texts
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+
+
+def schema_field(schema: object, **more: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_regex": "[a-f]{3}[0-9]{2,4}"}, "[a-f]{3}[0-9]{2,4}"),
+        ({"guided_grammar": SUM}, r"[0-9()]+(\+[0-9()]+)*"),
+        ({"guided_grammar": 'root ::= "yes" | "no" ","'}, "yes|no,"),  # llama.cpp's notation
+        ({"structured_outputs": {"regex": "a{2,5}"}}, "a{2,5}"),
+        ({"structured_outputs": {"json": json.dumps(DIGIT)}}, "[0-9]"),
+        ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, "xy"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"structured_outputs": {"json_object": True}, "max_tokens": 3}, r"\{.*"),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 3}, r"\{.*"),
+        ({"response_format": schema_field(DIGIT, strict=True)}, "[0-9]"),
+        ({"guided_json": DIGIT, "ignore_eos": True}, "[0-9]"),
+        ({"guided_regex": "a|bc", "max_tokens": 1, "logprobs": 2}, "a|bc?"),
+        ({"guided_regex": "[ab]+c", "stop": "b", "logit_bias": {"5": 100}}, "a*c?"),
+        ({"guided_regex": "[ab]{9}", "repetition_penalty": 1.5, "presence_penalty": 2}, "[ab]{9}"),
+        ({"guided_json": DIGIT, "echo": True}, "JSON: [0-9]"),
+        ({"guided_json": DIGIT, "echo": True, "max_tokens": 0}, "JSON: "),
+        ({"messages": [{"role": "user", "content": "hi"}], "guided_json": DIGIT}, "[0-9]"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_whole_answer_matches_grammar(api: Api, fields: dict[str, Any], pattern: str) -> None:
+    for choice in answers(api, **fields):
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+INNER = {"type": "object", "properties": {"a": {"items": {"anyOf": [DIGIT, {"type": "foo"}]}}}}
+BOMB = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (97, 101, 103, 107)]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_json": INNER}, "", "at /properties/a/items/anyOf/1: Invalid type: foo"),
+        ({"guided_json": {"uniqueItems": True}}, "", "uniqueItems"),
+        ({"guided_json": {"$ref": "#"}}, "", "accepts no text"),
+        ({"guided_json": {"$ref": "http://a/b"}}, "", "http://a/b"),
+        ({"guided_json": nested(70)}, "", "nested deeper than 64"),
+        ({"guided_json": "["}, "", "not valid JSON"),
+        ({"guided_json": "[" * 50_000}, "", "nested deeper than 64"),
+        ({"guided_json": {"description": "x" * 70_000}}, "", "at most 65536"),
+        ({"guided_json": BOMB}, "", "simplify it"),
+        ({"guided_regex": "(a"}, "", "unclosed group"),
+        ({"guided_regex": "(?=a)b"}, "", "look-around"),
+        ({"guided_regex": ""}, "", "empty"),
+        ({"guided_grammar": "start: b"}, "", 'unknown name: "b"'),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_json", "both given"),
+        ({"guided_regex": "a", "min_tokens": 1}, "min_tokens", "guided_regex"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "", "not supported"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "", "got 2"),
+        ({"response_format": {"type": "json_schema"}}, "", "needs json_schema"),
+        ({"response_format": schema_field({"type": "foo"})}, "", "Invalid type: foo"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_invalid_structure_is_rejected_with_field_and_place(
+    api: Api, fields: dict[str, Any], param: str, message: str
+) -> None:
+    response = api.post("/v1/completions", prompt="a", **fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == (param or next(iter(fields)))
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert answers(api, guided_regex="a", n=1)[0]["text"] == "a"
+
+
+def test_compiler_process_is_bounded_and_restarted(api: Api) -> None:
+    """The last compilation ended the process, or not: the next one works."""
+    grammars = api.app.app_state.grammars  # type: ignore[attr-defined]
+    assert answers(api, guided_regex="ab", n=1)[0]["text"] == "ab"
+    process = grammars._process
+    process.kill()
+    process.wait()
+    assert answers(api, guided_regex="abc", n=1)[0]["text"] == "abc"
+    assert grammars._process is not process
+    assert len(grammars._answers) <= grammar_compiler.MAX_CACHED
+
+
+@pytest.mark.parametrize("kind", ["attention", "prefill"])
+def test_generation_continues_behind_tokens_of_another_rank(kind: str) -> None:
+    """The rest is the same wherever the output was cut, and nothing follows its end."""
+    tokenizer = Tokenizer.load(FOLDER)
+    sampling = Sampling(max_tokens=200, seed=3, grammar=grammar_of("json", json.dumps(SCHEMAS[-2])))
+    prompt = tokenizer.encode("JSON: ")
+    with rank_of(kind, FOLDER) as (_, client):
+        fields: dict[str, Any] = {"sampling": sampling, "eos_token_ids": tokenizer.eos_token_ids}
+        whole, end = client.generated(client.submit(prompt, **fields))
+        assert end.reason == "stop"
+        jsonschema.validate(json.loads(tokenizer.decode(whole)), SCHEMAS[-2])
+        for cut in (1, len(whole) // 2, len(whole)):
+            sent = client.submit([*prompt, *whole[:cut]], generated=cut, **fields)
+            rest, again = client.generated(sent)
+            assert whole[:cut] + rest == whole
+            assert again.reason == end.reason
+            assert again.usage.completion_tokens == end.usage.completion_tokens
+
+
+def test_grammar_that_does_not_compile_ends_its_sequence_only() -> None:
+    tokenizer = Tokenizer.load(FOLDER)
+    with rank_of("attention", FOLDER) as (_, client):
+        fields: dict[str, Any] = {"eos_token_ids": tokenizer.eos_token_ids}
+        good = client.submit([1, 2], sampling=Sampling(max_tokens=4, ignore_eos=True), **fields)
+        bad = client.submit([1, 2], sampling=Sampling(grammar="start: x"), **fields)
+        cut = Sampling(grammar=grammar_of("regex", "ab"))
+        wrong = client.submit([1, 2, 9], sampling=cut, generated=1, **fields)
+        assert "unknown name" in client.failed(bad).message
+        assert client.failed(wrong).status == 400
+        assert len(client.generated(good)[0]) == 4
