@@ -39,7 +39,7 @@ from cluster.http.schemas import (
 )
 from cluster.http.structured_output import compile_structure
 from cluster.http.text import Delta, ShownToken, decode_text
-from cluster.http.tool_calls import plain_tool, requested_tools, template_tool_call
+from cluster.http.tool_calls import forced_call, plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
 from models.text.answer_format import AnswerParser, AnswerPiece
@@ -69,6 +69,12 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if options.n > app_state.http.max_batch_items:
         raise RequestError(f"n={options.n} is more than http.max_batch_items", "n")
     tools = requested_tools(body, app_state.tokenizer)
+    forced = forced_call(body, tools)
+    if forced is not None:
+        if options.structure is not None:
+            field = options.structure.field
+            raise RequestError(f"{field} and a forced tool_choice: one is enough", field)
+        options = msgspec.structs.replace(options, structure=forced.structure)
     variables = _variables(body)
     if tools:
         variables["tools"] = [plain_tool(tool) for tool in tools]
@@ -91,7 +97,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
-    new_parser = None
+    new_parser = forced.new_parser if forced else None
     if options.structure is None:  # else the whole answer is content
         prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}

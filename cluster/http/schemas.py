@@ -348,8 +348,11 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: str | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
-        Annotated[str, documented(enum=["none", "auto"])] | dict[str, Any] | None,
-        described("auto: the model decides. none: tools are left out of the prompt."),
+        Annotated[str, documented(enum=["none", "auto", "required"])] | dict[str, Any] | None,
+        described(
+            "auto: the model decides. none: tools are left out of the prompt. required, or the"
+            " object with a function's name: the answer is a call, without reasoning."
+        ),
     ] = None
     parallel_tool_calls: Annotated[
         bool | None, described("false: calls after the first are dropped.")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cluster.http.cost import MemoryAccount, decoded_bytes
-from cluster.http.errors import UnsupportedFieldError
-from cluster.http.schemas import ChatBody, Tool
+from cluster.http.schemas import ChatBody, Structure, Tool
 from contracts.errors import RequestError
+from models.text.answer_format import AnswerParser, CallListParser, NamedCallParser
 from models.text.tokenizer import Tokenizer
 
 
@@ -20,13 +22,69 @@ def requested_tools(body: ChatBody, tokenizer: Tokenizer) -> list[Tool]:
         raise RequestError("tool_choice needs tools", "tool_choice")
     if not body.tools or choice == "none":
         return []
-    if choice not in (None, "auto"):
-        raise UnsupportedFieldError(
-            f"tool_choice={choice!r} is not supported, only auto and none", "tool_choice"
-        )
     if not tokenizer.has_tools:
-        raise RequestError("this model's chat template has no tool calls: leave tools out", "tools")
+        raise RequestError("this model's chat template has no tools: leave them out", "tools")
+    if choice in (None, "auto") and not tokenizer.answer_format.has_calls:
+        raise RequestError(
+            "this model has no format of tool calls: set tool_choice to required or a tool", "tools"
+        )
     return body.tools
+
+
+class ForcedCall(NamedTuple):
+    """A structure that makes the answer a call, and the parser of such an answer."""
+
+    structure: Structure
+    new_parser: Callable[[], AnswerParser]
+
+
+def forced_call(body: ChatBody, tools: list[Tool]) -> ForcedCall | None:
+    """Return what `tool_choice` forces: nothing, one tool's arguments, or a list of calls.
+
+    Raises RequestError.
+    """
+    choice = body.tool_choice
+    if not tools or choice in (None, "auto"):
+        return None
+    if choice == "required":
+        most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
+        schema = {"type": "array", "minItems": 1, **most, **_any_call(tools)}
+        return ForcedCall(Structure("tools", "json", schema), CallListParser)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    for tool in tools:
+        if tool.function.name == name:
+            structure = Structure("tools", "json", _schema(tool))
+            return ForcedCall(structure, partial(NamedCallParser, tool.function.name))
+    raise RequestError(
+        "tool_choice: expected auto, none, required or"
+        ' {"type": "function", "function": {"name": one of the tools}}',
+        "tool_choice",
+    )
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    return {"type": "object", **(tool.function.parameters or {})}
+
+
+def _any_call(tools: list[Tool]) -> dict[str, Any]:
+    """Return the items of a list of calls. Definitions of the tools' schemas move to its root."""
+    calls, definitions = [], dict[str, Any]()
+    for tool in tools:
+        schema = _schema(tool)
+        for name, definition in schema.pop("$defs", {}).items():
+            if definitions.setdefault(name, definition) != definition:
+                raise RequestError(f"tools: $defs has two definitions of {name!r}", "tools")
+        fields = {"name": {"const": tool.function.name}, "arguments": schema}
+        calls.append(
+            {
+                "type": "object",
+                "properties": fields,
+                "required": list(fields),
+                "additionalProperties": False,
+            }
+        )
+    return {"items": {"anyOf": calls}, "$defs": definitions}
 
 
 def plain_tool(tool: Tool) -> dict[str, Any]:

@@ -68,6 +68,10 @@ class AnswerFormat(NamedTuple):
     calls: CallFormat | None
 
     @property
+    def has_calls(self) -> bool:
+        return self.is_harmony or self.calls is not None
+
+    @property
     def tags(self) -> list[str]:
         if self.is_harmony:
             return list(HARMONY_TAGS)

@@ -138,10 +138,8 @@ class Tokenizer:
 
     @property
     def has_tools(self) -> bool:
-        """Return whether a chat may have tools: the template has, and calls can be read."""
-        form = self.answer_format
-        can_call = form.is_harmony or form.calls is not None
-        return can_call and self._chat is not None and self._chat.has_tools
+        """Return whether the chat template shows tools."""
+        return self._chat is not None and self._chat.has_tools
 
     @property
     def eos_token_ids(self) -> list[int]:

@@ -57,9 +57,9 @@ def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
         # 64,150 before clients, and 1,500 for formats, tools, structured output, input files
-        Budget("product: lines", _lines(PRODUCT), 65_750),
+        Budget("product: lines", _lines(PRODUCT), 65_900),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 46_550),
+        Budget("tests: lines", _lines(("tests",)), 46_650),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_200),
         Budget("docs and README: words", _words(), 42_000),
         Budget("class names with two definitions", len(repeated_classes()), 0),

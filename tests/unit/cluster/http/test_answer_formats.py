@@ -131,7 +131,7 @@ def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
     assert f'<add a=1 b=x {text} {{"a": 1, "b": "x"}}>' in prompt
     assert prompt.startswith('{"type": "function", "function": {"name": "add"')
     assert "function" not in prompt_of(text, tools=[ADD], tool_choice="none")
-    refused(
-        api.post("/v1/chat/completions", messages=USER, tools=[ADD], tool_choice="required"),
-        *(400, "tool_choice", "not supported"),
-    )
+    other = {"type": "function", "function": {"name": "other"}}
+    for choice in ("always", {}, other):
+        fields = {"messages": USER, "tools": [ADD], "tool_choice": choice}
+        refused(api.post("/v1/chat/completions", **fields), 400, "tool_choice", "one of the tools")

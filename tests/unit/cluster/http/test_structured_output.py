@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from contracts.config import BUNDLED
 from contracts.requests import Sampling
 from models.text.grammar import grammar_of
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import Api, serve_api
+from tests.support.api_harness import Api, refused, serve_api
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config, rank_of
 from tests.unit.cluster.http.test_sampling import RealRank
@@ -68,11 +69,17 @@ SUM = 'start: e\ne: t | e "+" t\nt: /[0-9]/ | "(" e ")"'
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[Api]:
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """The bundled model with a chat template that shows tools."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FOLDER / name, folder)
+    template = "{{ (tools or []) | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     config = group_config(kv={"pool_tokens": 16 * 1024})
     with ThreadGroup(FOLDER, config, token=TOKEN) as group:
         ranks: Any = [RealRank(group)]
-        with serve_api(FOLDER, ranks, eos_text="<|im_end|>") as api:
+        with serve_api(folder, ranks, eos_text="<|im_end|>") as api:
             yield api
 
 
@@ -94,6 +101,74 @@ def test_complete_answers_are_json_of_the_schema(api: Api, schema: dict[str, Any
     assert texts
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
+
+
+POINT = {"type": "object", "properties": {"x": {"$ref": "#/$defs/digit"}}, "required": ["x"]}
+TOOLS: list[dict[str, Any]] = [
+    {"name": "move", "parameters": {**POINT, "$defs": {"digit": DIGIT}}},
+    {"name": "wait"},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "move"])
+def test_forced_answer_is_a_call_of_a_tool(api: Api, choice: str, stream: bool) -> None:
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    named = {"type": "function", "function": {"name": choice}}
+    forced = {"tools": tools, "tool_choice": choice if choice == "required" else named}
+    fields = {"messages": [{"role": "user", "content": "Go."}], **forced}
+    for seed in range(4):
+        calls = [("", "")]
+        body = {"max_tokens": 160, "temperature": 1.0, "seed": seed, **fields}
+        if stream:
+            calls, reason = _streamed_calls(api, body)
+        else:
+            (made,) = answers(api, **body, n=1)
+            found = made["message"].get("tool_calls", [])
+            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in found]
+            reason = made["finish_reason"]
+        if reason == "length":
+            continue
+        assert reason == "tool_calls"
+        for name, arguments in calls:
+            assert name in (["move"] if choice == "move" else ["move", "wait"])
+            (tool,) = [tool for tool in TOOLS if tool["name"] == name]
+            jsonschema.validate(json.loads(arguments), tool.get("parameters", {"type": "object"}))
+
+
+def _streamed_calls(api: Api, body: dict[str, Any]) -> tuple[list[tuple[str, str]], str]:
+    response = api.post("/v1/chat/completions", stream=True, **body)
+    calls, reason = [], ""
+    for line in response.text.split("\n"):
+        if not line.startswith("data: {"):
+            continue
+        (choice,) = json.loads(line[6:])["choices"]
+        reason = choice["finish_reason"] or reason
+        for call in choice["delta"].get("tool_calls", []):
+            function = call["function"]
+            if "name" in function:
+                calls.append((function["name"], function["arguments"]))
+            else:
+                calls[-1] = (calls[-1][0], calls[-1][1] + function["arguments"])
+    return calls, reason
+
+
+def test_unusable_tools_are_rejected(api: Api) -> None:
+    def tool(name: str, **schema: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    user = [{"role": "user", "content": "Go."}]
+    two = [tool("a", **{"$defs": {"d": DIGIT}}), tool("b", **{"$defs": {"d": {}}})]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"tools": two}, "two definitions of 'd'"),
+        ({"tools": [tool("a", properties={"x": {"type": "colour"}})]}, "tools: "),
+        ({"tools": two, "tool_choice": "auto"}, "no format of tool calls"),
+    ]
+    for fields, words in bad:
+        body = {"messages": user, "tool_choice": "required", **fields}
+        refused(api.post("/v1/chat/completions", **body), 400, "tools", words)
+    body = {"messages": user, "tool_choice": "required", "tools": [tool("a")], "guided_regex": "a"}
+    refused(api.post("/v1/chat/completions", **body), 400, "guided_regex", "one is enough")
 
 
 def schema_field(schema: object, **more: object) -> dict[str, Any]:
