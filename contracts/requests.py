@@ -17,7 +17,7 @@ MAX_BIASES = 1024  # entries of logit_bias
 MAX_BIAS = 100.0
 MAX_STOP_TOKENS = 128
 MAX_CHOICES = 256
-MAX_GRAMMAR_CHARACTERS = 1 << 17  # of a serialised grammar
+MAX_GRAMMAR_CHARACTERS = 1 << 19  # of a serialised grammar
 MAX_CHOICE_TOKENS = 2048  # of all choices together: a trie of some 0.6 MB per running sequence
 
 RANGES: dict[str, tuple[float, float]] = {

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from numpy.typing import NDArray
 
 from contracts.errors import RequestError
 from models.text.grammar import error_of, new_matcher
@@ -26,11 +25,17 @@ _MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 class GrammarMatchers:
-    """Compiler of one rank's grammars. on_compiled: called in its thread."""
+    """Compiler of one rank's grammars.
 
-    def __init__(self, tokenizer: LLTokenizer | None, on_compiled: Callable[[], None]) -> None:
-        """tokenizer: None if the model has none that can be used; grammars are then refused."""
+    tokenizer: None if the model has none that can be used; grammars are then refused. vocabulary:
+    the model's number of logits. on_compiled: called in the compiling thread.
+    """
+
+    def __init__(
+        self, tokenizer: LLTokenizer | None, vocabulary: int, on_compiled: Callable[[], None]
+    ) -> None:
         self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._on_compiled = on_compiled
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -64,15 +69,15 @@ class GrammarMatchers:
         matcher.consume_tokens(generated)
         return matcher
 
-    def prepare_masks(self, matchers: Sequence[GrammarMatcher]) -> Future[NDArray[np.uint8]]:
+    def prepare_masks(self, matchers: Sequence[GrammarMatcher]) -> Future[torch.Tensor]:
         """Start to make the next masks of some matchers, a row for each."""
-        masks = self._masking.submit(self._masks, [matcher.inner for matcher in matchers])
+        masks = self._masking.submit(self._forbidden, [matcher.inner for matcher in matchers])
         for row, matcher in enumerate(matchers):
             matcher.set_mask(masks, row)
         return masks
 
-    def _masks(self, matchers: list[LLMatcher]) -> NDArray[np.uint8]:
-        """Return packed masks."""
+    def _forbidden(self, matchers: list[LLMatcher]) -> torch.Tensor:
+        """Return the tokens that cannot come next, a row for each matcher."""
         assert self._tokenizer is not None
         if self._executor is None:
             self._executor = LLExecutor(_MASK_THREADS)
@@ -81,7 +86,11 @@ class GrammarMatchers:
         self._executor.unsafe_compute_mask_ptr(
             rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(rows)
         )
-        return masks.view(np.uint8)
+        # a model may have more logits than its tokenizer has tokens
+        allowed = np.unpackbits(
+            masks.view(np.uint8), axis=1, count=self._vocabulary, bitorder="little"
+        )
+        return torch.from_numpy(allowed == 0)
 
 
 class GrammarMatcher:
@@ -91,7 +100,7 @@ class GrammarMatcher:
         self.owner = owner
         self._compiled = compiled
         self._consumed = consumed  # generated tokens that the matcher has seen
-        self._masks: Future[NDArray[np.uint8]] | None = None
+        self._masks: Future[torch.Tensor] | None = None
         self._row = 0
         self._is_complete: bool | None = None
 
@@ -118,18 +127,14 @@ class GrammarMatcher:
             self._is_complete = self.inner.is_stopped() and not self.inner.is_error()
         return self._is_complete
 
-    def set_mask(self, masks: Future[NDArray[np.uint8]], row: int) -> None:
+    def set_mask(self, masks: Future[torch.Tensor], row: int) -> None:
         self._masks, self._row = masks, row
 
     def forbid(self, logits_V: torch.Tensor) -> None:
         """Mask, in place, the tokens that cannot come next. Raises RequestError."""
         masks = self._masks or self.owner.prepare_masks([self])
-        packed = masks.result()[self._row]
+        forbidden_V = masks.result()[self._row]
         error = error_of(self.inner)
         if error:
             raise RequestError(f"grammar: {error}", "grammar")
-        allowed = np.unpackbits(packed, bitorder="little")[: len(logits_V)].view(np.bool_)
-        known = len(allowed)  # a model may have more logits than its tokenizer has tokens
-        forbidden_V = torch.from_numpy(~allowed).to(logits_V.device)
-        logits_V[:known].masked_fill_(forbidden_V, -torch.inf)
-        logits_V[known:] = -torch.inf
+        logits_V.masked_fill_(forbidden_V.to(logits_V.device), -torch.inf)

@@ -2,7 +2,8 @@
 
     clients ──> admit ──> Scheduler ──> form a batch ──> Executor ──> Finisher ──> clients
 
-Threads: this one (everything with tensors), the clients' I/O, and the expert backend's transfers.
+Threads: this one (everything with tensors), the clients' I/O, the expert backend's transfers, and
+grammars.
 Observers add what differs between kinds of ranks.
 """
 
@@ -55,7 +56,7 @@ class ServingLoop(RankLoop):
         self._name = name
         self._clients, self._admission, self._block_tokens, tokenizer = intake
         self._compiled = threading.Event()  # since batches were last formed
-        self._grammars = GrammarMatchers(tokenizer, self._on_compiled)
+        self._grammars = GrammarMatchers(tokenizer, self._admission.vocabulary, self._on_compiled)
         self._watch = parts.watch
         self.executor = parts.executor
         self.finisher = parts.finisher

@@ -20,7 +20,7 @@ from models.text.grammar import grammar_of
 from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import Api, refused, serve_api
 from tests.support.fake_rank import TOKEN
-from tests.support.group_harness import ThreadGroup, group_config, rank_of
+from tests.support.group_harness import ThreadGroup, group_config, loop_of, rank_of
 from tests.unit.cluster.http.test_sampling import RealRank
 
 pytestmark = pytest.mark.long
@@ -292,3 +292,21 @@ def test_grammar_that_does_not_compile_ends_its_sequence_only() -> None:
         assert "unknown name" in client.failed(bad).message
         assert client.failed(wrong).status == 400
         assert len(client.generated(good)[0]) == 4
+
+
+def test_preempted_sequences_continue_in_their_grammar() -> None:
+    tokenizer = Tokenizer.load(FOLDER)
+    grammar = grammar_of("regex", "([a-z]{2,9} ){40}")
+    config = group_config(kv={"pool_tokens": 16 * 16})
+    with ThreadGroup(FOLDER, config) as group, group.client() as client:
+        sent = [
+            client.submit(
+                tokenizer.encode("Words:"),
+                sampling=Sampling(max_tokens=200, seed=seed, grammar=grammar),
+                eos_token_ids=tokenizer.eos_token_ids,
+            )
+            for seed in range(6)
+        ]
+        texts = [tokenizer.decode(client.generated(each)[0]) for each in sent]
+        assert loop_of(group.attention[0]).scheduler.requeued_total > 0
+    assert all(re.fullmatch("([a-z]{2,9} ){40}", text) for text in texts), texts
