@@ -36,7 +36,7 @@ from cluster.http.responses import (
     sse,
 )
 from cluster.http.schemas import GenerationBody, GenerationOptions
-from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken
+from cluster.http.text import SLICE_TOKENS, Delta, SequenceText, ShownToken, mark_special
 from contracts.messages import Scored, Submit, TokenLogprob
 from contracts.metrics import Pipeline
 from contracts.requests import Sampling, Usage
@@ -251,6 +251,12 @@ class _Run:
         self._ctx = ctx
         self._job = job
         self._formatter = formatter
+        self._stops, self._markers = job.options.stops, dict[int, str]()
+        if job.options.stops:
+            tokenizer = app_state.tokenizer
+            shown = tokenizer.tag_texts if job.new_parser else {}
+            hidden = {i: text for i, text in tokenizer.special_texts.items() if i not in shown}
+            self._stops, self._markers = mark_special(job.options.stops, hidden)
         self._usages: dict[int, Usage] = {}
 
     def _header(self, kind: str) -> dict[str, Any]:
@@ -313,7 +319,8 @@ class _Run:
         text = SequenceText(
             app_state.tokenizer,
             prompt_ids=submit.token_ids,
-            stops=self._job.options.stops,
+            stops=self._stops,
+            markers=self._markers,
             stops_after=submit.sampling.min_tokens if submit.sampling else 0,
             hidden_ids=submit.end_token_ids,
             lists_hidden=self._job.lists_eos,

@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -68,7 +69,7 @@ class StopStrings:
 
 def mark_special(
     stops: Sequence[str], special_texts: Mapping[int, str]
-) -> tuple[list[str], dict[int, str]]:
+) -> tuple[tuple[str, ...], dict[int, str]]:
     """Return stop strings that also match special tokens, and a marker for each such token.
 
     A special token has no text in an answer: its marker takes its place while stops are searched.
@@ -78,7 +79,7 @@ def mark_special(
         if any(text in stop for stop in marked):
             markers[token_id] = chr(FIRST_MARKER + len(markers))
             marked = [stop.replace(text, markers[token_id]) for stop in marked]
-    return list(dict.fromkeys([*stops, *marked])), markers
+    return tuple(dict.fromkeys([*stops, *marked])), markers
 
 
 class ShownToken(msgspec.Struct, frozen=True):
@@ -103,8 +104,8 @@ class SequenceText:
     A token is listed with the text that it begins. Tokens that a stop string cuts off are not
     listed but count in `usage`. Tokens of hidden_ids add no text; they are listed with empty text
     if lists_hidden. A stop string that one of the first `stops_after` tokens completes is plain
-    text. A stop string may contain the text of special tokens, which add no text; with shows_tags
-    those of the model's answer format do.
+    text. stops, markers: from `mark_special`. Special tokens add no text; with shows_tags those of
+    the model's answer format do.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class SequenceText:
         *,
         prompt_ids: Sequence[int],
         stops: Sequence[str] = (),
+        markers: Mapping[int, str] = MappingProxyType({}),
         stops_after: int = 0,
         hidden_ids: Collection[int] = (),
         lists_hidden: bool = False,
@@ -120,11 +122,8 @@ class SequenceText:
     ) -> None:
         self._detokenizer = tokenizer.detokenizer(after=prompt_ids)
         self._tags = tokenizer.tag_texts if shows_tags else {}
-        self._markers: dict[int, str] = {}
-        if stops:
-            hidden = {i: t for i, t in tokenizer.special_texts.items() if i not in self._tags}
-            stops, self._markers = mark_special(stops, hidden)
-        self._unmarked = dict.fromkeys(map(ord, self._markers.values()))
+        self._markers = markers
+        self._unmarked = dict.fromkeys(map(ord, markers.values()))
         self._stops = StopStrings(stops)
         self._stops_after = stops_after
         self._hidden_ids = frozenset(hidden_ids)
