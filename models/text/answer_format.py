@@ -117,7 +117,7 @@ class TagScanner:
     """Splits text at tags. A text that may begin a tag is held back."""
 
     def __init__(self, tags: Sequence[str]) -> None:
-        self._tags = {tag: tag for tag in tags}
+        self._tags = tuple(tags)
         self._pattern = re.compile("|".join(map(re.escape, sorted(tags, key=len, reverse=True))))
         self._held = ""
 
@@ -129,8 +129,9 @@ class TagScanner:
                 yield buffer[start : match.start()], False
             yield match[0], True
             start = match.end()
-        keep = max(partial_match(buffer[start:], tag) for tag in self._tags)
-        shown, self._held = buffer[start : len(buffer) - keep], buffer[len(buffer) - keep :]
+        rest = buffer[start:]
+        keep = max(partial_match(rest, tag) for tag in self._tags)
+        shown, self._held = rest[: len(rest) - keep], rest[len(rest) - keep :]
         if shown:
             yield shown, False
 

@@ -97,10 +97,10 @@ def _add_tokens(
         token.special = token.special or token.content in marked
     backend.add_tokens(tokens)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [text for text in (*named, *more) if text not in known]
     backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in special.values()]
+        [AddedToken(text, special=True, normalized=False) for text in missing]
     )
-    backend.add_special_tokens([text for text in (*named, *more) if text not in known])
 
 
 def _named_tokens(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]]:
