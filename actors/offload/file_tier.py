@@ -17,7 +17,6 @@ import mmap
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +35,7 @@ from actors.offload.tier_process import (
     staging_at,
 )
 from contracts.errors import ChannelError
+from contracts.import_path import module_command
 from contracts.logs import event
 from contracts.machine import available_bytes
 from models.experts.expert_format import CompletedRead, ExpertFormat, SlotMemory
@@ -197,7 +197,6 @@ def _ranges(sizes: Sequence[int], first: int, last: int) -> list[_TensorSlice]:
 
 ENTRIES: Final = 16  # concurrent reads
 _END_S: Final = 2.0
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class FileTier:
@@ -227,10 +226,9 @@ class FileTier:
         descriptors = (memory, file.descriptor, bell, done)
         arguments = [*descriptors, ENTRIES, self._part_bytes]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actors.offload.tier_process", *map(str, arguments)],
+            [*module_command("actors.offload.tier_process"), *map(str, arguments)],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            cwd=_ROOT,
             start_new_session=True,  # the worker handles terminal interrupts
         )
         os.close(memory)

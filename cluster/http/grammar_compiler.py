@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Final
 
 import msgspec
 
+from contracts.import_path import module_command
 from models.text.grammar import CompileAnswer, CompileRequest, CompilerSetup
 from models.text.tokenizer import Tokenizer
 
@@ -20,7 +18,6 @@ TIMEOUT_S = 2.0
 MEMORY_BYTES = 128 << 20
 MAX_CACHED = 128  # answers of at most MAX_GRAMMAR_CHARACTERS each
 _ANSWER = msgspec.json.Decoder(CompileAnswer)
-_ROOT: Final = Path(__file__).resolve().parents[2]
 
 
 class GrammarCompiler:
@@ -84,11 +81,10 @@ class GrammarCompiler:
         """Return the process. Starts it if there is none."""
         if self._process is None or self._process.poll() is not None:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "models.text.grammar_process"],
+                module_command("models.text.grammar_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                cwd=_ROOT,
                 start_new_session=True,
             )
             assert process.stdin is not None
