@@ -45,7 +45,7 @@ from cluster.http.schemas import (
     TokenizeBody,
     UnsupportedFields,
 )
-from cluster.http.structured_output import checked_choices, requested_structure
+from cluster.http.structured_output import check_ends, checked_choices, requested_structure
 from contracts.errors import ClientGoneError, RequestError, TooLongError, UnknownModelError
 from contracts.json_input import wrong_field
 from contracts.logs import event
@@ -300,12 +300,7 @@ def check_options(
     options = body.stream_options
     sampling = _sampling(body, logprobs, model)
     structure = requested_structure(body)
-    if sampling.min_tokens and structure is not None:
-        raise RequestError(
-            f"min_tokens={sampling.min_tokens}: {structure.field} determines where the answer ends;"
-            " leave min_tokens out",
-            "min_tokens",
-        )
+    check_ends(sampling, structure)
     return GenerationOptions(
         sampling=sampling,
         max_tokens=body.max_tokens,

@@ -37,7 +37,7 @@ from cluster.http.schemas import (
     GenerationOptions,
     TokenizeBody,
 )
-from cluster.http.structured_output import compile_structure
+from cluster.http.structured_output import check_ends, compile_structure
 from cluster.http.text import Delta, ShownToken, decode_text
 from cluster.http.tool_calls import forced_call, plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
@@ -74,6 +74,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         if options.structure is not None:
             field = options.structure.field
             raise RequestError(f"{field} and a forced tool_choice: one is enough", field)
+        check_ends(options.sampling, forced.structure)
         options = msgspec.structs.replace(options, structure=forced.structure)
     variables = _variables(body)
     if tools:

@@ -28,6 +28,7 @@ from cluster.http.schemas import (
     StructuredOutputs,
 )
 from contracts.errors import RequestError
+from contracts.requests import Sampling
 from models.text.grammar import CompileRequest
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -89,6 +90,16 @@ def _from_format(given: ResponseFormat) -> Structure:
     if given.json_schema is None:
         raise RequestError(f"{name}: type json_schema needs json_schema", name)
     return Structure(name, "json", given.json_schema.schema)
+
+
+def check_ends(sampling: Sampling, structure: Structure | None) -> None:
+    """Raise RequestError for min_tokens with a structure, which ends the answer itself."""
+    if sampling.min_tokens and structure is not None:
+        raise RequestError(
+            f"min_tokens={sampling.min_tokens}: {structure.field} determines where the answer ends;"
+            " leave min_tokens out",
+            "min_tokens",
+        )
 
 
 def checked_choices(structure: Structure | None) -> tuple[str, ...] | None:

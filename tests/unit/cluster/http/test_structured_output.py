@@ -169,6 +169,8 @@ def test_unusable_tools_are_rejected(api: Api) -> None:
         refused(api.post("/v1/chat/completions", **body), 400, "tools", words)
     body = {"messages": user, "tool_choice": "required", "tools": [tool("a")], "guided_regex": "a"}
     refused(api.post("/v1/chat/completions", **body), 400, "guided_regex", "one is enough")
+    body = {"messages": user, "tool_choice": "required", "tools": [tool("a")], "min_tokens": 1}
+    refused(api.post("/v1/chat/completions", **body), 400, "min_tokens", "leave min_tokens out")
 
 
 def schema_field(schema: object, **more: object) -> dict[str, Any]:
