@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
-from cluster.http import response_types
+from cluster.http import batches, response_types
 from cluster.http.admin import (
     PlainEndpoint,
     get_scale,
@@ -25,6 +25,7 @@ from cluster.http.admin import (
     version,
 )
 from cluster.http.authenticator import Authenticator
+from cluster.http.batch_types import BatchService
 from cluster.http.chat import chat_completions, detokenize, tokenize
 from cluster.http.classification import classify, score
 from cluster.http.completions import completions
@@ -46,7 +47,7 @@ from cluster.http.schemas import ModelInfo
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
 from contracts.clock import Clock, monotonic_s
-from contracts.config import HttpConfig, LimitsConfig
+from contracts.config import BatchConfig, HttpConfig, LimitsConfig
 from contracts.errors import NotReadyError, TandemError, UnknownModelError
 from contracts.logs import event
 from contracts.metrics import RequestOutcome
@@ -68,6 +69,8 @@ def build_app(
     ranks: FetchRankStatus | None = None,
     tracing: TraceSource | None = None,
     scale: ScaleRanks | None = None,
+    batch_service: BatchService | None = None,
+    batch: BatchConfig = BatchConfig(),  # noqa: B008  (frozen)
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     logs_prompts: bool = False,
@@ -75,6 +78,7 @@ def build_app(
 ) -> App:
     """Return the application in front of `backend`.
 
+    batch_service: keeper of files and batches; None: 503.
     rank_metrics, ranks, tracing, scale: access to the ranks' metrics, state, traces and number.
     share_between_keys: see `KvConfig`.
     logs_prompts: log.prompts.
@@ -111,6 +115,8 @@ def build_app(
         trace=tracing,
         scale=scale,
         logs_prompts=logs_prompts,
+        batches=batch_service,
+        batch=batch,
     )
     return App(app_state)
 
@@ -166,7 +172,19 @@ class App(Starlette):
             ("/v1/models/{name:path}", _one_model),
         ):
             self.add_route(path, _simple(self.app_state, plain), methods=["GET"])
-        self.add_route("/scale", _simple(self.app_state, start_scale), methods=["POST"])
+        for method, path, plain in (
+            ("POST", "/scale", start_scale),
+            ("GET", "/v1/files", batches.list_files),
+            ("POST", "/v1/files", batches.upload_file),
+            ("GET", "/v1/files/{id}", batches.get_file),
+            ("DELETE", "/v1/files/{id}", batches.delete_file),
+            ("GET", "/v1/files/{id}/content", batches.file_content),
+            ("GET", "/v1/batches", batches.list_batches),
+            ("POST", "/v1/batches", batches.create_batch),
+            ("GET", "/v1/batches/{id}", batches.get_batch),
+            ("POST", "/v1/batches/{id}/cancel", batches.cancel_batch),
+        ):
+            self.add_route(path, _simple(self.app_state, plain), methods=[method])
 
     def build_middleware_stack(self) -> ASGIApp:
         others = super().build_middleware_stack()
@@ -212,15 +230,10 @@ class _MeteredEndpoint:
         event(log, name, logging.ERROR, error, is_private=True, **fields)
 
     async def _respond(self, ctx: RequestContext, request: Request) -> Response:
-        app_state, authenticator = self._app_state, self._app_state.authenticator
+        app_state = self._app_state
         outcome = RequestOutcome.ERROR
         try:
-            key = authenticator.check(request)
-            ctx.caller = authenticator.caller(key, ctx.request_id)
-            app_state.drainer.check()
-            ctx.admit(authenticator.quota(key))
-            ctx.set_priority(authenticator.priority(key))
-            ctx.is_priority_fixed = authenticator.has_fixed_priority(key)
+            ctx.authorize(request)
             response = await self._endpoint(app_state, ctx, request)
             outcome = RequestOutcome.OK
         except TandemError as error:

@@ -22,6 +22,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from cluster.http.authenticator import with_cache_salt
+from cluster.http.batch_types import BatchBody
 from cluster.http.cost import MemoryAccount, decoded_bytes
 from cluster.http.errors import (
     BodyTooLargeError,
@@ -61,6 +62,7 @@ log = logging.getLogger("tandem.prompts")
 MAX_SHOWN_CHARACTERS = 64
 MAX_LOGGED_BYTES = 16 << 10
 _KINDS = (
+    BatchBody,
     ChatBody,
     ClassifyBody,
     CompletionBody,

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.types import Receive
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.http.authenticator import Authenticator, KeyQuota
+from cluster.http.batch_types import BatchService
 from cluster.http.cost import TOKEN_BYTES, Bounds, MemoryBudget
 from cluster.http.errors import BodyTimeoutError
 from cluster.http.grammar_compiler import GrammarCompiler
@@ -21,7 +23,7 @@ from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
 from contracts import metrics
 from contracts.clock import Clock
-from contracts.config import HttpConfig
+from contracts.config import BatchConfig, HttpConfig
 from contracts.errors import (
     ClientGoneError,
     ForbiddenError,
@@ -40,10 +42,12 @@ POLL_PERIOD_S = 0.05
 
 
 Result = TypeVar("Result")
+MAX_UPLOADS = 8  # of files, at a time
 MAX_RECENT_REQUESTS = 4096  # for traces
 # In scope["state"], set by our HTTP server: call it with a callback for the client's disconnect,
 # or with None to reset it. On other servers a task waits for the disconnect, which is slower.
 WATCH = "watch"
+CALLER = "caller"  # in scope["state"], set by this process's own requests (`RowClient`)
 
 
 class DrainController:
@@ -93,6 +97,7 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
 
     rank_metrics: returns the ranks' metrics in Prometheus text format.
     ranks, trace, scale: access to the ranks' state, traces and number.
+    uploads: limits simultaneous uploads of files.
     active_requests: requests under way.
     recent_requests: the latest completed requests, for traces.
     """
@@ -113,6 +118,11 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSource | None = None
     scale: ScaleRanks | None = None
     logs_prompts: bool = False
+    batches: BatchService | None = None
+    batch: BatchConfig = BatchConfig()
+    uploads: asyncio.Semaphore = msgspec.field(
+        default_factory=lambda: asyncio.Semaphore(MAX_UPLOADS)
+    )
     active_requests: set[RequestContext] = msgspec.field(default_factory=set)
     drainer: DrainController = msgspec.field(default_factory=DrainController)
     recent_requests: deque[RequestSpan] = msgspec.field(
@@ -194,12 +204,26 @@ class RequestContext:
         self._is_counted = True
         app_state.active_requests.add(self)
 
-    def admit(self, quota: KeyQuota | None) -> None:
-        """Count the request against its key's quota; None: unlimited. Raises RateLimitError."""
-        self._quota = quota
-        if quota is not None:
-            quota.acquire()
+    def authorize(self, request: Request) -> None:
+        """Set caller and priority by the request's key, and count it against the key's quota.
+
+        Raises UnauthorizedError, NotReadyError while draining, or RateLimitError.
+        """
+        if (caller := request.scope["state"].get(CALLER)) is not None:
+            self.caller = caller
+            self.set_priority(Priority.BE)
+            self.is_priority_fixed = True
+            return
+        authenticator = self._app_state.authenticator
+        key = authenticator.check(request)
+        self.caller = authenticator.caller(key, self.request_id)
+        self._app_state.drainer.check()
+        self._quota = authenticator.quota(key)
+        if self._quota is not None:
+            self._quota.acquire()
             self._is_admitted = True
+        self.set_priority(authenticator.priority(key))
+        self.is_priority_fixed = authenticator.has_fixed_priority(key)
 
     def rate_limit_headers(self) -> dict[str, str]:
         return {} if self._quota is None else self._quota.headers()

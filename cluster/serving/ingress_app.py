@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
+import msgspec
 from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
 from actors.planning.planner_inputs import shape_of
 from actors.telemetry.telemetry import Telemetry
-from cluster.fleet.codec import Directory
+from cluster.fleet.codec import Directory, decode_directory
 from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
+from cluster.http.batch_types import BatchService
 from cluster.http.request_context import TraceSource
 from cluster.http.schemas import ModelInfo
 from cluster.routing.least_work_placer import LeastWorkPlacer
@@ -114,11 +116,37 @@ def pipelines(
     return Pipelines(generating, prefilling)
 
 
+async def build_row_app(
+    config: TandemConfig,
+    directory: Callable[[dict[str, str]], Awaitable[bytes]],
+    telemetry: Telemetry | None = None,
+) -> App:
+    """Return an application for `RowClient`, connected to the available ranks.
+
+    directory: replaces suspects and returns the addresses. Raises TandemError.
+    """
+
+    async def find(suspects: dict[str, str]) -> dict[str, str]:
+        found = decode_directory(await directory(suspects))
+        return found.client_addresses | found.prefill_addresses
+
+    model, tokenizer = await asyncio.to_thread(served_model, config)
+    backend = pipelines(config, decode_directory(await directory({})), find)
+    backend.start()
+    await backend.wait_serving(RANK_WAIT_S)
+    freeze_heap()
+    http = msgspec.structs.replace(config.http, access_log=False)
+    app = build_app(backend, tokenizer, model, http, telemetry=telemetry, limits=config.limits)
+    app.app_state.grammars.start()
+    return app
+
+
 async def build_ingress_app(
     config: TandemConfig,
     directory: Directory,
     groups_client: GroupsClient,
     find: FindRanks,
+    batches: BatchService | None = None,
     telemetry: Telemetry | None = None,
 ) -> App:
     """Return the application, connected to the available ranks. It disconnects on shutdown."""
@@ -139,6 +167,8 @@ async def build_ingress_app(
         ranks=launcher.status,
         tracing=TraceSource(launcher.trace, launcher.offset),
         scale=launcher.scale,
+        batch_service=batches,
+        batch=config.batch,
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
         logs_prompts=config.log.prompts,

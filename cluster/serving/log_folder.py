@@ -38,7 +38,7 @@ def log_folder(config: TandemConfig, environment: Mapping[str, str]) -> Iterator
     cannot be written.
     """
     name = time.strftime("%Y%m%d-%H%M%S", time.gmtime()) + f"-{secrets.token_hex(3)}"
-    parent = _default(environment) / config.serve.name
+    parent = state_folder(environment) / config.serve.name
     if config.log.folder is not None:
         parent = Path(config.log.folder)
     folder = parent / name
@@ -78,7 +78,8 @@ def _copy_end(path: Path, to: Path) -> None:
         target.write(source.read(MAX_RAY_FILE_BYTES))
 
 
-def _default(environment: Mapping[str, str]) -> Path:
+def state_folder(environment: Mapping[str, str]) -> Path:
+    """Return the user's folder of files that outlive a run."""
     state = environment.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path("/", state, "tandem")  # below "/~", which cannot be written, without a home
 

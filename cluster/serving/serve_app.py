@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
+import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from actors.channels.loop_watchdog import EventLoopWatchdog
 from actors.telemetry.telemetry import Telemetry
+from cluster.batch.store import has_unfinished
 from cluster.fleet.adoption import adopt, kill_orphans
 from cluster.fleet.codec import (
     decode_config,
@@ -41,7 +45,9 @@ from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.tracing import TraceLock
 from cluster.http.admin import FIRST_RANK_PID
 from cluster.http.app import App
+from cluster.http.batch_types import BatchService
 from cluster.http.server import HttpServer
+from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
 from cluster.serving.launcher import GroupsClient
 from cluster.serving.shutdown import wait_idle
@@ -80,9 +86,14 @@ class Groups:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._tracing = TraceLock(monotonic_s)
         self._is_closed = False
+        self._batches: Any | None = None
+        self._starting = threading.Lock()
         if application is None:
             application = serve.get_replica_context().app_name
         self._application = application
+        if application:  # under `serve run` not that of the configuration
+            named = msgspec.structs.replace(self._config.serve, name=application)
+            self._config = msgspec.structs.replace(self._config, serve=named)
         self._launch = self._threads.submit(self._run)
 
     def _run(self) -> Fleet:
@@ -91,11 +102,13 @@ class Groups:
         if not self._application:
             return launch(self._config, folder)
         store = FleetStore(self._application, self._launch_id, self._config)
-        adopted = adopt(self._config, folder, store)
-        if adopted is None:
-            return launch(self._config, folder, store)
-        self._launcher_waits, self._ingress_listens = False, True
-        return adopted
+        fleet = adopt(self._config, folder, store)
+        if fleet is None:
+            fleet = launch(self._config, folder, store)
+        else:
+            self._launcher_waits, self._ingress_listens = False, True
+        self._threads.submit(self._continue_batches)
+        return fleet
 
     async def _fleet(self) -> Fleet:
         return await asyncio.wrap_future(self._launch)
@@ -187,6 +200,21 @@ class Groups:
             return
         if self._launch.exception() is None and (reason := self._launch.result().beyond_repair):
             raise LaunchError(reason)
+
+    async def batches(self) -> Any:
+        """Return the handle of the batch service's actor, started by the first call."""
+        await self._fleet()
+        return self._batch_actor()
+
+    def _batch_actor(self) -> Any:
+        with self._starting:
+            if self._batches is None:
+                self._batches = start_batch_actor(self._config, ON_HEAD)
+            return self._batches
+
+    def _continue_batches(self) -> None:
+        if has_unfinished(batch_store(self._config)[0]):
+            self._batch_actor().start.remote()
 
     async def status(self) -> list[RankStatus]:
         fleet = await self._fleet()
@@ -306,6 +334,7 @@ class Ingress:
                 self._rank_metrics, self._rank_status, self._rank_trace, self._clock, self._scale
             ),
             self._addresses,
+            cast("BatchService", BatchClient(self._batch_actor)),
             telemetry,
         )
         name = f"ingress-{serve.get_replica_context().replica_id.unique_id}"
@@ -338,6 +367,9 @@ class Ingress:
         if self._token in (b"", found.token):
             self._found = found.client_addresses | found.prefill_addresses
         return self._found
+
+    async def _batch_actor(self) -> Any:
+        return await self._groups.batches.remote()
 
     async def _rank_metrics(self) -> list[str]:
         texts: list[str] = await self._groups.metrics.remote()

@@ -4,6 +4,7 @@ msgspec checks the bounds of fields when it decodes; `__post_init__` checks rule
 string below a field is its meaning, with the unit, in `tandem config` and docs/configuration.md.
 """
 
+from contracts.config.batch import BatchConfig
 from contracts.config.channel import SPIN_S, ChannelConfig
 from contracts.config.experts import ExpertsConfig
 from contracts.config.groups import GroupsConfig
@@ -29,6 +30,7 @@ __all__ = [
     "LOOPBACK",
     "SCALABLE",
     "SPIN_S",
+    "BatchConfig",
     "ChannelConfig",
     "ExpertsConfig",
     "GroupsConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contracts.config.batch import BatchConfig
 from contracts.config.channel import ChannelConfig
 from contracts.config.experts import ExpertsConfig
 from contracts.config.groups import GroupsConfig
@@ -39,6 +40,7 @@ class TandemConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     serve: ServeConfig = ServeConfig()
     http: HttpConfig = HttpConfig()
     limits: LimitsConfig = LimitsConfig()
+    batch: BatchConfig = BatchConfig()
     log: LogConfig = LogConfig()
     metrics: MetricsConfig = MetricsConfig()
     trace: TraceConfig = TraceConfig()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 import msgspec
 
+from cluster.batch.lines import sync
 from cluster.tools.bulk.records import RowOutcome
 from cluster.tools.bulk.windows import Window
 from contracts.errors import JobError
@@ -57,12 +58,6 @@ def write_whole(path: Path, body: bytes) -> None:
         sync(file)
     partial.replace(path)
     _sync_folder(path.parent)
-
-
-def sync(file: BinaryIO) -> None:
-    """Flush the file to the disk."""
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from cluster.batch.lines import sync
 from cluster.tools.bulk.journal import (
     Committed,
     Journal,
     input_changed,
-    sync,
     whole_lines,
     write_whole,
 )

@@ -11,12 +11,12 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 
+from cluster.batch.lines import BYTE_ORDER_MARK, MAX_LINE_BYTES, READ_BYTES, split_lines
 from cluster.tools.bulk.records import Fields, InputRecord, Reject, parse_record
 from contracts.errors import ConfigError
 
-READ_BYTES = 1 << 20
-MAX_LINE_BYTES = 16 << 20
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_CSV_ROW_CHARACTERS = 8 << 20
+BATCH_ROWS = 4096
 
 
 class LineReader:
@@ -58,30 +58,6 @@ class LineReader:
         if not isinstance(values, dict):
             return Reject(place, place, f"expected a JSON object, got {type(values).__name__}")
         return parse_record(self._fields, place, values)
-
-
-def split_lines(read: Callable[[int], bytes]) -> Iterator[bytes | None]:
-    """Yield lines without their end; None for a line that is too long."""
-    rest = b""
-    too_long = False
-    first = True
-    while data := read(READ_BYTES):
-        if first:
-            data = data.removeprefix(_BYTE_ORDER_MARK)
-            first = False
-        head, *lines = data.split(b"\n")
-        rest += head
-        for line in lines:
-            yield None if too_long or len(rest) > MAX_LINE_BYTES else rest
-            rest, too_long = line, False
-        if len(rest) > MAX_LINE_BYTES:
-            rest, too_long = b"", True
-    if rest or too_long:
-        yield None if too_long else rest
-
-
-MAX_CSV_ROW_CHARACTERS = 8 << 20
-BATCH_ROWS = 4096
 
 
 class CsvReader:
@@ -179,7 +155,7 @@ class _CsvLines:
         if not data:
             raise StopIteration
         if not self._has_started:
-            data = data.removeprefix(_BYTE_ORDER_MARK)
+            data = data.removeprefix(BYTE_ORDER_MARK)
             self._has_started = True
         is_last = len(data) == len(self._rest)
         lines = data.splitlines(keepends=True)

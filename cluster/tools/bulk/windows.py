@@ -6,58 +6,10 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
+from cluster.batch.lines import SeenIds
 from cluster.classification.classify import ClassifyTask, render_prompt
-from cluster.tools.bulk.records import InputRecord, InputRow, Reject, RowId
-
-Hashes = NDArray[np.uint64]
-
-
-class SeenIds:
-    """Hashes of all ids so far, 64 bits each, in sorted runs of decreasing length.
-
-    Needs 8 bytes an id, 16 while runs merge. Ids with equal hashes count as duplicates: the
-    probability of any is 3e-6 among 10 million ids, 3 % among 1e9.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[Hashes] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(run.nbytes for run in self._runs)
-
-    def add(self, ids: Sequence[RowId]) -> list[bool]:
-        """Return for each id whether it is new, also within `ids`."""
-        if not ids:
-            return []
-        hashes = np.fromiter(map(_hash, ids), np.uint64, len(ids))
-        unique, first = np.unique(hashes, return_index=True)
-        known = np.zeros(len(unique), bool)
-        for run in self._runs:
-            at = np.minimum(np.searchsorted(run, unique), len(run) - 1)
-            known |= run[at] == unique
-        is_new = np.zeros(len(ids), bool)
-        is_new[first[~known]] = True
-        self._insert(unique[~known])
-        return list(map(bool, is_new))
-
-    def _insert(self, run: Hashes) -> None:
-        if not len(run):
-            return
-        while self._runs and len(self._runs[-1]) < 2 * len(run):
-            run = np.concatenate([self._runs.pop(), run])
-            run.sort(kind="stable")
-        self._runs.append(run)
-
-
-def _hash(row_id: RowId) -> int:
-    """Hash an id; the string "1" and the number 1 differ."""
-    digest = hashlib.blake2b(msgspec.json.encode(row_id), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
+from cluster.tools.bulk.records import InputRecord, InputRow, Reject
 
 DUPLICATE = "duplicate id: only its first row is answered"
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.batch.lines import split_lines
 from cluster.tools.bulk import readers
-from cluster.tools.bulk.readers import split_lines
 from cluster.tools.bulk.records import Fields, InputRecord, InputRow, Reject
 from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
 from contracts.errors import ConfigError

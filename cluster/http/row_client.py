@@ -1,0 +1,139 @@
+"""Requests of this process to its own application: rows of batches and of bulk jobs.
+
+They pass the same checks as requests of clients and get the same answers. They need no key: their
+caller is known. All are best effort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.types import Message, Scope
+
+from cluster.http.app import App
+from cluster.http.errors import error_body
+from cluster.http.request_context import CALLER, WATCH
+from cluster.http.request_log import REQUEST_ID
+from contracts.clock import Clock, monotonic_s
+from contracts.errors import NotReadyError, OverloadError, RequestError, RequestTimeoutError
+from contracts.requests import Caller
+
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
+MIN_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+MAX_FAILURES = 3  # of a row: lost ranks, timeouts, errors of the server
+_BUSY = frozenset({OverloadError.status, NotReadyError.status})
+_HEADERS = [(b"content-type", b"application/json")]
+
+
+class RowReply(NamedTuple):
+    """body: JSON, of an answer or an error. attempts: how often the row was sent."""
+
+    status: int
+    body: bytes
+    attempts: int = 1
+
+    @property
+    def error(self) -> str:
+        """Return the message of an error reply."""
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(self.body, type=_ErrorReply).error.message
+        return f"status {self.status}"
+
+
+class _Message(msgspec.Struct):
+    message: str
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _Message
+
+
+class _StreamField(msgspec.Struct):
+    stream: Any = None
+
+
+_decode_stream = msgspec.json.Decoder(_StreamField).decode
+
+
+class RowClient:
+    """Client of `app`, on its event loop."""
+
+    def __init__(self, app: App, clock: Clock = monotonic_s) -> None:
+        self._endpoints = {path: app.pipelines[path] for path in ENDPOINTS}
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self.last_answer_s = clock()
+
+    async def answer(
+        self, path: str, body: bytes, caller: Caller, unavailable_s: float | None = None
+    ) -> RowReply:
+        """Send a row until it is answered or has failed `MAX_FAILURES` times.
+
+        A busy server does not count as a failure; its reply is returned once no row has been
+        answered for unavailable_s. None: retried without end.
+        """
+        if _is_stream(body):
+            refused = RequestError("stream: not supported here: leave it out", "stream")
+            return RowReply(refused.status, msgspec.json.encode(error_body(refused)))
+        pause_s, failures = MIN_PAUSE_S, 0
+        for attempts in itertools.count(1):
+            status, text = await self._post(path, body, caller)
+            if status < 500 and status not in _BUSY:
+                self.last_answer_s = self._clock()
+                return RowReply(status, text, attempts)
+            failures += status not in _BUSY
+            silent_s = self._clock() - self.last_answer_s
+            is_given_up = unavailable_s is not None and silent_s > unavailable_s
+            if failures >= MAX_FAILURES or is_given_up:
+                return RowReply(status, text, attempts)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        raise AssertionError("endless")
+
+    async def _post(self, path: str, body: bytes, caller: Caller) -> tuple[int, bytes]:
+        status, parts = RequestTimeoutError.status, list[bytes]()
+        is_read = False
+
+        async def receive() -> Message:
+            nonlocal is_read
+            if is_read:
+                await asyncio.Event().wait()  # this client never disconnects
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        caller = msgspec.structs.replace(caller, request=next(self._numbers))
+        state = {REQUEST_ID: caller.name, CALLER: caller, WATCH: _watch_nothing}
+        scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": _HEADERS,
+            "state": state,
+        }
+        await self._endpoints[path](scope, receive, send)
+        return status, b"".join(parts)
+
+
+def _watch_nothing(release: Callable[[], None] | None) -> None:
+    pass
+
+
+def _is_stream(body: bytes) -> bool:
+    try:
+        return bool(_decode_stream(body).stream)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # reported by the endpoint
