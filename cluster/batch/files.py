@@ -17,7 +17,7 @@ from cluster.http.batch_types import (
     DeletedFile,
     FileList,
     FileObject,
-    Owner,
+    FileOwner,
     PageQuery,
     StorageError,
     UnknownObjectError,
@@ -32,7 +32,7 @@ ABANDONED_UPLOAD_S = 600.0
 class _Upload:
     """A file that is being uploaded."""
 
-    def __init__(self, owner: Owner, path: Path) -> None:
+    def __init__(self, owner: FileOwner, path: Path) -> None:
         self.owner, self.path = owner, path
         self.file: BinaryIO = path.open("wb")
         self.size = 0
@@ -51,7 +51,7 @@ class Files:
         records = await asyncio.to_thread(self._store.files)
         self._files = {record.file.id: record for record in records}
 
-    async def begin_upload(self, owner: Owner) -> str:
+    async def begin_upload(self, owner: FileOwner) -> str:
         used = sum(r.file.bytes for r in self._files.values() if r.tenant == owner.tenant)
         if used >= self._config.key_bytes:
             raise TooCostlyError(
@@ -124,7 +124,7 @@ class Files:
         await asyncio.to_thread(self._store.save_file, record, content)
         self._files[record.file.id] = record
 
-    async def list_files(self, owner: Owner, query: PageQuery) -> FileList:
+    async def list_files(self, owner: FileOwner, query: PageQuery) -> FileList:
         found = [
             record.file
             for record in self._files.values()
@@ -134,17 +134,17 @@ class Files:
         first, last = first_and_last(shown)
         return FileList(data=shown, first_id=first, last_id=last, has_more=has_more)
 
-    async def get_file(self, owner: Owner, file: str) -> FileObject:
+    async def get_file(self, owner: FileOwner, file: str) -> FileObject:
         return self._file(owner, file, "id").file
 
-    async def read_file(self, owner: Owner, file: str, offset: int) -> bytes:
+    async def read_file(self, owner: FileOwner, file: str, offset: int) -> bytes:
         record = self._file(owner, file, "id")
         try:
             return await asyncio.to_thread(self._store.read_file, record.file.id, offset)
         except FileNotFoundError:
             raise UnknownObjectError(f"id: the content of {file} is gone", "id") from None
 
-    async def delete_file(self, owner: Owner, file: str) -> DeletedFile:
+    async def delete_file(self, owner: FileOwner, file: str) -> DeletedFile:
         record = self._file(owner, file, "id")
         await self._delete_file(record.file.id)
         return DeletedFile(id=file)
@@ -153,7 +153,7 @@ class Files:
         await asyncio.to_thread(self._store.delete_file, file)
         self._files.pop(file, None)
 
-    def _file(self, owner: Owner, file: str, param: str) -> FileRecord:
+    def _file(self, owner: FileOwner, file: str, param: str) -> FileRecord:
         record = self._files.get(file)
         if record is None or record.tenant != owner.tenant:
             raise UnknownObjectError(f"{param}: there is no file {file[:64]!r}", param)

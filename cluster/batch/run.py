@@ -211,7 +211,7 @@ class ResultFiles:
                 file.close()
 
 
-class BatchRun:
+class BatchExecution:
     """One run of a batch whose input has been checked. Belongs to one event loop.
 
     folder: of the results. slots: limits requests under way, of all batches.

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cluster.batch.files import Files, first_and_last, new_id, page
-from cluster.batch.run import ERRORS, OUTPUT, BatchRun, check_input
+from cluster.batch.run import ERRORS, OUTPUT, BatchExecution, check_input
 from cluster.batch.store import BatchRecord, Store
 from cluster.http.batch_types import (
     ENDED,
@@ -33,7 +33,7 @@ from cluster.http.batch_types import (
     ConflictError,
     DeletedFile,
     FileObject,
-    Owner,
+    FileOwner,
     PageQuery,
     RequestCounts,
     StorageError,
@@ -71,7 +71,7 @@ class Batches(Files):
         super().__init__(store, config, clock)
         self._model, self._connect = model, connect
         self._batches: dict[str, BatchRecord] = {}
-        self._runs: dict[str, BatchRun] = {}
+        self._runs: dict[str, BatchExecution] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(config.in_flight_rows)
         self._checks = asyncio.Semaphore(1)
@@ -98,7 +98,7 @@ class Batches(Files):
             await self.abort_upload(upload)
         self._store.close()
 
-    async def delete_file(self, owner: Owner, file: str) -> DeletedFile:
+    async def delete_file(self, owner: FileOwner, file: str) -> DeletedFile:
         for other in self._batches.values():
             if other.batch.input_file_id == file and _is_open(other):
                 raise ConflictError(
@@ -108,7 +108,7 @@ class Batches(Files):
                 )
         return await super().delete_file(owner, file)
 
-    async def create_batch(self, owner: Owner, body: BatchBody) -> BatchObject:
+    async def create_batch(self, owner: FileOwner, body: BatchBody) -> BatchObject:
         window_s = int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]]
         if window_s > MAX_WINDOW_S:
             raise RequestError("completion_window: at most 30d", "completion_window")
@@ -155,7 +155,7 @@ class Batches(Files):
         self._start(batch.id)
         return batch
 
-    async def list_batches(self, owner: Owner, query: PageQuery) -> BatchList:
+    async def list_batches(self, owner: FileOwner, query: PageQuery) -> BatchList:
         found = [
             self._shown(record)
             for record in self._batches.values()
@@ -165,10 +165,10 @@ class Batches(Files):
         first, last = first_and_last(shown)
         return BatchList(data=shown, first_id=first, last_id=last, has_more=has_more)
 
-    async def get_batch(self, owner: Owner, batch: str) -> BatchObject:
+    async def get_batch(self, owner: FileOwner, batch: str) -> BatchObject:
         return self._shown(self._batch(owner, batch))
 
-    async def cancel_batch(self, owner: Owner, batch: str) -> BatchObject:
+    async def cancel_batch(self, owner: FileOwner, batch: str) -> BatchObject:
         record = self._batch(owner, batch)
         status = record.batch.status
         if status in ENDED or status == "finalizing":
@@ -181,7 +181,7 @@ class Batches(Files):
             self._start(batch)
         return self._shown(self._batches[batch])
 
-    def _batch(self, owner: Owner, batch: str) -> BatchRecord:
+    def _batch(self, owner: FileOwner, batch: str) -> BatchRecord:
         record = self._batches.get(batch)
         if record is None or record.tenant != owner.tenant:
             raise UnknownObjectError(f"id: there is no batch {batch[:64]!r}", "id")
@@ -275,7 +275,7 @@ class Batches(Files):
     async def _answer(self, batch: str, path: Path, folder: Path) -> None:
         """Answer the requests until the end, or until the batch is cancelled or expires."""
         record = self._batches[batch]
-        run = self._runs[batch] = BatchRun(record, path, folder, self._slots)
+        run = self._runs[batch] = BatchExecution(record, path, folder, self._slots)
         left_s = max(0.0, record.batch.expires_at - self._clock())
         if record.batch.status == "cancelling":
             run.stop("batch_cancelled")

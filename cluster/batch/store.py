@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -25,7 +25,7 @@ from cluster.batch.lines import READ_BYTES
 from cluster.http.batch_types import ENDED, BatchObject, FileObject, StorageError
 from contracts.errors import ConfigError
 
-Record = TypeVar("Record", bound="FileRecord | BatchRecord")
+Record = TypeVar("Record")
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +46,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchObject
     output_lifetime_s: int | None = None
     stop_code: StopCode | None = None
+
+
+# at import: msgspec crashes if two threads create a type's first decoder at once
+_decode_file = msgspec.json.Decoder(FileRecord).decode
+_decode_batch = msgspec.json.Decoder(BatchRecord).decode
 
 
 class LockedError(ConfigError):
@@ -84,20 +89,12 @@ class Store:
         self._lock.close()
 
     def files(self) -> list[FileRecord]:
-        return self._records("files", FileRecord)
+        with self._storage():
+            return list(_records(self._fs, f"{self._root}/files", _decode_file))
 
     def batches(self) -> list[BatchRecord]:
-        return self._records("batches", BatchRecord)
-
-    def _records(self, folder: str, kind: type[Record]) -> list[Record]:
-        """Return the readable records of a folder."""
-        found = []
         with self._storage():
-            for path in self._fs.ls(f"{self._root}/{folder}", detail=False):
-                if path.endswith(".json"):
-                    with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
-                        found.append(msgspec.json.decode(self._fs.cat_file(path), type=kind))
-        return found
+            return list(_records(self._fs, f"{self._root}/batches", _decode_batch))
 
     def save_batch(self, record: BatchRecord) -> None:
         self._write(f"batches/{record.batch.id}.json", msgspec.json.encode(record))
@@ -178,12 +175,18 @@ def has_unfinished(url: str) -> bool:
     """Return whether a store has unfinished batches. False if it cannot be read."""
     try:
         filesystem, root = fsspec.core.url_to_fs(url)
-        paths = filesystem.ls(f"{root.rstrip('/')}/batches", detail=False)
-        records = [filesystem.cat_file(path) for path in paths if path.endswith(".json")]
-        found = [msgspec.json.decode(record, type=BatchRecord) for record in records]
+        records = _records(filesystem, f"{root.rstrip('/')}/batches", _decode_batch)
+        return any(record.batch.status not in ENDED for record in records)
     except Exception:  # noqa: BLE001 - of any package; reported when the service is used
         return False
-    return any(record.batch.status not in ENDED for record in found)
+
+
+def _records(filesystem: Any, folder: str, decode: Callable[[bytes], Record]) -> Iterator[Record]:
+    """Yield the readable records of a folder."""
+    for path in filesystem.ls(folder, detail=False):
+        if path.endswith(".json"):
+            with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
+                yield decode(filesystem.cat_file(path))
 
 
 def _reason(error: Any) -> str:

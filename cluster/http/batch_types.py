@@ -43,7 +43,7 @@ class StorageError(RequestError):
     status = 507
 
 
-class Owner(NamedTuple):
+class FileOwner(NamedTuple):
     """Digests of an API key, which name and separate its files, batches and cached prefixes."""
 
     tenant: bytes = b""
@@ -64,7 +64,7 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch failed. line: of the input file, from 1."""
+    """Reason of a failed batch. line: of the input file, from 1."""
 
     code: str
     message: str
@@ -181,7 +181,7 @@ class BatchService(Protocol):
     Raises RequestError, or NotReadyError while the service cannot be reached.
     """
 
-    async def begin_upload(self, owner: Owner) -> str:
+    async def begin_upload(self, owner: FileOwner) -> str:
         """Return the id of a new upload."""
 
     async def write_upload(self, upload: str, data: bytes) -> None: ...
@@ -192,22 +192,22 @@ class BatchService(Protocol):
 
     async def abort_upload(self, upload: str) -> None: ...
 
-    async def list_files(self, owner: Owner, query: PageQuery) -> FileList: ...
+    async def list_files(self, owner: FileOwner, query: PageQuery) -> FileList: ...
 
-    async def get_file(self, owner: Owner, file: str) -> FileObject: ...
+    async def get_file(self, owner: FileOwner, file: str) -> FileObject: ...
 
-    async def read_file(self, owner: Owner, file: str, offset: int) -> bytes:
+    async def read_file(self, owner: FileOwner, file: str, offset: int) -> bytes:
         """Return a piece of the content, empty at the end."""
 
-    async def delete_file(self, owner: Owner, file: str) -> DeletedFile: ...
+    async def delete_file(self, owner: FileOwner, file: str) -> DeletedFile: ...
 
-    async def create_batch(self, owner: Owner, body: BatchBody) -> BatchObject: ...
+    async def create_batch(self, owner: FileOwner, body: BatchBody) -> BatchObject: ...
 
-    async def list_batches(self, owner: Owner, query: PageQuery) -> BatchList: ...
+    async def list_batches(self, owner: FileOwner, query: PageQuery) -> BatchList: ...
 
-    async def get_batch(self, owner: Owner, batch: str) -> BatchObject: ...
+    async def get_batch(self, owner: FileOwner, batch: str) -> BatchObject: ...
 
-    async def cancel_batch(self, owner: Owner, batch: str) -> BatchObject: ...
+    async def cancel_batch(self, owner: FileOwner, batch: str) -> BatchObject: ...
 
 
 BATCH_METHODS = frozenset(name for name in vars(BatchService) if not name.startswith("_"))

@@ -12,7 +12,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from cluster.http.batch_types import BatchBody, BatchService, ExpiresAfter, Owner, PageQuery
+from cluster.http.batch_types import BatchBody, BatchService, ExpiresAfter, FileOwner, PageQuery
 from cluster.http.body import read_body
 from cluster.http.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from cluster.http.request_context import MAX_UPLOADS, AppState, Result
@@ -92,7 +92,8 @@ class UploadForm:
         try:
             return msgspec.convert(given, ExpiresAfter, strict=False).seconds
         except msgspec.ValidationError as error:
-            raise RequestError(f"expires_after: {error}", "expires_after") from None
+            field, text = wrong_field(str(error))
+            raise RequestError(f"expires_after[{field}]: {text}", "expires_after") from None
 
     def _begin_part(self) -> None:
         self._name, self._is_file = "", False
@@ -266,10 +267,10 @@ async def cancel_batch(app_state: AppState, request: Request) -> Response:
     return json_response(await _reply(_service(app_state).cancel_batch(owner, name)))
 
 
-def _owner(app_state: AppState, request: Request) -> Owner:
+def _owner(app_state: AppState, request: Request) -> FileOwner:
     authenticator = app_state.authenticator
     caller = authenticator.caller(authenticator.check(request))
-    return Owner(caller.tenant, caller.salt)
+    return FileOwner(caller.tenant, caller.salt)
 
 
 def _service(app_state: AppState) -> BatchService:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cluster.http import batch_types as batches
 from cluster.http import response_types as answers
 from cluster.http import schemas
 from cluster.http.authenticator import RateLimitError
@@ -43,6 +44,7 @@ ERRORS: tuple[type[errors.TandemError], ...] = (
     *(errors.ForbiddenError, errors.UnknownModelError, errors.TooLongError, errors.TooCostlyError),
     *(BodyTooLargeError, BodyTimeoutError, MediaTypeError, MalformedHttpError),
     *(HeadersTooSlowError, TargetTooLongError, HeadersTooLargeError, errors.OverloadError),
+    *(batches.UnknownObjectError, batches.ConflictError, batches.StorageError),
     *(RateLimitError, errors.TandemError, errors.NotReadyError, TooManyConnectionsError),
     *(errors.ChannelError, errors.PeerError, errors.PeerDeadError, errors.PeerHungError),
     errors.RequestTimeoutError,
@@ -64,7 +66,7 @@ class _Operation(NamedTuple):
     answer: type | Schema
     statuses: tuple[int, ...] = _POST_STATUSES
     scheme: str = "key"
-    body: type | None = None
+    body: type | Schema | None = None
     parameters: tuple[Schema, ...] = ()
 
 
@@ -85,6 +87,10 @@ _TRACE_SECONDS = {
 _TEXT = {
     "description": "Metrics in Prometheus text format",
     "content": {"text/plain": {"schema": {"type": "string"}}},
+}
+_CONTENT = {
+    "description": "The content",
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
 }
 _TRACE = {"description": "Chrome trace events, for Perfetto", "content": _OBJECT}
 _DOCUMENT = {"description": "This document", "content": _OBJECT}
@@ -126,6 +132,64 @@ _SCALE = {
 }
 
 
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_UPLOAD: Schema = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "purpose": {"const": "batch"},
+                "expires_after[anchor]": {"const": "created_at"},
+                "expires_after[seconds]": {"type": "integer", "minimum": 3600},
+            },
+            "required": ["file", "purpose"],
+        }
+    }
+}
+_PAGE = tuple(
+    {"name": name, "in": "query", "required": False, "schema": schema}
+    for name, schema in msgspec.json.schema_components([batches.PageQuery])[1]["PageQuery"][
+        "properties"
+    ].items()
+)
+_STORED = (400, 401, 404, 500, 503, 507)
+_CREATED = (*_STORED, 408, 413, 415, 429)
+_BATCHES: dict[str, dict[str, _Operation]] = {
+    "/v1/files": {
+        "get": _Operation("Files", batches.FileList, _STORED, parameters=_PAGE),
+        "post": _Operation(
+            "Upload a file of requests", batches.FileObject, (*_CREATED, 409), body=_UPLOAD
+        ),
+    },
+    "/v1/files/{id}": {
+        "get": _Operation("One file", batches.FileObject, _STORED, parameters=(_ID,)),
+        "delete": _Operation(
+            "Delete a file", batches.DeletedFile, (*_STORED, 409), parameters=(_ID,)
+        ),
+    },
+    "/v1/files/{id}/content": {
+        "get": _Operation("The content of a file", _CONTENT, _STORED, parameters=(_ID,))
+    },
+    "/v1/batches": {
+        "get": _Operation("Batches", batches.BatchList, _STORED, parameters=_PAGE),
+        "post": _Operation(
+            "Answer the requests of a file",
+            *(batches.BatchObject, _CREATED),
+            body=batches.BatchBody,
+        ),
+    },
+    "/v1/batches/{id}": {
+        "get": _Operation("One batch", batches.BatchObject, _STORED, parameters=(_ID,))
+    },
+    "/v1/batches/{id}/cancel": {
+        "post": _Operation(
+            "Cancel a batch", batches.BatchObject, (*_STORED, 409), parameters=(_ID,)
+        )
+    },
+}
+
+
 def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = None) -> Schema:
     """Return the document. costs: cost limits, shown as maxLength of texts and as `x-limits`."""
     operations = {
@@ -135,6 +199,7 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
         },
         **{path: {"get": operation} for path, operation in _GETS.items()},
         "/scale": _SCALE,
+        **_BATCHES,
     }
     keys = {
         "key": http.has_keys,
@@ -209,7 +274,8 @@ def _rendered(operation: _Operation, schemes: Schema, refusing: set[str]) -> Sch
     if operation.scheme in schemes:
         result["security"] = [{operation.scheme: []}]
     if operation.body is not None:
-        content = {_JSON: {"schema": _ref(operation.body)}}
+        body = operation.body
+        content = {_JSON: {"schema": _ref(body)}} if isinstance(body, type) else body
         result["requestBody"] = {"required": True, "content": content}
     if operation.parameters:
         result["parameters"] = list(operation.parameters)

@@ -19,6 +19,7 @@ from cluster.http.app import App
 from cluster.http.errors import error_body
 from cluster.http.request_context import CALLER, WATCH
 from cluster.http.request_log import REQUEST_ID
+from cluster.http.response_types import ErrorResponse
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import NotReadyError, OverloadError, RequestError, RequestTimeoutError
 from contracts.requests import Caller
@@ -42,16 +43,8 @@ class RowReply(NamedTuple):
     def error(self) -> str:
         """Return the message of an error reply."""
         with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(self.body, type=_ErrorReply).error.message
+            return _decode_error(self.body).error.message
         return f"status {self.status}"
-
-
-class _Message(msgspec.Struct):
-    message: str
-
-
-class _ErrorReply(msgspec.Struct):
-    error: _Message
 
 
 class _StreamField(msgspec.Struct):
@@ -59,6 +52,7 @@ class _StreamField(msgspec.Struct):
 
 
 _decode_stream = msgspec.json.Decoder(_StreamField).decode
+_decode_error = msgspec.json.Decoder(ErrorResponse).decode
 
 
 class RowClient:

@@ -22,6 +22,7 @@ from tests.architecture.support import ROOT, modules
 ENTRY_POINTS = {
     "actors/ranks/serving_rank.py",
     "cluster/cli/main.py",
+    "cluster/serving/batch_actor.py",
     "cluster/serving/ray_session.py",
     "cluster/serving/server.py",
 }

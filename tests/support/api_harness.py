@@ -13,19 +13,21 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 import openai
-from starlette.applications import Starlette
 
 from actors.channels.handshake import Identity
+from cluster.batch.service import Batches
+from cluster.batch.store import Store
 from cluster.classification.classify import ClassifyTask, TokenizedRow, tokenize_rows
-from cluster.http.app import build_app
+from cluster.http.app import App, build_app
 from cluster.http.request_context import FetchRankStatus, ScaleRanks, TraceSource
+from cluster.http.row_client import RowClient
 from cluster.http.schemas import ModelInfo
 from cluster.http.server import HttpServer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import RoutingConfig
-from contracts.config import HttpConfig, LimitsConfig
+from contracts.config import BatchConfig, HttpConfig, LimitsConfig
 from contracts.errors import RequestError
 from contracts.traces import ClockOffset
 from models.text.tokenizer import Tokenizer
@@ -107,7 +109,8 @@ class Api:
             base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=TIMEOUT_S
         )
         self.backend: PipelineBackend
-        self.app: Starlette
+        self.app: App
+        self.batches: Batches | None = None
         self.eos: list[int]
         self.folder: Path
 
@@ -153,6 +156,8 @@ def serve_api(
     tracing: TraceSource | None = None,
     scale: ScaleRanks | None = None,
     logs_prompts: bool = False,
+    storage: Path | None = None,
+    batch: BatchConfig = BatchConfig(),  # noqa: B008
     **limits: Any,
 ) -> Iterator[Api]:
     """Serve the API in front of `ranks`.
@@ -160,13 +165,19 @@ def serve_api(
     config: section `limits`.
     fetch_status: ranks' state.
     tracing, scale, logs_prompts: see `build_app`.
+    storage, batch: folder and settings of files and batches.
     limits: fields of RoutingConfig.
     """
     tokenizer = Tokenizer.load(folder)
     loop = Loop()
     settings = msgspec.structs.replace(http or HttpConfig(), port=0)
 
-    async def start() -> tuple[PipelineBackend, Starlette, HttpServer]:
+    apps: list[App] = []
+
+    async def connect() -> RowClient:
+        return RowClient(apps[0])
+
+    async def start() -> tuple[PipelineBackend, App, HttpServer, Batches | None]:
         clients = [RankClient(rank.name, await rank.listen(), ME, QUICK) for rank in ranks]
         backend = PipelineBackend(LeastWorkPlacer(clients, RoutingConfig(**limits)))
         backend.start()
@@ -178,6 +189,10 @@ def serve_api(
             vocab_size=tokenizer.vocab_size,
             eos_token_ids=tuple(eos),
         )
+        batches = None
+        if storage is not None:
+            store = Store(str(storage), storage / "work")
+            batches = Batches(store, batch, MODEL, connect)
         app = build_app(
             backend,
             tokenizer,
@@ -188,14 +203,21 @@ def serve_api(
             tracing=tracing,
             scale=scale,
             logs_prompts=logs_prompts,
+            batch_service=batches,
+            batch=batch,
         )
+        apps.append(app)
+        if batches is not None:
+            await batches.open()
         front = HttpServer(app, settings)
         await front.start()
-        return backend, app, front
+        return backend, app, front, batches
 
-    backend, app, front = loop.run(start())
+    backend, app, front, batches = loop.run(start())
 
     async def stop() -> None:
+        if batches is not None:
+            await batches.close()
         await front.close()
         await backend.close()
         for rank in ranks:
@@ -204,6 +226,7 @@ def serve_api(
     api = Api(loop, f"http://127.0.0.1:{front.port}", ranks, tokenizer)
     api.backend = backend
     api.app = app
+    api.batches = batches
     api.eos = tokenizer.encode(eos_text, add_special_tokens=False)
     api.folder = folder
     try:

@@ -24,6 +24,7 @@ OTHER_PATHS = [
     *("/v1/models/%ff%fe", "/v1/models/", "/v1/embeddings", "/../etc/passwd", "/v1/models/é"),
 ]
 OPERATOR_ROUTES = ("/scale",)
+STORED_ROUTES = ("/v1/batches",)  # need an uploaded file
 GETS = ["/health", "/v1/models", "/openapi.json", "/v1/models/bundled"]
 
 
@@ -57,7 +58,9 @@ class RequestGenerator:
         fields = {
             path: _fields(document, operations["post"])
             for path, operations in document["paths"].items()
-            if "post" in operations and (operator_key or path not in OPERATOR_ROUTES)
+            if JSON in operations.get("post", {}).get("requestBody", {}).get("content", {})
+            and path not in STORED_ROUTES
+            and (operator_key or path not in OPERATOR_ROUTES)
         }
         self.routes = list(fields)
         self._bodies = {

@@ -254,9 +254,10 @@ def test_invalid_structure_is_rejected_with_field_and_place(
 
 def test_compiler_process_is_bounded_and_restarted(api: Api) -> None:
     """The last compilation ended the process, or not: the next one works."""
-    grammars = api.app.app_state.grammars  # type: ignore[attr-defined]
+    grammars = api.app.app_state.grammars
     assert answers(api, guided_regex="ab", n=1)[0]["text"] == "ab"
     process = grammars._process
+    assert process
     process.kill()
     process.wait()
     assert answers(api, guided_regex="abc", n=1)[0]["text"] == "abc"
