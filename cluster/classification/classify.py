@@ -174,7 +174,11 @@ def render_prompt(task: ClassifyTask, text: str) -> str:
     if OPTIONS in task.template:
         options = zip(task.answers, task.labels, strict=True)
         values["options"] = "\n".join(f"{symbol}. {label}" for symbol, label in options)
-    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), task.template)
+    return fill_template(task.template, values)
+
+
+def fill_template(template: str, values: dict[str, str]) -> str:
+    return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
 
 def count_placeholders(template: str) -> PlaceholderCounts:

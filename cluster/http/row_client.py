@@ -62,15 +62,15 @@ class RowClient:
         self._endpoints = {path: app.pipelines[path] for path in ENDPOINTS}
         self._clock = clock
         self._numbers = itertools.count(1)
-        self.last_answer_s = clock()
+        self._answered_s = clock()
 
     async def answer(
         self, path: str, body: bytes, caller: Caller, unavailable_s: float | None = None
     ) -> RowReply:
         """Send a row until it is answered or has failed `MAX_FAILURES` times.
 
-        A busy server does not count as a failure; its reply is returned once no row has been
-        answered for unavailable_s. None: retried without end.
+        A busy server does not count as a failure. Raises NotReadyError once no row has been
+        answered for unavailable_s. None: never.
         """
         if _is_stream(body):
             refused = RequestError("stream: not supported here: leave it out", "stream")
@@ -79,13 +79,14 @@ class RowClient:
         for attempts in itertools.count(1):
             status, text = await self._post(path, body, caller)
             if status < 500 and status not in _BUSY:
-                self.last_answer_s = self._clock()
+                self._answered_s = self._clock()
                 return RowReply(status, text, attempts)
             failures += status not in _BUSY
-            silent_s = self._clock() - self.last_answer_s
-            is_given_up = unavailable_s is not None and silent_s > unavailable_s
-            if failures >= MAX_FAILURES or is_given_up:
-                return RowReply(status, text, attempts)
+            reply = RowReply(status, text, attempts)
+            if failures >= MAX_FAILURES:
+                return reply
+            if unavailable_s is not None and self._clock() - self._answered_s > unavailable_s:
+                raise NotReadyError(reply.error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         raise AssertionError("endless")

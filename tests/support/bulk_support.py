@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from cluster.classification.classify import ClassifyTask
-from cluster.tools.bulk.classifier import RowRequest
 from cluster.tools.bulk.driver import Driver, DriverSettings
 from cluster.tools.bulk.job import BulkJob
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.progress import RowTally
-from cluster.tools.bulk.records import InputRecord, InputRow, RowAnswer, RowOutcome, RowRejection
+from cluster.tools.bulk.records import (
+    InputRecord,
+    InputRow,
+    RowAnswer,
+    RowOutcome,
+    RowRejection,
+    RowRequest,
+)
 from cluster.tools.bulk.windows import WindowLimits, split_windows
 
 LABELS = ("no", "yes")

@@ -7,9 +7,6 @@ import logging
 import math
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import (
@@ -21,14 +18,14 @@ from cluster.cli.config_options import (
 from cluster.observe.server_client import check_url
 from cluster.observe.terminal import Terminal
 from cluster.serving.ray_environment import prepare_cluster_environment
-from cluster.tools.bulk.job import EXAMPLE, add_options, parse_job
+from cluster.tools.bulk.job import EXAMPLE, add_options, parse_fields, parse_job
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 from contracts.logs import set_up_logging
 
 
 def add_bulk(commands: Commands) -> None:
-    help_ = "Classify the rows of files, each exactly once even if processes fail."
+    help_ = "Classify, generate from or score the rows of files, each exactly once."
     bulk = add_command(commands, "bulk", help_, EXAMPLE, run_bulk_command)
     add_options(bulk)
     add_config_options(bulk)
@@ -42,7 +39,8 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
             "--config to start workers for this job"
         )
     if options.config is None and not any(group_sizes(options)):
-        options.attention_ranks, options.expert_ranks, options.prefill_ranks = 0, 0, 1
+        sizes = (1, 1, 0) if options.task == "generate" else (0, 0, 1)
+        options.attention_ranks, options.expert_ranks, options.prefill_ranks = sizes
     config = config_from_options(options)
     set_up_logging("bulk", config.log, stderr_level=logging.WARNING)
     if options.address is None:
@@ -145,7 +143,7 @@ def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]
         ls=options.ls,
         timeout_s=options.timeout_s,
         retries_refused=options.retry_refused,
-        fields=_fields(options.set),
+        fields=parse_fields("--set", options.set),
         seed=options.seed,
     )
     console = Terminal(stderr=True)
@@ -177,20 +175,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.ls is not None and not 0 <= options.ls <= 1:
         raise ConfigError(f"--ls {options.ls}: give a part, 0 to 1")
     check_url(options.url)
-
-
-def _fields(given: list[str]) -> dict[str, Any]:
-    """Decode each value as JSON, or else take it as a string."""
-    fields: dict[str, Any] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"--set {each}: give FIELD=VALUE, such as ignore_eos=true")
-        try:
-            fields[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            fields[name] = value
-    return fields
 
 
 _DEMO_EXAMPLE = """example:

@@ -19,7 +19,8 @@ from cluster.classification.classify import (
     map_bounded,
     tokenize_rows,
 )
-from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection
+from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection, RowRequest
+from cluster.tools.bulk.requester import RequestTask
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
 from models.text.tokenizer import Tokenizer
@@ -34,18 +35,15 @@ class _RowError(TandemError):
     """A row that no worker can answer."""
 
 
-class RowRequest(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a row that the router needs."""
-
-    prefix: str
-    text: str
-
-
 class BulkTask(msgspec.Struct, frozen=True, kw_only=True):
-    """task: has no prefix, since each row has its own. unavailable_s: limit without any answer."""
+    """task: has no prefix, since each row has its own. unavailable_s: limit without any answer.
+
+    requests: of a job that does not classify.
+    """
 
     task: ClassifyTask
     multi_label: bool = False
+    requests: RequestTask | None = None
     unavailable_s: float = 120.0
 
 

@@ -11,22 +11,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from cluster.classification.classify import ClassifyTask, applicable_labels
-from cluster.tools.bulk.classifier import RowRequest
+from cluster.classification.classify import ClassifyTask, applicable_labels, render_prompt
 from cluster.tools.bulk.journal import Committed, Journal
 from cluster.tools.bulk.output import Output
 from cluster.tools.bulk.progress import RowTally
-from cluster.tools.bulk.records import Reject, RowAnswer, RowOutcome, RowRejection
+from cluster.tools.bulk.records import (
+    GeneratedRow,
+    InputRow,
+    Reject,
+    RowAnswer,
+    RowOutcome,
+    RowRejection,
+    RowRequest,
+)
+from cluster.tools.bulk.requester import RequestTask
 from cluster.tools.bulk.windows import Window, split_chunks
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import JobError
 
 IN_FLIGHT_ROWS = 512
 CHUNK_ROWS = 64
+CHUNK_REQUESTS = 8
 CHUNK_CHARACTERS = 1 << 20
 SYNC_EVERY_S = 1.0
 PROB_DIGITS = 7  # logits of two runs differ by up to 1e-5
@@ -44,7 +53,44 @@ class RowRouter(Protocol):
 class DriverSettings(msgspec.Struct, frozen=True, kw_only=True):
     task: ClassifyTask
     multi_label: bool = False
+    requests: RequestTask | None = None
     in_flight_rows: int = IN_FLIGHT_ROWS
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk, which is answered when its slowest row is."""
+        most = CHUNK_ROWS if self.requests is None else CHUNK_REQUESTS
+        return max(1, min(most, self.in_flight_rows // 2))
+
+    def prompt(self, row: InputRow) -> str:
+        """Return the row's prompt, or what of it determines common prefixes."""
+        if self.requests is not None:
+            return self.requests.prompt(row.prefix, row.text)
+        return render_prompt(msgspec.structs.replace(self.task, prefix=row.prefix), row.text)
+
+    def line(self, row: InputRow, answer: RowAnswer | GeneratedRow) -> dict[str, Any]:
+        """Return the row's line of the part file."""
+        if isinstance(answer, GeneratedRow):
+            is_json = self.requests is not None and self.requests.is_json
+            return {
+                "id": row.id,
+                **(
+                    {"json": msgspec.Raw(answer.text.encode())}
+                    if is_json
+                    else {"text": answer.text}
+                ),
+                "finish_reason": answer.finish_reason,
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": answer.completion_tokens,
+            }
+        probs = [float(f"{prob:.{PROB_DIGITS}g}") for prob in answer.probs]
+        if self.requests is not None:
+            return {"id": row.id, "scores": probs, "prompt_tokens": answer.prompt_tokens}
+        labels = self.task.labels
+        best = max(range(len(probs)), key=answer.probs.__getitem__)
+        label = applicable_labels(labels, answer.probs) if self.multi_label else labels[best]
+        tokens = {"prompt_tokens": answer.prompt_tokens}
+        return {"id": row.id, "label": label, "probs": probs, **tokens}
 
 
 class Driver:
@@ -60,9 +106,7 @@ class Driver:
     ) -> None:
         self._output, self._router, self._settings = output, router, settings
         self._tally, self._clock = tally, clock
-        chunk_rows = max(1, min(CHUNK_ROWS, settings.in_flight_rows // 2))
-        self._chunk_rows = chunk_rows
-        self._slots = asyncio.Semaphore(max(1, settings.in_flight_rows // chunk_rows))
+        self._slots = asyncio.Semaphore(max(1, settings.in_flight_rows // settings.chunk_rows))
         self._committed_s = clock()
         self._synced_s = clock()
 
@@ -93,8 +137,9 @@ class Driver:
         self._tally.rejected(len(window.rejects))
         self._tally.found(len(journal.answers), *_tokens(list(journal.answers.values())))
         missing = [row for row in range(len(window.rows)) if row not in journal.answers]
+        settings = self._settings
         chunks = split_chunks(
-            window, missing, self._settings.task, self._chunk_rows, CHUNK_CHARACTERS
+            window, missing, settings.prompt, settings.chunk_rows, CHUNK_CHARACTERS
         )
         sent = []
         for chunk in chunks:
@@ -150,21 +195,10 @@ class Driver:
 
     def _lines(self, window: Window, answers: list[RowOutcome]) -> Iterator[bytes]:
         """Yield the lines of the part file."""
-        labels, multi_label = self._settings.task.labels, self._settings.multi_label
         encode = msgspec.json.Encoder().encode
         for row, answer in zip(window.rows, answers, strict=True):
-            if not isinstance(answer, RowAnswer):
-                continue
-            probs = [float(f"{prob:.{PROB_DIGITS}g}") for prob in answer.probs]
-            best = max(range(len(probs)), key=answer.probs.__getitem__)
-            label = applicable_labels(labels, answer.probs) if multi_label else labels[best]
-            line = {
-                "id": row.id,
-                "label": label,
-                "probs": probs,
-                "prompt_tokens": answer.prompt_tokens,
-            }
-            yield encode(line) + b"\n"
+            if not isinstance(answer, RowRejection):
+                yield encode(self._settings.line(row, answer)) + b"\n"
 
 
 async def _read_ahead(windows: Iterator[Window]) -> AsyncIterator[Window]:
@@ -184,7 +218,7 @@ async def _read_ahead(windows: Iterator[Window]) -> AsyncIterator[Window]:
 
 def _tokens(answers: list[RowOutcome]) -> tuple[int, int]:
     """Return the numbers of prompt tokens and of cached ones."""
-    counted = [answer for answer in answers if isinstance(answer, RowAnswer)]
+    counted = [answer for answer in answers if not isinstance(answer, RowRejection)]
     return sum(a.prompt_tokens for a in counted), sum(a.cached_tokens for a in counted)
 
 

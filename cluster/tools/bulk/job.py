@@ -17,6 +17,7 @@ from cluster.classification.classify import (
     check_task,
 )
 from cluster.tools.bulk.records import Fields
+from cluster.tools.bulk.requester import MAX_TOKENS, RequestTask
 from cluster.tools.bulk.sources import Source
 from cluster.tools.bulk.windows import WindowLimits
 from contracts.errors import ConfigError
@@ -27,14 +28,17 @@ _JOB_COPY = "working_dir_files"  # in the path of a Ray job's copy of its workin
 
 
 class BulkJob(msgspec.Struct, frozen=True, kw_only=True):
-    """in_flight_rows: limit of unanswered rows, which the loss of a process repeats.
+    """requests: of a job that generates or scores; None: it classifies.
+
+    in_flight_rows: limit of unanswered rows, which the loss of a process repeats.
 
     None: `IN_FLIGHT_ROWS`, or more with many workers.
     """
 
     inputs: tuple[str, ...]
     output: Path
-    labels: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    requests: RequestTask | None = None
     fields: Fields = Fields()
     template: str = DEFAULT_TEMPLATE
     multi_label: bool = False
@@ -62,7 +66,8 @@ def check_job(job: BulkJob, here: Path) -> None:
     for text in (*job.labels, job.template):
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
             raise ConfigError("--labels and --template must be valid Unicode")
-    check_task(job.task())
+    if job.requests is None:
+        check_task(job.task())
     if job.multi_label:
         check_questions(job.task())
     if _JOB_COPY in here.parts and not job.output.is_absolute():
@@ -75,6 +80,7 @@ def check_job(job: BulkJob, here: Path) -> None:
 def fingerprint(job: BulkJob, sources: list[Source], model_folder: Path) -> dict[str, Any]:
     """Return all that determines the answers and their order, for job.json."""
     return {
+        **({"requests": job.requests} if job.requests is not None else {}),
         "inputs": [source.file for source in sources],
         "labels": job.labels,
         "template": job.template,
@@ -102,12 +108,15 @@ def model_digest(folder: Path) -> str:
 EXAMPLE = """examples:
   python -m cluster.bulk --input reviews.jsonl --output out --labels negative,positive \\
     --template 'Review: {text}\\nSentiment:' --model bundled
+  python -m cluster.bulk --task generate --input tickets.csv --output out --model bundled \\
+    --template 'Summarize: {text}' --max-tokens 64 --schema summary.schema.json
   ray job submit --working-dir . -- python -m cluster.bulk --address auto \\
     --input 's3://bucket/rows-*.parquet' --output /shared/out --labels no,yes --id-field id --resume
 input: .jsonl .ndjson .json (one object a line), .csv, .parquet; text also .gz .bz2 .zst; globs,
   folders, s3:// gs:// hdfs:// paths
-output: part-*.jsonl (id, label, probs, in the order of the input), rejected.jsonl (id, place,
-  reason), summary.json; --resume continues an earlier run, or starts a new one
+output: part-*.jsonl (id; label and probs, or text, or json with --schema, or scores; in the order
+  of the input), rejected.jsonl (id, place, reason), summary.json; --resume continues an earlier
+  run, or starts a new one
 """
 
 
@@ -116,12 +125,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", action="extend", required=True, metavar="PATH", help="files to read")
     add("--output", type=Path, required=True, metavar="DIR", help="folder for the answers")
-    add("--labels", required=True, metavar="A,B,C", help="""classes; 'a,"b, c"' are two""")
+    add(
+        "--task",
+        choices=("classify", "generate", "score"),
+        default="classify",
+        help="default %(default)s",
+    )
+    add("--labels", metavar="A,B,C", help="""classify: classes; 'a,"b, c"' are two""")
     add("--text-field", default="text", metavar="F", help='default "text"')
     add("--prefix-field", metavar="F", help='shared beginning (default "prefix", if present)')
     add("--id-field", metavar="F", help="default: the id is FILE:ROW")
     add("--template", metavar="T", help=f'default "{DEFAULT_TEMPLATE}"; \\n is a new line')
     add("--multi-label", action="store_true", help="any number of labels; {label} in --template")
+    add(
+        "--max-tokens", type=int, metavar="N", help=f"generate: of an answer (default {MAX_TOKENS})"
+    )
+    add("--schema", type=Path, metavar="F", help="generate: JSON of this JSON schema")
+    add("--label-token-ids", metavar="1,2", help="score: tokens that may follow prefix and text")
+    add(
+        "--body",
+        action="append",
+        default=[],
+        metavar="a=b",
+        help="generate, score: a field of every request, such as temperature=0; repeatable",
+    )
     add("--limit", type=int, metavar="N", help="only the first N rows")
     add("--resume", action="store_true", help="continue an earlier run")
     add("--address", metavar="ADDRESS", help="use the server running on this Ray cluster (or auto)")
@@ -144,18 +171,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_job(options: argparse.Namespace) -> BulkJob:
     """Build the job from options. Raises ConfigError for numbers out of range."""
-    for name in ("limit", "window_rows", "in_flight", "patience"):
+    for name in ("limit", "window_rows", "in_flight", "patience", "max_tokens"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')}={value:g}: must be more than 0")
     template = DEFAULT_TEMPLATE if options.template is None else _unescaped(options.template)
     if options.prefix_field is not None and "{prefix}" not in template:
         raise ConfigError("--prefix-field: {prefix} does not occur in --template")
-    uses_prefix = "{prefix}" in template
+    is_score = options.task == "score"
+    uses_prefix = "{prefix}" in template or is_score
     return BulkJob(
         inputs=tuple(options.input),
         output=options.output,
-        labels=_labels(options.labels),
+        labels=_labels(options.labels) if options.task == "classify" else (),
+        requests=_requests(options, template),
         fields=Fields(
             text=options.text_field,
             prefix=(options.prefix_field or "prefix") if uses_prefix else None,
@@ -171,8 +200,62 @@ def parse_job(options: argparse.Namespace) -> BulkJob:
     )
 
 
-def _labels(given: str) -> tuple[str, ...]:
+def _requests(options: argparse.Namespace, template: str) -> RequestTask | None:
+    """Build the requests of a job that does not classify. Raises ConfigError."""
+    uses = {
+        "classify": {"labels", "multi_label", "template"},
+        "generate": {"template", "max_tokens", "schema", "body"},
+        "score": {"label_token_ids", "body"},
+    }
+    for other in set().union(*uses.values()) - uses[options.task]:
+        if getattr(options, other):
+            name = f"--{other.replace('_', '-')}"
+            raise ConfigError(f"{name}: has no effect with --task {options.task}: leave it out")
+    if options.task == "classify":
+        return None
+    fields = parse_fields("--body", options.body)
+    if options.task == "score":
+        given = (options.label_token_ids or "").split(",")
+        if not all(part.strip().isdigit() for part in given):
+            raise ConfigError("--label-token-ids: give token ids, such as 1,2")
+        return RequestTask(kind="score", fields={"label_token_ids": [*map(int, given)], **fields})
+    if "{text}" not in template:
+        raise ConfigError("--template: {text} does not occur in it")
+    fields = {"max_tokens": options.max_tokens or MAX_TOKENS, **fields}
+    if options.schema is not None:
+        schema = {"name": "row", "strict": True, "schema": _schema(options.schema)}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    is_json = options.schema is not None
+    return RequestTask(kind="generate", template=template, fields=fields, is_json=is_json)
+
+
+def _schema(path: Path) -> Any:
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--schema {path}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--schema {path}: not valid JSON: {error}") from None
+
+
+def parse_fields(option: str, given: list[str]) -> dict[str, Any]:
+    """Parse FIELD=VALUE; each value is JSON, or else a string. Raises ConfigError."""
+    fields: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"{option} {each}: give FIELD=VALUE, such as ignore_eos=true")
+        try:
+            fields[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            fields[name] = value
+    return fields
+
+
+def _labels(given: str | None) -> tuple[str, ...]:
     """Parse labels as a line of CSV: a label with a comma is in double quotes."""
+    if given is None:
+        raise ConfigError("--labels: missing: give the classes, or --task generate or score")
     try:
         (line,) = csv.reader([given], skipinitialspace=True, strict=True)
     except (csv.Error, ValueError) as error:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from actors.telemetry.telemetry import Telemetry, Totals, growth
 from cluster.observe.terminal import Terminal
-from cluster.tools.bulk.records import RowAnswer, RowOutcome
+from cluster.tools.bulk.records import RowOutcome, RowRejection
 from contracts import metrics
 from contracts.clock import Clock, monotonic_s
 from contracts.metrics import Pipeline
@@ -42,7 +42,7 @@ class RowTally:
         self.rows += len(answers)
         self._rows_now += len(answers)
         for answer in answers:
-            if isinstance(answer, RowAnswer):
+            if not isinstance(answer, RowRejection):
                 self.prompt_tokens += answer.prompt_tokens
                 self.cached_tokens += answer.cached_tokens
                 self._tokens_now += answer.prompt_tokens

@@ -29,6 +29,13 @@ class InputRow(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
+class RowRequest(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of a row that the router needs."""
+
+    prefix: str
+    text: str
+
+
 class Reject(msgspec.Struct, frozen=True):
     """A row without an answer, and the reason. id: its place if it has no usable id."""
 
@@ -48,13 +55,23 @@ class RowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="ok"):
     cached_tokens: int
 
 
+class GeneratedRow(msgspec.Struct, frozen=True, array_like=True, tag="text"):
+    """A generated text."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
 class RowRejection(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """A row that cannot be answered; a retry would not help."""
 
     reason: str
 
 
-RowOutcome = RowAnswer | RowRejection
+RowOutcome = RowAnswer | GeneratedRow | RowRejection
 
 
 class RecordReader(Protocol):

@@ -18,13 +18,14 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from cluster.fleet.codec import Directory, decode_config, decode_directory
-from cluster.routing.pipeline_backend import Pipelines
+from cluster.fleet.codec import decode_config, decode_directory
+from cluster.routing.pipeline_backend import Backend
 from cluster.serving.application import groups_handle
-from cluster.serving.ingress_app import pipelines, served_model
-from cluster.tools.bulk.classifier import BulkTask, RowClassifier, RowRequest
+from cluster.serving.ingress_app import build_row_app, pipelines, served_model
+from cluster.tools.bulk.classifier import BulkTask, RowClassifier
 from cluster.tools.bulk.driver import RouterLostError
-from cluster.tools.bulk.records import RowOutcome
+from cluster.tools.bulk.records import RowOutcome, RowRequest
+from cluster.tools.bulk.requester import RowRequester
 from contracts.errors import JobError, TandemError
 from contracts.interpreter import freeze_heap
 from contracts.logs import event
@@ -66,8 +67,8 @@ class BulkRouter:
         self._config = decode_config(config)
         self._bulk = _decode_bulk(bulk)
         self._groups = groups
-        self._answering: RowClassifier | None = None
-        self._scorer: Pipelines | None = None
+        self._answering: RowClassifier | RowRequester | None = None
+        self._backend: Backend | None = None
 
     async def open(self) -> bytes:
         """Connect to the workers."""
@@ -77,17 +78,26 @@ class BulkRouter:
             return msgspec.msgpack.encode(RouterFailure(error.message))
         return msgspec.msgpack.encode(RouterReady())
 
-    async def _open(self) -> RowClassifier:
-        model, tokenizer = await asyncio.to_thread(served_model, self._config)
+    async def _open(self) -> RowClassifier | RowRequester:
         groups = self._groups or groups_handle(self._config.serve.name)
 
-        async def directory(suspects: dict[str, str]) -> Directory:
-            return decode_directory(await groups.directory.remote(suspects))
+        async def directory(suspects: dict[str, str]) -> bytes:
+            body: bytes = await groups.directory.remote(suspects)
+            return body
+
+        if (requests := self._bulk.requests) is not None:
+            app = await build_row_app(self._config, directory)
+            self._backend = app.app_state.backend
+            is_chat = app.app_state.tokenizer.has_chat_template
+            limit_s = self._bulk.unavailable_s
+            return RowRequester(app, requests, is_chat=is_chat, unavailable_s=limit_s)
+        model, tokenizer = await asyncio.to_thread(served_model, self._config)
 
         async def find(suspects: dict[str, str]) -> dict[str, str]:
-            return (await directory(suspects)).prefill_addresses
+            return decode_directory(await directory(suspects)).prefill_addresses
 
-        self._scorer = scorer = pipelines(self._config, await directory({}), find)
+        scorer = pipelines(self._config, decode_directory(await directory({})), find)
+        self._backend = scorer
         scorer.start()
         await scorer.wait_serving(WORKER_WAIT_S)
         limit = model.max_context_tokens
@@ -105,7 +115,7 @@ class BulkRouter:
 
     async def ping(self) -> list[str]:
         """Show that the event loop runs; return one line for each unavailable worker."""
-        return self._scorer.problems() if self._scorer is not None else []
+        return self._backend.problems() if self._backend is not None else []
 
 
 class RayRouter:

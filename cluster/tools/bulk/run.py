@@ -50,7 +50,10 @@ def run_bulk(
             return known
         tally = RowTally()
         bulk = BulkTask(
-            task=job.task(), multi_label=job.multi_label, unavailable_s=job.unavailable_s
+            task=job.task(),
+            multi_label=job.multi_label,
+            requests=job.requests,
+            unavailable_s=job.unavailable_s,
         )
         groups = found.start()
         make = partial(router_actor, encode_config(found.config), bulk, groups)
@@ -108,6 +111,7 @@ def _settings(job: BulkJob, config: TandemConfig) -> DriverSettings:
     return DriverSettings(
         task=job.task(),
         multi_label=job.multi_label,
+        requests=job.requests,
         in_flight_rows=job.in_flight_rows or _in_flight_rows(config),
     )
 
@@ -170,7 +174,7 @@ def _summary(committed: Sequence[Committed], restarts: int) -> dict[str, Any]:
 
 def summary_line(summary: dict[str, Any], output: Path) -> str:
     return (
-        f"{output}: {summary['rows_ok']:,} rows classified, {summary['rows_rejected']:,} rejected, "
+        f"{output}: {summary['rows_ok']:,} rows answered, {summary['rows_rejected']:,} rejected, "
         f"in {duration(summary['seconds'])} ({summary['rows_per_s']:,.0f} rows/s, "
         f"{summary['tokens_per_s']:,.0f} tokens/s, {summary['cached_fraction']:.0%} cached)"
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from cluster.batch.lines import SeenIds
-from cluster.classification.classify import ClassifyTask, render_prompt
 from cluster.tools.bulk.records import InputRecord, InputRow, Reject
 
 DUPLICATE = "duplicate id: only its first row is answered"
@@ -75,20 +74,19 @@ def _window(number: int, batch: Sequence[InputRecord], seen: SeenIds | None) -> 
 
 
 def split_chunks(
-    window: Window, missing: Iterable[int], task: ClassifyTask, rows: int, characters: int
+    window: Window,
+    missing: Iterable[int],
+    prompt: Callable[[InputRow], str],
+    rows: int,
+    characters: int,
 ) -> Iterator[list[int]]:
     """Sort the rows `missing` (indices) by prompt and cut them into chunks.
 
     Rows with a common prefix are neighbours.
     """
-
-    def prompt(index: int) -> str:
-        row = window.rows[index]
-        return render_prompt(msgspec.structs.replace(task, prefix=row.prefix), row.text)
-
     chunk: list[int] = []
     size = 0
-    for index in sorted(missing, key=prompt):
+    for index in sorted(missing, key=lambda at: prompt(window.rows[at])):
         chunk.append(index)
         row = window.rows[index]
         size += len(row.prefix) + len(row.text)
