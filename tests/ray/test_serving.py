@@ -20,6 +20,7 @@ import httpx
 import openai
 import pytest
 import torch
+from openai.types import Batch
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli.main import main
@@ -37,10 +38,13 @@ from models.spec.model import read_spec
 from models.text.tokenizer_files import tokenizer_digest
 from tests.support.placements import replicated
 from tests.support.ray_head import RayHead
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 
 DEADLINE_S = 30.0
+ENDPOINT: Any = "/v1/chat/completions"
+ROWS = range(300)
 PROMPT = "Message: WINNER! Claim your free prize now.\nSpam:"
 CHAT: Any = [{"role": "user", "content": "Review: It broke after two days.\nSentiment?"}]
 
@@ -58,6 +62,7 @@ class Server:
                 "kv.pool_tokens=16384",
                 "groups.ready_timeout_s=100",  # fails before pytest's timeout
                 f"metrics.targets={targets}",
+                f"batch.storage={targets / 'batches'}",
                 f"placement.file={_placement_file(targets)}",
             ],
         )
@@ -343,6 +348,36 @@ def test_trace_names_requests_in_spans_of_every_rank(server: Server, tmp_path: P
     spans = [event for event in whole["traceEvents"] if event["ph"] == "X"]
     first_us, last_us = (choose(event["ts"] for event in spans) for choose in (min, max))
     assert last_us - first_us < 2e6, "all on one axis"
+
+
+def test_batch_continues_after_loss_of_its_service(server: Server, ray_cluster: RayHead) -> None:
+    body = {"model": BUNDLED, "messages": CHAT, "max_tokens": 4, "temperature": 0}
+    rows = [{"custom_id": f"{i}", "method": "POST", "url": ENDPOINT, "body": body} for i in ROWS]
+    data = "\n".join(json.dumps(row) for row in rows).encode()
+    client = server.openai.with_options(max_retries=5)  # while the service restarts
+    file = client.files.create(file=("rows.jsonl", data), purpose="batch")
+    made = client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h")
+
+    def counted() -> Batch:
+        return client.batches.retrieve(made.id)
+
+    wait_until(lambda: answered(counted()) > 20, "no answers", DEADLINE_S, 0.05)
+    (service,) = ray_cluster.running("ray::BatchActor")
+    service.kill()
+    wait_until(lambda: counted().status == "completed", "not completed", DEADLINE_S)
+    found = counted()
+    assert found.output_file_id
+    lines = client.files.content(found.output_file_id).text.splitlines()
+    assert sorted(int(json.loads(line)["custom_id"]) for line in lines) == list(ROWS)
+    choices = {
+        json.loads(line)["response"]["body"]["choices"][0]["message"]["content"] for line in lines
+    }
+    direct = client.chat.completions.create(**body)
+    assert choices == {direct.choices[0].message.content}
+
+
+def answered(batch: Batch) -> int:
+    return batch.request_counts.completed if batch.request_counts else 0
 
 
 def test_killed_planner_is_replaced_without_failed_request(
