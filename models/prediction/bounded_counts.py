@@ -15,27 +15,44 @@ Uniform samples of tokens, from a stream of unknown length (Vitter's Algorithm R
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Keys = NDArray[Any]
-Times = NDArray[np.int64]
+Counts = NDArray[np.int64]
+
+
+class TopCounts(NamedTuple):
+    """Unique keys in ascending order, and their counts."""
+
+    keys: Counts
+    times: Counts
+
+    def add(self, other: TopCounts) -> TopCounts:
+        keys, where = np.unique(np.concatenate([self.keys, other.keys]), return_inverse=True)
+        times = np.zeros(len(keys), np.int64)
+        np.add.at(times, where, np.concatenate([self.times, other.times]))
+        return TopCounts(keys, times)
+
+    def truncate(self, limit: int) -> TopCounts:
+        """Return at most `limit` keys."""
+        if len(self.keys) <= limit:
+            return self
+        rest = self.times - np.partition(self.times, -limit - 1)[-limit - 1]
+        return TopCounts(self.keys[rest > 0], rest[rest > 0])
 
 
 class BoundedCounts:
-    """Counts of keys of a sortable dtype: at most 2 * limit, and `limit` pending ones."""
+    """Counts of integer keys: at most 2 * limit, and `limit` pending ones."""
 
-    def __init__(self, limit: int, dtype: np.dtype[Any] | type[np.int64]) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._keys: Keys = np.empty(0, dtype)
-        self._times: Times = np.empty(0, np.int64)
-        self._waiting: list[Keys] = []
+        self._top = TopCounts(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._waiting: list[Counts] = []
         self._room = limit
-        self._short = 0
 
-    def add(self, keys_N: Keys) -> None:
+    def add(self, keys_N: Counts) -> None:
         """Count each key once more."""
         while len(keys_N):
             now, keys_N = keys_N[: self._room], keys_N[self._room :]
@@ -48,43 +65,19 @@ class BoundedCounts:
         if self._waiting:
             keys, times = np.unique(np.concatenate(self._waiting), return_counts=True)
             self._waiting, self._room = [], self._limit
-            self._keys, self._times = add_counts(self._keys, self._times, keys, times)
-        if len(self._keys) > 2 * self._limit:
-            self._truncate()
+            self._top = self._top.add(TopCounts(keys, times))
+        if len(self._top.keys) > 2 * self._limit:
+            self._top = self._top.truncate(self._limit)
 
-    def _truncate(self) -> None:
-        self._keys, self._times, removed = truncate_counts(self._keys, self._times, self._limit)
-        self._short += removed
-
-    def counted(self) -> tuple[Keys, Times, int]:
-        """Return (ascending keys, counts, largest shortfall), at most `limit`, as new arrays."""
+    def counted(self) -> TopCounts:
+        """Return at most `limit` counts."""
         self._count()
-        keys, times, removed = truncate_counts(self._keys, self._times, self._limit)
-        return keys, times, self._short + removed
+        return self._top.truncate(self._limit)
 
     @property
     def held(self) -> int:
         """Number of keys in memory, including pending ones."""
-        return len(self._keys) + self._limit - self._room
-
-
-def add_counts(
-    keys: Keys, times: Times, other_keys: Keys, other_times: Times
-) -> tuple[Keys, Times]:
-    """Return the union of keys, ascending, with summed counts. Each side's keys are unique."""
-    both, where = np.unique(np.concatenate([keys, other_keys]), return_inverse=True)
-    sums = np.zeros(len(both), np.int64)
-    np.add.at(sums, where, np.concatenate([times, other_times]))
-    return both, sums
-
-
-def truncate_counts(keys: Keys, times: Times, limit: int) -> tuple[Keys, Times, int]:
-    """Return at most `limit` keys, their counts, and what was subtracted from each."""
-    if len(keys) <= limit:
-        return keys, times, 0
-    removed = int(np.partition(times, -limit - 1)[-limit - 1])
-    left = times > removed
-    return keys[left], times[left] - removed, removed
+        return len(self._top.keys) + self._limit - self._room
 
 
 _MAX_EXACT: Final = 10**9  # numpy's bound of the hypergeometric distribution; above, binomial

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contracts.errors import CheckpointError
+from models.prediction.bounded_counts import TopCounts
 from models.prediction.profile_file import MAKE_ONE, checked_tensor
 from models.spec.model import ModelSpec
 from models.spec.safetensors_file import SafetensorsFile
@@ -34,45 +35,21 @@ class CountArrays:
         self._require(0 < counted <= _MAX_TOKENS, name, f"{counted} is not a token count")
         return counted
 
-    def co_occurrence(self, layer: int, counted: int) -> NDArray[np.int64]:
-        """Return [E, E] pairs of experts of `counted` tokens."""
-        name, E, K = f"together.{layer}", self._E, self._K
-        load_E = self._read(f"load.{layer}", "I64", (E,))
-        together_EE: NDArray[np.int64] = self._read(name, "I64", (E, E))
-        self._require((load_E >= 0).all(), f"load.{layer}", "a count is negative")
+    def load(self, layer: int, counted: int) -> NDArray[np.int64]:
+        """Return [E] tokens of each expert."""
+        name = f"load.{layer}"
+        load_E: NDArray[np.int64] = self._read(name, "I64", (self._E,))
+        self._require((load_E >= 0).all(), name, "a count is negative")
         self._require(
-            (load_E <= counted).all() and int(load_E.sum()) == counted * K,
-            f"load.{layer}",
-            f"{counted} tokens have {counted * K} experts, counted are {load_E.tolist()[:4]}…",
-        )
-        self._require((together_EE.diagonal() == load_E).all(), name, f"differs from load.{layer}")
-        self._require((together_EE == together_EE.T).all(), name, "is not symmetric")
-        most_EE = np.minimum(load_E[:, None], load_E)
-        self._require(
-            (together_EE >= 0).all() and (together_EE <= most_EE).all(),
+            (load_E <= counted).all() and int(load_E.sum()) == counted * self._K,
             name,
-            "two experts were together more often than one of them, or a count is negative",
+            f"{counted} tokens have {counted * self._K} experts, counted are "
+            f"{load_E.tolist()[:4]}…",
         )
-        return together_EE
+        return load_E
 
-    def sets(
-        self, layer: int, counted: int, limit: int
-    ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-        """Return [M, K] sets and [M] counts."""
-        name = f"sets.{layer}"
-        sets_MK = self._read(name, "I16", (None, self._K), limit)
-        times_M = self._read(f"times.{layer}", "I64", (len(sets_MK),))
-        self._require(self._are_experts(sets_MK), name, f"not all are of {self._E} experts")
-        self._require((np.diff(sets_MK, axis=1) > 0).all(), name, "a set is not in ascending order")
-        self._require(
-            (times_M > 0).all() and (times_M <= counted).all() and times_M.sum() <= counted,
-            f"times.{layer}",
-            f"does not fit {counted} tokens",
-        )
-        return sets_MK, times_M
-
-    def pairs(self, layer: int, limit: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return [N] ascending keys (token id * E + expert) and [N] counts."""
+    def pairs(self, layer: int, limit: int) -> TopCounts:
+        """Return counts by token id * E + expert."""
         name, vocabulary = f"pairs.{layer}", self._spec.vocab_size
         keys_N, times_N = self._read(name, "I32", (None, 2), limit).astype(np.int64).T
         self._require(
@@ -82,12 +59,7 @@ class CountArrays:
         )
         self._require((times_N > 0).all(), name, "a pair was seen less than once")
         self._require((np.diff(keys_N) > 0).all(), name, "pairs are not in ascending order")
-        return keys_N, times_N
-
-    def short(self, layer: int) -> tuple[int, int]:
-        sets, pairs = map(int, self._read(f"short.{layer}", "I64", (2,)))
-        self._require(min(sets, pairs) >= 0, f"short.{layer}", "a count is negative")
-        return sets, pairs
+        return TopCounts(keys_N, times_N)
 
     def paths(self, limit: int) -> tuple[NDArray[np.int32], NDArray[np.int16]]:
         """Return [P, 2] token ids and [P, layers, K] experts."""

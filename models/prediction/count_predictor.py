@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from models.prediction.bounded_counts import RoutingPaths
-from models.prediction.routing_counts import RoutingCounts, keys_of_sets
+from models.prediction.routing_counts import RoutingCounts
 
 MARGINAL, TOKEN, TWO_TOKENS = "usual", "token", "two tokens"
 PREVIOUS, TWO_LAYERS, BOTH, MORE_CONFIDENT = "previous", "two layers", "both", "surer"
@@ -60,7 +60,7 @@ class CountPredictor:
         self._position = list(counts.layers).index(layer)
         self._top_k = counts.paths.paths_PLK.shape[2]
         self._pairs, self._nearest = counts.layers[layer].pairs, nearest
-        self._marginal_E = counts.layers[layer].load / max(1, counts.counted)
+        self._marginal_E = counts.layers[layer].load_E / max(1, counts.counted)
 
     def predict(self, tokens: RoutingPaths) -> dict[str, Probabilities]:
         """Return probabilities by estimate; those of previous layers only if there are any."""
@@ -71,7 +71,7 @@ class CountPredictor:
         if self._position == 0:
             return found
         before_PK, before_TK = (_sets(each, self._position - 1) for each in (self._paths, tokens))
-        sets = self._of_sample(keys_of_sets(before_PK), keys_of_sets(before_TK))
+        sets = self._of_sample(_keys_of_sets(before_PK), _keys_of_sets(before_TK))
         found[PREVIOUS] = sets.probabilities(self._of_singles(before_PK, before_TK))
         best_TE = found[PREVIOUS]
         if self._position > 1:
@@ -86,7 +86,7 @@ class CountPredictor:
             np.concatenate([_sets(each, self._position - n) for n in (1, 2)], axis=1)
             for each in (self._paths, tokens)
         ]
-        return self._of_sample(*map(keys_of_sets, rows)).probabilities(previous_TE)
+        return self._of_sample(*map(_keys_of_sets, rows)).probabilities(previous_TE)
 
     def _of_ids(self, ids_T: NDArray[np.int32]) -> ConditionalCounts:
         ids_W, of_T = np.unique(ids_T.astype(np.int64), return_inverse=True)
@@ -136,6 +136,11 @@ def more_confident(one_TE: Probabilities, other_TE: Probabilities, top_k: int) -
 
 def _sets(paths: RoutingPaths, position: int) -> NDArray[np.int16]:
     return np.sort(paths.paths_PLK[:, position], axis=1)
+
+
+def _keys_of_sets(sets_NK: NDArray[np.int16]) -> _Keys:
+    """Return a key for each ascending row of experts."""
+    return np.ascontiguousarray(sets_NK, ">u2").view(f"S{2 * sets_NK.shape[1]}").ravel()
 
 
 def _two(ids_P2: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -2,17 +2,13 @@
 
     counted       [1] int64         tokens that were counted
     load.L        [E] int64         tokens that went to each expert of layer L
-    together.L    [E, E] int64      tokens that went to both experts; the diagonal is load.L
-    sets.L        [M, K] int16      the most frequent sets of experts, each ascending
-    times.L       [M] int64         their counts
     pairs.L       [N, 2] int32      token id * E + expert, ascending, and count
-    short.L       [2] int64         largest shortfall of times.L and of pairs.L
     paths         [P, layers, K] int16   a sample of tokens: experts in each router's order
     path_ids      [P, 2] int32      their token ids and previous ones (-1: none)
     checkpoint, tokenizer  [32] uint8    fingerprints of the model folder
 
-M, N and P are bounded (`CountLimits`), and the least frequent entries dropped. Counts can be
-merged. Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
+N and P are bounded (`CountLimits`), and the least frequent entries dropped. Counts can be merged.
+Source: Speculative MoE, Section 3.1 and Appendix A (token activation profiles).
 """
 
 from __future__ import annotations
@@ -29,14 +25,11 @@ from contracts.errors import CheckpointError
 from models.prediction import count_checks as checks
 from models.prediction.bounded_counts import (
     BoundedCounts,
-    Keys,
     PathSample,
     RoutingPaths,
-    Times,
-    add_counts,
+    TopCounts,
     merge_samples,
     subsample,
-    truncate_counts,
 )
 from models.prediction.profile_file import (
     CHECKPOINT,
@@ -56,9 +49,8 @@ _MAX_TIMES: Final = (1 << 31) - 1  # of a pair in a file; larger counts are clip
 
 
 class CountLimits(NamedTuple):
-    """Limits of sets and pairs per layer, and of paths."""
+    """Limits of pairs per layer, and of paths."""
 
-    sets: int = 4096
     pairs: int = 65_536
     paths: int = 8192
 
@@ -66,40 +58,11 @@ class CountLimits(NamedTuple):
 COUNT_LIMITS: Final = CountLimits()
 
 
-class TopCounts(NamedTuple):
-    """Ascending keys and their counts, which may be short by `short`."""
+class LayerCounts(NamedTuple):
+    """load_E: tokens of each expert. pairs: counts by token id * E + expert."""
 
-    keys: Keys
-    times: Times
-    short: int
-
-    def merge(self, other: TopCounts, limit: int) -> TopCounts:
-        keys, times = add_counts(self.keys, self.times, other.keys, other.times)
-        return TopCounts(keys, times, self.short + other.short).truncate(limit)
-
-    def truncate(self, limit: int) -> TopCounts:
-        keys, times, removed = truncate_counts(self.keys, self.times, limit)
-        return TopCounts(keys, times, self.short + removed)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LayerCounts:
-    """sets: by key of `keys_of_sets`. pairs: by token id * E + expert."""
-
-    together_EE: NDArray[np.int64]
-    sets: TopCounts
+    load_E: NDArray[np.int64]
     pairs: TopCounts
-
-    @property
-    def load(self) -> NDArray[np.int64]:
-        return self.together_EE.diagonal()
-
-    def merge(self, other: LayerCounts, limits: CountLimits) -> LayerCounts:
-        return LayerCounts(
-            self.together_EE + other.together_EE,
-            self.sets.merge(other.sets, limits.sets),
-            self.pairs.merge(other.pairs, limits.pairs),
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +77,7 @@ class RoutingCounts:
 
     @property
     def num_experts(self) -> int:
-        return len(next(iter(self.layers.values())).load)
+        return len(next(iter(self.layers.values())).load_E)
 
     def merge(self, other: RoutingCounts, limits: CountLimits = COUNT_LIMITS) -> RoutingCounts:
         """Return the sum, exact below the limits. Raises CheckpointError for another model."""
@@ -128,8 +91,11 @@ class RoutingCounts:
                 )
         sample = merge_samples(self.paths, self.counted, other.paths, other.counted, limits.paths)
         layers = {
-            layer: layer_counts.merge(other.layers[layer], limits)
-            for layer, layer_counts in self.layers.items()
+            layer: LayerCounts(
+                one.load_E + other.layers[layer].load_E,
+                one.pairs.add(other.layers[layer].pairs).truncate(limits.pairs),
+            )
+            for layer, one in self.layers.items()
         }
         return dataclasses.replace(
             self, counted=self.counted + other.counted, layers=layers, paths=sample
@@ -138,12 +104,8 @@ class RoutingCounts:
     def truncate(self, limits: CountLimits) -> RoutingCounts:
         """Drop the least frequent entries."""
         layers = {
-            layer: LayerCounts(
-                layer_counts.together_EE,
-                layer_counts.sets.truncate(limits.sets),
-                layer_counts.pairs.truncate(limits.pairs),
-            )
-            for layer, layer_counts in self.layers.items()
+            layer: LayerCounts(one.load_E, one.pairs.truncate(limits.pairs))
+            for layer, one in self.layers.items()
         }
         return dataclasses.replace(self, layers=layers, paths=subsample(self.paths, limits.paths))
 
@@ -153,19 +115,12 @@ class RoutingCounts:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays of the file format."""
-        K = self.paths.paths_PLK.shape[2]
         arrays: dict[str, NDArray[Any]] = {_COUNTED: np.array([self.counted], np.int64)}
         for layer, layer_counts in self.layers.items():
             times = layer_counts.pairs.times.clip(max=_MAX_TIMES)
             arrays |= {
-                f"load.{layer}": layer_counts.load,
-                f"together.{layer}": layer_counts.together_EE,
-                f"sets.{layer}": sets_of_keys(layer_counts.sets.keys, K),
-                f"times.{layer}": layer_counts.sets.times,
+                f"load.{layer}": layer_counts.load_E,
                 f"pairs.{layer}": np.stack([layer_counts.pairs.keys, times], 1).astype(np.int32),
-                f"short.{layer}": np.array(
-                    [layer_counts.sets.short, layer_counts.pairs.short], np.int64
-                ),
             }
         return arrays | {
             "paths": self.paths.paths_PLK,
@@ -191,7 +146,11 @@ class RoutingCounts:
             raise CheckpointError(
                 f"{path}: a routing profile of {counted} tokens; at least {min_tokens} are needed"
             )
-        layers = {layer: _layer(arrays, layer, counted) for layer in spec.moe_layers}
+        most_pairs = COUNT_LIMITS.pairs * checks.MAX_OVERSIZE
+        layers = {
+            layer: LayerCounts(arrays.load(layer, counted), arrays.pairs(layer, most_pairs))
+            for layer in spec.moe_layers
+        }
         ids_P2, paths_PLK = arrays.paths(COUNT_LIMITS.paths * checks.MAX_OVERSIZE)
         return RoutingCounts(
             checkpoint_digest(folder),
@@ -200,31 +159,6 @@ class RoutingCounts:
             layers,
             RoutingPaths(ids_P2, paths_PLK),
         )
-
-
-def _layer(arrays: checks.CountArrays, layer: int, counted: int) -> LayerCounts:
-    together_EE = arrays.co_occurrence(layer, counted)
-    sets_MK, set_times_M = arrays.sets(layer, counted, COUNT_LIMITS.sets * checks.MAX_OVERSIZE)
-    keys_N, times_N = arrays.pairs(layer, COUNT_LIMITS.pairs * checks.MAX_OVERSIZE)
-    short = arrays.short(layer)
-    return LayerCounts(
-        together_EE,
-        TopCounts(keys_of_sets(sets_MK), set_times_M, short[0]),
-        TopCounts(keys_N, times_N, short[1]),
-    )
-
-
-def keys_of_sets(sets_MK: NDArray[np.int16]) -> Keys:
-    """Return a key for each ascending row of experts; keys sort as rows do."""
-    K = sets_MK.shape[1]
-    return np.ascontiguousarray(sets_MK, ">u2").view(f"S{2 * K}").ravel()
-
-
-def sets_of_keys(keys_M: Keys, top_k: int) -> NDArray[np.int16]:
-    sets: NDArray[np.int16] = (
-        np.ascontiguousarray(keys_M).view(">u2").reshape(-1, top_k).astype(np.int16)
-    )
-    return sets
 
 
 _AT_ONCE = 4096  # tokens, to bound the copies of a batch
@@ -242,24 +176,14 @@ class CountedModel(NamedTuple):
 
 
 class _Layer:
-    def __init__(self, experts: int, top_k: int, limits: CountLimits) -> None:
-        self.together_EE = np.zeros((experts, experts), np.int64)
-        self.sets = BoundedCounts(limits.sets, np.dtype(f"S{2 * top_k}"))
-        self.pairs = BoundedCounts(limits.pairs, np.int64)
+    def __init__(self, experts: int, limits: CountLimits) -> None:
+        self.load_E = np.zeros(experts, np.int64)
+        self.pairs = BoundedCounts(limits.pairs)
 
     def add(self, ids_T: NDArray[np.int64], experts_TK: NDArray[np.int64]) -> None:
-        E = len(self.together_EE)
-        both = experts_TK[:, :, None] * E + experts_TK[:, None, :]
-        self.together_EE += np.bincount(both.ravel(), minlength=E * E).reshape(E, E)
-        self.sets.add(keys_of_sets(np.sort(experts_TK, axis=1).astype(np.int16)))
+        E = len(self.load_E)
+        self.load_E += np.bincount(experts_TK.ravel(), minlength=E)
         self.pairs.add((ids_T[:, None] * E + experts_TK).ravel())
-
-    def counted(self) -> LayerCounts:
-        return LayerCounts(
-            self.together_EE.copy(),
-            TopCounts(*self.sets.counted()),
-            TopCounts(*self.pairs.counted()),
-        )
 
 
 class RoutingCounter:
@@ -267,9 +191,7 @@ class RoutingCounter:
 
     def __init__(self, model: CountedModel, limits: CountLimits = COUNT_LIMITS) -> None:
         self._model = model
-        self._layers = {
-            layer: _Layer(model.num_experts, model.top_k, limits) for layer in model.moe_layers
-        }
+        self._layers = {layer: _Layer(model.num_experts, limits) for layer in model.moe_layers}
         self._paths = PathSample(limits.paths, len(model.moe_layers), model.top_k, seed=0)
         self.tokens = 0
 
@@ -286,7 +208,10 @@ class RoutingCounter:
     def counts(self) -> RoutingCounts:
         """Return the current counts as new arrays."""
         model = self._model
-        layers = {layer: each.counted() for layer, each in self._layers.items()}
+        layers = {
+            layer: LayerCounts(each.load_E.copy(), each.pairs.counted())
+            for layer, each in self._layers.items()
+        }
         return RoutingCounts(
             model.checkpoint, model.tokenizer, self.tokens, layers, self._paths.sample()
         )

@@ -308,7 +308,7 @@ def test_planner_uses_counted_routing() -> None:
         assert routing.num_experts == spec.num_experts
         assert len(routing.sets_PK) == len(routing.ids_P) == 4096
         assert routing.counts.times_N.min() > 0
-        sampled, counted = routing.load() / 4096, counts.layers[layer].load / counts.counted
+        sampled, counted = routing.load() / 4096, counts.layers[layer].load_E / counts.counted
         assert np.abs(sampled - counted).max() < 0.05
         contiguous = LayerSlots(range(spec.num_experts), ((0, 8), (8, 16)))
         assert 1.0 < measure(routing, contiguous).copies < 2.0

@@ -65,7 +65,7 @@ def test_counts_of_files_add_up(written: Path, tmp_path: Path) -> None:
     both = RoutingCounts.read(output, FOLDER, SPEC)
     assert both.counted == 2 * one.counted
     for layer, of in both.layers.items():
-        assert np.array_equal(of.together_EE, 2 * one.layers[layer].together_EE)
+        assert np.array_equal(of.load_E, 2 * one.layers[layer].load_E)
         assert np.array_equal(of.pairs.times, 2 * one.layers[layer].pairs.times)
 
 
