@@ -1,4 +1,4 @@
-"""Interface of all channels between attention ranks and expert ranks.
+"""Packets and events of the channels between attention ranks and expert ranks.
 
 A *link* joins a pair of ranks. Each link has a header socket: a small `Header` travels ahead of
 each payload, so payloads have their exact size and the receiver knows the sender. How the payload
@@ -20,7 +20,7 @@ import enum
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 import torch
@@ -105,13 +105,6 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-class Reservation(Protocol):
-    """Channel memory to fill in place and commit once; `tensors` is empty afterwards."""
-
-    peer: str
-    tensors: Sequence[torch.Tensor]
-
-
 class Packet:
     """A received payload.
 
@@ -192,80 +185,3 @@ def transfer_span(packet: Packet, receiver: str) -> TaskSpan:
         header.token_group,
         packet.rows,
     )
-
-
-class Endpoint(Protocol):
-    """One rank's end of all its links. Owned by one thread, except `wake` and `Packet.release`.
-
-    Every implementation takes keyword arguments: name (this rank's, such as "attention-0"), token
-    (the cluster's secret), epoch, config (ChannelConfig), clock, device.
-    """
-
-    name: str
-    epoch: int
-    backend: str
-
-    def listen(self, host: str = "127.0.0.1") -> str:
-        """Start accepting links. Returns the address for the peers' `connect`."""
-
-    def connect(self, peer: str, address: str) -> None:
-        """Join `peer` within connect_timeout_s. Raises HandshakeError or ChannelError."""
-
-    def join(self, peer: str, address: str) -> None:
-        """Join `peer`, thread-safe; `poll` returns PeerJoined. Replaces an older epoch's link."""
-
-    def peers(self) -> Sequence[str]:
-        """Return the names of the peers whose links are up."""
-
-    def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
-        """Return memory for a payload. Never waits for the receiver.
-
-        Raises PeerError if the peer is lost, another ChannelError if this process lacks memory or
-        descriptors.
-        """
-
-    def commit(self, reservation: Reservation, header: Header) -> None:
-        """Send a payload without waiting for its arrival. Raises as `reserve`."""
-
-    def poll(self, timeout_s: float) -> list[ChannelEvent]:
-        """Return the events since the last call.
-
-        Waits at most timeout_s (0: not at all), less if `wake` is called. Drops packets older than
-        either end's epoch. Reports a lost peer as `PeerLost` and never raises for it.
-        """
-
-    def watch(self, descriptor: int) -> None:
-        """Make a waiting `poll` return when `descriptor` is readable. The caller reads it."""
-
-    def drop(self, peer: str, reason: str) -> None:
-        """End the link to `peer`; `poll` returns PeerLost with this reason."""
-
-    def wake(self) -> None:
-        """Make a `poll` in another thread return now."""
-
-    @property
-    def stall_reason(self) -> str:
-        """Reason that heartbeats stopped (no `poll` for channel.step_timeout_s), or ""."""
-
-    def dump_stacks_after(self, after_s: float) -> None:
-        """Log all stacks when `poll` has not been called for after_s."""
-
-    def bytes_moved(self) -> tuple[int, int]:
-        """Return payload bytes sent and received so far."""
-
-    def close(self) -> None:
-        """Close every link, end every thread, remove every file. May be called twice."""
-
-
-def send_tensors(
-    endpoint: Endpoint,
-    peer: str,
-    header: Header,
-    tensors: Sequence[torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Copy `tensors` to channel memory, as `dtype` if given, and send. Raises as `reserve`."""
-    reservation = endpoint.reserve(peer, [spec_of(tensor, dtype) for tensor in tensors])
-    for slot, tensor in zip(reservation.tensors, tensors, strict=True):
-        slot.copy_(tensor)
-    endpoint.commit(reservation, header)

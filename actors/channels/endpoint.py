@@ -1,4 +1,4 @@
-"""The part of an endpoint that is independent of how payloads move.
+"""One rank's end of all its links: the part that is independent of how payloads move.
 
 owner's thread      listen connect reserve commit poll close
 accept thread       accepts connections         ┐ pass results to the owner through `_inbox`
@@ -27,12 +27,12 @@ from actors.channels.base import (
     Packet,
     PeerJoined,
     PeerLost,
-    Reservation,
     TensorSpec,
+    spec_of,
 )
 from actors.channels.handshake import Identity
 from actors.channels.heartbeat import HeartbeatThread
-from actors.channels.link import Link, LinkSockets
+from actors.channels.link import Link, LinkSockets, Reservation
 from actors.channels.link_setup import LinkSetup
 from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock
@@ -50,8 +50,8 @@ class _Loss(msgspec.Struct, frozen=True):
     error: PeerError
 
 
-class BaseEndpoint(abc.ABC):
-    """Base class of the endpoints. See `base.Endpoint`."""
+class Endpoint(abc.ABC):
+    """Owned by one thread, except `join`, `wake` and `Packet.release`."""
 
     backend: str
 
@@ -115,6 +115,7 @@ class BaseEndpoint(abc.ABC):
     # --- joining
 
     def listen(self, host: str = "127.0.0.1") -> str:
+        """Start accepting links. Returns the address for the peers' `connect`."""
         if self._link_setup.listening:
             raise ChannelError(f"{self.name} listens already")
         sock, address = self._listen(host)
@@ -122,6 +123,7 @@ class BaseEndpoint(abc.ABC):
         return address
 
     def connect(self, peer: str, address: str) -> None:
+        """Join `peer` within connect_timeout_s. Raises HandshakeError or ChannelError."""
         if peer in self._links:
             raise ChannelError(f"{self.name} is linked to {peer} already")
         link = self._dial(peer, address)
@@ -129,6 +131,7 @@ class BaseEndpoint(abc.ABC):
         self._adopt(link)
 
     def join(self, peer: str, address: str) -> None:
+        """Join `peer`, thread-safe; `poll` returns PeerJoined. Replaces an older epoch's link."""
         link = self._dial(peer, address)
         self._start_heartbeat(link)
         with self._lock:
@@ -196,15 +199,22 @@ class BaseEndpoint(abc.ABC):
     # --- sending
 
     def peers(self) -> Sequence[str]:
+        """Return the names of the peers whose links are up."""
         return tuple(self._links)
 
     def reserve(self, peer: str, parts: Sequence[TensorSpec]) -> Reservation:
+        """Return memory for a payload. Never waits for the receiver.
+
+        Raises PeerError if the peer is lost, another ChannelError if this process lacks memory or
+        descriptors.
+        """
         try:
             return self._link(peer).reserve(parts)
         except OSError as error:  # out of descriptors or memory
             raise ChannelError(f"cannot send to {peer}: {error}") from None
 
     def commit(self, reservation: Reservation, header: Header) -> None:
+        """Send a payload without waiting for its arrival. Raises as `reserve`."""
         link = self._link(reservation.peer)
         try:
             link.commit(reservation, header)
@@ -214,6 +224,7 @@ class BaseEndpoint(abc.ABC):
             self._epoll.modify(link.poll_fd, select.EPOLLIN | select.EPOLLOUT)
 
     def drop(self, peer: str, reason: str) -> None:
+        """End the link to `peer`; `poll` returns PeerLost with this reason."""
         link = self._links.get(peer)
         if link is not None:
             self._post_loss(link, PeerError(reason, peer))
@@ -230,6 +241,11 @@ class BaseEndpoint(abc.ABC):
     # --- receiving
 
     def poll(self, timeout_s: float) -> list[ChannelEvent]:
+        """Return the events since the last call.
+
+        Waits at most timeout_s (0: not at all), less if `wake` is called. Drops packets older than
+        either end's epoch. Reports a lost peer as `PeerLost` and never raises for it.
+        """
         self._watch.record_progress()
         channel_events: list[ChannelEvent] = []
         for fd, mask in self._wait(timeout_s):
@@ -253,6 +269,7 @@ class BaseEndpoint(abc.ABC):
         return channel_events
 
     def watch(self, descriptor: int) -> None:
+        """Make a waiting `poll` return when `descriptor` is readable. The caller reads it."""
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def _wait(self, timeout_s: float) -> list[tuple[int, int]]:
@@ -353,6 +370,7 @@ class BaseEndpoint(abc.ABC):
         self._post(_Loss(link, error))
 
     def wake(self) -> None:
+        """Make a `poll` in another thread return now."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
@@ -365,12 +383,15 @@ class BaseEndpoint(abc.ABC):
 
     @property
     def stall_reason(self) -> str:
+        """Reason that heartbeats stopped (no `poll` for channel.step_timeout_s), or ""."""
         return self._watch.problem
 
     def dump_stacks_after(self, after_s: float) -> None:
+        """Log all stacks when `poll` has not been called for after_s."""
         self._watch.stall_threshold_s = after_s
 
     def bytes_moved(self) -> tuple[int, int]:
+        """Return payload bytes sent and received so far."""
         links = tuple(self._links.values())  # the owner may change it meanwhile
         return (
             self._moved[0] + sum(link.sent_bytes for link in links),
@@ -378,6 +399,7 @@ class BaseEndpoint(abc.ABC):
         )
 
     def close(self) -> None:
+        """Close every link, end every thread, remove every file. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -392,3 +414,17 @@ class BaseEndpoint(abc.ABC):
         self._inbox.clear()
         self._epoll.close()
         os.close(self._wake_fd)
+
+
+def send_tensors(
+    endpoint: Endpoint,
+    peer: str,
+    header: Header,
+    tensors: Sequence[torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy `tensors` to channel memory, as `dtype` if given, and send. Raises as `reserve`."""
+    reservation = endpoint.reserve(peer, [spec_of(tensor, dtype) for tensor in tensors])
+    for slot, tensor in zip(reservation.tensors, tensors, strict=True):
+        slot.copy_(tensor)
+    endpoint.commit(reservation, header)

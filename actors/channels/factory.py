@@ -9,9 +9,8 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint
 from actors.channels.cuda import require_cupy, require_nccl, with_device_index
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.nccl import NcclEndpoint
 from actors.channels.shm import ShmEndpoint
@@ -26,7 +25,7 @@ from contracts.ranks import Group, RankSpec
 class EndpointBackend(NamedTuple):
     """memory: device type of the payloads. require: raises ChannelError on an unfit machine."""
 
-    endpoint: type[BaseEndpoint]
+    endpoint: type[Endpoint]
     memory: Literal["cpu", "cuda"]
     require: Callable[[], None] = lambda: None
 
@@ -81,7 +80,7 @@ def make_endpoint(
     )
 
 
-def _backend(name: str, device: torch.device) -> type[BaseEndpoint]:
+def _backend(name: str, device: torch.device) -> type[Endpoint]:
     """Return the endpoint class after checking this machine. Raises ChannelError."""
     backend = BACKENDS.get(name)
     if backend is None:

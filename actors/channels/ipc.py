@@ -25,7 +25,7 @@ import torch
 
 from actors.channels.base import TensorSpec
 from actors.channels.cuda import require_cupy
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.link import Link, LinkSockets, Views, encode
 from actors.channels.listener import listen_unix
 from actors.channels.segments import (
@@ -158,7 +158,7 @@ class IpcLink(SharedMemoryLink):
                 self._releasing.append(entry)
 
 
-class IpcEndpoint(BaseEndpoint):
+class IpcEndpoint(Endpoint):
     """Payloads lie in memory of the GPU that both processes use."""
 
     backend = "ipc"

@@ -19,7 +19,6 @@ import torch
 from actors.channels.base import (
     Header,
     Packet,
-    Reservation,
     TensorSpec,
     connection_closed,
     connection_lost,
@@ -125,8 +124,11 @@ def lay_out(parts: Sequence[TensorSpec]) -> PayloadLayout:
     return PayloadLayout(tuple(offsets), end)
 
 
-class LinkReservation:
-    """The `Reservation` of every backend; `memory` is what the backend keeps about it."""
+class Reservation:
+    """Channel memory to fill in place and commit once; `tensors` is empty afterwards.
+
+    memory: what the backend keeps about it.
+    """
 
     __slots__ = ("layout", "memory", "parts", "peer", "tensors")
 

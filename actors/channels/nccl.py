@@ -26,15 +26,15 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, Reservation, TensorSpec
+from actors.channels.base import Header, Packet, TensorSpec
 from actors.channels.cuda import require_nccl
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.link import (
     FrameLink,
     Link,
-    LinkReservation,
     LinkSockets,
     PayloadFrame,
+    Reservation,
     decode_payload,
     empty_tensors,
     encode,
@@ -186,14 +186,13 @@ class NcclLink(FrameLink):
                 packets.append(packet)
         return packets
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         self._release_sent()
         parts = tuple(parts)
         tensors = empty_tensors(parts, self._device)
-        return LinkReservation(self.peer, parts, lay_out(parts), tensors)
+        return Reservation(self.peer, parts, lay_out(parts), tensors)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, LinkReservation)
         self._frames.send(encode(PayloadFrame(header, reservation.parts)))
         tensors, reservation.tensors = reservation.tensors, ()
         try:
@@ -237,7 +236,7 @@ class NcclLink(FrameLink):
                 sending.popleft()
 
 
-class NcclEndpoint(BaseEndpoint):
+class NcclEndpoint(Endpoint):
     """Payloads lie in this rank's GPU memory. All calls use the owner's current stream."""
 
     backend = "nccl"

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from actors.channels.base import Header, Packet, Reservation, TensorSpec
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.base import Header, Packet, TensorSpec
+from actors.channels.endpoint import Endpoint
 from actors.channels.link import (
     FrameLink,
     Link,
-    LinkReservation,
     LinkSockets,
+    Reservation,
     empty_tensors,
     encode,
     lay_out,
@@ -37,7 +37,7 @@ from contracts.config import ChannelConfig
 from contracts.errors import PeerDeadError, PeerError
 
 
-class ShmEndpoint(BaseEndpoint):
+class ShmEndpoint(Endpoint):
     """Payloads lie in shared memory. `listen` ignores its host: the address is a Unix socket's."""
 
     backend = "shm"
@@ -80,18 +80,17 @@ class SharedMemoryLink(FrameLink):
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
         layout = lay_out(parts)
         if not layout.num_bytes:
-            return LinkReservation(self.peer, parts, layout, empty_tensors(parts, self._device))
+            return Reservation(self.peer, parts, layout, empty_tensors(parts, self._device))
         place = self._segments.allocate(layout.num_bytes)
         views = self._segments.memory(place.segment).views
         tensors = views.cut(parts, layout, place.offset_bytes)
-        return LinkReservation(self.peer, parts, layout, tensors, place)
+        return Reservation(self.peer, parts, layout, tensors, place)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, LinkReservation)
         place: PayloadLocation | None = reservation.memory
         ready = self._mark_ready(place) if place is not None else b""
         self._frames.send(encode(Payload(header, reservation.parts, place, ready)))

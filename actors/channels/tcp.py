@@ -32,18 +32,17 @@ import torch
 from actors.channels.base import (
     Header,
     Packet,
-    Reservation,
     TensorSpec,
     connection_closed,
     connection_lost,
 )
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.link import (
     MAX_FRAME_BYTES,
     Link,
-    LinkReservation,
     LinkSockets,
     PayloadFrame,
+    Reservation,
     Views,
     decode_payload,
     encode,
@@ -118,7 +117,7 @@ class _OutgoingPacket:
 
     __slots__ = ("_body", "_unsent", "buffer", "lane", "partial_piece")
 
-    def __init__(self, header: Header, reservation: LinkReservation) -> None:
+    def __init__(self, header: Header, reservation: Reservation) -> None:
         self.lane = header.priority
         self.buffer: Buffer = reservation.memory
         self.partial_piece: list[memoryview] = []
@@ -184,15 +183,14 @@ class TcpLink(Link):
     def blocked_since_s(self) -> float | None:
         return None if self._queued == self._sent else self._progress_s
 
-    def reserve(self, parts: Sequence[TensorSpec]) -> LinkReservation:
+    def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
         layout = lay_out(parts)
         buffer = self._pool.acquire(layout.num_bytes)
         tensors = buffer.views.cut(parts, layout, 0)
-        return LinkReservation(self.peer, parts, layout, tensors, buffer)
+        return Reservation(self.peer, parts, layout, tensors, buffer)
 
     def commit(self, reservation: Reservation, header: Header) -> None:
-        assert isinstance(reservation, LinkReservation)
         packet = _OutgoingPacket(header, reservation)
         num_bytes = reservation.layout.num_bytes
         self.sent_bytes += num_bytes
@@ -351,7 +349,7 @@ class TcpLink(Link):
             self.monitor.record(self._clock())
 
 
-class TcpEndpoint(BaseEndpoint):
+class TcpEndpoint(Endpoint):
     """Payloads lie in ordinary CPU memory on both sides."""
 
     backend = "tcp"

@@ -20,15 +20,14 @@ from torch import Tensor
 
 from actors.channels.base import (
     ChannelEvent,
-    Endpoint,
     Header,
     Packet,
     PacketKind,
     PeerLost,
-    send_tensors,
     transfer_span,
     transfers,
 )
+from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.moe.dispatch import (
     DispatchCounts,

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.channels.base import Endpoint, Header, TensorSpec
+from actors.channels.base import Header, TensorSpec
+from actors.channels.endpoint import Endpoint
 from actors.telemetry.telemetry import Telemetry, growth
 from contracts import metrics
 from kernels.steps import Steps, add_tiled, row_tiles

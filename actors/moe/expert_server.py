@@ -19,16 +19,15 @@ import torch
 
 from actors.channels.base import (
     ChannelEvent,
-    Endpoint,
     Header,
     Packet,
     PacketKind,
     PeerJoined,
     PeerLost,
-    send_tensors,
     transfer_span,
     transfers,
 )
+from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.rank_experts import MergedPairs, RankExperts
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock

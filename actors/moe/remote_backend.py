@@ -16,16 +16,15 @@ from torch import Tensor
 
 from actors.channels.base import (
     ChannelEvent,
-    Endpoint,
     Header,
     Packet,
     PacketKind,
     PeerJoined,
     PeerLost,
-    send_tensors,
     transfer_span,
     transfers,
 )
+from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
 from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
 from actors.moe.prefetcher import make_prefetcher

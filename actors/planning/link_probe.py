@@ -16,7 +16,8 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.endpoint import Endpoint
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from contracts.clock import monotonic_s

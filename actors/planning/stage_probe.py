@@ -22,7 +22,8 @@ from actors.batching.batch_builder import Chunk, ScheduledBatch
 from actors.batching.finisher import Finisher
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import Sequence as TokenSequence
-from actors.channels.base import Endpoint, PeerJoined
+from actors.channels.base import PeerJoined
+from actors.channels.endpoint import Endpoint
 from actors.channels.factory import make_endpoint
 from actors.channels.handshake import new_token
 from actors.engine.executor import Executor, ExecutorParts

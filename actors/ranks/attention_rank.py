@@ -13,7 +13,7 @@ from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
-from actors.channels.base import Endpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from actors.channels.base import Endpoint
+from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import torch
 
 from actors.batching.observer import LoopControl, Observer
-from actors.channels.base import Endpoint
+from actors.channels.endpoint import Endpoint
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import RankMetrics, Telemetry, Timeline, channel_bytes
 from contracts.clock import Clock, monotonic_s

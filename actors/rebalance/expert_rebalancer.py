@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from actors.channels.base import Endpoint, Packet, PacketKind
+from actors.channels.base import Packet, PacketKind
+from actors.channels.endpoint import Endpoint
 from actors.moe.expert_server import PlacementHandler
 from actors.rebalance.expert_generations import (
     Action,

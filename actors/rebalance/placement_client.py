@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 
-from actors.channels.base import Endpoint, Packet, PacketKind, PeerLost
+from actors.channels.base import Packet, PacketKind, PeerLost
+from actors.channels.endpoint import Endpoint
 from actors.moe.backend import MissingRank, Topology
 from actors.rebalance.expert_generations import PlacementMessage
 from actors.rebalance.expert_membership import ExpertMembership

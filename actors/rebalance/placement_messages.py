@@ -10,7 +10,8 @@ from typing import Final
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Packet, PacketKind, send_tensors
+from actors.channels.base import Header, Packet, PacketKind
+from actors.channels.endpoint import Endpoint, send_tensors
 from actors.rebalance.expert_generations import (
     LAUNCH_ATTEMPT,
     Action,

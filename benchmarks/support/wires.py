@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.endpoint import Endpoint
 
 MAX_BYTES = 64 << 20
 WINDOW_BYTES = 32 << 20  # of payloads that are not yet answered, within these bounds:

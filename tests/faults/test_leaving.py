@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.channels.base import Endpoint
+from actors.channels.endpoint import Endpoint
 from actors.moe.remote_pending import RemotePending
 from actors.ranks.expert_rank import ExpertLoop
 from actors.ranks.rank import Rank

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import torch
 
-from actors.channels.base import Endpoint, Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.base import Header, Packet, PacketKind, PeerLost, TensorSpec
+from actors.channels.endpoint import Endpoint
 from actors.channels.factory import make_endpoint
 from actors.channels.link import PayloadFrame, encode
 from actors.channels.tcp import PIECE, TcpLink

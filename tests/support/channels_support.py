@@ -17,16 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.channels.base import (
-    ChannelEvent,
-    Endpoint,
-    Header,
-    Packet,
-    PacketKind,
-    PeerJoined,
-    PeerLost,
-    send_tensors,
-)
+from actors.channels.base import ChannelEvent, Header, Packet, PacketKind, PeerJoined, PeerLost
+from actors.channels.endpoint import Endpoint, send_tensors
 from actors.channels.factory import make_endpoint
 from actors.channels.tcp import PIECE
 from contracts.clock import Clock, monotonic_s

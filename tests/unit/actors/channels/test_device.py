@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from actors.channels import cuda, ipc, nccl
-from actors.channels.base import Endpoint, Packet, PeerJoined, PeerLost
-from actors.channels.endpoint import BaseEndpoint
+from actors.channels.base import Packet, PeerJoined, PeerLost
+from actors.channels.endpoint import Endpoint
 from actors.channels.ipc import IpcEndpoint
 from actors.channels.link import Views
 from actors.channels.nccl import NcclEndpoint, UniqueId, open_lanes
@@ -169,11 +169,11 @@ class FakeCommunicator:
         self._nccl.aborted += 1
 
 
-def pair_of(kind: type[BaseEndpoint]) -> AbstractContextManager[tuple[Endpoint, Endpoint]]:
+def pair_of(kind: type[Endpoint]) -> AbstractContextManager[tuple[Endpoint, Endpoint]]:
     return joined(made(kind, "left"), made(kind, "right"))
 
 
-def made(kind: type[BaseEndpoint], name: str, epoch: int = 1) -> BaseEndpoint:
+def made(kind: type[Endpoint], name: str, epoch: int = 1) -> Endpoint:
     return kind(
         name=name,
         token=TOKEN,
@@ -277,7 +277,7 @@ def test_packet_is_delivered_when_complete_and_waits_for_no_other_class(
         for number in range(2):
             send(left, "right", payload(number), header(number, priority=Priority.BE))
         send(left, "right", payload(2), header(2))
-        link = right._links["left"]  # type: ignore[attr-defined]
+        link: Any = right._links["left"]
         wait_until(
             lambda: not right.poll(0) and sum(map(len, link._receiving)) == 3,
             "no header",
@@ -303,7 +303,7 @@ def test_half_sent_payload_of_lost_peer_is_no_packet(
     with pair_of(NcclEndpoint) as (left, right):
         FakeEvent.reached = False
         send(left, "right", payload(0), header(0))
-        link = right._links["left"]  # type: ignore[attr-defined]
+        link: Any = right._links["left"]
         wait_until(lambda: not right.poll(0) and link.has_incoming, "no header", 10.0, 0.002)
         left.close()
         ends = lambda communicator: setattr(FakeEvent, "reached", True)  # noqa: E731

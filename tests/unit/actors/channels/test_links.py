@@ -14,7 +14,6 @@ import torch
 
 from actors.channels.base import (
     ChannelEvent,
-    Endpoint,
     Header,
     Packet,
     PacketKind,
@@ -22,6 +21,7 @@ from actors.channels.base import (
     PeerLost,
     TensorSpec,
 )
+from actors.channels.endpoint import Endpoint
 from contracts.errors import ChannelError, HandshakeError, PeerDeadError, PeerError
 from contracts.requests import Priority
 from tests.support.channels_support import (
@@ -247,7 +247,8 @@ def test_unknown_dtype_loses_that_peer(backend: str) -> None:
 
 def _address(end: Endpoint) -> str:
     """Return the address of a listening endpoint."""
-    listener = end._link_setup._listener  # type: ignore[attr-defined]
+    listener = end._link_setup._listener
+    assert listener is not None
     name = listener._sock.getsockname()
     if isinstance(name, bytes):
         return "unix:@" + name[1:].decode()

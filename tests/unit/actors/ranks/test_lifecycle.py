@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from actors.batching.observer import LoopControl
-from actors.channels.base import Endpoint
+from actors.channels.endpoint import Endpoint
 from actors.ranks import expert_resize, rank
 from actors.ranks.expert_resize import RunningRank, place_experts
 from actors.ranks.rank import IN_TRANSIT_S, SETTLING_S, PeerConnector, RankDrain
