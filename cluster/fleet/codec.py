@@ -42,34 +42,16 @@ class LaunchFailure(msgspec.Struct, frozen=True, tag="failure"):
     message: str
 
 
+encode_config = encode_trace = msgspec.json.encode
+encode_directory = encode_target = encode_scale = msgspec.msgpack.encode
 # At import: msgspec crashes if two threads create the first decoder of a type at once.
-_decode_config = msgspec.json.Decoder(TandemConfig).decode
+decode_config = msgspec.json.Decoder(TandemConfig).decode
+decode_trace = msgspec.json.Decoder(TraceResponse).decode
+decode_target = msgspec.msgpack.Decoder(ScrapeTarget).decode
+decode_wanted = msgspec.msgpack.Decoder(ScaleTarget).decode
+_decode_scale = msgspec.msgpack.Decoder(ScaleState).decode
 _decode_directory = msgspec.msgpack.Decoder(Directory | LaunchFailure).decode
 _decode_failure = msgspec.msgpack.Decoder(LaunchFailure).decode
-_decode_target = msgspec.msgpack.Decoder(ScrapeTarget).decode
-_decode_trace = msgspec.json.Decoder(TraceResponse).decode
-_decode_wanted = msgspec.msgpack.Decoder(ScaleTarget).decode
-_decode_scale = msgspec.msgpack.Decoder(ScaleState).decode
-
-
-def encode_config(config: TandemConfig) -> bytes:
-    return msgspec.json.encode(config)
-
-
-def decode_config(body: bytes) -> TandemConfig:
-    return _decode_config(body)
-
-
-def encode_directory(directory: Directory) -> bytes:
-    return msgspec.msgpack.encode(directory)
-
-
-def encode_target(target: ScrapeTarget) -> bytes:
-    return msgspec.msgpack.encode(target)
-
-
-def decode_target(body: bytes) -> ScrapeTarget:
-    return _decode_target(body)
 
 
 def encode_failure(error: Exception) -> bytes:
@@ -83,22 +65,6 @@ def encode_failure(error: Exception) -> bytes:
 def decode_failure(body: bytes) -> TandemError:
     """Return the error, to be raised."""
     return _error_of(_decode_failure(body))
-
-
-def encode_trace(answer: TraceResponse) -> bytes:
-    return msgspec.json.encode(answer)
-
-
-def decode_trace(body: bytes) -> TraceResponse:
-    return _decode_trace(body)
-
-
-def encode_scale(answer: ScaleTarget | ScaleState) -> bytes:
-    return msgspec.msgpack.encode(answer)
-
-
-def decode_wanted(body: bytes) -> ScaleTarget:
-    return _decode_wanted(body)
 
 
 def decode_scale(body: bytes, failure: bytes) -> ScaleState:
