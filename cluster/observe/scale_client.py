@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from cluster.observe.server_client import Server, error_message, send_request
+from cluster.observe.server_client import Server, decode_answer, error_message, send_request
 from contracts.errors import ConfigError, LaunchError
 from contracts.scaling import ScaleState, ScaleTarget, format_counts
 
@@ -64,18 +64,11 @@ def follow_scale(
 
 def _request_scale(server: Server, method: str, requested: ScaleTarget | None) -> ScaleState:
     body = None if requested is None else msgspec.json.encode(requested)
-    status, answer = send_request(
+    answer = send_request(
         server, method, "/scale", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S, content=body
     )
-    if status == 401:
-        detail = error_message(answer)
-        raise ConfigError(f"--url {server.url}: 401: give http.operator_key as --api-key: {detail}")
-    if status != 200:
-        raise ConfigError(f"--url {server.url}: {status}: {error_message(answer)}")
-    try:
-        return msgspec.json.decode(answer, type=ScaleState)
-    except (msgspec.DecodeError, RecursionError):
-        raise ConfigError(
-            f"--url {server.url}: /scale did not answer as Tandem does: is it another server, or "
-            "another version?"
-        ) from None
+    if answer.status != 200:
+        hint = "give http.operator_key as --api-key: " if answer.status == 401 else ""
+        detail = error_message(answer.body)
+        raise ConfigError(f"--url {server.url}: {answer.status}: {hint}{detail}")
+    return decode_answer(server, "/scale", answer, ScaleState)

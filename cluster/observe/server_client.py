@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import httpx
 import msgspec
 
 from contracts.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def check_url(url: str) -> None:
@@ -106,3 +108,16 @@ def error_message(body: bytes) -> str:
         return str(decoded["error"]["message"])
     except (msgspec.DecodeError, KeyError, RecursionError):
         return " ".join(body[:200].decode("utf-8", "replace").split()) or "no answer"
+
+
+def decode_answer(server: Server, path: str, answer: HttpAnswer, kind: type[T]) -> T:
+    """Decode JSON. Raises ConfigError unless the status is 200 and the body a `kind`."""
+    try:
+        if answer.status == 200:
+            return msgspec.json.decode(answer.body, type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    raise ConfigError(
+        f"--url {server.url}: {path} answered {answer.status}, and not as Tandem does: is it "
+        "another server, or another version?"
+    )

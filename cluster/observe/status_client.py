@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
-import msgspec
 from rich.console import Group as Lines
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from cluster.http.response_types import Status
-from cluster.observe.server_client import Server, get_monitored
+from cluster.observe.server_client import Server, decode_answer, get_monitored
 from cluster.observe.terminal import Terminal, plain_table
 from contracts.errors import ConfigError
 from contracts.ranks import RankStatus
@@ -21,23 +20,12 @@ from contracts.traces import BUSY
 
 _REQUEST_TIMEOUT_S: Final = 10.0
 _MAX_BYTES: Final = 16 << 20
-_DECODER: Final = msgspec.json.Decoder(Status)
 
 
 def fetch_status(server: Server) -> Status:
     """Return the server's state. Raises ConfigError if Tandem does not answer there."""
-    status, body = get_monitored(
-        server, "/status", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S
-    )
-    try:
-        if status == 200:
-            return _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        pass
-    raise ConfigError(
-        f"--url {server.url}: /status answered {status}, and not as Tandem does: is it another "
-        "server, or another version?"
-    )
+    answer = get_monitored(server, "/status", most_bytes=_MAX_BYTES, timeout_s=_REQUEST_TIMEOUT_S)
+    return decode_answer(server, "/status", answer, Status)
 
 
 def print_status(server: Server, found: Status) -> None:

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from cluster.observe.server_client import Server, error_message, get_monitored
+from cluster.observe.server_client import Server, decode_answer, error_message, get_monitored
 from cluster.observe.terminal import Terminal, plain_table
 from contracts.errors import ConfigError
 from contracts.traces import TraceInfo
@@ -34,37 +34,19 @@ def save_trace(server: Server, seconds: float, output: Path) -> TraceInfo:
 
     Raises ConfigError if Tandem does not answer, or another trace is running.
     """
-    body = fetch_trace(server, seconds)
-    note = parse_note(server, body)
+    path = f"/trace?{urlencode({'seconds': f'{seconds:g}'})}"
+    answer = get_monitored(server, path, most_bytes=MAX_BYTES, timeout_s=seconds + EXTRA_S)
+    if answer.status != 200:
+        raise ConfigError(f"--url {server.url}: {answer.status}: {error_message(answer.body)}")
+    note = decode_answer(server, "/trace", answer, _File).metadata.tandem
     partial = output.with_name(f"{output.name}.{os.getpid()}.part")
     try:
-        partial.write_bytes(body)
+        partial.write_bytes(answer.body)
         partial.replace(output)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"--output {output}: cannot be written: {error.strerror}") from None
     return note
-
-
-def fetch_trace(server: Server, seconds: float) -> bytes:
-    """Return the trace as the server sends it. Raises ConfigError."""
-    path = f"/trace?{urlencode({'seconds': f'{seconds:g}'})}"
-    timeout_s = seconds + EXTRA_S
-    status, body = get_monitored(server, path, most_bytes=MAX_BYTES, timeout_s=timeout_s)
-    if status != 200:
-        raise ConfigError(f"--url {server.url}: {status}: {error_message(body)}")
-    return body
-
-
-def parse_note(server: Server, body: bytes) -> TraceInfo:
-    """Return a trace's metadata. Raises ConfigError."""
-    try:
-        return msgspec.json.decode(body, type=_File).metadata.tandem
-    except (msgspec.DecodeError, RecursionError):
-        raise ConfigError(
-            f"--url {server.url}: /trace did not answer as Tandem does: is it another server, or "
-            "another version?"
-        ) from None
 
 
 def print_trace(note: TraceInfo, output: Path) -> None:
