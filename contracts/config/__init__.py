@@ -4,6 +4,8 @@ msgspec checks the bounds of fields when it decodes; `__post_init__` checks rule
 string below a field is its meaning, with the unit, in `tandem config` and docs/configuration.md.
 """
 
+from __future__ import annotations
+
 from contracts.config.batch import BatchConfig
 from contracts.config.channel import SPIN_S, ChannelConfig
 from contracts.config.experts import ExpertsConfig
@@ -20,9 +22,8 @@ from contracts.config.prefill import SCALABLE, PrefillConfig
 from contracts.config.priority import PriorityConfig
 from contracts.config.scaling import ScalingConfig
 from contracts.config.schedule import ScheduleConfig
-from contracts.config.section import InputPath, OutputFolder
+from contracts.config.section import InputPath, OutputFolder, Section
 from contracts.config.serve import ServeConfig
-from contracts.config.tandem import TandemConfig
 from contracts.config.trace import TraceConfig
 
 __all__ = [
@@ -52,3 +53,54 @@ __all__ = [
     "TandemConfig",
     "TraceConfig",
 ]
+
+
+class TandemConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration of one application."""
+
+    model: ModelConfig = ModelConfig()
+    groups: GroupsConfig = GroupsConfig()
+    channel: ChannelConfig = ChannelConfig()
+    kv: KvConfig = KvConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    priority: PriorityConfig = PriorityConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    placement: PlacementConfig = PlacementConfig()
+    planner: PlannerConfig = PlannerConfig()
+    serve: ServeConfig = ServeConfig()
+    http: HttpConfig = HttpConfig()
+    limits: LimitsConfig = LimitsConfig()
+    batch: BatchConfig = BatchConfig()
+    log: LogConfig = LogConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    trace: TraceConfig = TraceConfig()
+
+    def __post_init__(self) -> None:
+        if self.prefill.experts == "cached" and not self.experts.is_bounded:
+            raise ValueError(
+                "prefill.experts=cached: set the number of experts a worker keeps, of all layers "
+                "together: experts.slots, or experts.bytes"
+            )
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        most, least = self.scaling.max_prefill_ranks, self.groups.prefill_ranks
+        if most is None:
+            return
+        if not 1 <= least <= most:
+            raise ValueError(
+                f"scaling.max_prefill_ranks={most} with groups.prefill_ranks={least}: give 1 or "
+                f"more to begin with, and at most {most}"
+            )
+        if self.prefill.experts not in SCALABLE:
+            raise ValueError(
+                f"scaling.max_prefill_ranks with prefill.experts={self.prefill.experts}: its "
+                f"workers divide the experts among them; use {', '.join(SCALABLE)}"
+            )
+
+    @property
+    def prefill_slots(self) -> int:
+        """Maximum number of prefill workers."""
+        return self.scaling.max_prefill_ranks or self.groups.prefill_ranks
