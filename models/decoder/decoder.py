@@ -6,6 +6,7 @@ Shapes: T tokens, D model dim, K top-k, R chosen rows, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -15,12 +16,13 @@ from kernels.attention import plan_attention
 from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
-from kernels.norm_rope import cos_sin, inverse_frequencies
+from kernels.norm_rope import cos_sin
 from kernels.packed_attention import supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import GroupedQueryAttention, KvPool, LatentAttention
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.experts.router import ExpertRouter, RoutedTokens
+from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
@@ -195,3 +197,44 @@ class AttentionHalf:
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Return radians per position of each of the head_dim / 2 rotated pairs, float32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(plain, rope, head_dim)
+    raise ValueError(f"rope kind {rope.kind!r} is not known")
+
+
+def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:
+    """Divide long wavelengths by the factor, keep short ones, blend linearly in between."""
+    wavelength = 2 * math.pi / plain
+    rotations = rope.original_context_tokens / wavelength
+    keep = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    keep = keep.clamp(0.0, 1.0)
+    return (1 - keep) * plain / rope.factor + keep * plain
+
+
+def _yarn(plain: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """Keep pairs that rotate often in the original context, divide slow ones (YaRN)."""
+
+    def pair_rotating(times: float) -> float:
+        wavelength = rope.original_context_tokens / (times * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_rotating(rope.beta_fast), pair_rotating(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    divide = ((pairs - low) / width).clamp(0.0, 1.0)
+    return plain / rope.factor * divide + plain * (1 - divide)

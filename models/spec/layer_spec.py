@@ -211,7 +211,7 @@ SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of `kernels.norm_rope.inverse_frequencies`.
+    """Parameters of `models.decoder.decoder.inverse_frequencies`.
 
     `attention_factor` multiplies cos and sin (yarn); `softmax_factor` multiplies the softmax scale
     of latent attention (DeepSeek's mscale_all_dim, squared). Dynamic NTK scaling only affects

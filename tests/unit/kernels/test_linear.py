@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from kernels import experts, fused_ops, gpu_experts
 from kernels.gpu_experts import Pairs, grouped_products, single_products
 from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears, plain_linears
-from kernels.norm_rope import apply_rope, cos_sin, inverse_frequencies, rms_norm
+from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
 from kernels.routing import GroupLimit, group_by_expert, limited_top_k, local_index, softmax_top_k
+from models.decoder.decoder import inverse_frequencies
 from models.spec.layer_spec import RopeSpec
 from tests.support import kernel_reference as reference
 from tests.support.kernel_reference import (
