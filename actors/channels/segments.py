@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import partial
 from typing import Final, Protocol
 
@@ -139,16 +140,14 @@ class _Segment:
             self.free(slot)
 
 
-class MemoryFactory(Protocol):
-    """Makes a segment's memory and announces it to the peer before any packet uses it."""
-
-    def __call__(self, number: int, num_bytes: int) -> SegmentMemory: ...
-
-
 class SegmentAllocator:
-    """All segments in which one side of a link sends."""
+    """All segments in which one side of a link sends.
 
-    def __init__(self, segment_bytes: int, new_memory: MemoryFactory) -> None:
+    new_memory: makes a segment's memory from its number and bytes, and announces it to the peer
+    before any packet uses it.
+    """
+
+    def __init__(self, segment_bytes: int, new_memory: Callable[[int, int], SegmentMemory]) -> None:
         self._segment_bytes = segment_bytes
         self._new_memory = new_memory
         self._segments: dict[int, _Segment] = {}
