@@ -25,6 +25,7 @@ CASES = {
     "priorities_paper": "priorities",
     "offloaded_decode": "offloaded_decode",
     "placement": "placement",
+    "batch_kills": "batch_kills",
     "bulk_kills": "bulk_kills",
     "lm_eval_check": "lm_eval_check",
     "slot_kernels": "slot_kernels",
