@@ -90,7 +90,8 @@ def check(lines: Iterator[str], rows: int) -> None:
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     write_requests(folder / "rows.jsonl", options.rows, options.seed)
     port = free_port()
-    storage = ("--set", f"batch.storage={folder}/batches", "--port", str(port))
+    limit = ("--set", f"batch.in_flight_rows={options.in_flight}")
+    storage = ("--set", f"batch.storage={folder}/batches", *limit, "--port", str(port))
     with ray_head(dashboard=True) as head:
         server = start_server(head, options, folder, *storage)
         url = f"http://127.0.0.1:{port}/v1"
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 server.wait(60.0)
             server.kill()
     repeating = sum("Ingress" not in victim for _, victim in killed)
-    again = repeating * BatchConfig().in_flight_rows
+    again = repeating * options.in_flight
     return {
         "rows": options.rows,
         "kills": [victim for _, victim in killed],
@@ -137,6 +138,7 @@ def tables(summary: dict[str, Any]) -> list[Table]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--in-flight", type=int, default=BatchConfig().in_flight_rows)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--stub", action="store_true", help="workers without a model")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="float32")

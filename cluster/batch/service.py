@@ -48,7 +48,7 @@ log = logging.getLogger("tandem.batch")
 
 Listed = TypeVar("Listed", FileObject, BatchObject)
 RETRY_S = 5.0  # of a batch whose storage or ranks fail
-SWEEP_EVERY_S = 60.0
+SWEEP_EVERY_S = 10.0
 ABANDONED_UPLOAD_S = 600.0
 _UNIT_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
@@ -214,7 +214,9 @@ class Batches(Files):
                 await self._run(batch)
                 return
             except (OSError, TandemError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
+                reason = str(error)
+                if isinstance(error, OSError):
+                    reason = f"batch.storage={self._store.url}: {error.strerror}"
                 event(log, "batch_retried", logging.WARNING, batch=batch, reason=reason)
                 text = f"{reason}; tried again every {RETRY_S:g} s"
                 self._set(
@@ -274,6 +276,7 @@ class Batches(Files):
 
     async def _answer(self, batch: str, path: Path, folder: Path) -> None:
         """Answer the requests until the end, or until the batch is cancelled or expires."""
+        self._set(batch, errors=None)  # of the attempt before
         record = self._batches[batch]
         run = self._runs[batch] = BatchExecution(record, path, folder, self._slots)
         left_s = max(0.0, record.batch.expires_at - self._clock())
@@ -287,13 +290,14 @@ class Batches(Files):
         finally:
             timer.cancel()
             del self._runs[batch]
+            self._set(batch, request_counts=run.counts)
         self._batches[batch] = msgspec.structs.replace(
             self._batches[batch], stop_code=run.stop_code
         )
         if run.stop_code != "batch_cancelled":
             self._set(batch, status="finalizing")
         now = int(self._clock())
-        await self._update(batch, finalizing_at=now, request_counts=run.counts)
+        await self._update(batch, finalizing_at=now)
 
     async def _connected(self) -> RowClient:
         async with self._connecting:
@@ -332,7 +336,12 @@ class Batches(Files):
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def _sweep(self) -> None:
-        """Delete what is too old, and end batches that expire while their model is not served."""
+        """Delete what is too old, and end batches that expire while their model is not served.
+
+        Save the counts of running batches, to be shown while a successor starts.
+        """
+        for name, run in list(self._runs.items()):
+            await self._update(name, request_counts=run.counts)
         now, kept_s = self._clock(), self._config.keep_days * 86400
         inputs = {r.batch.input_file_id for r in self._batches.values() if _is_open(r)}
         await self.delete_expired_files(inputs)
