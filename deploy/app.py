@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import msgspec
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
+from cluster.serving.deployment_checks import check_deployment
 from cluster.serving.serve_app import build_serve_app
-from cluster.serving.server import preflight
+from cluster.serving.server import prepare
+from contracts.errors import TandemError
 from deploy.args import serve_config
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """Build the application for `args`, the sections of a configuration file as nested dicts.
 
-    Raises TandemError before anything starts; `serve status` then shows its one line.
+    Raises RayServeException before anything starts or ends. `serve status` shows its one line, and
+    Serve does not try again.
     """
-    config = serve_config(args)
-    # The port of `http` is not used: 0 passes the check that it is free.
-    http = msgspec.structs.replace(config.http, host="127.0.0.1", port=0)
-    preflight(msgspec.structs.replace(config, http=http))
-    return build_serve_app(config)
+    try:
+        config = prepare(serve_config(args), os.environ)
+        return build_serve_app(check_deployment(config, args))
+    except TandemError as error:
+        raise RayServeException(error.message) from None

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import typing
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from contracts.config import BUNDLED, InputPath, OutputFolder, TandemConfig
-from contracts.errors import ConfigError
+from cluster.serving.settings import with_absolute_paths
+from contracts.config import TandemConfig
 from contracts.loading import load_config
-
-KEY_VARIABLE = "TANDEM_API_KEY"
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
@@ -55,40 +48,6 @@ def config_from_options(options: argparse.Namespace) -> TandemConfig:
     }
     extra = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     return with_absolute_paths(load_config(options.config, [*options.set, *extra]), Path.cwd())
-
-
-def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
-    """Return `config` with the key of KEY_VARIABLE if it has none. Raises ConfigError."""
-    key = environment.get(KEY_VARIABLE)
-    if key is None or config.http.has_keys:
-        return config
-    try:
-        http = msgspec.structs.replace(config.http, api_keys=[key])
-    except ValueError as error:
-        raise ConfigError(f"{KEY_VARIABLE}: {error}") from None
-    return msgspec.structs.replace(config, http=http)
-
-
-def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:
-    """Make relative paths absolute: ranks and the ingress start in other folders.
-
-    Names that are not paths, such as "bundled" or a hub id, stay as they are.
-    """
-    return msgspec.convert(_absolute(msgspec.to_builtins(config), TandemConfig, here), TandemConfig)
-
-
-def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
-    hints = typing.get_type_hints(struct, include_extras=True)
-    for key, value in tree.items():
-        hint = hints[key]
-        kinds = (hint, *typing.get_args(hint))  # None may be one of them
-        if isinstance(value, dict) and isinstance(hint, type):
-            _absolute(value, hint, here)
-        elif isinstance(value, str) and (InputPath in kinds or OutputFolder in kinds):
-            path = here / Path(value).expanduser()
-            is_name = value == BUNDLED or (InputPath in kinds and not path.exists())
-            tree[key] = value if is_name else str(path)
-    return tree
 
 
 def group_sizes(options: argparse.Namespace) -> tuple[int | None, ...]:

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import ray
 
 from actors.channels.handshake import new_token
@@ -44,10 +45,17 @@ FIRST_EPOCH = 1
 PIPELINES = ((Group.ATTENTION, Group.EXPERT), (Group.PREFILL,))
 
 
-def launch(config: TandemConfig, model_folder: str, store: FleetStore | None = None) -> Fleet:
+def launch(
+    config: TandemConfig,
+    model_folder: str,
+    store: FleetStore | None = None,
+    *,
+    place_timeout_s: float | None = None,
+) -> Fleet:
     """Start all ranks on the connected Ray cluster.
 
     store: record of the ranks, which then outlive this process; None: they end with it.
+    place_timeout_s: None: groups.ready_timeout_s.
     Raises ConfigError for an invalid placement file, ResourceError, CheckpointError and the errors
     of
     `launch_pipeline`; nothing is left running then.
@@ -57,12 +65,16 @@ def launch(config: TandemConfig, model_folder: str, store: FleetStore | None = N
     placements = configured_placements(config, folder, read_spec(folder))
     backend = config.channel.backend
     group_spec = GroupSpec(config, model_folder, token, FIRST_EPOCH, backend, None, placements)
-    places = _place(config, "" if store is None else store.application)
+    placing = config
+    if place_timeout_s is not None:
+        groups = msgspec.structs.replace(config.groups, ready_timeout_s=place_timeout_s)
+        placing = msgspec.structs.replace(config, groups=groups)
+    places = _place(placing, "" if store is None else store.application)
     with_kv = kv_ranks(places) + later_ranks(places, config)
     with ThreadPoolExecutor(len(places)) as threads:  # most of the time is loading
         launched = [threads.submit(launch_pipeline, group_spec, one, with_kv) for one in places]
     errors = [future.exception() for future in launched]
-    groups = [
+    formed = [
         group
         for future, error in zip(launched, errors, strict=True)
         if error is None
@@ -70,9 +82,9 @@ def launch(config: TandemConfig, model_folder: str, store: FleetStore | None = N
     ]
     error = next((error for error in errors if error is not None), None)
     if error is None:
-        return Fleet(token, groups, create_scrape_targets(config), config, store)
-    if groups:
-        Fleet(token, groups).close()
+        return Fleet(token, formed, create_scrape_targets(config), config, store)
+    if formed:
+        Fleet(token, formed).close()
     raise error
 
 
@@ -83,7 +95,8 @@ def _place(config: TandemConfig, application: str) -> list[RankPlacement]:
     """
     available = ray.cluster_resources()
     device = resolve_device(config, available)
-    check_resources(rank_requests(config, device), available)
+    if config.http.front == "direct":  # else nodes may join, and an autoscaler adds them
+        check_resources(rank_requests(config, device), available)
     places: list[RankPlacement] = []
     try:
         for wanted in PIPELINES:

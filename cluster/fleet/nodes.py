@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
+from ray._private.state import state
 from ray._private.worker import global_worker
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -87,6 +88,44 @@ def check_resources(requests: Sequence[RankRequest], available: dict[str, float]
                 f"{len(requests)} ranks need {amount:g} {resource}, the Ray cluster has {has:g}; "
                 f"use fewer ranks or {hint}"
             )
+
+
+def check_room(config: TandemConfig, application: str) -> None:
+    """Raise ResourceError if `application` has ranks that new ones could not replace.
+
+    They need what is free or held by `application`. With an autoscaler that has reported its
+    limits, everything below them is free.
+    """
+    rooms = [
+        room
+        for room in ray.util.placement_group_table().values()
+        if room["name"].startswith(f"{application}/") and room["state"] == "CREATED"
+    ]
+    if not rooms:
+        return
+    total: dict[str, float] = ray.cluster_resources()
+    requests = rank_requests(config, resolve_device(config, total))
+    most = state.get_max_resources_from_cluster_config()
+    check_resources(requests, total | (most or {}))
+    if most is not None:
+        return
+    free: Counter[str] = Counter(ray.available_resources())
+    for room in rooms:
+        for bundle in room["bundles"].values():
+            free.update(bundle)
+    check_resources(requests, dict(free))
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for request in requests:
+        if not any(
+            all(node.get(name, 0) >= amount for name, amount in request.resources.items())
+            for node in nodes
+        ):
+            raise ResourceError(
+                f"no node of the Ray cluster has {request.resources}, which a rank of the group "
+                f"{request.group} needs; use smaller ranks or add such a node"
+            )
+    if config.groups.placement == "spread" and config.groups.attention_ranks:
+        _spread_hosts([], config.groups)
 
 
 def _place(

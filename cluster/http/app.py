@@ -196,7 +196,8 @@ class App(Starlette):
             else:
                 await others(scope, receive, send)
 
-        return RequestLog(app, monotonic_s, self.access_log)
+        is_direct = self.app_state.http.front == "direct"  # Serve's proxy answers with the id
+        return RequestLog(app, monotonic_s, self.access_log, adds_header=is_direct)
 
 
 class ResponseAbortedError(Exception):
@@ -281,7 +282,10 @@ async def _version(app_state: AppState, request: Request) -> Response:
 
 async def _openapi(app_state: AppState, request: Request) -> Response:
     """Answer with the document. Needs no key: clients are generated from it."""
-    return json_response(openapi_document(app_state.model, app_state.http, app_state.bounds))
+    document = openapi_document(app_state.model, app_state.http, app_state.bounds)
+    if prefix := request.scope.get("root_path"):  # http.root_path, or the route_prefix of Serve
+        document["servers"] = [{"url": prefix}]
+    return json_response(document)
 
 
 async def _models(app_state: AppState, request: Request) -> Response:

@@ -236,8 +236,6 @@ def openapi_document(model: ModelInfo, http: HttpConfig, costs: Bounds | None = 
         }
     if schemes:
         document["components"]["securitySchemes"] = schemes
-    if http.root_path:
-        document["servers"] = [{"url": http.root_path}]
     return document
 
 

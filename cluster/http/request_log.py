@@ -61,8 +61,17 @@ class RequestLog:
     The log contains no text of a request: of the target only the path, percent-encoded as sent.
     """
 
-    def __init__(self, app: ASGIApp, clock: Clock, access_log: AccessLog | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Clock,
+        access_log: AccessLog | None,
+        *,
+        adds_header: bool = True,
+    ) -> None:
+        """Create the middleware. adds_header: False if a proxy answers with the id itself."""
         self._app = app
+        self._adds_header = adds_header
         self._clock = clock
         self._access_log = access_log
 
@@ -80,7 +89,8 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], header]}
+                if self._adds_header:
+                    message = {**message, "headers": [*message["headers"], header]}
             await send(message)
 
         try:

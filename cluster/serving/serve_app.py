@@ -11,8 +11,11 @@ kill its successor adopts them (cluster/fleet/adoption.py); without one they end
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -50,10 +53,12 @@ from cluster.http.server import HttpServer
 from cluster.serving.batch_actor import BatchClient, batch_store, start_batch_actor
 from cluster.serving.ingress_app import build_ingress_app
 from cluster.serving.launcher import GroupsClient
+from cluster.serving.log_folder import log_folder
+from cluster.serving.settings import with_environment
 from cluster.serving.shutdown import wait_idle
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
-from contracts.errors import LaunchError, TandemError
+from contracts.errors import ConfigError, LaunchError, ResourceError, TandemError
 from contracts.interpreter import watch_interpreter
 from contracts.logs import event, set_up_logging
 from contracts.ranks import RankStatus
@@ -66,10 +71,17 @@ STATUS_TIMEOUT_S = 2.0
 SPANS_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 HEALTH_PERIOD_S = 1.0  # Serve's default of ten delays replacements
+FIRST_PLACE_S = 20.0  # then `serve status` shows the reason; Serve makes three attempts
+PLACE_S = 600.0  # for nodes to join, in a later attempt
+PLACE_PERIOD_S = 2.0
 
 
 class Groups:
-    """Launcher of the ranks. It reports failures, so that Serve does not retry them."""
+    """Launcher of the ranks.
+
+    Under `tandem serve` it reports failures to the launching process. Otherwise it is healthy once
+    the ranks run, and Serve starts it again after a failure, three times.
+    """
 
     def __init__(self, config: bytes, launch_id: str = "", application: str | None = None) -> None:
         """Start the launch.
@@ -77,38 +89,60 @@ class Groups:
         application: None: that of this replica; empty: an actor of a bulk job, whose
         ranks end with it and are not adopted.
         """
-        self._config = decode_config(config)
+        given = self._config = decode_config(config)
         self._launch_id = launch_id
-        self._launcher_waits = self._config.http.front == "direct"
+        self._launcher_waits = self._is_direct = given.http.front == "direct"
         self._ingress_failure = b""
         self._ingress_listens = False
+        if application is None:
+            context = serve.get_replica_context()
+            application, options = context.app_name, context._deployment_config
+            if options.autoscaling_config is not None or options.num_replicas != 1:
+                raise ConfigError("deployments: Groups: give it one replica, which owns all ranks")
+        self._resources = contextlib.ExitStack()
+        if not self._is_direct:  # `tandem serve` has done the same
+            self._config = with_environment(given, os.environ, application)
+            if given.log.folder is not None:
+                folder = log_folder(self._config, os.environ)
+                self._config = self._resources.enter_context(folder)
         set_up_logging("groups", self._config.log)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="groups")
         self._tracing = TraceLock(monotonic_s)
         self._is_closed = False
         self._batches: Any | None = None
         self._starting = threading.Lock()
-        if application is None:
-            application = serve.get_replica_context().app_name
         self._application = application
-        if application:  # under `serve run` not that of the configuration
-            named = msgspec.structs.replace(self._config.serve, name=application)
-            self._config = msgspec.structs.replace(self._config, serve=named)
-        self._launch = self._threads.submit(self._run)
+        self._launch = self._threads.submit(self._run, given)
 
-    def _run(self) -> Fleet:
+    def _run(self, given: TandemConfig) -> Fleet:
         """Adopt the ranks of a previous replica, or launch new ones."""
         folder = str(resolve_model_folder(self._config.model.path))
         if not self._application:
             return launch(self._config, folder)
-        store = FleetStore(self._application, self._launch_id, self._config)
+        store = FleetStore(self._application, self._launch_id, given)
         fleet = adopt(self._config, folder, store)
         if fleet is None:
-            fleet = launch(self._config, folder, store)
+            fleet = self._launch_when_placed(folder, store)
         else:
             self._launcher_waits, self._ingress_listens = False, True
         self._threads.submit(self._continue_batches)
         return fleet
+
+    def _launch_when_placed(self, folder: str, store: FleetStore) -> Fleet:
+        """Launch; behind Serve try until the cluster has room, at most PLACE_S."""
+        if self._is_direct:
+            return launch(self._config, folder, store)
+        limit_s = PLACE_S if _has_failed(self._application) else FIRST_PLACE_S
+        end_s = time.monotonic() + limit_s
+        while True:
+            timeout_s = max(1.0, end_s - time.monotonic())
+            try:
+                return launch(self._config, folder, store, place_timeout_s=timeout_s)
+            except ResourceError as error:
+                event(log, "waiting_for_resources", logging.WARNING, reason=error)
+                if time.monotonic() > end_s or self._is_closed:
+                    raise
+            time.sleep(PLACE_PERIOD_S)
 
     async def _fleet(self) -> Fleet:
         return await asyncio.wrap_future(self._launch)
@@ -191,14 +225,13 @@ class Groups:
             return "the launcher of the ranks (Groups) has ended, and they with it"
         return fleet.beyond_repair
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Health check for Serve, which replaces a failing replica and with it all ranks.
 
-        Under `tandem serve` the launcher ends the server instead.
+        The first one, before which Serve shows it as starting, waits for the ranks. Under
+        `tandem serve` the launching process ends the server instead.
         """
-        if self._config.http.front == "direct" or not self._launch.done():
-            return
-        if self._launch.exception() is None and (reason := self._launch.result().beyond_repair):
+        if not self._is_direct and (reason := (await self._fleet()).beyond_repair):
             raise LaunchError(reason)
 
     async def batches(self) -> Any:
@@ -252,12 +285,13 @@ class Groups:
         application.
         """
         if not self._launch.done():
+            self._is_closed = True
             await asyncio.to_thread(kill_orphans, self._application)
             return
         if self._launch.exception() is None:
             await asyncio.to_thread(self._launch.result().block_adoption)
         works = self._launch.exception() is None and not self._launch.result().beyond_repair
-        if works and self._config.http.front != "direct":
+        if works and not self._is_direct:
             limit_s = self._config.http.drain_timeout_s
             if left := await wait_idle(self.status, limit_s):
                 event(log, "sequences_aborted", logging.WARNING, left=left, after_s=limit_s)
@@ -324,6 +358,9 @@ class Ingress:
 
     async def _build(self) -> ASGIApp:
         directory = decode_directory(await self._groups.directory.remote())
+        config = decode_config(await self._groups.config.remote())  # of the launcher's environment
+        self._config = with_environment(config, os.environ, config.serve.name)
+        set_up_logging("ingress", self._config.log)
         telemetry = Telemetry()
         watch = EventLoopWatchdog("ingress", self._config.log.stall_threshold_s)
         watch.start(asyncio.get_running_loop())
@@ -394,6 +431,14 @@ class Ingress:
 
 def _traced(fleet: Fleet, seconds: float, since_s: float, first_pid: int) -> bytes:
     return encode_trace(fleet.trace(seconds, since_s, first_pid))
+
+
+def _has_failed(application: str) -> bool:
+    """Return whether `serve status` shows a failed start of the launcher."""
+    found = serve.status().applications.get(application)
+    return found is not None and any(
+        "failed to start" in one.message for one in found.deployments.values()
+    )
 
 
 def _trace_of(error: Exception) -> str:

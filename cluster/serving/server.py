@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from cluster.serving import application
 from cluster.serving.log_folder import log_folder
 from cluster.serving.ray_environment import cluster_address, with_targets
 from cluster.serving.ray_session import ray_session
+from cluster.serving.settings import with_absolute_paths, with_environment_key
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.keys_file import read_keys
@@ -44,7 +45,11 @@ def _ignore(_: str) -> None:
 
 @contextlib.contextmanager
 def serving(
-    config: TandemConfig, *, show_rank_logs: bool = False, report: Callable[[str], None] = _ignore
+    config: TandemConfig,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    show_rank_logs: bool = False,
+    report: Callable[[str], None] = _ignore,
 ) -> Iterator[RunningServer]:
     """Run the whole server inside the context. Raises TandemError, one line each.
 
@@ -52,15 +57,15 @@ def serving(
     """
     started_s = time.monotonic()
     _check_http(config)
-    preflight(config)
+    config = prepare(config, environment)
     with (
-        log_folder(config, os.environ) as config,
-        ray_session(config, os.environ, show_rank_logs=show_rank_logs),
+        log_folder(config, environment) as config,
+        ray_session(config, environment, show_rank_logs=show_rank_logs),
     ):
-        config = with_targets(config, os.environ)
+        config = with_targets(config, environment)
         set_up_logging("serve", config.log)
         report(f"logs in {config.log.folder}")
-        ours = cluster_address(config, os.environ) is None
+        ours = cluster_address(config, environment) is None
         if not ours:
             application.check_absent(config.serve.name)
         deployed = application.deploy(config)
@@ -87,7 +92,16 @@ def _check_http(config: TandemConfig) -> None:
         )
     if config.http.port == 0:
         raise ConfigError("http.port=0: clients must know the port; choose one (--port)")
-    check_public(config.http)
+
+
+def prepare(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
+    """Return the settings of a server, complete and checked, without Ray. Raises TandemError.
+
+    `tandem serve` and `deploy.app:build` both start here.
+    """
+    config = with_environment_key(with_absolute_paths(config, Path.cwd()), environment)
+    preflight(config)
+    return config
 
 
 def preflight(config: TandemConfig) -> None:
@@ -106,7 +120,9 @@ def preflight(config: TandemConfig) -> None:
     check_tls(config.http)
     if config.http.keys_file is not None:
         read_keys(Path(config.http.keys_file))
-    bind(config.http.host, config.http.port).close()
+    if config.http.front == "direct":
+        check_public(config.http)
+        bind(config.http.host, config.http.port).close()
 
 
 def _wait_healthy(url: str, deployed: application.DeployedApp, timeout_s: float) -> None:

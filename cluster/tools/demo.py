@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from cluster.http.server import free_port
 from cluster.observe.status_client import busy_seconds
 from cluster.observe.terminal import Terminal
 from cluster.serving.server import RunningServer, serving
+from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import BUNDLED, TandemConfig
 from contracts.errors import TandemError
 from contracts.loading import load_config
@@ -110,7 +112,8 @@ def run_demo(trace: Path | None) -> int:
         f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks and "
         f"{groups.prefill_ranks} prefill workers on a local Ray cluster …"
     )
-    with serving(config) as served:
+    environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+    with serving(config, environment=environment) as served:
         console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
         for table in (_classification, _chats, _ranks):
             console.print(table(served))

@@ -8,8 +8,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
-from cluster.cli.config_options import KEY_VARIABLE, add_config_options, config_from_options
+from cluster.cli.config_options import add_config_options, config_from_options
 from cluster.observe.server_client import Server, check_url
+from cluster.serving.settings import KEY_VARIABLE
 from cluster.tools.doctor.findings import print_findings
 from contracts.errors import ConfigError
 from contracts.scaling import FIELDS, MAX_RANKS_PER_KIND, ScaleTarget, format_counts

@@ -9,13 +9,9 @@ import threading
 from collections.abc import MutableMapping
 
 from cluster.cli.arguments import EXIT_UNRECOVERABLE, Commands, add_command
-from cluster.cli.config_options import (
-    KEY_VARIABLE,
-    add_config_options,
-    config_from_options,
-    with_environment_key,
-)
+from cluster.cli.config_options import add_config_options, config_from_options
 from cluster.serving.ray_environment import prepare_cluster_environment
+from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import GroupsConfig, ServeConfig, TandemConfig
 from contracts.errors import ConfigError
 
@@ -50,7 +46,7 @@ def _print_line(line: str) -> None:
 
 
 def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]) -> int:
-    config = with_environment_key(config_from_options(options), environment)
+    config = config_from_options(options)
     prepare_cluster_environment(config, environment)
 
     from cluster.serving.application import ingress_handle
@@ -62,7 +58,9 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
     def end(*_: object) -> None:
         (skip_drain if stop.is_set() else stop).set()
 
-    with serving(config, show_rank_logs=True, report=_print_line) as served:
+    with serving(
+        config, environment=environment, show_rank_logs=True, report=_print_line
+    ) as served:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as with nohup
                 signal.signal(number, end)  # replaces the handlers of ray.init

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.cli.config_options import with_absolute_paths
 from cluster.fleet.codec import decode_config, encode_config
+from cluster.serving.settings import with_absolute_paths
 from contracts.api_keys import ApiKey
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError

@@ -17,10 +17,11 @@ import yaml
 
 from cluster.cli.arguments import Parser
 from cluster.cli.commands import serve
-from cluster.cli.config_options import KEY_VARIABLE, config_from_options
+from cluster.cli.config_options import config_from_options
 from cluster.cli.main import main
 from cluster.http.app import build_app
 from cluster.serving.serve_app import build_serve_app
+from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import TandemConfig
 from deploy.args import serve_config
 from tests.architecture.support import ROOT

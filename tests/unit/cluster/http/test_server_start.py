@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.cli.config_options import KEY_VARIABLE, with_environment_key
 from cluster.cli.main import main
 from cluster.http.server import check_tls
 from cluster.serving import application
 from cluster.serving import server as serving
+from cluster.serving.settings import KEY_VARIABLE, with_environment_key
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, LaunchError, ResourceError
 from tests.support.front_harness import LOOPS, get, read_answer, serve_front
