@@ -33,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except SystemExit as ended:  # Ray's handlers exit with the signal's number
+        if ended.code in (signal.SIGTERM, signal.SIGHUP):
+            return 128 + int(ended.code)
+        raise
     except BrokenPipeError:  # the reader of our output has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -196,8 +196,14 @@ class App(Starlette):
             else:
                 await others(scope, receive, send)
 
-        is_direct = self.app_state.http.front == "direct"  # Serve's proxy answers with the id
-        return RequestLog(app, monotonic_s, self.access_log, adds_header=is_direct)
+        http = self.app_state.http
+        return RequestLog(
+            app,
+            monotonic_s,
+            self.access_log,
+            exclude=http.access_log_exclude,
+            adds_header=http.front == "direct",  # Serve's proxy answers with the id
+        )
 
 
 class ResponseAbortedError(Exception):

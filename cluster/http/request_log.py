@@ -8,7 +8,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -67,9 +67,15 @@ class RequestLog:
         clock: Clock,
         access_log: AccessLog | None,
         *,
+        exclude: Collection[str] = (),
         adds_header: bool = True,
     ) -> None:
-        """Create the middleware. adds_header: False if a proxy answers with the id itself."""
+        """Create the middleware.
+
+        exclude: paths whose successful requests are not logged. adds_header: False if a proxy
+        answers with the id itself.
+        """
+        self._exclude = frozenset(exclude)
         self._app = app
         self._adds_header = adds_header
         self._clock = clock
@@ -96,7 +102,8 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_on)
         finally:
-            if self._access_log is not None and log.isEnabledFor(logging.INFO):
+            is_excluded = status < 400 and _route(scope) in self._exclude
+            if self._access_log is not None and not is_excluded and log.isEnabledFor(logging.INFO):
                 spent_ms = 1e3 * (self._clock() - arrived_s)
                 self._access_log.add(
                     {
@@ -117,6 +124,11 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
                 return value.decode()
             break
     return fresh_id()
+
+
+def _route(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _path(scope: Scope) -> str:

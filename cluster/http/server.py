@@ -37,6 +37,7 @@ RETRY_AFTER_S = 1
 ACCEPTS_PER_TURN = 64  # then the event loop continues
 BACKLOG = 2048
 PAUSE_S = 0.5
+TLS_CHECK_TICKS = 100  # ten seconds between checks for a renewed certificate
 
 
 class UvicornServer(uvicorn.Server):
@@ -60,6 +61,7 @@ class UvicornServer(uvicorn.Server):
         super().__init__(settings)
         self._http = http
         self._listening = listening
+        self._tls_files = tls_files(http)
         self.listening = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -87,7 +89,23 @@ class UvicornServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Sweep the connections. Called ten times a second."""
         self.connections.sweep()
+        if counter % TLS_CHECK_TICKS == 0 and self.config.ssl is not None:
+            await asyncio.to_thread(self._reload_certificate, self.config.ssl)
         return await super().on_tick(counter)
+
+    def _reload_certificate(self, context: ssl.SSLContext) -> None:
+        """Use renewed TLS files for new connections. Files that cannot be used change nothing."""
+        http, previous = self._http, self._tls_files
+        try:
+            self._tls_files = tls_files(http)
+            if self._tls_files == previous:
+                return
+            check_tls(http)
+            context.load_cert_chain(str(http.tls_certificate), http.tls_key)
+        except (ConfigError, OSError) as error:
+            event(log, "certificate_rejected", logging.ERROR, reason=f"{error}; the old one stays")
+        else:
+            event(log, "certificate_reloaded", path=http.tls_certificate)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -145,6 +163,12 @@ def check_public(http: HttpConfig) -> None:
         )
 
 
+def tls_files(http: HttpConfig) -> list[bytes]:
+    """Return the contents of the certificate and its key; empty without TLS or a file."""
+    paths = [Path(path) for path in (http.tls_certificate, http.tls_key) if path]
+    return [path.read_bytes() if path.is_file() else b"" for path in paths]
+
+
 def check_tls(http: HttpConfig) -> None:
     """Raise ConfigError if http.tls_certificate and http.tls_key cannot be used."""
     if http.tls_certificate is None or http.tls_key is None:
@@ -153,12 +177,21 @@ def check_tls(http: HttpConfig) -> None:
         if not Path(path).is_file():
             raise ConfigError(f"http.{name}={path}: no such file")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http.tls_certificate, http.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(http.tls_certificate, http.tls_key, _refuse_passphrase)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"http.tls_certificate={http.tls_certificate} with http.tls_key={http.tls_key}: "
             f"{getattr(error, 'reason', None) or error}; give PEM files that belong together"
         ) from None
+
+
+def _refuse_passphrase() -> str:
+    """Raise ConfigError, as the answer to OpenSSL, which would ask at the terminal."""
+    raise ConfigError(
+        "http.tls_key (--ssl-keyfile) is encrypted with a passphrase: give a key without one "
+        "(openssl pkey -in KEY -out NEW_KEY) that only this user can read"
+    )
 
 
 async def _bind_with_retry(host: str, port: int, shares_port: bool) -> socket.socket:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 import time
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import httpx
@@ -38,8 +40,22 @@ def unreachable_error(url: str, error: Exception) -> ConfigError:
 
 
 class Server(NamedTuple):
+    """A server. verify: its certificate is checked against this; False: not at all."""
+
     url: str
     key: str | None = None
+    verify: ssl.SSLContext | bool = True
+
+
+def tls_context(cacert: Path | None, *, is_insecure: bool) -> ssl.SSLContext | bool:
+    """Return `Server.verify` for --cacert and --insecure. Raises ConfigError."""
+    if cacert is None or is_insecure:
+        return not is_insecure
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except OSError as error:  # or ssl.SSLError, which is one
+        reason = getattr(error, "reason", None) or error.strerror
+        raise ConfigError(f"--cacert {cacert}: {reason}; give a PEM file") from None
 
 
 class HttpAnswer(NamedTuple):
@@ -67,7 +83,11 @@ def send_request(
         proxies = uses_proxies(server.url)
         with (
             httpx.Client(
-                base_url=server.url, headers=headers, timeout=timeout_s, trust_env=proxies
+                base_url=server.url,
+                headers=headers,
+                timeout=timeout_s,
+                trust_env=proxies,
+                verify=server.verify,
             ) as client,
             client.stream(method, path, content=content) as response,
         ):

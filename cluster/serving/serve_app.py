@@ -392,6 +392,7 @@ class Ingress:
 
     async def drain(self) -> tuple[str, int]:
         """Stop admission. Returns this replica's id and its number of open requests."""
+        logging.getLogger("tandem.rank_client").setLevel(logging.ERROR)  # the ranks end next
         left = 0 if self._app is None else await self._app.drain(0.0)
         return serve.get_replica_context().replica_id.unique_id, left
 

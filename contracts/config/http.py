@@ -54,6 +54,8 @@ class HttpConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Path prefix that a reverse proxy removes, such as /llm."""
     access_log: bool = True
     """Log a line per request (logger tandem.access), without request text."""
+    access_log_exclude: list[str] = []
+    """Paths whose successful requests are not logged, such as /health and /metrics."""
     max_header_bytes: Annotated[int, Meta(ge=256, le=1 << 20)] = 16 << 10
     """Maximum bytes of request line and headers, or of the trailers of a body."""
     max_headers: Count = 100

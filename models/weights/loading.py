@@ -87,7 +87,12 @@ def total_bytes(weight_specs: Iterable[WeightSpec], dtype: torch.dtype) -> int:
 def progress_line(
     label: str, stream: TextIO, *, clock: Clock = monotonic_s, every_s: float = 0.5
 ) -> Progress:
-    """Return a Progress that rewrites one line of `stream`, at most every `every_s` seconds."""
+    """Return a Progress that rewrites one line of `stream`, at most every `every_s` seconds.
+
+    A stream that is no terminal gets whole lines, ten times less often.
+    """
+    is_terminal = stream.isatty()
+    every_s = every_s if is_terminal else 10 * every_s
     last_s = clock() - every_s
 
     def show(loaded_bytes: int, whole_bytes: int) -> None:
@@ -99,8 +104,9 @@ def progress_line(
         fraction = loaded_bytes / whole_bytes if whole_bytes else 1.0
         unit, size = ("GB", 1e9) if whole_bytes >= 1e9 else ("MB", 1e6)
         loaded, whole = loaded_bytes / size, whole_bytes / size
-        stream.write(f"\r{label}: {loaded:.1f} of {whole:.1f} {unit} loaded ({fraction:.0%})")
-        stream.write("\n" if done else "")
+        line = f"{label}: {loaded:.1f} of {whole:.1f} {unit} loaded ({fraction:.0%})"
+        stream.write(f"\r{line}" if is_terminal else line)
+        stream.write("\n" if done or not is_terminal else "")
         stream.flush()
 
     return show

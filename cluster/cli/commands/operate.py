@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import add_config_options, config_from_options
-from cluster.observe.server_client import Server, check_url
+from cluster.observe.server_client import Server, check_url, tls_context
 from cluster.serving.settings import KEY_VARIABLE
 from cluster.tools.doctor.findings import print_findings
 from contracts.errors import ConfigError
@@ -20,12 +20,21 @@ from contracts.traces import MAX_TRACE_S
 def _add_server_options(command: argparse.ArgumentParser, key: str) -> None:
     command.add_argument("--url", default="http://127.0.0.1:8000", help="default %(default)s")
     command.add_argument("--api-key", metavar="KEY", help=f"its {key} (default: ${KEY_VARIABLE})")
+    _add_tls_options(command)
     command.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _add_tls_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--cacert", type=Path, metavar="F", help="PEM file that verifies --url")
+    command.add_argument(
+        "--insecure", action="store_true", help="do not verify --url's certificate"
+    )
 
 
 def _server(options: argparse.Namespace, environment: MutableMapping[str, str]) -> Server:
     check_url(options.url)
-    return Server(options.url, options.api_key or environment.get(KEY_VARIABLE))
+    key = options.api_key or environment.get(KEY_VARIABLE)
+    return Server(options.url, key, tls_context(options.cacert, is_insecure=options.insecure))
 
 
 _STATUS_EXAMPLE = """example:
@@ -176,6 +185,7 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument(
         "--api-key", metavar="KEY", help=f"of its http.metrics_key (default: ${KEY_VARIABLE})"
     )
+    _add_tls_options(doctor)
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -187,12 +197,11 @@ def run_doctor(options: argparse.Namespace, environment: MutableMapping[str, str
 
     key, options.api_key = options.api_key, None  # the client's key, not the configuration's
     config = config_from_options(options)
+    options.api_key = key
     if options.url is None:
         findings = check_config(config, environment)
     else:
-        check_url(options.url)
-        server = Server(options.url, key or environment.get(KEY_VARIABLE))
-        findings = check_server(server, targets_path(config))
+        findings = check_server(_server(options, environment), targets_path(config))
         if config.http.keys_file is not None:
             findings.append(check_keys(config))
     if options.json:

@@ -71,7 +71,7 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
         reason = wait_for_shutdown(served.groups, served.directory.token, stop, launcher_timeout_s)
         if reason:
             print(f"tandem serve: the server has failed: {reason}", file=sys.stderr, flush=True)
-        elif config.http.drain_timeout_s > 0:
+        else:
             ingress, replicas = ingress_handle(config.serve.name), config.groups.ingress_replicas
             drain(ingress, config.http.drain_timeout_s, skip_drain, replicas)
         print("stopping", flush=True)
