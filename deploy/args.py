@@ -10,7 +10,7 @@ from contracts.loading import config_from
 
 _SOURCE = "args of deploy.app:build"
 _PROXY = "limits of connections are for a proxy in front of Serve's"
-_WITHOUT_EFFECT = {  # Serve's proxy, not the ingress, has the connections
+WITHOUT_EFFECT = {  # Serve's proxy, not the ingress, has the connections
     "http.host": "use http_options",
     "http.port": "use http_options",
     "http.keep_alive_timeout_s": "use http_options",
@@ -32,7 +32,7 @@ def serve_config(args: dict[str, Any]) -> TandemConfig:
     http.front is "serve". Keys that have no effect there are rejected. Raises ConfigError, one line
     that names the key.
     """
-    for name, hint in _WITHOUT_EFFECT.items():
+    for name, hint in WITHOUT_EFFECT.items():
         section, _, key = name.partition(".")
         if isinstance(given := args.get(section), dict) and key in given:
             raise ConfigError(f"{_SOURCE}: {name} has no effect here; leave it out: {hint}")

@@ -129,7 +129,10 @@ async def _on_routing_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path}: {what}"
     code = ROUTING_CODES.get(error.status_code, "http_error")
     body = _body(error.status_code, message, code, None)
-    return _response(error.status_code, body, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if "Allow" in headers:  # Starlette's order differs between processes
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
+    return _response(error.status_code, body, headers)
 
 
 async def bug_response(*_: object) -> Response:

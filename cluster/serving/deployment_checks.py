@@ -34,7 +34,7 @@ def check_deployment(config: TandemConfig, args: Mapping[str, Any]) -> TandemCon
     for name, deployments in _options_by_name(args).items():
         with_environment(config, {}, name)
         for options in deployments:
-            _check_options(options)
+            check_options(options)
             replicas = options.get("num_replicas")
             if options["name"] == "Ingress" and isinstance(replicas, int):
                 groups = msgspec.structs.replace(config.groups, ingress_replicas=replicas)
@@ -61,7 +61,8 @@ def _options_by_name(args: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]
     return found
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def check_options(options: dict[str, Any]) -> None:
+    """Raise ConfigError for an option of a deployment that cannot be changed."""
     for name, value in options.items():
         hint = _HINTS.get((options["name"], name))
         if hint is not None and value is not None and (name, value) != ("num_replicas", 1):

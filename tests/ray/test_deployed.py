@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import yaml
 
 from cluster.http.server import free_port
+from cluster.serving.settings import KEY_VARIABLE
 from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from tests.support.waiting import wait_until
 
@@ -55,6 +57,16 @@ class File:
         document = self._document()
         document["applications"][0]["args"]["model"]["name"] = name
         return self._changed("anew.yaml", document)
+
+    def with_changes(self, changes: dict[str, Any], **application: Any) -> Path:
+        """Return the same file with other keys of the arguments and of the application."""
+        document = self._document()
+        (one,) = document["applications"]
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            one["args"].setdefault(section, {})[name] = value
+        one.update(application)
+        return self._changed("changed.yaml", document)
 
     def _document(self) -> dict[str, Any]:
         document: dict[str, Any] = yaml.safe_load(self.path.read_text(encoding="utf-8"))
@@ -171,6 +183,121 @@ def test_redeployed_or_removed_application_completes_answers(
         assert not file.answers("anew")
         check_complete(lines)
     until(lambda: not cluster.running("Groups"), "it has not ended")
+
+
+KEY = {"authorization": "Bearer secret"}
+COMPLETION = {"model": "bundled", "prompt": "The", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+SURFACE: list[tuple[str, str, Any]] = [
+    *((method, "/health", None) for method in ("GET", "HEAD", "POST", "DELETE")),
+    *(("GET", f"/{path}", None) for path in ("version", "openapi.json", "load", "metrics")),
+    *(("GET", f"/{path}", None) for path in ("status", "trace?seconds=x", "scale", "", "nope")),
+    *(
+        ("GET", f"/v1/{path}", None)
+        for path in ("models", "models/a%2Fb", "completions", "/models")
+    ),
+    ("GET", "/health?" + "x" * 3000, None),
+    *(("POST", "/v1/completions", body) for body in (COMPLETION, b"{", b"", b"x" * (9 << 20))),
+    ("POST", "/v1/completions", {**COMPLETION, "stream": True}),
+    ("POST", "/v1/completions", {**COMPLETION, "model": "x"}),
+    ("POST", "/v1/completions", {**COMPLETION, "prompt": "a " * 100_000}),
+    ("POST", "/v1/chat/completions", {**CHAT, "temperature": 0}),
+    ("POST", "/v1/chat/completions", {**CHAT, "temperature": 0, "stream": True}),
+    ("POST", "/v1/classify", {"model": "bundled", "input": ["a"], "labels": [" no", " yes"]}),
+    ("POST", "/tokenize", {"model": "bundled", "prompt": "Hello"}),
+    ("POST", "/scale", {}),
+]
+
+
+def answer_of(client: httpx.Client, method: str, path: str, body: Any) -> tuple[Any, ...]:
+    """Return status, headers and body without what differs between two requests."""
+    content = body if isinstance(body, bytes | None) else json.dumps(body)
+    answer = client.request(method, path, content=content)
+    text = re.sub(r'"(id|created)":("[^"]*"|\d+)', "", answer.text)
+    if path == "/metrics":
+        text = "\n".join(re.findall("^# HELP .*", text, re.M))
+    elif path == "/status":
+        text = str(sorted(answer.json()))
+    elif "stream" in (body or ""):  # tokens that arrive together are sent together
+        found = re.findall(r'"(?:text|content)":"([^"]*)"|(\[DONE\])', text)
+        text = "".join(part for each in found for part in each)
+    headers = answer.headers.multi_items()
+    ignored = ("server", "date", *(("content-length",) if path in ("/metrics", "/status") else ()))
+    return answer.status_code, sorted(one for one in headers if one[0] not in ignored), text
+
+
+def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) -> None:
+    file, port = File(tmp_path), free_port()
+    args = {"kv.pool_tokens": 4096, "groups.attention_ranks": 1, "groups.expert_ranks": 1}
+    environment = {"env_vars": {KEY_VARIABLE: "secret"}}
+    path = os.fspath(file.with_changes(args, runtime_env=environment))
+    run(cluster, "serve", "deploy", "--address", cluster.dashboard, path)
+    file.wait_healthy()
+    options = [f"--set={key}={value}" for key, value in args.items()]
+    options += ["--set=groups.prefill_ranks=1", "--port", str(port), "--name", "direct"]
+    server = subprocess.Popen(
+        [str(BIN / "tandem"), "serve", *options],
+        env={**ENVIRONMENT, "RAY_ADDRESS": cluster.address, KEY_VARIABLE: "secret"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    headers = {**KEY, "x-request-id": "mine", "content-type": "application/json"}
+    with server, contextlib.ExitStack() as stack:
+        stack.callback(server.send_signal, signal.SIGINT)
+        assert server.stdout is not None
+        assert any(line.startswith("ready in ") for line in server.stdout)
+        behind, direct = (
+            stack.enter_context(
+                httpx.Client(base_url=f"http://127.0.0.1:{one}", headers=headers, timeout=60)
+            )
+            for one in (file.port, port)
+        )
+        for request in SURFACE:
+            answer = answer_of(behind, *request)
+            assert answer == answer_of(direct, *request), request[:2]
+            assert answer[1].count(("x-request-id", "mine")) == 1
+        for client in (behind, direct):
+            refused = client.get("/v1/models", headers={"authorization": "Bearer other"})
+            assert refused.status_code == 401
+            with client.stream(
+                "POST", "/v1/completions", json={**COMPLETION, "max_tokens": 900, "stream": True}
+            ):
+                pass  # leave
+            gone = re.compile('outcome="client_gone",pipeline="generation"} [1-9]')
+            until(lambda c=client: gone.search(c.get("/metrics").text), "it goes on")  # type: ignore[misc]
+
+
+UNUSABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"groups.prefill_ranks": 40}, {}, "ranks need"),
+    ({"groups.cpus_per_rank": 3.5}, {}, "ranks need"),
+    ({"model.path": "/no/such/folder"}, {}, "no such folder"),
+    ({"http.max_connections": 9}, {}, "http.max_connections has no effect here"),
+    ({}, {"runtime_env": {"env_vars": {KEY_VARIABLE: ""}}}, f"{KEY_VARIABLE}: api_keys"),
+    ({}, {"name": "a/b"}, "applications: name="),
+    ({"kv.pool_tokens": 8192}, {"deployments": [{"name": "Groups", "num_replicas": 2}]}, "Groups"),
+]
+
+
+def test_deployment_that_cannot_work_leaves_running_server(
+    cluster: RayHead, tmp_path: Path
+) -> None:
+    file = File(tmp_path)
+    deploy = ("serve", "deploy", "--address", cluster.dashboard)
+    run(cluster, *deploy, os.fspath(file.path))
+    file.wait_healthy()
+    until(file.answers, "it does not answer")
+    ranks = {one.pid for one in cluster.running("ray::")}
+    for args, application, reason in UNUSABLE:
+        path = file.with_changes(args, **application)
+        run(cluster, *deploy, os.fspath(path))
+
+        def is_refused(reason: str = reason) -> bool:
+            shown = run(cluster, "serve", "status", "--address", cluster.dashboard)
+            return "DEPLOY_FAILED" in shown and reason in " ".join(shown.split())
+
+        until(is_refused, reason)
+        assert "name" in application or file.answers()
+    assert ranks & {one.pid for one in cluster.running("ray::prefill-")}
 
 
 def check_complete(lines: Iterator[str]) -> None:

@@ -15,13 +15,16 @@ import httpx
 import pytest
 
 from cluster.cli.main import main
+from cluster.http import server
 from cluster.http.server import check_tls
 from cluster.serving import application
 from cluster.serving import server as serving
 from cluster.serving.settings import KEY_VARIABLE, with_environment_key
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, LaunchError, ResourceError
+from tests.support.api_harness import TIMEOUT_S
 from tests.support.front_harness import LOOPS, get, read_answer, serve_front
+from tests.support.waiting import wait_until
 
 
 class Groups:
@@ -74,11 +77,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[TandemConfig]:
     """Capture the configurations that `tandem serve` uses."""
     configs: list[TandemConfig] = []
 
-    def stop(config: TandemConfig, **_: object) -> None:
+    def stop(config: TandemConfig) -> None:
         configs.append(config)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(serving, "serving", stop)
+    monkeypatch.setattr(serving, "preflight", stop)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     return configs
 
@@ -116,7 +119,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return fields of HttpConfig with a self-signed certificate for localhost."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
-    folder = tmp_path_factory.mktemp("tls")
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(folder: Path) -> dict[str, Any]:
     paths = {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
     command = [
         *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
@@ -177,3 +183,28 @@ def test_invalid_certificate_is_rejected_before_start(
     broken = {**certificate, "tls_certificate": str(tmp_path / "text.pem")}
     with pytest.raises(ConfigError, match="give PEM files that belong together"):
         check_tls(HttpConfig(**broken))
+    locked = {**certificate, "tls_key": str(tmp_path / "locked.pem")}
+    command = ["openssl", "pkey", "-aes256", "-passout", "pass:secret", "-in"]
+    command += [certificate["tls_key"], "-out", locked["tls_key"]]
+    subprocess.run(command, check=True, capture_output=True)
+    with pytest.raises(ConfigError, match=r"http.tls_key .* encrypted with a passphrase"):
+        check_tls(HttpConfig(**locked))
+
+
+def test_renewed_certificate_is_used_and_invalid_one_ignored(
+    certificate: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "TLS_CHECK_TICKS", 1)
+    path = Path(certificate["tls_certificate"])
+    first = path.read_text()
+    with serve_front(**certificate) as front:
+
+        def served() -> str:
+            return ssl.get_server_certificate(("127.0.0.1", front.port))
+
+        path.write_text("no certificate")
+        wait_until(lambda: "certificate_rejected" in caplog.text, "it is not noticed", TIMEOUT_S)
+        assert served() == first
+        make_certificate(path.parent)
+        assert path.read_text() != first
+        wait_until(lambda: served() == path.read_text(), "the new one is not used", TIMEOUT_S)

@@ -187,8 +187,19 @@ def test_progress_counts_all_loaded_bytes(
     assert seen[-1][0] == seen[-1][1] > 0
 
 
-def test_progress_line_is_rewritten_at_intervals() -> None:
-    stream, clock = io.StringIO(), ManualClock()
+def test_progress_is_one_rewritten_line_on_terminal_and_few_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, clock = io.StringIO(), ManualClock()
+    show = progress_line("attention-0", file, clock=clock, every_s=0.1)
+    for done in (1, 2, 4):
+        show(done * 10**9, 4 * 10**9)
+    assert file.getvalue().splitlines() == [
+        "attention-0: 1.0 of 4.0 GB loaded (25%)",
+        "attention-0: 4.0 of 4.0 GB loaded (100%)",
+    ]
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
     show = progress_line("attention-0", stream, clock=clock, every_s=0.5)
     for done in (1, 2, 3, 4):
         show(done * 10**9, 4 * 10**9)
