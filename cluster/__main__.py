@@ -2,10 +2,10 @@
 
 import sys
 
-from cluster.cli.current_folder import remove_current_folder
+from tandem import remove_shadowing_folders
 
 if __name__ == "__main__":
-    remove_current_folder()  # before anything else of ours is imported
+    remove_shadowing_folders()  # before anything else of ours is imported
 
     from cluster.cli.main import main
 

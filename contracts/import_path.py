@@ -13,14 +13,18 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("contracts", "kernels", "planner", "models", "actors", "cluster", "deploy")
+PACKAGES = ("contracts", "kernels", "planner", "models", "actors", "cluster", "deploy", "tandem")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def workers_path() -> list[str]:
-    """Return the import path entries that Ray's workers need; none if the package is installed."""
+def workers_path(here: Path | None = None) -> list[str]:
+    """Return the import path entries that Ray's workers need; none if the package is installed.
+
+    here: the working directory of a Ray job, which workers have before installed packages.
+    """
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    return [] if ROOT in installed else [str(ROOT)]
+    is_shadowed = here is not None and bool(shadowed_packages(here))
+    return [] if ROOT in installed and not is_shadowed else [str(ROOT)]
 
 
 def module_command(module: str) -> list[str]:

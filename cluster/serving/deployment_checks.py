@@ -31,7 +31,11 @@ def check_deployment(config: TandemConfig, args: Mapping[str, Any]) -> TandemCon
     args: of the application. Raises ConfigError for a name or an option that cannot be used, and
     ResourceError if ranks that would replace running ones do not fit.
     """
-    for name, deployments in _options_by_name(args).items():
+    found = _options_by_name(args)
+    for name, deployments in found.items():
+        check_room(config, name)
+        if len(found) > 1:
+            continue  # which of them is built is not known; the launcher checks them again
         with_environment(config, {}, name)
         for options in deployments:
             check_options(options)
@@ -39,14 +43,13 @@ def check_deployment(config: TandemConfig, args: Mapping[str, Any]) -> TandemCon
             if options["name"] == "Ingress" and isinstance(replicas, int):
                 groups = msgspec.structs.replace(config.groups, ingress_replicas=replicas)
                 config = msgspec.structs.replace(config, groups=groups)
-        check_room(config, name)
     return config
 
 
 def _options_by_name(args: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the deployments' options of the application with these arguments, by its name.
 
-    Serve passes no name to a builder. Another application with equal arguments passes the checks.
+    Serve passes no name to a builder. Another application may have equal arguments.
     """
     if (
         not ray.is_initialized()

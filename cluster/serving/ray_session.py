@@ -57,9 +57,10 @@ def ray_session(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = cluster_address(config, environment)
     if address is not None:
+        path = workers_path(Path.cwd())
         with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
             with working_directory(Path(folder)):
-                _connect(address, environment, show_rank_logs)
+                _connect(address, environment, path, show_rank_logs)
             try:
                 yield
             finally:
@@ -113,14 +114,16 @@ def _probe(address: str, environment: Mapping[str, str]) -> None:
             raise OSError("what listens there is not Ray")
 
 
-def _connect(address: str, environment: Mapping[str, str], show_rank_logs: bool) -> None:
+def _connect(
+    address: str, environment: Mapping[str, str], path: list[str], show_rank_logs: bool
+) -> None:
     try:
         _probe(address, environment)
         ray.init(
             address=address,
             log_to_driver=show_rank_logs,
             logging_level="ERROR",
-            job_config=JobConfig(_py_driver_sys_path=workers_path()),
+            job_config=JobConfig(_py_driver_sys_path=path),
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]

@@ -19,7 +19,7 @@ from cluster.http.server import free_port
 from tests.architecture.support import PACKAGES, ROOT, tracked_files
 
 BUILD = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
-SHIPPED = (*PACKAGES, "dashboards")
+SHIPPED = (*PACKAGES, "dashboards", "tandem.py")
 OF_A_CLONE = {"deploy/Dockerfile", "deploy/Dockerfile.dockerignore"}  # they copy the clone
 DEADLINE_S = 120.0
 

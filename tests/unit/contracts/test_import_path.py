@@ -46,7 +46,7 @@ def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> N
     """An empty entry of PYTHONPATH is the current folder, too."""
     folder = hostile(tmp_path, "contracts", "kernels", "planner", "models")
     command = "from cluster.cli.main import main; main(['--help'])"
-    before = "from cluster.cli.current_folder import remove_current_folder as leave; leave(); "
+    before = "from tandem import remove_shadowing_folders as leave; leave(); "
     done = run("-c", before + command, cwd=folder, path=f":{ROOT}")
     assert "of the current folder" not in done.stderr
     assert "usage: tandem" in done.stdout
@@ -59,11 +59,13 @@ def test_command_line_ignores_modules_in_the_current_folder(tmp_path: Path) -> N
     ("command", "path"),
     [
         (["-m", "cluster", "--help"], f"{ROOT}"),
+        (["-m", "tandem", "--help"], f"{{folder}}:{ROOT}"),
         (module_command("tests.support.rank_process")[1:], ""),
     ],
 )
 def test_processes_ignore_shadowing_modules(tmp_path: Path, command: list[str], path: str) -> None:
-    done = run(*command, cwd=hostile(tmp_path, "actors", "contracts", "planner"), path=path)
+    folder = hostile(tmp_path, "actors", "contracts", "planner")
+    done = run(*command, cwd=folder, path=path.format(folder=folder))
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -80,4 +82,4 @@ def test_shadowing_names_are_listed(tmp_path: Path) -> None:
     assert shadowed_packages(hostile(tmp_path, "cluster")) == ["cluster", "models.py"]
     assert shadowed_packages(ROOT) == []
     folders = {entry.name for entry in ROOT.iterdir() if (entry / "__init__.py").is_file()}
-    assert set(PACKAGES) <= folders
+    assert {*PACKAGES} <= {*folders, "tandem"}
