@@ -20,7 +20,6 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-import msgspec
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp

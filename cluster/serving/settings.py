@@ -62,5 +62,6 @@ def _absolute(tree: dict[str, Any], struct: type, here: Path) -> dict[str, Any]:
         elif isinstance(value, str) and (InputPath in kinds or OutputFolder in kinds):
             path = here / Path(value).expanduser()
             is_name = value == BUNDLED or (InputPath in kinds and not path.exists())
+            is_name = is_name or "://" in value
             tree[key] = value if is_name else str(path)
     return tree

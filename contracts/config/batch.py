@@ -6,13 +6,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from contracts.config.section import Count, Section
+from contracts.config.section import Count, OutputFolder, Section
 
 
 class BatchConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files and batches: `/v1/files`, `/v1/batches`. They are run on the head node."""
 
-    storage: str | None = None
+    storage: OutputFolder | None = None
     """Folder, or URL of any fsspec filesystem whose package is installed (s3://BUCKET/FOLDER, with
     s3fs), of files and batches. They outlive the server. null: $XDG_STATE_HOME/tandem/NAME."""
     file_bytes: Count = 512 << 20
