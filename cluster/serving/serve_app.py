@@ -277,12 +277,8 @@ class Groups:
         """Return this process's clock and identity."""
         return monotonic_s(), boot_identity()
 
-    async def __del__(self) -> None:
-        """Drain, then end the ranks; Serve calls this when it removes or redeploys the application.
-
-        Under `tandem serve` they have ended already, unless another process removes the
-        application.
-        """
+    async def drain_and_close(self) -> None:
+        """Drain, then end the ranks, if they have not ended already."""
         if not self._launch.done():
             self._is_closed = True
             await asyncio.to_thread(kill_orphans, self._application)
@@ -303,6 +299,18 @@ class Groups:
         fleet = await self._fleet()
         self._is_closed = True
         await asyncio.to_thread(fleet.close, CLOSE_TIMEOUT_S)
+
+
+class ServedGroups(Groups):
+    """Groups as a deployment. For a bulk job's actor Ray would call `__del__` in the driver."""
+
+    async def __del__(self) -> None:
+        """Drain and close; Serve calls this when it removes or redeploys the application.
+
+        Under `tandem serve` the ranks have ended already, unless another process removes the
+        application.
+        """
+        await self.drain_and_close()
 
 
 class Ingress:
@@ -460,7 +468,7 @@ def build_serve_app(config: TandemConfig, launch_id: str = "") -> serve.Applicat
         ray_actor_options=on_head,  # all ranks depend on it
         graceful_shutdown_timeout_s=15 + drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
-    )(Groups)
+    )(ServedGroups)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=config.groups.ingress_replicas,
