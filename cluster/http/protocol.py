@@ -156,6 +156,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._is_resuming = False
             return
         self._check_head()
+        if not self.url.startswith((b"/", b"*")):
+            self._use_origin_form()
+        if self.parser.get_http_version() == "1.0":  # it knows no interim answers
+            self.expect_100_continue = False
         super().on_headers_complete()
         self._is_advancing = self._in_body = True
         self._in_head = False
@@ -206,6 +210,15 @@ class HttpProtocol(HttpToolsProtocol):
                 )
             )
         self._check_size(self.headers, target_bytes)
+
+    def _use_origin_form(self) -> None:
+        """Reduce the target "http://host/path?query" to path and query."""
+        _, found, rest = self.url.partition(b"://")
+        if not found:
+            self._fail(MalformedHttpError("the request's target is no path and no URL"))
+        ends = [at for at in map(rest.find, (b"/", b"?")) if at >= 0]
+        path = rest[min(ends) :] if ends else b""
+        self.url = path if path.startswith(b"/") else b"/" + path
 
     def _check_size(self, headers: list[tuple[bytes, bytes]], more_bytes: int = 0) -> None:
         if not headers:

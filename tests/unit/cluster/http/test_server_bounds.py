@@ -193,6 +193,21 @@ def test_expect_100_continue_is_answered_when_body_is_read(front: Front) -> None
         assert read_answer(line).status == 200, "not requested"
 
 
+def test_expectation_of_http_1_0_is_ignored(front: Front) -> None:
+    head = post("/echo", b"", "Expect: 100-continue", length=3).replace(b"HTTP/1.1", b"HTTP/1.0")
+    with front.connect() as line:
+        line.sendall(head)
+        line.sendall(b"abc")
+        assert read_answer(line).body == b"3"
+
+
+@pytest.mark.parametrize(
+    "target", ["http://h:80/echo", "http://h/echo?a=/b", "HTTP://h", "http://h?a"]
+)
+def test_target_may_be_a_whole_url(front: Front, target: str) -> None:
+    assert front.exchange(get(target)).status == 200
+
+
 def test_pipelined_requests_are_answered_in_order_up_to_limit(front: Front) -> None:
     some = [b"a" * size for size in range(1, MAX_PIPELINED + 1)]
     with front.connect() as line:
