@@ -62,7 +62,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     check_model(body.model, app_state.model)
     if body.max_completion_tokens is not None:
         body.max_tokens = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:  # vLLM's default is 0
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None
     options = check_options(body, app_state.model, ctx.priority, logprobs=top)
@@ -175,9 +175,11 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
                     "messages",
                 )
         plain["content"] = "\n".join(part.text or "" for part in message.content)
+    if message.role == "assistant":
+        plain.setdefault("content", "")  # an answer may have only calls or reasoning
     if message.reasoning_content and not plain.get("content"):
         plain["thinking"] = message.reasoning_content  # the name in the template of gpt-oss
-    if "content" not in plain and not message.tool_calls:
+    if "content" not in plain:
         raise RequestError(f"messages[{index}] has no content", "messages")
     if message.tool_calls:
         place = f"messages[{index}].tool_calls"

@@ -7,6 +7,7 @@ error is an error about `messages`, never a crash.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -62,6 +63,7 @@ STEP_PIECES = 1000
 MAX_REPEATED = 1 << 20  # entries of a string or list that a template multiplies
 MAX_EXPONENT = 64
 
+_TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is none")
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -94,6 +96,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.has_developer_role = "developer" in source
         self.has_tools = "tools" in source
+        self._tests_for_none = _TESTS_FOR_NONE.search(source) is not None
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -150,6 +153,8 @@ class ChatTemplate:
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self.has_developer_role:
             plain["role"] = "system"
+        if self._tests_for_none and plain.get("tool_calls") and plain.get("content") == "":
+            plain["content"] = None  # DeepSeek's templates show calls only then
         return plain
 
 

@@ -157,6 +157,19 @@ def test_ignored_fields_are_accepted_on_every_endpoint(api: Api, path: str) -> N
     assert api.post(path, **GOOD[path], **harmless).status_code == 200
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_calls": [CALL]}, {"reasoning_content": "cut"}, {"refusal": "no"}]
+)
+def test_answer_without_content_is_accepted_as_message(api: Api, fields: dict[str, Any]) -> None:
+    """The template of these tests, as Qwen3's, needs a text."""
+    answer = {"role": "assistant", "content": None, **fields}
+    response = api.post("/v1/chat/completions", messages=[*USER, answer, *USER], top_logprobs=0)
+    assert response.status_code == 200, response.text
+
+
 def test_dumped_answer_is_accepted_as_message(api: Api) -> None:
     answer = api.openai.chat.completions.create(model=MODEL, messages=USER, max_tokens=4)
     message: Any = answer.choices[0].message.model_dump()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cluster.http.text import TokenizerPool
 from contracts.errors import RequestError
-from models.text.chat_template import finish
+from models.text.chat_template import ChatTemplate, finish
 from models.text.detokenizer import WindowDetokenizer
 from models.text.tokenizer import THREAD_ABOVE_CHARACTERS, Tokenizer
 from tests.support.tiny_tokenizer import EOS, write_byte_level, write_sentencepiece_like
@@ -293,3 +293,14 @@ def test_special_tokens_are_hidden_or_shown_as_requested(byte_level: Tokenizer) 
     shown = byte_level.detokenizer(skip_special_tokens=False)
     assert "".join(pieces(byte_level, ids, [])) == "ab"
     assert shown.push(ids) + shown.flush() == "a<|im_end|>b"
+
+
+def test_template_that_tests_content_for_none_shows_calls_without_text() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m['content'] is none %}{{ m['tool_calls'][0] }}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
+        {},
+    )
+    called = {"role": "assistant", "content": "", "tool_calls": ["f()"]}
+    messages = [{"role": "user", "content": ""}, called, {**called, "content": "text"}]
+    assert finish(template.render_steps(messages, {})) == "f()text"
