@@ -189,14 +189,33 @@ def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
         raise FileNotFoundError("no such file")
     if info.type != fs.FileType.Directory:
         return [path]
-    listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
-    files = [entry.path for entry in listed if entry.type == fs.FileType.File]
+    if filesystem.type_name == "local":
+        files = list(_walk(path))
+    else:
+        listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+        files = [entry.path for entry in listed if entry.type == fs.FileType.File]
     base = info.path.rstrip("/")
     return sorted(
         file
         for file in files
         if _split(file)[0] in FORMATS and not _is_hidden(file.removeprefix(base), "")
     )
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield the files below a local folder. Links are followed, each folder is entered once."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    entered = set()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders.sort(key=lambda name: (os.path.islink(os.path.join(place, name)), name))
+        if os.path.realpath(place) in entered:
+            folders.clear()
+            continue
+        entered.add(os.path.realpath(place))
+        yield from (os.path.join(place, name) for name in names)
 
 
 def _is_hidden(path: str, pattern: str) -> bool:

@@ -301,6 +301,6 @@ def test_template_that_tests_content_for_none_shows_calls_without_text() -> None
         "{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
         {},
     )
-    called = {"role": "assistant", "content": "", "tool_calls": ["f()"]}
+    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": ["f()"]}
     messages = [{"role": "user", "content": ""}, called, {**called, "content": "text"}]
     assert finish(template.render_steps(messages, {})) == "f()text"

@@ -228,6 +228,20 @@ def test_names_are_exact_and_hidden_files_are_no_data(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path / "sub/../ab.jsonl", f"file://{tmp_path}") == sorted(kept)
 
 
+def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
+    """Two links to the folder itself: 2 ** 40 paths for a walk that follows them all."""
+    (tmp_path / "inner").mkdir()
+    for name in ("inner/a.jsonl", "z.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    for name in ("link", "other"):
+        (tmp_path / name).symlink_to(tmp_path)
+    names = [source.file.name for source in find_sources([str(tmp_path)])]
+    assert names == [f"{tmp_path}/inner/a.jsonl", f"{tmp_path}/z.jsonl"]
+    (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=r"gone\.jsonl"):
+        find_sources([str(tmp_path)])
+
+
 def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"{n}" * 50}) + "\n" for n in range(20_000))
     whole = gzip.compress(lines.encode(), compresslevel=0)
