@@ -94,7 +94,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if not options.stream:
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
-    options = await compile_structure(app_state.grammars, options, app_state.model)
+    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )

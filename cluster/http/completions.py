@@ -60,7 +60,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
         )
         sizes.append((len(ids), room))
     _check_cost(app_state, ctx, options, sizes, echo=bool(body.echo))
-    options = await compile_structure(app_state.grammars, options, app_state.model)
+    options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     with_rooms = [(ids, room) for ids, (_, room) in zip(token_ids, sizes, strict=True)]
     sampled = await samplings(app_state.tokenizer_pool, with_rooms, options, model)
     prompts = []

@@ -28,7 +28,7 @@ from cluster.http.schemas import (
     StructuredOutputs,
 )
 from contracts.errors import RequestError
-from contracts.requests import Sampling
+from contracts.requests import Caller, Sampling
 from models.text.grammar import CompileRequest
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -118,9 +118,12 @@ def checked_choices(structure: Structure | None) -> tuple[str, ...] | None:
 
 
 async def compile_structure(
-    compiler: GrammarCompiler, options: GenerationOptions, model: ModelInfo
+    compiler: GrammarCompiler, options: GenerationOptions, model: ModelInfo, caller: Caller
 ) -> GenerationOptions:
-    """Return the options with the compiled grammar, if there is one. Raises RequestError."""
+    """Return the options with the compiled grammar, if there is one.
+
+    Raises RequestError, OverloadError.
+    """
     structure = options.structure
     if structure is None or structure.kind == "choice":
         return options
@@ -133,7 +136,7 @@ async def compile_structure(
         raise RequestError(
             f"{name} has {len(text)} characters, at most {MAX_GRAMMAR_SOURCE} are accepted", name
         )
-    answer = await compiler.compile(CompileRequest(structure.kind, text))
+    answer = await compiler.compile(CompileRequest(structure.kind, text), caller)
     if answer.error:
         raise RequestError(f"{name}: {answer.error}", name)
     sampling = structs.replace(options.sampling, grammar=answer.grammar)

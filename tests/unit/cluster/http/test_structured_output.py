@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ import pytest
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http import grammar_compiler
 from contracts.config import BUNDLED
-from contracts.requests import Sampling
-from models.text.grammar import grammar_of
+from contracts.errors import OverloadError
+from contracts.requests import Caller, Sampling
+from models.text.grammar import CompileAnswer, CompileRequest, grammar_of
 from models.text.tokenizer import Tokenizer
 from tests.support.api_harness import Api, refused, serve_api
+from tests.support.async_tests import run_async
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config, loop_of, rank_of
 from tests.unit.cluster.http.test_sampling import RealRank
@@ -313,3 +317,31 @@ def test_preempted_sequences_continue_in_their_grammar() -> None:
         texts = [tokenizer.decode(client.generated(each)[0]) for each in sent]
         assert loop_of(group.attention[0]).scheduler.requeued_total > 0
     assert all(re.fullmatch("([a-z]{2,9} ){40}", text) for text in texts), texts
+
+
+@run_async
+async def test_tenants_take_turns_in_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_slowly(request: CompileRequest) -> CompileAnswer:
+        compiled.append(request.text)
+        time.sleep(0.01)
+        return CompileAnswer("grammar")
+
+    monkeypatch.setattr(grammar_compiler, "MAX_WAITING", 4)
+    compiler = grammar_compiler.GrammarCompiler(None, ())  # type: ignore[arg-type]
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+
+    def send(text: str, tenant: bytes, number: int) -> asyncio.Task[CompileAnswer]:
+        request = CompileRequest("regex", text)
+        return asyncio.create_task(compiler.compile(request, Caller(tenant, number)))
+
+    many = [send(f"a{number}", b"a", number) for number in range(4)]
+    await asyncio.sleep(0.001)
+    same, refused, other = send("a3", b"a", 4), send("a4", b"a", 5), send("b", b"b", 6)
+    with pytest.raises(OverloadError, match="of this key wait"):
+        await refused
+    await asyncio.gather(*many, same, other)
+    assert compiled.index("b") <= 2
+    assert sorted(compiled) == ["a0", "a1", "a2", "a3", "b"]
+    compiler.close()
