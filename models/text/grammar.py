@@ -15,6 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # White space in JSON: a space or an indented line, so that a model cannot emit it without end
 WHITE_SPACE: Final = r"(?: |\n[ \t]{0,40})"
+# No \uXXXX: it could write the name of a property in another way
+_ESCAPES: Final = 'nrbtf\\"'
 _LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,  # about 4 ms
@@ -38,7 +40,7 @@ def grammar_of(kind: str, text: str) -> str:
     """Return the serialised grammar of a source of kind json, regex or lark. Raises ValueError."""
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(
-            text, defaults={"whitespace_pattern": WHITE_SPACE}
+            text, overrides={"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": _ESCAPES}
         )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)

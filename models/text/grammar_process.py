@@ -13,7 +13,6 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,11 @@ from models.text.grammar import (
     new_matcher,
     one_line,
 )
+from models.text.json_schema import MAX_DEPTH, SchemaError, prepare_schema, subschemas
 
-MAX_DEPTH = 64  # of nested objects and arrays of a schema
 _MAX_TRIED = 200  # subschemas compiled to find the place of an error
 _SETUP = msgspec.json.Decoder(CompilerSetup)
 _REQUEST = msgspec.json.Decoder(CompileRequest)
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def compile_source(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
@@ -43,17 +41,16 @@ def compile_source(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAn
     if request.kind != "json":
         return _compiled(tokenizer, request)
     try:
-        schema = json.loads(request.text)
-    except ValueError as error:
-        return CompileAnswer(error=f"not valid JSON: {error}")
+        schema = prepare_schema(json.loads(request.text))
     except RecursionError:
         return CompileAnswer(error=f"nested deeper than {MAX_DEPTH}")
-    place = _too_deep(schema)
-    if place:
-        return CompileAnswer(error=one_line(f"nested deeper than {MAX_DEPTH} at {place}"))
-    answer = _compiled(tokenizer, request)
+    except SchemaError as error:
+        return CompileAnswer(error=one_line(str(error)))
+    except ValueError as error:
+        return CompileAnswer(error=one_line(f"not valid JSON: {error}"))
+    answer = _compiled(tokenizer, CompileRequest("json", json.dumps(schema)))
     place = _place_of(tokenizer, schema, answer.error) if answer.error else ""
-    return CompileAnswer(error=f"at {place}: {answer.error}") if place else answer
+    return CompileAnswer(error=one_line(f"at {place}: {answer.error}")) if place else answer
 
 
 def _compiled(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
@@ -67,42 +64,19 @@ def _compiled(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
     return CompileAnswer(error=error_text) if error_text else CompileAnswer(grammar)
 
 
-def _too_deep(schema: Any) -> str:
-    """Return the place of a value below MAX_DEPTH containers; empty without one."""
-    waiting = [("", schema, 0)]
-    while waiting:
-        place, value, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            return place
-        if isinstance(value, dict | list):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            waiting += [(f"{place}/{key}", item, depth + 1) for key, item in items]
-    return ""
-
-
-def _place_of(tokenizer: LLTokenizer, schema: Any, error: str) -> str:
+def _place_of(tokenizer: LLTokenizer, schema: dict[str, Any], error: str) -> str:
     """Return the path of the innermost subschema that has this error alone."""
     place, tried = "", 0
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    candidates = _subschemas(schema)
+    candidates = subschemas(schema)
     while (found := next(candidates, None)) is not None and tried < _MAX_TRIED:
         tried += 1
         path, inner = found
         whole = json.dumps({**shared, **inner} if isinstance(inner, dict) else inner)
         if _compiled(tokenizer, CompileRequest("json", whole)).error == error:
             place += path
-            candidates = _subschemas(inner)
+            candidates = subschemas(inner)
     return place
-
-
-def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in schema.items() if isinstance(schema, dict) else ():
-        if key in _NAMED and isinstance(value, dict):
-            yield from ((f"/{key}/{name}", inner) for name, inner in value.items())
-        elif isinstance(value, dict):
-            yield f"/{key}", value
-        elif isinstance(value, list):
-            yield from ((f"/{key}/{i}", x) for i, x in enumerate(value) if isinstance(x, dict))
 
 
 def _bound_memory(more_bytes: int) -> None:

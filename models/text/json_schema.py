@@ -1,0 +1,131 @@
+"""JSON schemas ahead of their compilation.
+
+The library reads a few keywords otherwise than the specification: these are restated in keywords
+that it reads as meant, or rejected.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_DEPTH = 64  # of nested objects and arrays of a schema
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
+_NO_FORMATS = (  # of the specification, but not of the library; all others mean nothing
+    *("uri-reference", "iri", "iri-reference", "uri-template", "idn-email", "idn-hostname"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+)
+_FORMATS = (
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+    *_NO_FORMATS,
+)
+_LEAP_YEAR = "(..(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+_DATE = f"(....-(0[^2]|1.)|....-02-([01]|2[^9])|{_LEAP_YEAR}-02-29)"
+_RESTRICTED = {  # what the library's formats accept and the specification does not
+    "date": f"^{_DATE}",
+    "time": "^..:..:[0-5]",  # no leap seconds
+    "date-time": f"^{_DATE}.*[Tt ]..:..:[0-5]",
+    "email": "^[^@]{1,64}@",
+}
+# Without \uXXXX (`_ESCAPES` in grammar.py) the library would leave out single control characters
+_CONTROL = r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\c.|\\(?:x|u00|[xu]\{0*)(?:[01][^}]|7[fF])\}?)"
+_IN_CLASS = re.compile(rf"\[\^(?:\\.|[^\]\\])*\]|{_CONTROL}-{_CONTROL}", re.DOTALL)  # no matter
+_IN_PATTERN = re.compile(_CONTROL, re.DOTALL)
+_IN_JSON = re.compile(r"\\u00|\x7f")
+
+
+class SchemaError(ValueError):
+    """Reason why a schema is rejected, with the place in it."""
+
+
+def prepare_schema(schema: Any) -> dict[str, Any]:
+    """Return an equal schema that the library reads as meant. Raises SchemaError."""
+    place = _too_deep(schema)
+    if place:
+        raise SchemaError(f"nested deeper than {MAX_DEPTH} at {place}")
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise SchemaError("false accepts no text" if schema is False else "expected an object")
+    if "x-guidance" in schema:
+        raise SchemaError("at /x-guidance: not supported")
+    prepared: dict[str, Any] = _prepared(schema, "", are_names=False)
+    return prepared
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of what may be a schema directly inside another one."""
+    for key, value in schema.items() if isinstance(schema, dict) else ():
+        if key in _NAMED and isinstance(value, dict):
+            yield from ((f"/{key}/{name}", inner) for name, inner in value.items())
+        elif isinstance(value, dict):
+            yield f"/{key}", value
+        elif isinstance(value, list):
+            yield from ((f"/{key}/{i}", x) for i, x in enumerate(value) if isinstance(x, dict))
+
+
+def _prepared(value: Any, place: str, *, are_names: bool) -> Any:
+    """Return a part of a schema, prepared. are_names: its keys are names of schemas."""
+    if isinstance(value, list):
+        return [_prepared(x, f"{place}/{i}", are_names=False) for i, x in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if not are_names:
+        value = _with_exact_format(value)
+        _check(value, place)
+    return {
+        key: inner
+        if key in _DATA and not are_names
+        else _prepared(inner, f"{place}/{key}", are_names=key in _NAMED and not are_names)
+        for key, inner in value.items()
+    }
+
+
+def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
+    form, others = schema.get("format"), schema.get("allOf", [])
+    if isinstance(form, str) and form not in _FORMATS:
+        return {key: value for key, value in schema.items() if key != "format"}
+    if not isinstance(form, str) or form not in _RESTRICTED or not isinstance(others, list):
+        return schema
+    return {**schema, "allOf": [*others, {"pattern": _RESTRICTED[form]}]}
+
+
+def _check(schema: dict[str, Any], place: str) -> None:
+    """Raise SchemaError for what the library does not enforce in full."""
+    if isinstance(schema.get("$id"), str) and isinstance(schema.get("$ref"), str):
+        raise SchemaError(f"at {place}/$id: not supported beside $ref")
+    required = schema.get("required")
+    names = set(map(str, required)) if isinstance(required, list) else set()
+    least = schema.get("minProperties")
+    if isinstance(least, int | float) and least > len(names) + 1:  # a name may occur twice
+        raise SchemaError(
+            f"at {place}/minProperties: {least} is more than the {len(names)} required names plus"
+            " one: name the others in `required`"
+        )
+    for key in ("const", "enum", "pattern", "patternProperties"):
+        if key in schema and _needs_control(key, schema[key]):
+            raise SchemaError(f"at {place}/{key}: control characters are not supported")
+
+
+def _needs_control(key: str, value: Any) -> bool:
+    if key in ("const", "enum"):
+        text = json.dumps(value, ensure_ascii=False)
+        return _IN_JSON.search(text.replace("\\\\", "")) is not None
+    patterns = value if isinstance(value, dict) else [value]
+    return any(isinstance(x, str) and _IN_PATTERN.search(_IN_CLASS.sub("", x)) for x in patterns)
+
+
+def _too_deep(schema: Any) -> str:
+    """Return the place of a value below MAX_DEPTH containers; empty without one."""
+    waiting = [("", schema, 0)]
+    while waiting:
+        place, value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return place
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{place}/{key}", item, depth + 1) for key, item in items]
+    return ""
