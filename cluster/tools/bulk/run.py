@@ -66,7 +66,7 @@ def run_bulk(
                 _metrics_endpoint(found.config, groups, tally),
             )
             asyncio.run(_run(driver, router, windows, tally, console, endpoint))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C; SIGTERM, as of `ray job stop`
             notify(stopped_line(output.committed, job.output))
             raise
         summary = _summary(output.committed, router.restarts)
