@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +101,7 @@ class ChatResult(NamedTuple):
     tokens: int
 
 
-def run_demo(trace: Path | None) -> int:
+def run_demo(trace: Path | None, environment: Mapping[str, str]) -> int:
     """Run the demo and return the exit status. trace: file for a Perfetto trace."""
     console = Terminal(width=None if sys.stdout.isatty() else 140)
     started_s = time.monotonic()
@@ -112,7 +111,7 @@ def run_demo(trace: Path | None) -> int:
         f"Starting {groups.attention_ranks} attention and {groups.expert_ranks} expert ranks and "
         f"{groups.prefill_ranks} prefill workers on a local Ray cluster …"
     )
-    environment = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE}
+    environment = {k: v for k, v in environment.items() if k != KEY_VARIABLE}
     with serving(config, environment=environment) as served:
         console.print(f"Serving the bundled model at {served.url}/v1: {served.ready_s:.1f} s\n")
         for table in (_classification, _chats, _ranks):

@@ -23,7 +23,9 @@ ENTRY_POINTS = {
     "actors/ranks/serving_rank.py",
     "cluster/cli/main.py",
     "cluster/serving/batch_actor.py",
+    "deploy/app.py",
     "cluster/serving/ray_session.py",
+    "cluster/serving/serve_app.py",
     "cluster/serving/server.py",
 }
 

@@ -75,7 +75,7 @@ def bulk(head: RayHead, *arguments: object, source: Path) -> subprocess.Popen[st
     common = ["--address", head.address, "--input", source, "--labels", LABELS]
     common += ["--template", TEMPLATE, "--id-field", "id"]
     return subprocess.Popen(
-        [sys.executable, "-m", "cluster.bulk", *map(str, (*common, *arguments))],
+        [sys.executable, "-m", "tandem", "bulk", *map(str, (*common, *arguments))],
         env=ENVIRONMENT,
         cwd=ROOT,
         stdout=subprocess.PIPE,

@@ -190,4 +190,4 @@ def run_demo_command(options: argparse.Namespace, environment: MutableMapping[st
 
     from cluster.tools.demo import run_demo
 
-    return run_demo(options.trace)
+    return run_demo(options.trace, environment)
