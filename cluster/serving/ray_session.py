@@ -125,6 +125,7 @@ def _connect(
             logging_level="ERROR",
             job_config=JobConfig(_py_driver_sys_path=path),
         )
+        _restore_sigterm()
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first = str(error).strip().partition("\n")[0]
         raise ResourceError(
@@ -178,6 +179,12 @@ def _start_local(show_rank_logs: bool) -> str:
     )
 
 
+def _restore_sigterm() -> None:
+    """Install Python's handler anew: Ray adds one that prints a C++ stack first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 def _init_local(folder: str, show_rank_logs: bool) -> None:
     ray.init(
         address="local",
@@ -189,6 +196,7 @@ def _init_local(folder: str, show_rank_logs: bool) -> None:
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",
     )
+    _restore_sigterm()
 
 
 def _kill_started(folder: str) -> None:

@@ -216,7 +216,9 @@ def answer_of(client: httpx.Client, method: str, path: str, body: Any) -> tuple[
         text = "\n".join(re.findall("^# HELP .*", text, re.M))
     elif path == "/status":
         text = str(sorted(answer.json()))
-    elif "stream" in (body or ""):  # tokens that arrive together are sent together
+    elif (
+        isinstance(body, dict) and "stream" in body
+    ):  # tokens that arrive together are sent together
         found = re.findall(r'"(?:text|content)":"([^"]*)"|(\[DONE\])', text)
         text = "".join(part for each in found for part in each)
     headers = answer.headers.multi_items()
