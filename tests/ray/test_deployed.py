@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,18 @@ def cluster() -> Iterator[RayHead]:
         yield head
 
 
+@functools.cache
+def proxy_port() -> int:
+    """Return the port of all files: Serve's proxy keeps its first one."""
+    return free_port()
+
+
 class File:
     """deploy/serve.yaml on a port that is free, with a small KV pool."""
 
     def __init__(self, folder: Path) -> None:
         document = yaml.safe_load((ROOT / "deploy" / "serve.yaml").read_text(encoding="utf-8"))
-        self.port = document["http_options"]["port"] = free_port()
+        self.port = document["http_options"]["port"] = proxy_port()
         document["applications"][0]["args"]["kv"]["pool_tokens"] = 4096
         document["applications"][0]["args"].setdefault("http", {})["drain_timeout_s"] = DRAIN_S
         self.path = folder / "serve.yaml"
@@ -263,7 +269,7 @@ def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) 
                 "POST", "/v1/completions", json={**COMPLETION, "max_tokens": 900, "stream": True}
             ):
                 pass  # leave
-            until(partial(has_stopped, client), "it goes on without its client")
+            until(functools.partial(has_stopped, client), "it goes on without its client")
 
 
 def has_stopped(client: httpx.Client) -> bool:
