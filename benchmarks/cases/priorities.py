@@ -23,8 +23,8 @@ from benchmarks.support.policy_rank import ENVIRONMENT
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.rank_load import figures, run_arrivals
 from cluster.routing.rank_client import RankClient
+from cluster.tools.bench.datasets import Lengths
 from cluster.tools.bench.workload import (
-    Lengths,
     RequestArrival,
     RequestResult,
     chat_lengths,

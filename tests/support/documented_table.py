@@ -32,7 +32,7 @@ TESTED: dict[str, str] = {
     "tandem scale --attention-ranks 3": "tests/ray/test_scale.py",
     "tandem scale --url *": "tests/unit/cluster/observe/test_operator_commands.py",
     "tandem trace --seconds *": "tests/ray/test_serving.py",
-    "tandem bench --rate 4 *": f"{TOOLS}/bench/test_bench.py",
+    "tandem bench --*": f"{TOOLS}/bench/test_bench.py",
     "tandem plan spec.json*": HERE,
     "tandem plan *s.json": HERE,
     "tandem plan --beyond": HERE,

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 from cluster.cli.arguments import EXIT_ERROR, Commands, add_command, pretty
 from cluster.cli.config_options import add_config_options, config_from_options, group_sizes
@@ -59,13 +60,26 @@ def run_bulk_command(options: argparse.Namespace, environment: MutableMapping[st
     return 0
 
 
+_MAX_THINK_S = 3600.0
+_OBJECTIVES = {  # vLLM's names, and AIPerf's
+    "ttft": "ttft",
+    "tpot": "tpot",
+    "e2el": "e2el",
+    "time_to_first_token": "ttft",
+    "inter_token_latency": "tpot",
+    "request_latency": "e2el",
+}
 _BENCH_EXAMPLE = """example:
   tandem bench --rate 4 --seconds 30
   tandem bench --url http://HOST:8000 --chat --rate 8 --prompt-tokens 512 --output-tokens 64
   tandem bench --trace AzureLLMInferenceTrace_conv_2023.csv --rate 2 --divide-lengths 10 --ls 0.2 \\
     --picture bench.svg --output bench.json
+  tandem bench --trace mooncake_trace.jsonl --divide-lengths 16 --goodput ttft:500 tpot:50
+  tandem bench --conversations ShareGPT_V3.json --rate 2 --think-time-s 3
 Requests are sent at their arrival times, whether or not earlier ones are answered; latencies count
-from the arrival. Any server with OpenAI's API can be measured; --ls and --set need server support.
+from the arrival. A turn arrives --think-time-s after the previous answer, which is in its history
+as the server gave it. Any server with OpenAI's API can be measured; --ls and --set
+need server support. JSON has the names of `vllm bench serve`.
 """
 
 
@@ -76,17 +90,42 @@ def add_bench(commands: Commands) -> None:
     command.add_argument("--model", metavar="M", help="default: the first that the server lists")
     command.add_argument("--api-key", metavar="KEY", help=f"default: ${KEY_VARIABLE}")
     command.add_argument("--chat", action="store_true", help="chats instead of completions")
-    command.add_argument("--rate", type=float, help="requests per second (default 1, or a trace's)")
+    command.add_argument(
+        "--rate", type=float, help="requests or conversations per second (default 1, or a trace's)"
+    )
     command.add_argument("--seconds", type=float, default=30.0, help="of arrivals (default 30)")
     command.add_argument("--prompt-tokens", type=int, metavar="N", help="of each, about")
     command.add_argument(
-        "--output-tokens", type=int, metavar="N", help="of each (default: as in chats)"
+        "--output-tokens", type=int, metavar="N", help="of each (default: as recorded or in chats)"
     )
-    command.add_argument(
-        "--trace", type=Path, metavar="F", help="arrivals and lengths (.csv, .jsonl)"
+    files = command.add_mutually_exclusive_group()
+    files.add_argument(
+        "--trace",
+        type=Path,
+        metavar="F",
+        help="Azure's .csv or Mooncake's .jsonl (.gz); equal hash_ids are equal blocks of text",
+    )
+    files.add_argument(
+        "--conversations",
+        type=Path,
+        metavar="F",
+        help="ShareGPT's or OpenAI's messages (.json, .jsonl), or prompts (.txt), sent as chats in "
+        "their order, again from the start if they end (.gz)",
     )
     command.add_argument(
         "--divide-lengths", type=int, default=1, metavar="N", help="--trace: for a smaller server"
+    )
+    command.add_argument(
+        "--block-tokens", type=int, default=512, metavar="N", help="--trace: of a hash id"
+    )
+    command.add_argument(
+        "--think-time-s",
+        type=float,
+        default=0.0,
+        help="from answer to next turn (default 0)",
+    )
+    command.add_argument(
+        "--goodput", nargs="+", default=[], metavar="NAME:MS", help="objectives: ttft, tpot, e2el"
     )
     command.add_argument(
         "--ls", type=float, metavar="PART", help="latency-sensitive part of the requests, 0 to 1"
@@ -118,30 +157,19 @@ def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]
 
     from cluster.observe.terminal import Terminal
     from cluster.tools.bench.bench import BenchSettings, bench
-    from cluster.tools.bench.report import as_json, draw_bench, print_bench, write_outcomes
+    from cluster.tools.bench.report import draw_bench, print_bench, result_json, write_result
     from cluster.tools.plots import check_format, pyplot
 
     _check(options)
     if options.picture is not None:  # before the load
         check_format(options.picture, "--picture")
         pyplot("--picture")
-    settings = BenchSettings(
-        url=options.url,
-        model=options.model,
-        key=options.api_key or environment.get(KEY_VARIABLE),
-        chat=options.chat,
-        rate=options.rate,
-        seconds=options.seconds,
-        trace=options.trace,
-        divisor=options.divide_lengths,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-        ls=options.ls,
-        timeout_s=options.timeout_s,
-        retries_refused=options.retry_refused,
-        fields=parse_fields("--set", options.set),
-        seed=options.seed,
-    )
+    given: dict[str, Any] = {
+        name: getattr(options, name, None) for name in BenchSettings.__struct_fields__
+    }
+    given["key"] = options.api_key or environment.get(KEY_VARIABLE)
+    given |= {"goodput": _objectives(options.goodput), "fields": parse_fields("--set", options.set)}
+    settings = BenchSettings(**given)
     console = Terminal(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=None)
@@ -149,14 +177,14 @@ def run_bench(options: argparse.Namespace, environment: MutableMapping[str, str]
             settings, lambda ended, of: bar.update(task, completed=float(ended), total=float(of))
         )
     if options.output is not None:
-        write_outcomes(found, options.output)
+        write_result(found, options.output)
     if options.picture is not None:
         draw_bench(found, options.picture)
     if options.json:
-        print(pretty(as_json(found)))
+        print(pretty(result_json(found, detailed=False)))
     else:
         print_bench(found)
-    return 0 if found.all.answered else EXIT_ERROR
+    return 0 if found.all.completed else EXIT_ERROR
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -164,13 +192,31 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
-    for name in ("prompt_tokens", "output_tokens", "divide_lengths"):
+    if not 0 <= options.think_time_s <= _MAX_THINK_S:
+        raise ConfigError(f"--think-time-s {options.think_time_s}: give 0 to {_MAX_THINK_S:g}")
+    for name in ("prompt_tokens", "output_tokens", "divide_lengths", "block_tokens"):
         value = getattr(options, name)
         if value is not None and not 1 <= value <= 1 << 20:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 to {1 << 20}")
     if options.ls is not None and not 0 <= options.ls <= 1:
         raise ConfigError(f"--ls {options.ls}: give a part, 0 to 1")
     check_url(options.url)
+
+
+def _objectives(given: list[str]) -> dict[str, float]:
+    """Parse NAME:MS pairs, as separate arguments (vLLM) or in one (AIPerf)."""
+    found: dict[str, float] = {}
+    for each in " ".join(given).split():
+        name, _, value = each.partition(":")
+        try:
+            found[_OBJECTIVES[name]] = float(value)
+        except (KeyError, ValueError):
+            value = "nan"
+        if not 0 < float(value) < math.inf:
+            raise ConfigError(
+                f"--goodput {each}: give NAME:MILLISECONDS with one of {', '.join(_OBJECTIVES)}"
+            )
+    return found
 
 
 _DEMO_EXAMPLE = """example:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,207 +14,20 @@ import httpx
 import msgspec
 
 from cluster.observe.server_client import bearer, unreachable_error, uses_proxies
+from cluster.tools.bench.datasets import Lengths, Turn, read_conversations, read_trace
+from cluster.tools.bench.load_generator import HttpLoadGenerator, LoadTarget
 from cluster.tools.bench.workload import (
     LoadSummary,
     RequestArrival,
     RequestResult,
     always,
     chat_lengths,
-    fit_trace,
     from_trace,
     poisson,
-    read_trace,
     summarize,
 )
-from contracts.clock import monotonic_s
 from contracts.errors import ConfigError
 from contracts.requests import Priority
-
-WORDS: Final = ["the", "of", "and", "to", "in", "that", "was", "his", "it", "with", "is", "for"]
-_DONE: Final = "data: [DONE]"
-_MAX_ERROR_CHARS: Final = 120
-
-
-class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A server. path: "/v1/completions" or "/v1/chat/completions".
-
-    classes: whether requests name their class, which not every server accepts. fields: added to
-    each body.
-    """
-
-    url: str
-    model: str
-    key: str | None = None
-    path: str = "/v1/completions"
-    classes: bool = True
-    fields: dict[str, Any] = {}
-
-
-class _Piece(msgspec.Struct):
-    text: str | None = None
-    delta: dict[str, Any] | None = None
-
-    @property
-    def is_content(self) -> bool:
-        """Return false for the first piece of a chat, which names the role only."""
-        if self.delta is None:
-            return self.text is not None
-        return bool(self.delta.get("content") or self.delta.get("reasoning_content"))
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Piece] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_DECODER: Final = msgspec.json.Decoder(_Chunk)
-
-
-class HttpLoadGenerator:
-    """Sender of requests at their arrival times.
-
-    retries_refused: a refused client waits as advised and retries once. max_open: limit of open
-    requests; a request beyond it is not sent but counted as an error, since waiting would close the
-    loop.
-    """
-
-    def __init__(
-        self,
-        target: LoadTarget,
-        seed: int,
-        *,
-        retries_refused: bool = False,
-        max_open: int = 8192,
-        progress: Callable[[int], None] = lambda ended: None,
-    ) -> None:
-        """progress: called with the number of ended requests."""
-        self._target = target
-        self._rng = random.Random(seed)
-        self._retries_refused = retries_refused
-        self._max_open = max_open
-        self._progress = progress
-        self._open = self._ended = 0
-        self.retries: list[RequestResult] = []
-
-    async def run(self, outcomes: Sequence[RequestResult], timeout_s: float) -> None:
-        """Send the requests and fill in their results. timeout_s: per request, from sent to end."""
-        target = self._target
-        headers = bearer(target.key)
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=target.url,
-            timeout=timeout_s,
-            limits=limits,
-            headers=headers,
-            trust_env=uses_proxies(target.url),
-        ) as client:
-            start_s, tasks = monotonic_s(), []
-            for outcome in outcomes:
-                delay_s = start_s + outcome.arrival.at_s - monotonic_s()
-                if delay_s > 0:
-                    await asyncio.sleep(delay_s)
-                if self._open >= self._max_open:
-                    outcome.error = f"not sent: {self._open} requests were open"
-                    continue
-                self._open += 1
-                tasks.append(asyncio.create_task(self._one(client, outcome, start_s, timeout_s)))
-            await asyncio.gather(*tasks)
-
-    async def _one(
-        self, client: httpx.AsyncClient, outcome: RequestResult, start_s: float, timeout_s: float
-    ) -> None:
-        body = self._body(outcome)
-        await self._send(client, body, outcome, start_s, timeout_s)
-        if outcome.retry_s is not None and self._retries_refused:
-            await asyncio.sleep(outcome.retry_s)
-            retry = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
-            self.retries.append(retry)
-            await self._send(client, body, retry, start_s, timeout_s)
-        self._open -= 1
-        self._ended += 1
-        self._progress(self._ended)
-
-    def _body(self, outcome: RequestResult) -> dict[str, Any]:
-        """Build a body; one word is about one token."""
-        target, arrival = self._target, outcome.arrival
-        text = " ".join(self._rng.choices(WORDS, k=arrival.lengths.prompt))
-        is_chat = target.path.endswith("chat/completions")
-        prompt_fields = (
-            {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
-        )
-        return {
-            "model": target.model,
-            **prompt_fields,
-            "max_tokens": arrival.lengths.output,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **({"priority": arrival.priority.label} if target.classes else {}),
-            **target.fields,
-        }
-
-    async def _send(
-        self,
-        client: httpx.AsyncClient,
-        body: dict[str, Any],
-        outcome: RequestResult,
-        start_s: float,
-        timeout_s: float,
-    ) -> None:
-        outcome.sent_s = monotonic_s() - start_s
-        try:
-            async with (
-                asyncio.timeout(timeout_s),
-                client.stream("POST", self._target.path, json=body) as response,
-            ):
-                if response.status_code == 200:
-                    await _read_stream(response, outcome, start_s)
-                else:
-                    await response.aread()
-                    _refused(outcome, response)
-        except TimeoutError:
-            outcome.error = "ReadTimeout"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            outcome.error = type(error).__name__
-        outcome.end_s = monotonic_s() - start_s
-
-
-def _refused(outcome: RequestResult, response: httpx.Response) -> None:
-    outcome.error = f"{response.status_code}"
-    outcome.detail = " ".join(response.text[:_MAX_ERROR_CHARS].split())
-    try:
-        outcome.retry_s = float(response.headers["retry-after"])
-    except (KeyError, ValueError):
-        outcome.retry_s = None  # absent, or a date
-
-
-async def _read_stream(response: httpx.Response, outcome: RequestResult, start_s: float) -> None:
-    times: list[float] = []
-    outcome.tokens_s = times
-    is_whole = False
-    async for line in response.aiter_lines():
-        is_whole = is_whole or line == _DONE
-        if not line.startswith("data: {"):
-            continue
-        try:
-            chunk = _DECODER.decode(line[6:])
-        except (msgspec.DecodeError, RecursionError):
-            outcome.error = f"no chunk: {line[:_MAX_ERROR_CHARS]}"
-            return
-        if chunk.error:
-            outcome.error = f"{chunk.error}"[:_MAX_ERROR_CHARS]
-        if chunk.usage is not None:
-            outcome.usage_tokens = chunk.usage.completion_tokens
-        if any(piece.is_content for piece in chunk.choices):
-            times.append(monotonic_s() - start_s)
-    if not outcome.error and (not is_whole or not times):
-        outcome.error = "the answer has no end" if times else "the answer has no tokens"
-
 
 MAX_REQUESTS: Final = 1_000_000
 _REQUEST_TIMEOUT_S: Final = 10.0  # for the list of models
@@ -223,9 +37,11 @@ _OTHER_DESCRIPTORS: Final = 64
 class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of a run.
 
-    rate: requests per second; None: the trace's. ls: fraction of latency-sensitive requests; None:
-    requests name no class. prompt_tokens, output_tokens: of each request; None: from the trace or
-    as in chats. divisor: of a trace's lengths.
+    rate: requests or conversations per second; None: the trace's. conversations: a file of them;
+    think_time_s: from an answer to the next turn. divide_lengths: divisor of a trace's lengths;
+    block_tokens: of its hash ids. prompt_tokens, output_tokens: of each request; None: from the
+    file or as in chats. ls: fraction of latency-sensitive requests; None: requests name no class.
+    goodput: upper bounds in ms of a good request's ttft, tpot and e2el. fields: of each body.
     """
 
     url: str
@@ -235,26 +51,39 @@ class BenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     rate: float | None = 1.0
     seconds: float = 30.0
     trace: Path | None = None
-    divisor: int = 1
+    divide_lengths: int = 1
+    block_tokens: int = 512
+    conversations: Path | None = None
+    think_time_s: float = 0.0
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     ls: float | None = None
+    goodput: dict[str, float] = {}
     timeout_s: float = 600.0
-    retries_refused: bool = False
+    retry_refused: bool = False
     fields: dict[str, Any] = {}
     seed: int = 0
 
+    @property
+    def path(self) -> str:
+        is_chat = self.chat or self.conversations is not None
+        return "/v1/chat/completions" if is_chat else "/v1/completions"
+
 
 class Bench(msgspec.Struct, frozen=True):
-    """retries: of refused clients. by_class: empty if requests name no class."""
+    """Result of a run.
 
-    url: str
+    retries: of refused clients. by_class: empty if requests name no class. left_out: rows of the
+    file without a turn of a user.
+    """
+
+    settings: BenchSettings
     model: str
-    seed: int
     all: LoadSummary
     by_class: dict[str, LoadSummary]
     retries: LoadSummary | None
     outcomes: list[RequestResult]
+    left_out: list[int]
 
 
 def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Bench:
@@ -263,47 +92,44 @@ def bench(settings: BenchSettings, progress: Callable[[int, int], None]) -> Benc
     progress: called with the numbers of ended and of all requests. Raises ConfigError before the
     first request.
     """
-    arrivals = _arrivals(settings)
+    arrivals, left_out = _arrivals(settings)
     model = asyncio.run(_model(settings))
     target = LoadTarget(
         url=settings.url,
         model=model,
         key=settings.key,
-        path="/v1/chat/completions" if settings.chat else "/v1/completions",
+        path=settings.path,
         classes=settings.ls is not None,
         fields=settings.fields,
     )
-    outcomes = [RequestResult(arrival) for arrival in arrivals]
+    conversations = [[RequestResult(turn) for turn in turns] for turns in arrivals]
+    outcomes = list(itertools.chain(*conversations))
     generator = HttpLoadGenerator(
         target,
         settings.seed,
-        retries_refused=settings.retries_refused,
+        retries_refused=settings.retry_refused,
+        think_s=settings.think_time_s,
         max_open=_max_open(),
         progress=lambda ended: progress(ended, len(outcomes)),
     )
-    asyncio.run(generator.run(outcomes, settings.timeout_s))
+    asyncio.run(generator.run(conversations, settings.timeout_s))
+    objectives = settings.goodput
     return Bench(
-        settings.url,
+        settings,
         model,
-        settings.seed,
-        summarize(outcomes),
-        _by_class(outcomes) if settings.ls is not None else {},
-        summarize(generator.retries) if settings.retries_refused else None,
+        summarize(outcomes, objectives),
+        _by_class(outcomes, objectives) if settings.ls is not None else {},
+        summarize(generator.retries, objectives) if settings.retry_refused else None,
         outcomes,
+        left_out,
     )
 
 
-def _arrivals(settings: BenchSettings) -> list[RequestArrival]:
+def _arrivals(settings: BenchSettings) -> tuple[list[list[RequestArrival]], list[int]]:
+    """Return conversations of one or more turns, and the rows that were left out."""
     rng, ls = random.Random(settings.seed), 1.0 if settings.ls is None else settings.ls
     if settings.trace is not None:
-        rows = read_trace(settings.trace)
-        rate = settings.rate or len(rows) / max(rows[-1][0], 1e-9)
-        _check_number(rate * settings.seconds)
-        kept = rows[: max(2, round(rate * settings.seconds))]
-        if kept[-1][0] <= 0:
-            raise ConfigError(f"--trace {settings.trace}: all of its requests arrive at once")
-        picked = fit_trace(kept, settings.seconds, len(kept) / settings.seconds, settings.divisor)
-        return from_trace(picked, ls, settings.seed)
+        return [[arrival] for arrival in _trace_arrivals(settings, settings.trace, ls, rng)], []
     rate = 1.0 if settings.rate is None else settings.rate
     _check_number(rate * settings.seconds)
     draw = chat_lengths()
@@ -314,7 +140,47 @@ def _arrivals(settings: BenchSettings) -> list[RequestArrival]:
         raise ConfigError(
             f"--rate {rate:g} for --seconds {settings.seconds:g}: no request arrives; increase one"
         )
-    return arrivals
+    if settings.conversations is None:
+        return [[arrival] for arrival in arrivals], []
+    found, left_out = read_conversations(settings.conversations, len(arrivals))
+
+    def turn_arrival(arrival: RequestArrival, turn: Turn) -> RequestArrival:
+        output = settings.output_tokens or len(turn.answer.split()) or arrival.lengths.output
+        return arrival._replace(lengths=Lengths(0, output), prompt=turn.messages)
+
+    conversations = [
+        [turn_arrival(arrival, turn) for turn in turns]
+        for arrival, turns in zip(arrivals, itertools.cycle(found), strict=False)
+    ]
+    _check_number(sum(map(len, conversations)))
+    return conversations, left_out
+
+
+def _trace_arrivals(
+    settings: BenchSettings, path: Path, ls: float, rng: random.Random
+) -> list[RequestArrival]:
+    rows, output = read_trace(path, settings.block_tokens), settings.output_tokens
+    rate = settings.rate or (len(rows) / rows[-1].at_s if rows[-1].at_s else 0.0)
+    _check_number(rate * settings.seconds)
+    kept = rows[: max(2, round(rate * settings.seconds))]
+    if kept[-1].at_s <= 0:
+        raise ConfigError(f"--trace {path}: all {len(kept)} arrive at once; give more --seconds")
+    if settings.divide_lengths > settings.block_tokens and any(row.hash_ids for row in kept):
+        raise ConfigError(
+            f"--divide-lengths {settings.divide_lengths}: give at most {settings.block_tokens}, of "
+            "--block-tokens"
+        )
+    arrivals = from_trace(
+        kept,
+        seconds=settings.seconds,
+        divisor=settings.divide_lengths,
+        block_tokens=settings.block_tokens,
+        ls=ls,
+        rng=rng,
+    )
+    if output is None:
+        return arrivals
+    return [each._replace(lengths=each.lengths._replace(output=output)) for each in arrivals]
 
 
 def _check_number(requests: float) -> None:
@@ -363,9 +229,11 @@ def _max_open() -> int:
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_DESCRIPTORS)
 
 
-def _by_class(outcomes: Sequence[RequestResult]) -> dict[str, LoadSummary]:
+def _by_class(
+    outcomes: Sequence[RequestResult], objectives: Mapping[str, float]
+) -> dict[str, LoadSummary]:
     of = {
         priority.label: [each for each in outcomes if each.arrival.priority is priority]
         for priority in Priority
     }
-    return {label: summarize(results) for label, results in of.items() if results}
+    return {label: summarize(results, objectives) for label, results in of.items() if results}

@@ -1,35 +1,27 @@
-"""Requests of a load test: arrivals and lengths, drawn or from a trace, results and statistics."""
+"""Requests of a load test: arrivals and prompts, drawn or from a trace, results and statistics."""
 
 from __future__ import annotations
 
-import csv
+import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from contracts.errors import ConfigError
+from cluster.tools.bench.datasets import Lengths, TraceRow
 from contracts.requests import Priority
 
 
-class Lengths(NamedTuple):
-    """Tokens of the prompt and of the output, 1 or more."""
-
-    prompt: int
-    output: int
-
-
 class RequestArrival(NamedTuple):
-    """at_s: after the start."""
+    """at_s: after the start. prompt: None for random words; a list for a turn's messages."""
 
     at_s: float
     priority: Priority
     lengths: Lengths
+    prompt: BlockPrompt | list[dict[str, Any]] | None = None
 
 
 Draw = Callable[[random.Random], Lengths]
@@ -62,101 +54,68 @@ def poisson(
     return arrivals
 
 
-def from_trace(rows: Iterable[tuple[float, Lengths]], ls: float, seed: int) -> list[RequestArrival]:
-    """Take arrivals from a trace. ls: fraction that is drawn to be latency-sensitive."""
-    rng = random.Random(seed)
-    return [
-        RequestArrival(at_s, Priority.LS if rng.random() < ls else Priority.BE, lengths)
-        for at_s, lengths in rows
-    ]
+# Single tokens, behind a space, in common vocabularies.
+WORDS: Final = """the of and to in that was his it is for as on be at by this had not are but from
+    or have an they which one you were her all she there would their we him been has when who will
+    more no if out so what up its about into than them can only other new some could time these two
+    may then do first any my now such like our over man me""".split()  # noqa: SIM905
 
 
-def fit_trace(
-    rows: Sequence[tuple[float, Lengths]], seconds: float, rate: float, divisor: int
-) -> list[tuple[float, Lengths]]:
-    """Scale a trace to a small machine.
+class BlockPrompt(NamedTuple):
+    """Blocks that other prompts may share. repeated_tokens: length of an earlier prompt's start."""
 
-    Arrivals keep their pattern, with `rate` per second on average over `seconds`; lengths are
-    divided.
+    hash_ids: tuple[int, ...]
+    block_tokens: int
+    repeated_tokens: int
+
+
+def prompt_text(prompt: BlockPrompt, tokens: int, seed: int) -> str:
+    """Return a text of about `tokens` tokens in which equal ids are equal words."""
+    sizes = [prompt.block_tokens] * (len(prompt.hash_ids) - 1)
+    sizes.append(tokens - sum(sizes))
+    return " ".join(
+        _block(hash_id, size, seed) for hash_id, size in zip(prompt.hash_ids, sizes, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _block(hash_id: int, tokens: int, seed: int) -> str:
+    return " ".join(random.Random(f"{seed} {hash_id}").choices(WORDS, k=tokens))
+
+
+def from_trace(
+    rows: Sequence[TraceRow],
+    *,
+    seconds: float,
+    divisor: int,
+    block_tokens: int,
+    ls: float,
+    rng: random.Random,
+) -> list[RequestArrival]:
+    """Scale a trace to a smaller machine.
+
+    Arrivals keep their pattern, within `seconds`; lengths and blocks are divided. block_tokens: in
+    the trace. ls: fraction that is drawn to be latency-sensitive.
     """
-    kept = rows[: round(rate * seconds)]
-    stretch = seconds / kept[-1][0]
-    return [
-        (
-            at_s * stretch,
-            Lengths(max(4, lengths.prompt // divisor), max(1, lengths.output // divisor)),
-        )
-        for at_s, lengths in kept
-    ]
-
-
-Row = tuple[float, Lengths]  # seconds after the first one
-
-MAX_ROWS: Final = 1_000_000
-_MAX_LINE_CHARS: Final = 1 << 20
-
-
-def read_trace(path: Path) -> list[Row]:
-    """Read at most MAX_ROWS rows in order of time.
-
-    The format follows the ending. Raises ConfigError.
-    """
-    readers = {".csv": _azure_rows, ".jsonl": _mooncake_rows}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise ConfigError(f"--trace {path}: end its name in .csv or .jsonl, for what it is")
-    try:
-        with path.open(encoding="utf-8") as file:
-            rows = list(_bounded(reader(_lines(file.readline, path)), path))
-    except OSError as error:
-        raise ConfigError(f"--trace {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--trace {path}: not UTF-8: {error.reason}") from None
-    if not rows:
-        raise ConfigError(f"--trace {path}: has no rows")
-    rows.sort(key=lambda row: row[0])
-    first_s = rows[0][0]
-    return [(at_s - first_s, lengths) for at_s, lengths in rows]
-
-
-def _lines(readline: Callable[[int], str], path: Path) -> Iterator[str]:
-    while line := readline(_MAX_LINE_CHARS):
-        if len(line) == _MAX_LINE_CHARS:
-            raise ConfigError(f"--trace {path}: a line of over {_MAX_LINE_CHARS} characters")
-        yield line
-
-
-def _bounded(rows: Iterator[tuple[object, object, object]], path: Path) -> Iterator[Row]:
-    for number, (at, prompt, output) in enumerate(rows, 1):
-        if number > MAX_ROWS:
-            return
-        try:
-            at_s, lengths = float(str(at)), Lengths(int(str(prompt)), int(str(output)))
-        except ValueError as error:
-            raise ConfigError(f"--trace {path}: row {number}: {error}") from None
-        if not math.isfinite(at_s) or min(lengths) < 0:
-            raise ConfigError(f"--trace {path}: row {number}: times and lengths are from 0 on")
-        yield at_s, Lengths(max(1, lengths.prompt), max(1, lengths.output))
-
-
-def _azure_rows(lines: Iterator[str]) -> Iterator[tuple[object, object, object]]:
-    for row in csv.DictReader(lines):
-        try:
-            at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            yield at_s, row["ContextTokens"], row["GeneratedTokens"]
-        except KeyError as error:
-            raise ConfigError(f"--trace: no column {error}: it is no Azure trace") from None
-        except (TypeError, ValueError):
-            yield row.get("TIMESTAMP"), 0, 0  # the row's number is reported
-
-
-def _mooncake_rows(lines: Iterator[str]) -> Iterator[tuple[object, object, object]]:
-    for line in lines:
-        try:
-            row: Any = msgspec.json.decode(line)
-            yield row["timestamp"] / 1e3, row["input_length"], row["output_length"]
-        except (msgspec.DecodeError, KeyError, TypeError, RecursionError):
-            yield line[:80].strip(), 0, 0  # the row's number is reported
+    stretch, arrivals = seconds / rows[-1].at_s, []
+    starts: set[int] = set()  # hashes of all starts of earlier prompts
+    for row in rows:
+        tokens, prompt = max(4, row.lengths.prompt // divisor), None
+        if row.hash_ids:
+            size, before_last = block_tokens // divisor, len(row.hash_ids) - 1
+            last = (row.lengths.prompt - before_last * block_tokens) // divisor
+            tokens = before_last * size + max(1, min(size, last))
+            start = repeated = 0
+            for place, hash_id in enumerate(row.hash_ids, 1):
+                start = hash((start, hash_id))
+                if start in starts:
+                    repeated = min(place * size, tokens)
+                starts.add(start)
+            prompt = BlockPrompt(row.hash_ids, size, repeated)
+        priority = Priority.LS if rng.random() < ls else Priority.BE
+        lengths = Lengths(tokens, max(1, row.lengths.output // divisor))
+        arrivals.append(RequestArrival(row.at_s * stretch, priority, lengths, prompt))
+    return arrivals
 
 
 class RequestResult(msgspec.Struct):
@@ -164,7 +123,8 @@ class RequestResult(msgspec.Struct):
 
     Times are seconds after the start; latencies count from the arrival, not from sending. tokens_s:
     arrival of each piece of the answer. usage_tokens: generated tokens as reported by the server,
-    or 0. detail: the server's error message. retry_s: Retry-After of a refusal.
+    or 0; prompt_tokens and cached_tokens likewise. repeated_tokens: of the prompt that an earlier
+    one starts with, too. detail: the server's error message. retry_s: Retry-After of a refusal.
     """
 
     arrival: RequestArrival
@@ -175,6 +135,9 @@ class RequestResult(msgspec.Struct):
     detail: str = ""
     retry_s: float | None = None
     usage_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    repeated_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -200,6 +163,13 @@ class RequestResult(msgspec.Struct):
     def turnaround_s(self) -> float:
         return self.end_s - self.arrival.at_s
 
+    def meets(self, objectives: Mapping[str, float]) -> bool:
+        """Return whether it was answered, within each objective in ms. NaN is within any."""
+        if self.error:
+            return False
+        found = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.turnaround_s}
+        return not any(1e3 * found[name] > most_ms for name, most_ms in objectives.items())
+
 
 def percentile(values: Sequence[float], q: float) -> float:
     """Return the nearest-rank percentile; NaN of no values."""
@@ -215,57 +185,88 @@ def mean(values: Sequence[float]) -> float:
 class LatencyStats(msgspec.Struct, frozen=True):
     """Statistics in milliseconds; None without values."""
 
-    mean: float | None
-    p50: float | None
-    p90: float | None
-    p99: float | None
+    mean: float | None = None
+    std: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
 
     @staticmethod
     def of(times_s: Iterable[float]) -> LatencyStats:
-        found = [1e3 * each for each in times_s if not math.isnan(each)]
+        found = sorted(1e3 * each for each in times_s if not math.isnan(each))
         if not found:
-            return LatencyStats(None, None, None, None)
-        return LatencyStats(mean(found), *(percentile(found, q) for q in (0.5, 0.9, 0.99)))
+            return LatencyStats()
+        center = mean(found)
+        std = math.sqrt(mean([(each - center) ** 2 for each in found]))
+        return LatencyStats(center, std, *[percentile(found, q) for q in (0.5, 0.9, 0.95, 0.99)])
 
 
 class LoadSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of some requests.
+    """Statistics of some requests, named as in the results of `vllm bench serve`.
 
-    errors: count by status or reason. detail: one message of each. seconds: from the first arrival
-    to the last end. late_ms: largest delay between arrival and sending.
+    failed: of any kind, refused and not sent ones too; error_counts: by status or reason;
+    error_examples: one message of each. duration: seconds from the first arrival to the last end.
+    total_input_tokens: as counted by the server, or else as requested. repeated_prefix_tokens: of
+    prompts whose start an earlier one has, too. request_goodput: per second; None without
+    objectives. max_late_ms: largest delay between arrival and sending.
     """
 
-    requests: int
-    answered: int
-    errors: dict[str, int]
-    detail: dict[str, str]
-    seconds: float
-    ttft_ms: LatencyStats
-    tbt_ms: LatencyStats
-    tpot_ms: LatencyStats
-    turnaround_ms: LatencyStats
-    requests_per_s: float
-    tokens_per_s: float
-    late_ms: float
+    num_prompts: int
+    completed: int
+    failed: int
+    error_counts: dict[str, int]
+    error_examples: dict[str, str]
+    duration: float
+    requested_input_tokens: int
+    total_input_tokens: int
+    total_cached_tokens: int
+    repeated_prefix_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    request_goodput: float | None
+    good_request_fraction: float | None
+    output_throughput: float
+    total_token_throughput: float
+    ttft: LatencyStats
+    tpot: LatencyStats
+    itl: LatencyStats
+    e2el: LatencyStats
+    max_late_ms: float
 
 
-def summarize(outcomes: Sequence[RequestResult]) -> LoadSummary:
-    good = [each for each in outcomes if not each.error]
+def summarize(
+    outcomes: Sequence[RequestResult], objectives: Mapping[str, float] | None = None
+) -> LoadSummary:
+    """objectives: upper bounds in ms of a good request's ttft, tpot and e2el."""
+    done = [each for each in outcomes if not each.error]
     ends_s = [each.end_s for each in outcomes if not math.isnan(each.end_s)]
     seconds = max(ends_s, default=0.0) - min((each.arrival.at_s for each in outcomes), default=0.0)
     late_s = [each.sent_s - each.arrival.at_s for each in outcomes if not math.isnan(each.sent_s)]
     per_s = 1.0 / seconds if seconds > 0 else 0.0
+    good = sum(each.meets(objectives) for each in outcomes) if objectives else None
+    tokens_in = sum(each.prompt_tokens or each.arrival.lengths.prompt for each in done)
+    tokens_out = sum(each.tokens for each in done)
     return LoadSummary(
-        requests=len(outcomes),
-        answered=len(good),
-        errors=dict(Counter(each.error for each in outcomes if each.error).most_common()),
-        detail={each.error: each.detail for each in outcomes if each.detail},
-        seconds=seconds,
-        ttft_ms=LatencyStats.of(each.ttft_s for each in good),
-        tbt_ms=LatencyStats.of(gap for each in good for gap in each.gaps_s),
-        tpot_ms=LatencyStats.of(each.tpot_s for each in good),
-        turnaround_ms=LatencyStats.of(each.turnaround_s for each in good),
-        requests_per_s=len(good) * per_s,
-        tokens_per_s=sum(each.tokens for each in good) * per_s,
-        late_ms=1e3 * max(late_s, default=0.0),
+        num_prompts=len(outcomes),
+        completed=len(done),
+        failed=len(outcomes) - len(done),
+        error_counts=dict(Counter(each.error for each in outcomes if each.error).most_common()),
+        error_examples={each.error: each.detail for each in outcomes if each.detail},
+        duration=seconds,
+        requested_input_tokens=sum(each.arrival.lengths.prompt for each in done),
+        total_input_tokens=tokens_in,
+        total_cached_tokens=sum(each.cached_tokens for each in done),
+        repeated_prefix_tokens=sum(each.repeated_tokens for each in done),
+        total_output_tokens=tokens_out,
+        request_throughput=len(done) * per_s,
+        request_goodput=None if good is None else good * per_s,
+        good_request_fraction=None if good is None else good / max(1, len(outcomes)),
+        output_throughput=tokens_out * per_s,
+        total_token_throughput=(tokens_in + tokens_out) * per_s,
+        ttft=LatencyStats.of(each.ttft_s for each in done),
+        tpot=LatencyStats.of(each.tpot_s for each in done),
+        itl=LatencyStats.of(gap for each in done for gap in each.gaps_s),
+        e2el=LatencyStats.of(each.turnaround_s for each in done),
+        max_late_ms=1e3 * max(late_s, default=0.0),
     )

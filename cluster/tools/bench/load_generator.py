@@ -1,0 +1,259 @@
+"""Open-loop HTTP client: sends requests when they are due and measures their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from cluster.observe.server_client import bearer, uses_proxies
+from cluster.tools.bench.workload import WORDS, BlockPrompt, RequestResult, prompt_text
+from contracts.clock import monotonic_s
+
+_DONE: Final = "data: [DONE]"
+_MAX_ERROR_CHARS: Final = 120
+
+
+class LoadTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A server. path: "/v1/completions" or "/v1/chat/completions".
+
+    classes: whether requests name their class, which not every server accepts. fields: added to
+    each body.
+    """
+
+    url: str
+    model: str
+    key: str | None = None
+    path: str = "/v1/completions"
+    classes: bool = True
+    fields: dict[str, Any] = {}
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Piece(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    @property
+    def content(self) -> str:
+        return (self.text if self.delta is None else self.delta.content) or ""
+
+    @property
+    def is_token(self) -> bool:
+        """Return false for the first piece of a chat, which names the role only."""
+        if self.delta is None:
+            return self.text is not None
+        return any(msgspec.structs.astuple(self.delta))
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Piece] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_DECODER: Final = msgspec.json.Decoder(_Chunk)
+
+
+class HttpLoadGenerator:
+    """Sender of requests at their arrival times.
+
+    retries_refused: a refused client waits as advised and retries once. think_s: from an answer to
+    the next turn of a conversation. max_open: limit of open conversations; one beyond it is not
+    sent but counted as an error, since waiting would close the loop.
+    """
+
+    def __init__(
+        self,
+        target: LoadTarget,
+        seed: int,
+        *,
+        retries_refused: bool = False,
+        think_s: float = 0.0,
+        max_open: int = 8192,
+        progress: Callable[[int], None] = lambda ended: None,
+    ) -> None:
+        """progress: called with the number of ended requests."""
+        self._target = target
+        self._seed = seed
+        self._rng = random.Random(seed)
+        self._retries_refused = retries_refused
+        self._think_s = think_s
+        self._max_open = max_open
+        self._progress = progress
+        self._open = self._ended = 0
+        self.retries: list[RequestResult] = []
+
+    async def run(self, conversations: Sequence[Sequence[RequestResult]], timeout_s: float) -> None:
+        """Send the requests and fill in their results.
+
+        Turns of a conversation follow one another; most have one. timeout_s: per request, from
+        sent to end.
+        """
+        target = self._target
+        headers = bearer(target.key)
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=target.url,
+            timeout=timeout_s,
+            limits=limits,
+            headers=headers,
+            trust_env=uses_proxies(target.url),
+        ) as client:
+            start_s, tasks = monotonic_s(), []
+            for turns in conversations:
+                delay_s = start_s + turns[0].arrival.at_s - monotonic_s()
+                if delay_s > 0:
+                    await asyncio.sleep(delay_s)
+                if self._open >= self._max_open:
+                    self._abandon(turns, f"not sent: {self._open} requests were open")
+                    continue
+                self._open += 1
+                tasks.append(asyncio.create_task(self._turns(client, turns, start_s, timeout_s)))
+            await asyncio.gather(*tasks)
+
+    async def _turns(
+        self,
+        client: httpx.AsyncClient,
+        turns: Sequence[RequestResult],
+        start_s: float,
+        timeout_s: float,
+    ) -> None:
+        history: list[dict[str, Any]] = []
+        for place, outcome in enumerate(turns):
+            if place:
+                await asyncio.sleep(self._think_s)
+                outcome.arrival = outcome.arrival._replace(at_s=monotonic_s() - start_s)
+                outcome.repeated_tokens = turns[place - 1].prompt_tokens
+            body = self._body(outcome, history)
+            answer = await self._send(client, body, outcome, start_s, timeout_s)
+            if outcome.retry_s is not None and self._retries_refused:
+                await asyncio.sleep(min(max(0.0, outcome.retry_s), timeout_s))
+                retry = RequestResult(outcome.arrival._replace(at_s=monotonic_s() - start_s))
+                self.retries.append(retry)
+                answer = await self._send(client, body, retry, start_s, timeout_s)
+            self._ended += 1
+            self._progress(self._ended)
+            if answer is None:
+                self._abandon(turns[place + 1 :], "not sent: an earlier turn failed")
+                break
+            history.append({"role": "assistant", "content": answer})
+        self._open -= 1
+
+    def _abandon(self, turns: Sequence[RequestResult], reason: str) -> None:
+        for outcome in turns:
+            outcome.error = reason
+        self._ended += len(turns)
+
+    def _body(self, outcome: RequestResult, history: list[dict[str, Any]]) -> dict[str, Any]:
+        """Build a body; one word is about one token. history: is extended by a turn's messages."""
+        target, arrival, text = self._target, outcome.arrival, ""
+        if isinstance(arrival.prompt, BlockPrompt):
+            text = prompt_text(arrival.prompt, arrival.lengths.prompt, self._seed)
+            outcome.repeated_tokens = arrival.prompt.repeated_tokens
+        elif arrival.prompt is None:
+            text = " ".join(self._rng.choices(WORDS, k=arrival.lengths.prompt))
+        is_chat = target.path.endswith("chat/completions")
+        if is_chat:
+            history += arrival.prompt if isinstance(arrival.prompt, list) else [_user(text)]
+        prompt_fields = {"messages": history} if is_chat else {"prompt": text}
+        return {
+            "model": target.model,
+            **prompt_fields,
+            "max_tokens": arrival.lengths.output,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"priority": arrival.priority.label} if target.classes else {}),
+            **target.fields,
+        }
+
+    async def _send(
+        self,
+        client: httpx.AsyncClient,
+        body: dict[str, Any],
+        outcome: RequestResult,
+        start_s: float,
+        timeout_s: float,
+    ) -> str | None:
+        """Return the answer's text, or None after an error."""
+        outcome.sent_s = monotonic_s() - start_s
+        answer = ""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                client.stream("POST", self._target.path, json=body) as response,
+            ):
+                if response.status_code == 200:
+                    answer = await _read_stream(response, outcome, start_s)
+                else:
+                    await response.aread()
+                    _refused(outcome, response)
+        except TimeoutError:
+            outcome.error = "ReadTimeout"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            outcome.error = type(error).__name__
+        outcome.end_s = monotonic_s() - start_s
+        return None if outcome.error else answer
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _refused(outcome: RequestResult, response: httpx.Response) -> None:
+    outcome.error = f"{response.status_code}"
+    outcome.detail = " ".join(response.text[:_MAX_ERROR_CHARS].split())
+    try:
+        outcome.retry_s = float(response.headers["retry-after"])
+    except (KeyError, ValueError):
+        outcome.retry_s = None  # absent, or a date
+
+
+async def _read_stream(response: httpx.Response, outcome: RequestResult, start_s: float) -> str:
+    """Return the answer's text."""
+    times: list[float] = []
+    outcome.tokens_s = times
+    is_whole, text = False, ""
+    async for line in response.aiter_lines():
+        is_whole = is_whole or line == _DONE
+        if not line.startswith("data: {"):
+            continue
+        try:
+            chunk = _DECODER.decode(line[6:])
+        except (msgspec.DecodeError, RecursionError):
+            outcome.error = f"no chunk: {line[:_MAX_ERROR_CHARS]}"
+            return text
+        if chunk.error:
+            outcome.error = f"{chunk.error}"[:_MAX_ERROR_CHARS]
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            outcome.usage_tokens = chunk.usage.completion_tokens
+            outcome.prompt_tokens = chunk.usage.prompt_tokens
+            outcome.cached_tokens = (details.cached_tokens if details else None) or 0
+        if any(piece.is_token for piece in chunk.choices):
+            times.append(monotonic_s() - start_s)
+        text += "".join(piece.content for piece in chunk.choices)
+    if not outcome.error and (not is_whole or not times):
+        outcome.error = "the answer has no end" if times else "the answer has no tokens"
+    return text
