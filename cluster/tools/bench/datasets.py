@@ -188,11 +188,15 @@ def _lines(file: TextIO) -> Iterator[str]:
         yield line
 
 
+# at import: msgspec crashes if two threads create a type's first decoder at once
+_decode_list = msgspec.json.Decoder(list[Any]).decode
+
+
 def _json_list(file: TextIO) -> Iterable[Any]:
     text = file.read(_MAX_CHARS + 1)
     if len(text) > _MAX_CHARS:
         raise ValueError(f"the file has over {_MAX_CHARS} characters; shorten it")
-    return msgspec.json.decode(text, type=list[Any])
+    return _decode_list(text)
 
 
 # Each returns the rows, None for an empty line.
