@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import fsspec
 import msgspec
 
-from cluster.batch.lines import READ_BYTES
+from cluster.batch.lines import READ_BYTES, sync
 from cluster.http.batch_types import ENDED, BatchObject, FileObject, StorageError
 from contracts.errors import ConfigError
 
@@ -112,7 +112,11 @@ class Store:
                 os.link(content, target)
             else:
                 self._fs.put_file(str(content), target)
-        self._write(f"files/{record.file.id}.json", msgspec.json.encode(record))
+        try:
+            self._write(f"files/{record.file.id}.json", msgspec.json.encode(record))
+        except StorageError:
+            self._delete(f"files/{record.file.id}")
+            raise
 
     def delete_file(self, file: str) -> None:
         self._delete(f"files/{file}.json")
@@ -150,11 +154,13 @@ class Store:
                 return
             target = Path(self._path(name))
             partial = target.with_name(f".{target.name}.partial")
-            with partial.open("wb") as file:
-                file.write(body)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(target)
+            try:
+                with partial.open("wb") as file:
+                    file.write(body)
+                    sync(file)
+                partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def _delete(self, name: str) -> None:
         with self._storage(), contextlib.suppress(FileNotFoundError):

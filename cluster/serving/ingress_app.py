@@ -27,6 +27,7 @@ from cluster.routing.rank_client import RankClient, RankClientConfig
 from cluster.routing.rank_set import FindRanks, RoutingConfig
 from cluster.serving.launcher import GroupsClient, Launcher
 from contracts.config import ChannelConfig, HttpConfig, TandemConfig
+from contracts.errors import NotReadyError
 from contracts.interpreter import freeze_heap
 from contracts.messages import STATE_PERIOD_S
 from contracts.ranks import Group, rank_name
@@ -38,6 +39,7 @@ from planner.routing.open_requests import work_of
 from planner.routing.saturation import saturation_of
 
 CONNECT_DEADLINE_S = 30.0
+DAY_S = 86400.0
 RANK_WAIT_S = 1.0  # for missing ranks; a replacement takes longer
 MIN_SILENCE_S = 4 * STATE_PERIOD_S
 
@@ -123,7 +125,8 @@ async def build_row_app(
 ) -> App:
     """Return an application for `RowClient`, connected to the available ranks.
 
-    directory: replaces suspects and returns the addresses. Raises TandemError.
+    directory: replaces suspects and returns the addresses. Raises TandemError, NotReadyError if no
+    rank serves in time. Rows have a day: nobody waits for one, and others come before them.
     """
 
     async def find(suspects: dict[str, str]) -> dict[str, str]:
@@ -133,9 +136,14 @@ async def build_row_app(
     model, tokenizer = await asyncio.to_thread(served_model, config)
     backend = pipelines(config, decode_directory(await directory({})), find)
     backend.start()
-    await backend.wait_serving(RANK_WAIT_S)
+    try:
+        async with asyncio.timeout(CONNECT_DEADLINE_S):
+            await backend.wait_serving(RANK_WAIT_S)
+    except TimeoutError:
+        await backend.close()
+        raise NotReadyError("; ".join(backend.problems()) or "no rank serves") from None
     freeze_heap()
-    http = msgspec.structs.replace(config.http, access_log=False)
+    http = msgspec.structs.replace(config.http, access_log=False, request_timeout_s=DAY_S)
     app = build_app(backend, tokenizer, model, http, telemetry=telemetry, limits=config.limits)
     app.app_state.grammars.start()
     return app

@@ -157,6 +157,7 @@ def serve_api(
     scale: ScaleRanks | None = None,
     logs_prompts: bool = False,
     storage: Path | None = None,
+    storage_url: str | None = None,
     batch: BatchConfig = BatchConfig(),  # noqa: B008
     **limits: Any,
 ) -> Iterator[Api]:
@@ -165,7 +166,7 @@ def serve_api(
     config: section `limits`.
     fetch_status: ranks' state.
     tracing, scale, logs_prompts: see `build_app`.
-    storage, batch: folder and settings of files and batches.
+    storage, storage_url, batch: local folder, filesystem and settings of files and batches.
     limits: fields of RoutingConfig.
     """
     tokenizer = Tokenizer.load(folder)
@@ -191,7 +192,7 @@ def serve_api(
         )
         batches = None
         if storage is not None:
-            store = Store(str(storage), storage / "work")
+            store = Store(storage_url or str(storage), storage / "work")
             batches = Batches(store, batch, MODEL, connect)
         app = build_app(
             backend,

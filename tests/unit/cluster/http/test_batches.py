@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -275,3 +276,32 @@ def test_restart_continues_batches_and_ends_expired_ones(
         errors = results(api.openai, found.error_file_id)
         assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
         assert len(errors) == 5
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+def test_failed_storage_is_named_and_leaves_nothing(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    assert api.batches
+    store = api.batches._store
+
+    def fail(path: str, body: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(store, "is_local", not remote)
+    monkeypatch.setattr(store._fs, "pipe_file", fail)
+    monkeypatch.setattr("cluster.batch.lines.os.fsync", lambda file: fail("", b""))
+    parts: Any = [FILE, ("purpose", (None, b"batch"))]
+    response = api.http.post("/v1/files", files=parts)
+    refused(response, 507, None, "batch.storage=", "No space left")
+    monkeypatch.undo()
+    left = [path.name for path in (tmp_path / "batches").rglob("*") if path.is_file()]
+    assert left == [".lock"]
+
+
+def test_batches_on_another_filesystem(folder: Path, rank: FakeRank, tmp_path: Path) -> None:
+    """Content is not local: it is copied to and from the filesystem."""
+    with serve_api(folder, [rank], storage=tmp_path, storage_url="memory://batches") as api:
+        batch = ended(api.openai, start(api.openai, line("a")))
+        assert set(results(api.openai, batch.output_file_id)) == {"a"}
+        assert batch.input_file_id in {each.id for each in api.openai.files.list().data}
