@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 LIMIT_S: Final = 480.0  # of a part
 NO_GPU: Final = 3
-COMMON: Final = ("msgspec", "numpy", "psutil", "safetensors")  # beside torch
+COMMON: Final = ("msgspec", "numpy", "psutil", "safetensors", "llguidance")  # beside torch
 _END_S: Final = 10.0
 _PYTEST: Final = (
     "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib",
