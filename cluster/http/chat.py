@@ -156,7 +156,7 @@ async def chat_token_ids(
 
 
 def _template_message(index: int, message: ChatMessage, account: MemoryAccount) -> dict[str, Any]:
-    """Return the message for a template: text parts joined by newlines, no null fields."""
+    """Return the message for a template, without null fields."""
     for name in ("audio", "function_call"):
         if getattr(message, name) is not None:
             raise UnsupportedFieldError(
@@ -174,7 +174,8 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
                     f"messages[{index}]: a part of type {part.type!r} is not supported, only text",
                     "messages",
                 )
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
+        parts = [{"type": "text", "text": part.text} for part in message.content]
+        plain["content"] = parts if any(part["text"] for part in parts) else ""
     if message.role == "assistant":
         plain.setdefault("content", "")  # an answer may have only calls or reasoning
     if message.reasoning_content and not plain.get("content"):

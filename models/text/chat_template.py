@@ -64,6 +64,16 @@ MAX_REPEATED = 1 << 20  # entries of a string or list that a template multiplies
 MAX_EXPONENT = 64
 
 _TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is none")
+_USER: Message = {"role": "user", "content": "C"}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+# By role: messages before and after one with text parts, in an order that templates accept.
+_AROUND_PARTS: dict[str, tuple[list[Message], list[Message]]] = {
+    "system": ([], [_USER]),
+    "developer": ([], [_USER]),
+    "assistant": ([_USER], [_USER]),
+    "tool": ([_USER, _CALLING], []),
+}
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     TypeError,
@@ -96,6 +106,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.has_developer_role = "developer" in source
         self.has_tools = "tools" in source
+        self._part_roles: dict[str, bool] = {}
         self._tests_for_none = _TESTS_FOR_NONE.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -153,9 +164,29 @@ class ChatTemplate:
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self.has_developer_role:
             plain["role"] = "system"
+        content = plain.get("content")
+        if isinstance(content, list) and not self._takes_parts(plain.get("role", "")):
+            plain["content"] = "\n".join(part["text"] for part in content)
         if self._tests_for_none and plain.get("tool_calls") and plain.get("content") == "":
             plain["content"] = None  # DeepSeek's templates show calls only then
         return plain
+
+    def _takes_parts(self, role: str) -> bool:
+        """Return whether messages of `role` show text parts as one text; tried once."""
+        if role not in self._part_roles:
+            parts = [{"type": "text", "text": text} for text in ("A", "B")]
+            before, after = _AROUND_PARTS.get(role, ([], []))
+            with_text, with_parts = (
+                [*before, {"role": role, "content": content}, *after] for content in ("AB", parts)
+            )
+            variables = self._context([], {})
+            try:
+                expected = self._template.render({**variables, "messages": with_text})
+                shown = self._template.render({**variables, "messages": with_parts})
+                self._part_roles[role] = shown == expected
+            except _TEMPLATE_FAULTS:
+                self._part_roles[role] = False
+        return self._part_roles[role]
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -304,3 +304,26 @@ def test_template_that_tests_content_for_none_shows_calls_without_text() -> None
     called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": ["f()"]}
     messages = [{"role": "user", "content": ""}, called, {**called, "content": "text"}]
     assert finish(template.render_steps(messages, {})) == "f()text"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("m.content", "A\nB"),
+        ("m.content if m.content is string else ''", "A\nB"),
+        ("m.content if m.content is string else m.content | map(attribute='text') | join", "AB"),
+        ("m.content if m.content is string or m.role == 'tool' else m.content[0].text", "A\nB"),
+    ],
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_text_parts_go_to_templates_that_take_lists(
+    tmp_path: Path, content: str, expected: str, role: str
+) -> None:
+    template = f"{{% for m in messages %}}{{{{ {content} }}}};{{% endfor %}}"
+    folder = write_byte_level(tmp_path, chat_template=template)
+    parts: list[Any] = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
+    chat = [{"role": role, "content": parts}, {"role": "user", "content": "C"}]
+    assert Tokenizer.load(folder).render_chat(chat) == f"{expected};C;"
+    if expected == "AB":
+        oracle = PreTrainedTokenizerFast.from_pretrained(folder)
+        assert oracle.apply_chat_template(chat, tokenize=False) == "AB;C;"
