@@ -178,8 +178,11 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
         plain["content"] = parts if any(part["text"] for part in parts) else ""
     if message.role == "assistant":
         plain.setdefault("content", "")  # an answer may have only calls or reasoning
-    if message.reasoning_content and not plain.get("content"):
-        plain["thinking"] = message.reasoning_content  # the name in the template of gpt-oss
+    reasoning = message.reasoning_content or message.reasoning or message.thinking
+    if reasoning:  # templates differ in its name
+        plain |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
+        if message.tool_calls and plain.get("content"):
+            del plain["thinking"]  # the template of gpt-oss refuses both
     if "content" not in plain:
         raise RequestError(f"messages[{index}] has no content", "messages")
     if message.tool_calls:

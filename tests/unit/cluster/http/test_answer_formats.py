@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from cluster.http.chat import _template_message
+from cluster.http.cost import MemoryBudget
+from cluster.http.schemas import ChatMessage
+from contracts.config import LimitsConfig
 from tests.support.api_harness import MODEL, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import EOS, write_byte_level
@@ -135,3 +140,15 @@ def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
     for choice in ("always", {}, other):
         fields = {"messages": USER, "tools": [ADD], "tool_choice": choice}
         refused(api.post("/v1/chat/completions", **fields), 400, "tool_choice", "one of the tools")
+
+
+@pytest.mark.parametrize("content", ["", "Yes."])
+@pytest.mark.parametrize("calls", [[], [{"function": {"name": "add", "arguments": "{}"}}]])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_template_gets_reasoning_by_all_names(name: str, calls: list[Any], content: str) -> None:
+    """The template of gpt-oss refuses content and thinking beside calls."""
+    given = {"role": "assistant", "content": content, "tool_calls": calls, name: "Hm."}
+    account = MemoryBudget(LimitsConfig()).open()
+    message = _template_message(0, msgspec.convert(given, ChatMessage), account)
+    assert (message["reasoning_content"], message["reasoning"]) == ("Hm.", "Hm.")
+    assert message.get("thinking") == (None if calls and content else "Hm.")
