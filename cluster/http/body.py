@@ -305,7 +305,7 @@ def check_options(
     check_ends(sampling, structure)
     return GenerationOptions(
         sampling=sampling,
-        max_tokens=body.max_tokens,
+        max_tokens=_or_default(body.max_completion_tokens, body.max_tokens),
         priority=priority,
         stops=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         structure=structure,

@@ -60,8 +60,6 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if body.echo:
         raise UnsupportedFieldError("echo is not supported for chat", "echo")
     check_model(body.model, app_state.model)
-    if body.max_completion_tokens is not None:
-        body.max_tokens = body.max_completion_tokens
     if body.top_logprobs and not body.logprobs:  # vLLM's default is 0
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
     top = (body.top_logprobs or 0) if body.logprobs else None

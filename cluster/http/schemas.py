@@ -199,6 +199,9 @@ class GenerationBody(UnsupportedFields, kw_only=True):
 
     model: str
     max_tokens: Annotated[Annotated[int, Meta(ge=0)] | None, described("0 only with echo.")] = None
+    max_completion_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None, described("Takes precedence over max_tokens.")
+    ] = None
     temperature: Annotated[
         Annotated[float, _range("temperature")] | None,
         described(
@@ -340,9 +343,6 @@ class ChatBody(GenerationBody, kw_only=True):
     messages: Messages
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None, described("Default: what fits behind the prompt.")
-    ] = None
-    max_completion_tokens: Annotated[
-        Annotated[int, Meta(ge=1)] | None, described("Takes precedence over max_tokens.")
     ] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Logprobs, described("Alternatives per token; needs logprobs.")] = None
