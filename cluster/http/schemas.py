@@ -28,7 +28,7 @@ from contracts.requests import (
 
 Schema = dict[str, Any]
 
-MAX_STOPS = 4
+MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_N = 128
 MAX_TOOLS = 512
