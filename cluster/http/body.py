@@ -78,6 +78,7 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+`( of length)? (>=|<=|>) (\S+)")
 _PATTERN = re.compile(r"Expected `str` matching regex '([^']*)' - at `key`")
+_GOT_FLOAT = re.compile(r"Expected `int.*, got `float` - at `\$\.\w+`$")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _COMPARISONS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     ">=": (operator.ge, "at least"),
@@ -177,7 +178,15 @@ def _decode_fields(data: bytes | bytearray, kind: type[Body]) -> Any:
     try:
         return _DECODERS[kind].decode(data)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), data, kind) from None
+        problem = str(error)
+    if _GOT_FLOAT.search(problem):  # accept n: 1.0, as pydantic does
+        fields = msgspec.json.decode(data)
+        whole = {k: int(v) for k, v in fields.items() if isinstance(v, float) and v == v // 1}
+        try:
+            return msgspec.convert({**fields, **whole}, kind)
+        except msgspec.ValidationError as error:
+            problem = str(error)
+    raise _field_error(problem, data, kind)
 
 
 def _too_large(got_bytes: int, max_bytes: int) -> BodyTooLargeError:

@@ -342,6 +342,7 @@ def _apply_deployment(components: dict[str, Schema], model: ModelInfo, http: Htt
     last_id = {"maximum": model.vocab_size - 1}
     for struct, name, kind, keywords in (
         ("CompletionBody", "max_tokens", "integer", {"maximum": context - 1}),
+        ("CompletionBody", "max_completion_tokens", "integer", {"maximum": context - 1}),
         ("CompletionBody", "min_tokens", "integer", {"maximum": context - 1}),
         ("CompletionBody", "n", "integer", {"maximum": limit}),
         ("CompletionBody", "stop_token_ids", "integer", last_id),

@@ -78,6 +78,7 @@ def test_streamed_completion_has_same_text(api: Api) -> None:
         ("completions", {"temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None}),
         ("completions", {"best_of": 1, "use_beam_search": False, "ignore_eos": True, "n": 1}),
         ("completions", {"stop": [f"\n{n}" for n in range(16)], "ignore_eos": True}),
+        ("completions", {"max_tokens": 4.0, "n": 1.0, "top_k": 5.0, "ignore_eos": True}),
         ("completions", {"prompt": ["Hi"], "stop": None, "min_tokens": 4, "ignore_eos": True}),
         ("completions", {"max_completion_tokens": 4, "max_tokens": 9, "ignore_eos": True}),
         ("chat/completions", {"max_completion_tokens": 4, "ignore_eos": True, "stop": None}),
