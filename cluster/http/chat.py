@@ -77,7 +77,10 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     variables = _variables(body)
     if tools:
         variables["tools"] = [plain_tool(tool) for tool in tools]
-    token_ids = await chat_token_ids(app_state, ctx, body.messages, variables)
+    token_ids = await chat_token_ids(
+        *(app_state, ctx, body.messages, variables),
+        add_special_tokens=bool(body.add_special_tokens),
+    )
     check_tokens(token_ids, app_state.model, "messages")
     room = resolve_max_tokens(
         *(len(token_ids), options, app_state.model),

@@ -52,7 +52,8 @@ async def _job(app_state: AppState, ctx: RequestContext, body: CompletionBody) -
     pool_tokens = app_state.backend.pool_tokens(
         prefill=options.max_tokens is not None and options.max_tokens <= 1
     )
-    token_ids = await _token_ids(app_state, ctx, listed)
+    adds = body.add_special_tokens is not False
+    token_ids = await _token_ids(app_state, ctx, listed, add_special_tokens=adds)
     for ids in token_ids:
         check_tokens(ids, model, "prompt")
         room = resolve_max_tokens(
@@ -114,7 +115,11 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[str] | list[list[
 
 
 async def _token_ids(
-    app_state: AppState, ctx: RequestContext, listed: list[str] | list[list[int]]
+    app_state: AppState,
+    ctx: RequestContext,
+    listed: list[str] | list[list[int]],
+    *,
+    add_special_tokens: bool,
 ) -> list[list[int]]:
     texts = [given for given in listed if isinstance(given, str)]
     if not all(texts):
@@ -129,6 +134,7 @@ async def _token_ids(
             param="prompt",
             characters=sum(map(len, texts)),
             max_tokens=most,
+            add_special_tokens=add_special_tokens,
             priority=ctx.priority,
         )
     return [given for given in listed if isinstance(given, list)]

@@ -115,7 +115,6 @@ class UnsupportedFields(PrioritizedFields, kw_only=True):
     """Fields of OpenAI, vLLM and SGLang that are not supported."""
 
     add_generation_prompt: Annotated[Any, unsupported(True)] = None
-    add_special_tokens: Annotated[Any, unsupported()] = None
     allowed_token_ids: Annotated[Any, unsupported()] = None
     audio: Annotated[Any, unsupported()] = None
     bad_words: Annotated[Any, unsupported([])] = None
@@ -199,6 +198,10 @@ class GenerationBody(UnsupportedFields, kw_only=True):
 
     model: str
     max_tokens: Annotated[Annotated[int, Meta(ge=0)] | None, described("0 only with echo.")] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        described("Default: true for completions, false for chats, whose template adds them."),
+    ] = None
     max_completion_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None, described("Takes precedence over max_tokens.")
     ] = None

@@ -140,6 +140,21 @@ def test_special_tokens_are_added_to_text_and_on_request_to_conversation(api: Ap
     assert with_special["token_strs"] is None
 
 
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_special_tokens_of_prompt_and_chat_are_added_as_requested(
+    api: Api, adds: bool | None
+) -> None:
+    chat = api.tokenizer.render_chat(CHAT)
+    for path, body, text, default in (
+        ("/v1/completions", {"prompt": "a"}, "a", True),
+        ("/v1/chat/completions", {"messages": CHAT}, chat, False),
+    ):
+        answer = api.post(path, **body, max_tokens=1, add_special_tokens=adds)
+        assert answer.status_code == 200, answer.text
+        expected = api.tokenizer.encode(text, default if adds is None else adds)
+        assert api.rank.submits.get(timeout=5).token_ids == expected
+
+
 def test_tokenize_requires_key_but_no_model(
     api: Api, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
