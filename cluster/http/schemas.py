@@ -54,7 +54,8 @@ def unsupported(*neutral: Any) -> Meta:
     return Meta(
         description="Not supported. Only values that change nothing are accepted.",
         extra_json_schema={"enum": [None, *neutral]},
-        extra={"neutral": neutral},
+        # typing caches Annotated by equality, and 1.0 == True: the text tells them apart
+        extra={"neutral": neutral, "text": repr(neutral)},
     )
 
 
@@ -133,12 +134,18 @@ class UnsupportedFields(PrioritizedFields, kw_only=True):
     logits_processors: Annotated[Any, unsupported([])] = None
     lora_path: Annotated[Any, unsupported()] = None
     mm_processor_kwargs: Annotated[Any, unsupported()] = None
+    min_new_tokens: Annotated[Any, unsupported(0)] = None
     modalities: Annotated[Any, unsupported(["text"])] = None
+    moderation: Annotated[Any, unsupported()] = None
+    no_stop_trim: Annotated[Any, unsupported(False)] = None
     prediction: Annotated[Any, unsupported()] = None
+    prompt_cache_options: Annotated[Any, unsupported()] = None
     prompt_logprobs: Annotated[Any, unsupported()] = None
     regex: Annotated[Any, unsupported()] = None
+    return_hidden_states: Annotated[Any, unsupported(False)] = None
     return_token_ids: Annotated[Any, unsupported(False)] = None
     return_tokens_as_token_ids: Annotated[Any, unsupported(False)] = None
+    rid: Annotated[Any, unsupported()] = None
     separate_reasoning: Annotated[Any, unsupported(True)] = None
     skip_special_tokens: Annotated[Any, unsupported(True)] = None
     spaces_between_special_tokens: Annotated[Any, unsupported(True)] = None
@@ -294,6 +301,7 @@ class ContentPart(StrictFields, kw_only=True):
 
     type: Annotated[str, documented(const="text")]
     text: str | None = None
+    cache_control: Annotated[Any, described("Ignored.")] = None
     image_url: Any = None
     input_audio: Any = None
     file: Any = None

@@ -157,6 +157,21 @@ def test_ignored_fields_are_accepted_on_every_endpoint(api: Api, path: str) -> N
     assert api.post(path, **GOOD[path], **harmless).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_neutral_values_of_unsupported_fields_are_accepted(api: Api, path: str) -> None:
+    neutral = {"length_penalty": 1, "return_hidden_states": False, "rid": None}
+    neutral |= {"no_stop_trim": False, "min_new_tokens": 0, "moderation": None}
+    assert api.post(path, **GOOD[path], **neutral, prompt_cache_options=None).status_code == 200
+    for name, value in (("rid", "r"), ("no_stop_trim", True), ("min_new_tokens", 1)):
+        refused(api.post(path, **GOOD[path], **{name: value}), 400, name)
+
+
+def test_cache_control_of_part_is_ignored(api: Api) -> None:
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    messages = [{"role": "user", "content": [part]}]
+    assert api.post("/v1/chat/completions", messages=messages).status_code == 200
+
+
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
