@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
@@ -52,6 +53,8 @@ from contracts.errors import NotReadyError, TandemError, UnknownModelError
 from contracts.logs import event
 from contracts.metrics import RequestOutcome
 from models.text.tokenizer import Tokenizer
+
+_SLASHES = re.compile("/{2,}")
 
 log = logging.getLogger("tandem.ingress")
 
@@ -190,6 +193,9 @@ class App(Starlette):
         others = super().build_middleware_stack()
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "")
+            if "/v1/" in path and ("//" in path or path.endswith("/")):
+                scope = {**scope, "path": _SLASHES.sub("/", path).rstrip("/")}
             if scope["type"] == "http" and scope["method"] == "POST":
                 path = scope["path"].removeprefix(scope.get("root_path", ""))
                 await self.pipelines.get(path, others)(scope, receive, send)

@@ -238,3 +238,14 @@ def test_unknown_model_gets_404(api: Api) -> None:
         api.openai.completions.create(model="other", prompt="Hello")
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
+
+
+@pytest.mark.parametrize("path", ["/v1/{}/", "//v1/{}", "/v1//{}", "//v1///{}//"])
+def test_additional_slashes_of_v1_routes_are_ignored(api: Api, path: str) -> None:
+    url = api.url + path.format("completions")
+    answer = api.http.post(url, json={"model": MODEL, "prompt": "Hi", "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    models = api.http.get(api.url + path.format("models"))
+    assert models.json() == api.http.get("/v1/models").json()
+    assert api.http.get(api.url + path.format("nothing")).status_code == 404
+    assert api.http.get(f"{api.url}//load").status_code == 404
