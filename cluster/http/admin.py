@@ -73,7 +73,7 @@ async def get_scale(app_state: AppState, request: Request) -> Response:
 async def start_scale(app_state: AppState, request: Request) -> Response:
     """Answer 200 once the change has started: it may take minutes."""
     app_state.authenticator.check_operator(request)
-    if "content-type" not in request.headers:  # a cross-site form has none
+    if not request.headers.get("content-type", "").strip():  # a cross-site form has none
         raise MediaTypeError("content-type: expected application/json, got none")
     app_state.drainer.check()
     requested = await _read_scale_request(app_state, request)

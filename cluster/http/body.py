@@ -78,6 +78,8 @@ _DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
 _BOUND = re.compile(r"Expected `\w+`( of length)? (>=|<=|>) (\S+)")
 _PATTERN = re.compile(r"Expected `str` matching regex '([^']*)' - at `key`")
+# A browser asks before it sends one of these to another site; none: see `admin.start_scale`.
+_JSON_TYPE = re.compile(r"(application/([\w.-]+\+)?json|text/json)?", re.IGNORECASE)
 _GOT_FLOAT = re.compile(r"Expected `int.*, got `float` - at `\$\.\w+`$")
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 _COMPARISONS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -131,8 +133,8 @@ async def read_body(
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(int(declared), max_bytes)
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
-    if media_type.strip().lower() != "application/json":
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if not _JSON_TYPE.fullmatch(media_type):
         raise MediaTypeError(f"content-type: expected application/json, got {media_type}")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):

@@ -232,9 +232,18 @@ def test_body_over_limit_gets_413_declared_or_chunked(api: Api) -> None:
     refused(chunked, 413, None)
 
 
-def test_other_content_type_gets_415(api: Api) -> None:
-    response = api.http.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/csv"})
-    refused(response, 415, None)
+@pytest.mark.parametrize(
+    ("media_type", "status"),
+    [
+        *((kind, 400) for kind in ("", "text/json", "application/vnd.api+json; a=b", "TEXT/JSON")),
+        *((kind, 415) for kind in ("text/csv", "text/plain; +json", "text/plain, text/x+json")),
+    ],
+)
+def test_only_json_content_types_are_read(api: Api, media_type: str, status: int) -> None:
+    headers = {"Content-Type": media_type}
+    assert api.http.post("/v1/score", content=b"{}", headers=headers).status_code == status
+    response = api.http.post("/scale", content=b"{}", headers=headers)
+    assert response.status_code == (415 if not media_type else status)
 
 
 @pytest.mark.parametrize(
