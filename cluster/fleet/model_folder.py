@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +43,7 @@ def resolve_model_folder(path: str) -> Path:
 
 
 def public_name(path: str, folder: Path) -> str:
-    """Return the name of a model for clients: its hub id, or the name of its folder.
+    """Return the name of a model for clients: its hub id, or the name of its folder as given.
 
     folder: of `resolve_model_folder`; the cache has models--ORGANISATION--NAME/snapshots/COMMIT.
     """
@@ -51,7 +52,7 @@ def public_name(path: str, folder: Path) -> str:
     *_, cached, snapshots, _ = ("", "", *folder.parts)
     if snapshots == "snapshots" and cached.startswith("models--"):
         return "/".join(cached.split("--")[1:])
-    return folder.name
+    return BUNDLED if path == BUNDLED else Path(os.path.abspath(Path(path).expanduser())).name
 
 
 class TokenizerInfo(NamedTuple):

@@ -83,6 +83,11 @@ def test_hub_id_is_downloaded_without_pickles_or_code(
     assert public_name(str(folder), folder) == "organisation/model"
     assert public_name(str(tmp_path), tmp_path) == tmp_path.name
     assert public_name("bundled", FOLDER) == "bundled"
+    for target, name in ((tmp_path, "linked"), (folder, "organisation/model")):
+        link = tmp_path / target.name / "linked"
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(target)
+        assert public_name(f"{link}/", resolve_model_folder(str(link))) == name
 
 
 def test_unreachable_hub_is_one_line_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
