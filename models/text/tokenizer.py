@@ -41,12 +41,15 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens or {}
         self._chat = ChatTemplate(chat_template, self.special_tokens) if chat_template else None
+        tools = ChatTemplate(tool_template, self.special_tokens) if tool_template else None
+        self._tools_chat = tools or self._chat
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._byte_level = _is_byte_level(backend)
@@ -63,7 +66,10 @@ class Tokenizer:
         """
         files = read_tokenizer_files(folder)
         return cls(
-            files.backend, special_tokens=files.special_tokens, chat_template=files.chat_template
+            files.backend,
+            special_tokens=files.special_tokens,
+            chat_template=files.chat_template,
+            tool_template=files.tool_template,
         )
 
     def to_json(self) -> str:
@@ -139,7 +145,7 @@ class Tokenizer:
     @property
     def has_tools(self) -> bool:
         """Return whether the chat template shows tools."""
-        return self._chat is not None and self._chat.has_tools
+        return self._tools_chat is not None and self._tools_chat.has_tools
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -153,7 +159,7 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Message], **variables: object) -> str:
         """Return the prompt text of a conversation. Raises RequestError about `messages`."""
-        return finish(self._template.render_steps(messages, variables))
+        return finish(self._template(variables).render_steps(messages, variables))
 
     def encode_chat(self, messages: Sequence[Message], **variables: object) -> list[int]:
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
@@ -168,19 +174,21 @@ class Tokenizer:
         add_special_tokens: bool = False,
     ) -> EncodingSteps[list[int]]:
         """Run `encode_chat` in steps. Raises TooLongError about `messages`."""
-        text = yield from self._template.render_steps(messages, variables, max_characters)
+        text = yield from self._template(variables).render_steps(
+            messages, variables, max_characters
+        )
         (ids,) = yield from self.encode_steps(
             [text], param="messages", max_tokens=max_tokens, add_special_tokens=add_special_tokens
         )
         return ids
 
-    @property
-    def _template(self) -> ChatTemplate:
-        if self._chat is None:
+    def _template(self, variables: Mapping[str, object]) -> ChatTemplate:
+        template = self._tools_chat if variables.get("tools") else self._chat
+        if template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions instead", "messages"
             )
-        return self._chat
+        return template
 
     def continuation_steps(
         self,

@@ -16,11 +16,15 @@ _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class TokenizerFiles(NamedTuple):
-    """special_tokens: {"bos_token": "<s>", ...}. chat_template: None without one."""
+    """special_tokens: {"bos_token": "<s>", ...}.
+
+    chat_template: None without one. tool_template: used instead if a chat has tools.
+    """
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
     chat_template: str | None
+    tool_template: str | None = None
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
@@ -35,7 +39,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     config = _read_json(folder / "tokenizer_config.json")
     special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
     _add_tokens(backend, config, special)
-    return TokenizerFiles(backend, special, _template(folder, config))
+    return TokenizerFiles(backend, special, *_templates(folder, config))
 
 
 def tokenizer_digest(folder: Path) -> bytes:
@@ -120,26 +124,34 @@ def _text(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the default chat template: the .jinja file before tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
+def _templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Return the templates "default" and "tool_use": .jinja files before tokenizer_config.json."""
+    files = {
+        "default": folder / "chat_template.jinja",
+        "tool_use": folder / "additional_chat_templates" / "tool_use.jinja",
+    }
+    found = {name: _read_template(path) for name, path in files.items() if path.is_file()}
     stated = config.get("chat_template")
-    if isinstance(stated, list):
+    if isinstance(stated, str):
+        stated = [{"name": "default", "template": stated}]
+    if not found and isinstance(stated, list):
         try:
-            return {entry["name"]: entry["template"] for entry in stated}.get("default")
+            found = {entry["name"]: entry["template"] for entry in stated}
         except (LookupError, TypeError) as error:
             raise CheckpointError(
                 "tokenizer_config.json: chat_template: expected a text, or a list of objects with "
                 f"name and template: {_one_line(error)}"
             ) from None
-    return stated if isinstance(stated, str) else None
+    return found.get("default"), found.get("tool_use")
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
 def _one_line(error: Exception) -> str:

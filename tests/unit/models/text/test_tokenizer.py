@@ -79,8 +79,16 @@ def test_chat_prompt_equals_transformers_and_template_is_found(tmp_path: Path) -
     ]
     folder = write_byte_level(tmp_path, chat_template=named)
     assert Tokenizer.load(folder).render_chat([{"role": "user", "content": "<ü>"}]) == f'{EOS}"<ü>"'
+    assert Tokenizer.load(folder).render_chat(MESSAGES, tools=[{}]) == "tools"
     (folder / "chat_template.jinja").write_text("from the file")
-    assert Tokenizer.load(folder).render_chat(MESSAGES) == "from the file"
+    assert Tokenizer.load(folder).render_chat(MESSAGES, tools=[{}]) == "from the file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}")
+    oracle = PreTrainedTokenizerFast.from_pretrained(folder)
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    for given_tools in (None, tools):
+        expected = oracle.apply_chat_template(MESSAGES, tools=given_tools, tokenize=False)
+        assert Tokenizer.load(folder).render_chat(MESSAGES, tools=given_tools) == expected
 
 
 @pytest.mark.parametrize(
