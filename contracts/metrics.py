@@ -30,7 +30,7 @@ class Metric(msgspec.Struct, frozen=True):
     buckets: tuple[float, ...]
 
 
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10, 30, 60, 120, 240, 300)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _STAGE_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -182,7 +182,7 @@ LOCAL_ACTIVATION = _gauge(
     "rank",
 )
 PREFETCH_HIT = _gauge(
-    "tandem_prefetch_hit_fraction", "Fraction of experts in memory when needed.", "layer"
+    "tandem_prefetch_hit_fraction", "Fraction of experts in memory when needed.", "layer", "rank"
 )
 EXPERT_READ = _counter(
     "tandem_expert_read_bytes_total",
@@ -226,7 +226,7 @@ REPAIRS = _counter(
     "kind",
 )
 GROUP_EPOCH = _gauge(
-    "tandem_group_epoch", "Epoch of a group; incremented at each recovery.", "group"
+    "tandem_group_epoch", "Epoch of a group; incremented by recoveries and added ranks.", "group"
 )
 RANK_UP = _gauge(
     "tandem_rank_up",
@@ -237,7 +237,7 @@ RANK_UP = _gauge(
 RANK_RESTARTS = _counter("tandem_rank_restarts_total", "Ranks that were replaced.", "group")
 KEYS_RELOADED = _counter(
     "tandem_api_key_reloads_total",
-    "Changes of http.keys_file, by outcome: taken, refused.",
+    "Changes of http.keys_file, by outcome: loaded, rejected.",
     "outcome",
 )
 

@@ -79,7 +79,7 @@ _RANKS = PanelRow(
             PERCENT_OF_TIME,
             "Time in which a worker computes.",
             "a bulk job keeps it near 100 %; if it is lower, see Saturation of workers.",
-            line(f"max by (rank) ({_WORKERS})", "rank"),
+            line(f"max by (cluster, rank) ({_WORKERS})", "rank"),
         ),
         PanelSpec(
             "Saturation of workers",

@@ -15,7 +15,6 @@ from dashboards.panels import (
     BoardSpec,
     PanelRow,
     PanelSpec,
-    PromQuery,
     Unit,
     largest,
     line,
@@ -24,8 +23,11 @@ from dashboards.panels import (
 )
 
 _RANKS = Unit("short", "ranks")
-_WAITED = f'max(sum by (rank) (rate({metrics.STAGE.name}_sum{{stage=~"%s", {OF_RANK}}}[{WINDOW}])))'
-_OF_GROUP = 'max({busy}{{group="{group}", cluster=~"$cluster", rank=~"$rank"}})'
+_WAITED = (
+    f"max by (cluster) (sum by (cluster, rank) "
+    f'(rate({metrics.STAGE.name}_sum{{stage=~"%s", {OF_RANK}}}[{WINDOW}])))'
+)
+_OF_GROUP = 'max by (cluster) ({busy}{{group="{group}", cluster=~"$cluster", rank=~"$rank"}})'
 
 
 def busiest() -> dict[str, str]:
@@ -39,10 +41,10 @@ def busiest() -> dict[str, str]:
         resource: _OF_GROUP.format(busy=metrics.RANK_BUSY.name, group=group)
         for resource, group in groups.items()
     } | {
-        "link": f"max(rate({exposed}{{{OF_RANK}}}[{WINDOW}]))",
+        "link": f"max by (cluster) (rate({exposed}{{{OF_RANK}}}[{WINDOW}]))",
         "memory": (
-            f'max(sum by (rank) ({blocks}{{state="used", {OF_RANK}}}) '
-            f"/ sum by (rank) ({blocks}{{{OF_RANK}}}))"
+            f'max by (cluster) (sum by (cluster, rank) ({blocks}{{state="used", {OF_RANK}}}) '
+            f"/ sum by (cluster, rank) ({blocks}{{{OF_RANK}}}))"
         ),
         "host copy": _WAITED % "host_copy|gather",
     }
@@ -54,16 +56,17 @@ def _named(resource: str, expression: str) -> str:
 
 _RESOURCES = busiest()
 _OK = f'{metrics.REQUESTS.name}{{outcome="ok", {OF_CLUSTER}}}'
-_ANSWERED = f"sum by (pipeline) (rate({_OK}[1m]))"
-_USED = f"avg by (pipeline) ({metrics.CAPACITY_USED.name}{{{OF_CLUSTER}}} > 0)"
-HEADROOM = f"clamp_min({_ANSWERED} * on (pipeline) (1 / {_USED} - 1), 0)"
+_ANSWERED = f"sum by (cluster, pipeline) (rate({_OK}[1m]))"
+_USED = f"avg by (cluster, pipeline) ({metrics.CAPACITY_USED.name}{{{OF_CLUSTER}}} > 0)"
+HEADROOM = f"clamp_min({_ANSWERED} * (1 / {_USED} - 1), 0)"
 ONE_MORE = (
-    f"max by (pipeline, kind) ({metrics.CAPACITY_GAIN.name}{{{OF_CLUSTER}}}) * on (pipeline) "
-    f"group_left () ({_ANSWERED} / on (pipeline) {_USED})"
+    f"{largest(metrics.CAPACITY_GAIN, 'pipeline', 'kind')} * on (cluster, pipeline) "
+    f"group_left () ({_ANSWERED} / {_USED})"
 )
-PREDICTION_ERROR = (
+PREDICTION_ERROR = (  # the gauges keep the latest batch: only while there are batches
     f"quantile_over_time(0.5, (abs({largest(metrics.PLAN_PREDICTED)} / "
-    f"{largest(metrics.PLAN_MEASURED)} - 1))[10m:15s])"
+    f"{largest(metrics.PLAN_MEASURED)} - 1) and on (cluster) sum by (cluster) "
+    f"(increase({metrics.PLAN_BATCHES.name}{{{OF_RANK}}}[1m])) > 0)[10m:15s])"
 )
 SATURATION_FILL = f"{largest(metrics.LOAD, 'rank')} / {largest(metrics.SATURATION, 'rank')}"
 
@@ -83,10 +86,12 @@ _HEADROOM = PanelRow(
         PanelSpec(
             "Gain from one more rank",
             REQUESTS_PER_S,
-            "Additional capacity from one more rank, by kind.",
+            "Additional capacity from one more rank, by kind. Negative if the model's best split "
+            "of the ranks gets worse.",
             "if capacity is short, add the kind with the largest gain.",
             line(ONE_MORE, "kind"),
             is_stat=True,
+            is_signed=True,
         ),
         PanelSpec(
             "Ranks: recommended and current",
@@ -96,7 +101,7 @@ _HEADROOM = PanelRow(
             "if they differ for an hour, change groups.attention_ranks and groups.expert_ranks.",
             line(largest(metrics.CAPACITY_RANKS, "group"), "group", name="recommended")
             + line(
-                f'count by (group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
+                f'count by (cluster, group) ({metrics.RANK_BUSY.name}{{group=~"attention|expert", '
                 f"{OF_CLUSTER}}})",
                 "group",
                 name="current",
@@ -116,7 +121,9 @@ _NOW = PanelRow(
             "(loading of weights).",
             "relieve this resource first; others have no effect on throughput.",
             line(
-                "topk(1, " + " or ".join(_named(*one) for one in _RESOURCES.items()) + ")",
+                "topk by (cluster) (1, "
+                + " or ".join(_named(*one) for one in _RESOURCES.items())
+                + ")",
                 "resource",
             ),
             levels=(0.85, 0.97),
@@ -127,7 +134,7 @@ _NOW = PanelRow(
             REQUESTS_PER_S,
             "Requests answered successfully, by pipeline.",
             "compare with the expected traffic; see board Objectives if it is lower.",
-            line(f"sum by (pipeline) (rate({_OK}[{WINDOW}]))", "pipeline"),
+            line(f"sum by (cluster, pipeline) (rate({_OK}[{WINDOW}]))", "pipeline"),
             is_stat=True,
         ),
         PanelSpec(
@@ -151,7 +158,11 @@ _UTILIZATION = PanelRow(
             PERCENT,
             "Utilization of the busiest one of each kind of resource.",
             "relieve the highest line; it is the bottleneck.",
-            tuple(PromQuery(promql, resource) for resource, promql in _RESOURCES.items()),
+            tuple(
+                query
+                for resource, promql in _RESOURCES.items()
+                for query in line(promql, name=resource)
+            ),
             levels=(0.85, 0.97),
         ),
         PanelSpec(
@@ -159,7 +170,7 @@ _UTILIZATION = PanelRow(
             PERCENT_OF_TIME,
             "Time in which a rank computes.",
             "add ranks to the group that stays above 85 %.",
-            line(total(metrics.RANK_BUSY, "rank"), "rank"),
+            line(largest(metrics.RANK_BUSY, "rank"), "rank"),
             levels=(0.85, 0.97),
         ),
         PanelSpec(
@@ -200,8 +211,8 @@ _MODEL = PanelRow(
             SECONDS,
             "Makespan of the latest planned batch.",
             "see panel Prediction error for the difference over time.",
-            line(total(metrics.PLAN_PREDICTED), name="predicted")
-            + line(total(metrics.PLAN_MEASURED), name="measured"),
+            line(largest(metrics.PLAN_PREDICTED), name="predicted")
+            + line(largest(metrics.PLAN_MEASURED), name="measured"),
         ),
         PanelSpec(
             "Modelled utilization at full load",
@@ -215,7 +226,7 @@ _MODEL = PanelRow(
             PERCENT,
             "Model FLOPs per second over the peak of the hardware, if the peak is known.",
             "compare with earlier values after a change of hardware or configuration.",
-            line(total(metrics.MODEL_FLOPS_UTILIZATION, "rank"), "rank"),
+            line(largest(metrics.MODEL_FLOPS_UTILIZATION, "rank"), "rank"),
         ),
     ),
     collapsed=True,

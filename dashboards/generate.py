@@ -1,12 +1,14 @@
 """Generate the Grafana dashboards (`dashboards/NAME.json`) and the Prometheus rules.
 
-    python -m dashboards.generate
+    python -m dashboards.generate [--docs-url URL]
 
-Panels are in `dashboards/*.py`, a file per board. Requires Grafana's SDK (extra `test`).
+--docs-url: where you publish docs/ (`make docs`), for the alerts' runbook_url. Panels are in
+`dashboards/*.py`, a file per board. Requires Grafana's SDK (extra `test`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -17,27 +19,36 @@ from dashboards.capacity import CAPACITY
 from dashboards.grafana import board_json
 from dashboards.latency import LATENCY
 from dashboards.pipeline import PIPELINE
-from dashboards.rules import alerts_file, recording_file
+from dashboards.rules import DOCS_URL, alerts_file, prometheus_rule, recording_file
 
 FOLDER = Path(__file__).parent
+KUBERNETES = FOLDER.parent / "deploy/kubernetes/monitoring"
 HEAD = "# Generated from dashboards/rules.py by `python -m dashboards.generate`.\n"
 BOARDS = (CAPACITY, LATENCY, PIPELINE, BULK)
 
 
-def texts() -> dict[Path, str]:
+def texts(docs_url: str = DOCS_URL) -> dict[Path, str]:
     """Return path → contents of every generated file."""
     boards = {
         FOLDER / f"{spec.board.value}.json": json.dumps(board_json(spec), indent=1) + "\n"
         for spec in BOARDS
     }
+    recording, alerts = recording_file(), alerts_file(docs_url=docs_url)
+    rules = {
+        FOLDER / "rules/recording.yml": recording,
+        FOLDER / "rules/alerts.yml": alerts,
+        KUBERNETES / "rules.yaml": prometheus_rule(recording, alerts),
+    }
     return boards | {
-        FOLDER / "rules" / f"{name}.yml": HEAD + yaml.safe_dump(rules, sort_keys=False, width=100)
-        for name, rules in (("recording", recording_file()), ("alerts", alerts_file()))
+        path: HEAD + yaml.safe_dump(rule, sort_keys=False, width=100)
+        for path, rule in rules.items()
     }
 
 
 def main() -> None:
-    for path, text in texts().items():
+    parser = argparse.ArgumentParser(description="Generate dashboards and rules.")
+    parser.add_argument("--docs-url", default=DOCS_URL, help="address of the documentation")
+    for path, text in texts(parser.parse_args().docs_url).items():
         path.write_text(text, encoding="utf-8")
 
 

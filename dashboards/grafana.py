@@ -112,13 +112,14 @@ def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeser
             .ref_id(chr(ord("A") + index))
             .datasource(_SOURCE)
         )
+    if not spec.is_signed:
+        panel = panel.min(0)
     made: stat.Panel | timeseries.Panel = (
         panel.title(spec.title)
         .id(number)
         .description(spec.description)
         .datasource(_SOURCE)
         .unit(spec.unit.grafana)
-        .min(0)
         .thresholds(
             dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(_steps(spec.levels))
         )

@@ -16,7 +16,6 @@ from dashboards.panels import (
     BoardSpec,
     PanelRow,
     PanelSpec,
-    PromQuery,
     Unit,
     largest,
     line,
@@ -37,8 +36,9 @@ _BUDGETS = PanelRow(
             f"Objective: {objective.promise}. A value of 1 uses the error budget exactly up.",
             f"{objective.action}",
             tuple(
-                PromQuery(objective.burn(window, OF_CLUSTER), f"over {window}")
+                query
                 for window in ("5m", "1h")
+                for query in line(objective.burn(window, OF_CLUSTER), name=f"over {window}")
             ),
             levels=(1.0, 14.4),
         )
@@ -112,7 +112,7 @@ _BEST_EFFORT = PanelRow(
             SECONDS,
             "The p95 of best-effort requests, and the limit of admission (priority.be_max_wait_s).",
             "near the limit, add ranks or raise priority.be_share.",
-            line(f"histogram_quantile(0.95, sum by (le) ({_BE_FIRST}))", name="p95")
+            line(f"histogram_quantile(0.95, sum by (cluster, le) ({_BE_FIRST}))", name="p95")
             + line(largest(metrics.OBJECTIVE, where='objective="be_wait"'), name="limit"),
             levels=(240.0, 300.0),
         ),

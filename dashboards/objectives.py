@@ -22,17 +22,23 @@ class ServiceObjective(NamedTuple):
     total: str
     allowed: float
 
-    def burn(self, window: str, where: str = "", by: str = "") -> str:
-        """Return PromQL for the burn rate of the error budget over `window`.
+    def burn(self, window: str, where: str = "") -> str:
+        """Return PromQL for the burn rate of each cluster's error budget over `window`.
 
-        1 uses the budget exactly up. There is no value without requests. by: labels to keep.
+        1 uses the budget exactly up. There is no value without requests.
         """
-        of = f" by ({by})" if by else ""
         good, total = (
-            f"sum{of} (rate({_selected(series, where)}[{window}]))"
+            f"sum by (cluster) (rate({_selected(series, where)}[{window}]))"
             for series in (self.good, self.total)
         )
         return f"(1 - ({good} or 0 * {total}) / ({total} > 0)) / {self.allowed:g}"
+
+    def failures(self, window: str) -> str:
+        """Return PromQL for the number outside of `good` in `window`, per cluster."""
+        good, total = (
+            f"sum by (cluster) (increase({series}[{window}]))" for series in (self.good, self.total)
+        )
+        return f"{total} - ({good} or 0 * {total})"
 
 
 def _within(metric: Metric, bound_s: float) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Boards, rows and panels as data, and the PromQL of their lines.
 
 `dashboards/grafana.py` makes JSON of them. The dashboard variables select every series: cluster,
-and rank and group if a rank exports it. "All" matches series without such a label as well.
+and rank and group if a rank exports it. "All" matches series without such a label as well, so that
+every expression keeps the label cluster: no value mixes two clusters.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class PanelSpec(NamedTuple):
 
     measures, action: description, and what to do about a bad value. levels: thresholds for yellow
     and red; the second is below the first if less is worse. is_stat: show the latest value as a
-    number.
+    number. is_signed: values may be negative.
     """
 
     title: str
@@ -63,6 +64,7 @@ class PanelSpec(NamedTuple):
     queries: tuple[PromQuery, ...]
     levels: tuple[float, float] | None = None
     is_stat: bool = False
+    is_signed: bool = False
 
     @property
     def description(self) -> str:
@@ -107,16 +109,21 @@ def largest(metric: Metric, *by: str, where: str = "") -> str:
     return f"max{_grouped(by)} ({metric.name}{_selection(metric, where)})"
 
 
+def average(metric: Metric, *by: str, where: str = "") -> str:
+    """PromQL for the mean of a gauge."""
+    return f"avg{_grouped(by)} ({metric.name}{_selection(metric, where)})"
+
+
 def line(expression: str, *labels: str, name: str = "") -> tuple[PromQuery, ...]:
-    """Return a query whose legend is `name`, then the values of `labels`."""
-    legend = " ".join([name, *(f"{{{{{label}}}}}" for label in labels)]).strip()
+    """Return a query whose legend is `name`, then the values of `labels` and the cluster."""
+    legend = " ".join([name, *(f"{{{{{label}}}}}" for label in (*labels, "cluster"))]).strip()
     return (PromQuery(expression, legend),)
 
 
 def quantiles(metric: Metric, *by: str, where: str = "") -> tuple[PromQuery, ...]:
     """Return queries for the median and the 95th percentile of a histogram."""
     selection = _selection(metric, where)
-    inner = f"sum{_grouped(('le', *by))} (rate({metric.name}_bucket{selection}[{WINDOW}]))"
+    inner = f"sum{_grouped((*by, 'le'))} (rate({metric.name}_bucket{selection}[{WINDOW}]))"
     return tuple(
         query
         for q, name in ((0.5, "p50"), (0.95, "p95"))
@@ -125,7 +132,7 @@ def quantiles(metric: Metric, *by: str, where: str = "") -> tuple[PromQuery, ...
 
 
 def _grouped(by: tuple[str, ...]) -> str:
-    return f" by ({', '.join(by)})" if by else ""
+    return f" by ({', '.join(('cluster', *by))})"
 
 
 def _selection(metric: Metric, where: str) -> str:

@@ -261,8 +261,8 @@ class DispatchCounts:
 
     def show(self, telemetry: Telemetry, rank: str) -> None:
         """Register the metrics."""
-        telemetry.read(metrics.DISPATCHED_TOKENS, rank, of=growth(lambda: self.tokens))
-        telemetry.read(metrics.TOKEN_COPIES, rank, of=growth(lambda: self.copies))
+        telemetry.read(metrics.DISPATCHED_TOKENS, rank, of=lambda: self.tokens)
+        telemetry.read(metrics.TOKEN_COPIES, rank, of=lambda: self.copies)
         telemetry.read(metrics.EXPERT_LOAD, rank, of=self._load())
         telemetry.read_each(metrics.EXPERT_TOKENS, self._most_used)
         if self._own_rank is not None:

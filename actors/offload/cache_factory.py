@@ -111,7 +111,8 @@ def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:
         of = partial(traffic.read_bytes.__getitem__, cause)
         telemetry.read(metrics.EXPERT_READ, name, cause, of=of)
     for layer in cache.layers:
-        telemetry.read(metrics.PREFETCH_HIT, str(layer), of=partial(traffic.hit_fraction, layer))
+        of_layer = partial(traffic.hit_fraction, layer)
+        telemetry.read(metrics.PREFETCH_HIT, str(layer), name, of=of_layer)
 
 
 def predictor(spec: RankSpec, half: AttentionHalf) -> ExpertPredictor | None:

@@ -34,7 +34,7 @@ from actors.ranks.serving_rank import (
     unusable_checkpoint,
 )
 from actors.rebalance.placement_client import PlacementClient
-from actors.telemetry.telemetry import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig
@@ -202,7 +202,7 @@ def _register_metrics(client: PlacementClient, name: str, telemetry: RankMetrics
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: client.generation)
     for kind in client.repairs:
         of = partial(client.repairs.__getitem__, kind)
-        telemetry.read(metrics.REPAIRS, name, kind, of=growth(of))
+        telemetry.read(metrics.REPAIRS, name, kind, of=of)
 
 
 class PlacementStatus(Observer):

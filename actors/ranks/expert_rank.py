@@ -22,7 +22,7 @@ from actors.ranks.rank import Rank, RankHooks, RankLoop, recording
 from actors.ranks.serving_rank import Priorities, prepare_process
 from actors.rebalance.expert_loading import CachedExpertLoader, ExpertLoader, ResidentExpertLoader
 from actors.rebalance.expert_rebalancer import ExpertRebalancer
-from actors.telemetry.telemetry import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.placement import PlacementState, PlacementUpdate
@@ -146,9 +146,9 @@ def _register_metrics(rebalancer: ExpertRebalancer[Any], name: str, telemetry: R
     telemetry.read(metrics.PLACEMENT_GENERATION, name, of=lambda: rebalancer.placement.generation)
     for outcome in MoveOutcome:
         of = partial(rebalancer.outcomes.counts.__getitem__, outcome)
-        telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=growth(of))
-    telemetry.read(metrics.EXPERTS_MOVED, name, of=growth(lambda: rebalancer.outcomes.loaded_bytes))
-    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=growth(lambda: rebalancer.outcomes.load_s))
+        telemetry.read(metrics.EXPERT_MOVES, name, outcome, of=of)
+    telemetry.read(metrics.EXPERTS_MOVED, name, of=lambda: rebalancer.outcomes.loaded_bytes)
+    telemetry.read(metrics.EXPERT_MOVE_TIME, name, of=lambda: rebalancer.outcomes.load_s)
 
 
 class ExpertReports:

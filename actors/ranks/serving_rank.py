@@ -21,7 +21,7 @@ from actors.batching.observer import BatchTraces
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
-from actors.telemetry.telemetry import RankMetrics, growth
+from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig, TandemConfig
@@ -168,7 +168,7 @@ class Priorities:
             on_blocked=on_blocked,
             on_resumed=on_resumed,
         )
-        telemetry.read(metrics.PREEMPTIONS, of=growth(lambda: choice.preempted))
+        telemetry.read(metrics.PREEMPTIONS, of=lambda: choice.preempted)
         telemetry.read(metrics.BE_HELD, self._rank, of=lambda: choice.held_s)
         return choice
 

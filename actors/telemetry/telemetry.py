@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,10 +108,14 @@ class Telemetry:
         return self._buffers.setdefault((metric.name, labels), buffer).add
 
     def read(self, metric: Metric, *labels: str, of: Callable[[], float]) -> None:
-        """Call `of` at each scrape for a gauge's value or a counter's growth."""
+        """Call `of` at each scrape for a gauge's value or a counter's total."""
         child = self._child(metric, labels)
         assert isinstance(child, Counter | Gauge)
-        self._readings.append((child, of))
+        self._readings.append((child, growth(of) if isinstance(child, Counter) else of))
+
+    def start(self, metric: Metric, *labels: str) -> None:
+        """Export the series from now on, so that its first event is a growth from 0."""
+        self._child(metric, labels)
 
     def read_each(self, metric: Metric, of: Callable[[], Totals]) -> None:
         """Call `of` at each scrape for a counter's totals or a gauge's values, by labels.
@@ -181,30 +185,86 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Hist
     )
 
 
-def merge_expositions(texts: Iterable[str]) -> str:
-    """Merge pages into one that declares each family and series once, as Prometheus requires.
+class _Families:
+    """Headers and series of pages, by family in the order of their first appearance."""
 
-    Series with equal labels are added up; gauges keep the maximum. Families and series keep the
-    order of their first appearance.
-    """
-    headers: dict[str, dict[str, str]] = {}
-    series: dict[str, dict[str, float]] = {}
-    for text in texts:
+    def __init__(self) -> None:
+        self._headers: dict[str, dict[str, str]] = {}
+        self._series: dict[str, dict[str, float]] = {}
+
+    def add(self, text: str) -> None:
+        """Add a page. Series with equal labels are added up; gauges keep the maximum."""
         family = ""
         for line in text.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
                 _, keyword, family, *_ = line.split(" ", 3)
-                headers.setdefault(family, {}).setdefault(keyword, line)
+                self._headers.setdefault(family, {}).setdefault(keyword, line)
             elif line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                values = series.setdefault(family, {})
-                is_gauge = headers.get(family, {}).get("TYPE", "").endswith(" gauge")
-                values[name] = _combined(values.get(name), float(value), is_gauge)
-    lines: list[str] = []
-    for family in {**headers, **series}:
-        lines.extend(headers.get(family, {}).values())
-        lines.extend(f"{name} {value}" for name, value in series.get(family, {}).items())
-    return "".join(f"{line}\n" for line in lines)
+                values = self._series.setdefault(family, {})
+                values[name] = _combined(values.get(name), float(value), self._is_gauge(family))
+
+    def text(self, *, only_shared_counters: bool = False) -> str:
+        """Return one page. only_shared_counters: without gauges and series of single ranks."""
+        lines: list[str] = []
+        for family in {**self._headers, **self._series}:
+            series = self._series.get(family, {})
+            if only_shared_counters:
+                is_gauge = self._is_gauge(family)
+                series = {} if is_gauge else {n: v for n, v in series.items() if _RANK not in n}
+                if not series:
+                    continue
+            lines.extend(self._headers.get(family, {}).values())
+            lines.extend(f"{name} {value}" for name, value in series.items())
+        return "".join(f"{line}\n" for line in lines)
+
+    def _is_gauge(self, family: str) -> bool:
+        return self._headers.get(family, {}).get("TYPE", "").endswith(" gauge")
+
+
+_RANK = 'rank="'
+
+
+def merge_expositions(texts: Iterable[str]) -> str:
+    """Merge pages into one that declares each family and series once, as Prometheus requires.
+
+    Series with equal labels are added up; gauges keep the maximum.
+    """
+    families = _Families()
+    for text in texts:
+        families.add(text)
+    return families.text()
+
+
+class EndedCounters:
+    """Counters of processes that have ended or do not answer: merged counters must not fall.
+
+    Series with a label `rank` end with their rank.
+    """
+
+    def __init__(self, remembered: int = 64) -> None:
+        """Create it. remembered: ended processes kept apart, whose late pages do no harm."""
+        self._remembered = remembered
+        self._pages: dict[str, str] = {}  # latest, by process
+        self._ended = ""
+        self._lock = threading.Lock()
+
+    def page(self, current: Mapping[str, str | None]) -> str:
+        """Return the page to merge with those of `current`, by process; None: it did not answer.
+
+        Thread-safe.
+        """
+        with self._lock:
+            for process, text in current.items():
+                if text is not None:
+                    families = _Families()
+                    families.add(text)
+                    self._pages[process] = families.text(only_shared_counters=True)
+            ended = [process for process in self._pages if process not in current]
+            for process in ended[: -self._remembered or None]:
+                self._ended = merge_expositions([self._ended, self._pages.pop(process)])
+            kept = [page for process, page in self._pages.items() if current.get(process) is None]
+            return merge_expositions([self._ended, *kept])
 
 
 def _combined(before: float | None, value: float, is_gauge: bool) -> float:
@@ -250,20 +310,16 @@ class RankMetrics(Telemetry):
         spec, direction = self._spec, _DIRECTIONS.get(self._spec.group, "e2a")
         stage_s = timeline.stage_seconds
         busy = self.rate(lambda: sum(stage_s[stage] for stage in BUSY))
-        self.read(
-            metrics.CHANNEL_BYTES, direction, spec.backend, of=growth(lambda: bytes_moved()[0])
-        )
+        self.read(metrics.CHANNEL_BYTES, direction, spec.backend, of=lambda: bytes_moved()[0])
         self.read(metrics.EXPOSED_COMMUNICATION, spec.name, of=lambda: timeline.exposed_s)
         self.read(metrics.RANK_BUSY, spec.group, spec.name, of=lambda: min(1.0, busy()))
 
     def read_blocks(self, counts: Callable[[], dict[str, int]]) -> None:
-        """Read the numbers of KV blocks by state at each scrape."""
-
-        def count(state: str) -> Callable[[], float]:
-            return lambda: counts()[state]
-
-        for state in counts():
-            self.read(metrics.KV_BLOCKS, self._spec.name, state, of=count(state))
+        """Read the numbers of KV blocks by state at each scrape, all at once."""
+        rank = self._spec.name
+        self.read_each(
+            metrics.KV_BLOCKS, lambda: {(rank, state): n for state, n in counts().items()}
+        )
 
     def rate(self, total: Callable[[], float]) -> Callable[[], float]:
         """Return a function for the growth of `total` per second.

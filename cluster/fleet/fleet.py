@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from actors.telemetry.telemetry import Telemetry, growth
+from actors.telemetry.telemetry import EndedCounters, Telemetry
 from cluster.fleet.codec import Directory
 from cluster.fleet.fleet_store import FleetStore
 from cluster.fleet.membership import Autoscaler
@@ -203,6 +203,7 @@ class Fleet:
             self._save_record()
         self._groups = [group for group in groups if group.kind is not Group.PLANNER]
         self._telemetry = Telemetry()
+        self._ended_counters = EndedCounters()
         self._register_metrics()
         self.scrape_targets = scrape_targets
         if scrape_targets is not None:
@@ -264,14 +265,16 @@ class Fleet:
 
     def metrics(self, timeout_s: float) -> list[str]:
         """Return the Prometheus text of each process that answers, and of the launcher."""
-        texts: list[str] = []
+        pages: dict[str, str | None] = {}  # by process: a replacement has another epoch
         for member, future in self._call_all("metrics", self._all_groups):
+            process = f"{member.name} {member.spec.epoch}"
             try:
-                texts.append(future.result(timeout_s))
+                pages[process] = future.result(timeout_s)
             except Exception as error:  # noqa: BLE001 - a scrape shows the ranks that answer
-                name = member.name
+                pages[process], name = None, member.name
                 event(log, "rank_metrics_failed", logging.WARNING, name=name, error=error)
-        return [*texts, self._telemetry.exposition()]
+        texts = (text for text in pages.values() if text is not None)
+        return [*texts, self._ended_counters.page(pages), self._telemetry.exposition()]
 
     def spans(self, timeout_s: float) -> list[TaskSpan]:
         """Return the recorded spans of all ranks in order of their start. Raises a rank's error."""
@@ -326,10 +329,9 @@ class Fleet:
         read = self._telemetry.read
         self._telemetry.read_each(metrics.RANK_UP, self._up)
         for group in self._all_groups:
-            restarts = growth(partial(getattr, group, "restarts"))
             name = "attention_expert" if group.kind is Group.ATTENTION else group.kind
             read(metrics.GROUP_EPOCH, name, of=partial(getattr, group, "epoch"))
-            read(metrics.RANK_RESTARTS, name, of=restarts)
+            read(metrics.RANK_RESTARTS, name, of=partial(getattr, group, "restarts"))
 
     def _up(self) -> dict[tuple[str, ...], float]:
         """Return whether each current rank is up, by group and name."""

@@ -24,9 +24,9 @@ from ray.exceptions import RayError
 from actors.telemetry.exporter import Exporter, ScrapeKey
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import ScrapeTarget, encode_target
-from cluster.fleet.nodes import session_folder, this_node
+from cluster.fleet.nodes import this_node
 from cluster.fleet.rank_group import Member, RankGroup
-from cluster.fleet.targets_file import SUFFIX
+from cluster.fleet.targets_file import SUFFIX, targets_folder
 from contracts.clock import Clock, monotonic_s
 from contracts.config import TandemConfig
 from contracts.logs import event
@@ -74,8 +74,10 @@ class TargetsFile:
         if self._clock() < self._retry_s:
             return
         try:
+            if self._written is not None and not self.path.exists():
+                self.close()  # systemd clears /dev/shm of a user who logs out (RemoveIPC)
             if self._lock is None:
-                self._lock = self._claim()
+                self._lock, self._written = self._claim(), None
             entries = [discovery_entry(target, self.cluster) for target in targets]
             if entries != self._written:
                 self._replace(msgspec.json.format(msgspec.json.encode(entries), indent=1))
@@ -95,8 +97,9 @@ class TargetsFile:
         lock, self._lock = self._lock, None
         if lock is not None:
             with contextlib.suppress(OSError), lock:
-                self.path.unlink(missing_ok=True)
-                Path(lock.name).unlink(missing_ok=True)
+                if _has_name(lock):
+                    self.path.unlink(missing_ok=True)
+                    Path(lock.name).unlink(missing_ok=True)
 
     def _claim(self) -> BinaryIO:
         """Lock the first name that no live launcher has. Raises OSError."""
@@ -135,6 +138,10 @@ def _is_locked(lock: BinaryIO) -> bool:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return _has_name(lock)
+
+
+def _has_name(lock: BinaryIO) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name))
     return False
@@ -211,9 +218,7 @@ def create_scrape_targets(config: TandemConfig) -> ScrapeTargets | None:
     """Return the launcher's scrape targets on its node, or None if exporters are off."""
     if not config.metrics.exporters:
         return None
-    folder = config.metrics.targets
-    file = TargetsFile(Path(folder) if folder else session_folder(), config.serve.name)
-    return ScrapeTargets(config, file)
+    return ScrapeTargets(config, TargetsFile(targets_folder(config), config.serve.name))
 
 
 def _target(member: Member) -> ScrapeTarget:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 from ray._private.state import state
-from ray._private.worker import global_worker
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -274,11 +272,6 @@ def _node(id: str) -> Node:
     address = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
     alone = len(alive) == 1  # no other node has to reach a rank
     return Node(id, address[id], "127.0.0.1" if alone else address[id])
-
-
-def session_folder() -> Path:
-    """Return the folder of Ray's session on this node, where Ray keeps its own list of targets."""
-    return Path(global_worker.node.get_session_dir_path())
 
 
 def kv_ranks(placed: Sequence[RankPlacement]) -> Counter[str]:

@@ -12,9 +12,8 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError
 
 SUFFIX: Final = "_service_discovery.json"
-# A local cluster has a new folder each time; for other clusters it is Ray's own.
-LOCAL_TARGETS: Final = "/tmp/tandem-metrics"
-RAY_SESSION: Final = "/tmp/ray/session_latest"
+# Not below /tmp: services of systemd, such as a packaged Prometheus, have a /tmp of their own.
+DEFAULT_FOLDER: Final = "/dev/shm/tandem-metrics"
 _PATH_LABEL: Final = "__metrics_path__"
 _MAX_BYTES: Final = 1 << 20
 
@@ -37,12 +36,14 @@ class ListedTarget(msgspec.Struct, frozen=True):
 _DECODER: Final = msgspec.json.Decoder(list[ListedTarget])
 
 
+def targets_folder(config: TandemConfig) -> Path:
+    return Path(config.metrics.targets or DEFAULT_FOLDER)
+
+
 def targets_path(config: TandemConfig) -> Path | None:
     """Return the file of the configured application, if its launcher runs on this machine."""
-    folders = [config.metrics.targets or LOCAL_TARGETS]
-    folders += [] if config.metrics.targets else [RAY_SESSION]
-    paths = (Path(folder) / f"{config.serve.name}{SUFFIX}" for folder in folders)
-    return next((path for path in paths if path.is_file()), None)
+    path = targets_folder(config) / f"{config.serve.name}{SUFFIX}"
+    return path if path.is_file() else None
 
 
 def read_targets(path: Path) -> list[ListedTarget]:

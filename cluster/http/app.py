@@ -41,6 +41,7 @@ from cluster.http.request_context import (
     RequestContext,
     ScaleRanks,
     TraceSource,
+    start_request_metrics,
 )
 from cluster.http.request_log import AccessLog, RequestLog
 from cluster.http.responses import EventStream, json_response
@@ -134,6 +135,7 @@ class App(Starlette):
     def __init__(self, app_state: AppState) -> None:
         super().__init__()
         self.app_state = app_state
+        start_request_metrics(app_state.telemetry)
         self.access_log = AccessLog() if app_state.http.access_log else None
         self.pipelines: dict[str, _MeteredEndpoint] = {}
         self.router.redirect_slashes = False

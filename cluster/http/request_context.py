@@ -50,6 +50,21 @@ WATCH = "watch"
 CALLER = "caller"  # in scope["state"], set by this process's own requests (`RowClient`)
 
 
+def start_request_metrics(telemetry: Telemetry) -> None:
+    """Export all series of requests from 0: the first failure counts as an increase."""
+    for pipeline in Pipeline:
+        telemetry.start(metrics.PROMPT_TOKENS, pipeline)
+        telemetry.start(metrics.CACHED_TOKENS, pipeline)
+    for label in (priority.label for priority in Priority):
+        telemetry.start(metrics.GENERATED_TOKENS, label)
+        telemetry.start(metrics.TPOT, label)
+        for pipeline in Pipeline:
+            telemetry.start(metrics.TTFT, pipeline, label)
+            telemetry.start(metrics.E2E_LATENCY, pipeline, label)
+            for outcome in RequestOutcome:
+                telemetry.start(metrics.REQUESTS, pipeline, label, outcome)
+
+
 class DrainController:
     """Rejects new requests and waits for active ones before the server stops."""
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 
-import msgspec
-
-from cluster.fleet.targets_file import LOCAL_TARGETS
 from contracts.config import TandemConfig
 
 _ALWAYS = {
@@ -20,14 +17,6 @@ def cluster_address(config: TandemConfig, environment: Mapping[str, str]) -> str
     """Return the address of the existing cluster to join, or None to start a local one."""
     address = config.groups.address or environment.get("RAY_ADDRESS")
     return None if address == "local" else address or None
-
-
-def with_targets(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
-    """Set the folder of scrape targets if the cluster has no known one."""
-    if config.metrics.targets is not None or cluster_address(config, environment) is not None:
-        return config
-    metrics = msgspec.structs.replace(config.metrics, targets=LOCAL_TARGETS)
-    return msgspec.structs.replace(config, metrics=metrics)
 
 
 def prepare_ray_environment(environment: MutableMapping[str, str], *, has_terminal: bool) -> None:

@@ -19,7 +19,7 @@ from cluster.fleet.placements import check_placement_file
 from cluster.http.server import bind, check_public, check_tls
 from cluster.serving import application
 from cluster.serving.log_folder import log_folder
-from cluster.serving.ray_environment import cluster_address, with_targets
+from cluster.serving.ray_environment import cluster_address
 from cluster.serving.ray_session import ray_session
 from cluster.serving.settings import with_absolute_paths, with_environment_key
 from contracts.config import TandemConfig
@@ -62,7 +62,6 @@ def serving(
         log_folder(config, environment) as config,
         ray_session(config, environment, show_rank_logs=show_rank_logs),
     ):
-        config = with_targets(config, environment)
         set_up_logging("serve", config.log)
         report(f"logs in {config.log.folder}")
         ours = cluster_address(config, environment) is None

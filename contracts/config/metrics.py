@@ -16,5 +16,4 @@ class MetricsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     several nodes."""
     targets: OutputFolder | None = None
     """Folder, on the launcher's node, for the list of exporters that Prometheus reads
-    (NAME_service_discovery.json). null: the session folder of an existing Ray cluster, otherwise
-    /tmp/tandem-metrics."""
+    (NAME_service_discovery.json). null: /dev/shm/tandem-metrics."""

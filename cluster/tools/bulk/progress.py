@@ -7,7 +7,7 @@ from collections import deque
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from actors.telemetry.telemetry import Telemetry, Totals, growth
+from actors.telemetry.telemetry import Telemetry, Totals
 from cluster.observe.terminal import Terminal
 from cluster.tools.bulk.records import RowOutcome, RowRejection
 from contracts import metrics
@@ -59,9 +59,8 @@ class RowTally:
         """Register this run's counts, read at each scrape."""
         telemetry.read_each(metrics.BULK_ROWS, self._rows_by_outcome)
         telemetry.read(metrics.BULK_EXPECTED_ROWS, of=lambda: self.expected_rows or 0)
-        tokens, cached = growth(lambda: self._tokens_now), growth(lambda: self._cached_now)
-        telemetry.read(metrics.PROMPT_TOKENS, Pipeline.PREFILL, of=tokens)
-        telemetry.read(metrics.CACHED_TOKENS, Pipeline.PREFILL, of=cached)
+        telemetry.read(metrics.PROMPT_TOKENS, Pipeline.PREFILL, of=lambda: self._tokens_now)
+        telemetry.read(metrics.CACHED_TOKENS, Pipeline.PREFILL, of=lambda: self._cached_now)
 
     def _rows_by_outcome(self) -> Totals:
         return {("answered",): self._answered_now, ("rejected",): self._rejected_now}

@@ -14,7 +14,6 @@ from cluster.fleet.codec import decode_config, decode_directory, encode_config
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.fleet.placements import check_placement_file
 from cluster.serving.application import check_present, groups_handle
-from cluster.serving.ray_environment import with_targets
 from cluster.serving.ray_session import ray_session
 from cluster.serving.serve_app import CLOSE_TIMEOUT_S, ON_HEAD, Groups
 from contracts.config import GroupsConfig, TandemConfig
@@ -63,7 +62,6 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
     They run on the Ray cluster of groups.address or RAY_ADDRESS, or on a local one. Raises
     TandemError, as `start` does.
     """
-    config = with_targets(config, environment)
     folder = resolve_model_folder(config.model.path)
     check_placement_file(config, folder, check_checkpoint(folder))
     with contextlib.ExitStack() as stack:
