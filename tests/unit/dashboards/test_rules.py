@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,15 @@ import yaml
 
 from contracts import metrics
 from contracts.metrics import MetricKind
-from dashboards.rules import TimeScale, alerts, alerts_file, anchor, recording_file, recording_rules
+from dashboards.rules import (
+    DOCS_URL,
+    TimeScale,
+    alerts,
+    alerts_file,
+    anchor,
+    recording_file,
+    recording_rules,
+)
 from tests.architecture.support import ROOT
 
 needs_promtool = pytest.mark.skipif(
@@ -53,9 +62,19 @@ CASES = {
     "TandemTbtBurnsSlow": Case(_late("tandem_time_per_output_token_seconds", "0.25"), 60, 135),
     "TandemAnswersBurnsFast": Case(_ERRORS, 60, 100),
     "TandemAnswersBurnsSlow": Case(_ERRORS, 60, 135),
-    "TandemRankDown": Case({f"tandem_rank_busy_fraction{{{_RANK}}}": "0.5+0x20 stale"}, 22, 35),
-    "TandemEpochFlaps": Case({'tandem_group_epoch{group="prefill"}': "1 2 3 4 4+0x40"}, 5, 25),
-    "TandemScrapeMissing": Case({'up{job="tandem", instance="i"}': "1 0+0x5 1+0x20"}, 4, 10),
+    "TandemServerDown": Case({'up{job="tandem", instance="i"}': "1 0+0x9 1+0x20"}, 8, 12),
+    "TandemRankDown": Case({f"tandem_rank_up{{{_RANK}}}": "1 0+0x10 1+0x20"}, 5, 15),
+    "TandemEpochFlaps": Case(
+        {'tandem_rank_restarts_total{group="prefill"}': "0 1 2 3 3+0x40"}, 5, 25
+    ),
+    "TandemScrapeMissing": Case(
+        {
+            'up{job="tandem", instance="i"}': "1 0+0x20 1+0x20",
+            'up{job="tandem", instance="j"}': "1+0x40",
+        },
+        18,
+        24,
+    ),
     "TandemBlocksLeak": Case(
         {
             'tandem_kv_blocks{rank="attention-0", state="used"}': "3+0x40 0+0x40",
@@ -76,6 +95,7 @@ CASES = {
     ),
     "TandemPredictionsOff": Case(
         {
+            'tandem_plan_batches_total{rank="attention-0"}': "0+20x80",
             "tandem_plan_predicted_seconds": "3+0x80",
             "tandem_plan_measured_seconds": "1+0x40 3+0x40",
         },
@@ -106,8 +126,10 @@ def test_every_alert_has_a_case_and_a_runbook_section() -> None:
     assert {alert.section for alert in ALERTS} == set(sections)
     for rule in alerts_file()["groups"][0]["rules"]:
         page, _, heading = rule["annotations"]["runbook_url"].partition("#")
-        assert (ROOT / page).exists()
+        assert page == f"{DOCS_URL}/runbooks/"
         assert heading in map(anchor, sections)
+    (rule, *_) = alerts_file(docs_url="https://wiki/tandem/")["groups"][0]["rules"]
+    assert rule["annotations"]["runbook_url"].startswith("https://wiki/tandem/runbooks/#")
 
 
 def test_rules_use_declared_metrics_and_recorded_series() -> None:
@@ -141,31 +163,144 @@ def test_promtool_accepts_committed_files() -> None:
 
 @needs_promtool
 def test_every_alert_fires_on_its_condition_and_resolves_after(tmp_path: Path) -> None:
-    unavailable = Case({f"tandem_rank_up{{{_RANK}}}": "1 0+0x10 1+0x20"}, 5, 15)
-    cases = [*CASES.items(), ("TandemRankDown", unavailable)]
+    first = Case(server(Phase(2), Phase(8, failing=1.0)), 6, 1)
+    cases = [*CASES.items(), ("TandemAnswersBurnsFast", first)]
+    tests = [
+        _promtool_test(
+            case.series,
+            f'count(ALERTS{{alertname="{name}", alertstate="firing"}})',
+            {case.fires: [{"labels": "{}", "value": 1}], case.resolved: []},
+        )
+        for name, case in cases
+    ]
+    _test_rules(tmp_path, tests)
+
+
+class Phase(NamedTuple):
+    """Minutes of a server's life. per_minute: requests. error: of predicted batch times.
+
+    up: 0 while its metrics cannot be scraped, None once its targets are removed.
+    """
+
+    minutes: int
+    per_minute: float = 60.0
+    failing: float = 0.0
+    up: int | None = 1
+    error: float = 0.1
+    blocks: int = 800
+    ranks: int = 2
+
+
+def server(*phases: Phase) -> dict[str, str]:
+    """Return all series that alerts use, in promtool notation, one sample per minute."""
+    found: dict[str, list[str]] = defaultdict(list)
+    totals: dict[str, float] = defaultdict(float)
+
+    def add(name: str, phase: Phase, value: float | None, step: float = 0.0) -> None:
+        last = phase.minutes - 1
+        if value is None:
+            found[name].append("stale" if not last else f"stale _x{last}")
+            return
+        found[name].append(f"{value + totals[name]:g}+{step:g}x{last}")
+        totals[name] += step * phase.minutes
+
+    for phase in phases:
+        is_up = phase.up == 1
+        if not is_up:
+            totals.clear()
+        ok = phase.per_minute * (1 - phase.failing) if is_up else 0.0
+        steps = {
+            _REQUESTS % "ok": ok,
+            _REQUESTS % "error": phase.per_minute * phase.failing,
+            f"tandem_time_to_first_token_seconds_count{{{_LS}}}": ok,
+            f'tandem_time_to_first_token_seconds_bucket{{{_LS}, le="1.0"}}': ok,
+            f"tandem_time_per_output_token_seconds_count{{{_LS}}}": ok,
+            f'tandem_time_per_output_token_seconds_bucket{{{_LS}, le="0.25"}}': ok,
+            'tandem_plan_batches_total{rank="attention-0"}': ok,
+            'tandem_rank_restarts_total{group="prefill"}': 0.0,
+        }
+        gauges = {
+            "tandem_plan_predicted_seconds": 0.1 * (1 + phase.error),
+            "tandem_plan_measured_seconds": 0.1,
+            'tandem_kv_blocks{rank="attention-0", state="used"}': 3.0 if ok else 0.0,
+            'tandem_kv_blocks{rank="attention-0", state="free"}': phase.blocks,
+            f'tandem_requests_waiting{{pipeline="prefill", {_BE}}}': min(ok / 10, 40.0),
+            'tandem_objective_seconds{objective="be_wait"}': 300.0,
+        }
+        for name, step in steps.items():
+            add(name, phase, 0.0 if is_up else None, step)
+        for name, value in gauges.items():
+            add(name, phase, value if is_up else None)
+        add('up{job="tandem", instance="i", cluster="tandem"}', phase, phase.up)
+        for rank in range(2):
+            labels = f'{{group="prefill", rank="prefill-{rank}"}}'
+            is_present = is_up and rank < phase.ranks
+            for name, value in (
+                ("rank_up", 1.0),
+                ("rank_busy_fraction", min(ok / 600, 1.0)),
+                ("load_flops", min(ok / 600, 2.0)),
+                ("saturation_flops", 1.0),
+            ):
+                add(f"tandem_{name}{labels}", phase, value if is_present else None)
+    return {name: " ".join(values) for name, values in found.items()}
+
+
+_ONE_LATE = {
+    f'tandem_time_to_first_token_seconds_bucket{{{_BE}, le="{le}"}}': "0+0x20 " + values
+    for le, values in (("60", "0+0x90"), ("120", "1+0x90"), ("300", "1+0x90"), ("+Inf", "1+0x90"))
+}
+ORDINARY = {
+    "idle after an hour of traffic": server(Phase(60), Phase(120, 0.0, error=0.8)),
+    "restart with a larger pool": server(Phase(30), Phase(2, up=None), Phase(60, blocks=900)),
+    "crash, and back in three minutes": server(Phase(30), Phase(3, up=0), Phase(60)),
+    "a model that loads for ten minutes": server(Phase(10, up=0), Phase(60)),
+    "scale-down at night": server(Phase(60), Phase(60, 2.0, ranks=1)),
+    "workers that come and go": server(*(Phase(3, ranks=1 + n % 2) for n in range(30)))
+    | {'tandem_group_epoch{group="prefill"}': "1+1x90"},
+    "little traffic, poorly predicted": server(Phase(180, 0.1, error=2.0)),
+    "one failure of a quiet server": server(Phase(60, 0.2), Phase(5, 0.2, 1.0), Phase(120, 0.2)),
+    "first request fails": server(Phase(1), Phase(1, 1.0, 1.0), Phase(120, 1.0)),
+    "much traffic with rare failures": server(Phase(180, 6000.0, 0.0005)),
+    "one best-effort request of a minute": server(Phase(110)) | _ONE_LATE,
+    "a failed scrape": server(Phase(30), Phase(1, up=0), Phase(60)),
+}
+
+
+@needs_promtool
+def test_no_alert_fires_in_ordinary_situations(tmp_path: Path) -> None:
+    any_firing = 'max_over_time(count(ALERTS{alertstate="firing"})[4h:1m])'
+    tests = [
+        _promtool_test(series, any_firing, {200: []}, name) for name, series in ORDINARY.items()
+    ]
+    stopped = server(Phase(60, failing=0.5), Phase(120, up=None))
+    firing = 'count(ALERTS{alertstate="firing"})'
+    after = {minute: [] for minute in (61, 65, 90)}
+    _test_rules(tmp_path, [*tests, _promtool_test(stopped, firing, after, "stop while it burns")])
+
+
+def _test_rules(folder: Path, tests: list[dict[str, Any]]) -> None:
     for name, rules in (("recording.yml", recording_file()), ("alerts.yml", alerts_file())):
-        (tmp_path / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
-    tests = {
+        (folder / name).write_text(yaml.safe_dump(rules), encoding="utf-8")
+    document = {
         "rule_files": ["recording.yml", "alerts.yml"],
         "evaluation_interval": "1m",
-        "tests": [_promtool_test(*case) for case in cases],
+        "tests": tests,
     }
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(tests), encoding="utf-8")
-    _promtool("test", "rules", tmp_path / "tests.yml")
+    (folder / "tests.yml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    _promtool("test", "rules", folder / "tests.yml")
 
 
-def _promtool_test(name: str, case: Case) -> dict[str, Any]:
-    firing = f'count(ALERTS{{alertname="{name}", alertstate="firing"}})'
+def _promtool_test(
+    series: dict[str, str], expression: str, at: dict[int, list[Any]], name: str = ""
+) -> dict[str, Any]:
+    """at: minute → expected samples."""
     return {
         "interval": "1m",
-        "input_series": [{"series": s, "values": values} for s, values in case.series.items()],
+        "name": name,
+        "input_series": [{"series": s, "values": values} for s, values in series.items()],
         "promql_expr_test": [
-            {
-                "expr": firing,
-                "eval_time": f"{case.fires}m",
-                "exp_samples": [{"labels": "{}", "value": 1}],
-            },
-            {"expr": firing, "eval_time": f"{case.resolved}m", "exp_samples": []},
+            {"expr": expression, "eval_time": f"{minute}m", "exp_samples": expected}
+            for minute, expected in at.items()
         ],
     }
 
