@@ -124,14 +124,14 @@ def _burn_rates(pace: TimeScale) -> list[Alert]:
 
 def _rank_alerts(pace: TimeScale) -> list[Alert]:
     """Return alerts on processes. An orderly stop removes its targets, and so its series."""
-    ten, hour = pace.of(10 * _MINUTE), pace.of(_HOUR)
+    ten, day = pace.of(10 * _MINUTE), pace.of(24 * _HOUR)
     restarts = f"{metrics.RANK_RESTARTS.name}[{pace.of(15 * _MINUTE)}]"
     used = f'{metrics.KV_BLOCKS.name}{{state="used"}}'
     return [
         Alert(
             "TandemServerDown",
             f"max by (cluster) ({_UP}) == 0 "
-            f"and on (cluster) max by (cluster) (max_over_time({_UP}[{hour}])) == 1",
+            f"and on (cluster) max by (cluster) (max_over_time({_UP}[{day}])) == 1",
             5 * _MINUTE,
             "page",
             "Server down",

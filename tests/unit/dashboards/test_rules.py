@@ -274,7 +274,7 @@ def test_no_alert_fires_in_ordinary_situations(tmp_path: Path) -> None:
     ]
     stopped = server(Phase(60, failing=0.5), Phase(120, up=None))
     firing = 'count(ALERTS{alertstate="firing"})'
-    after = {minute: [] for minute in (61, 65, 90)}
+    after: dict[int, list[Any]] = {minute: [] for minute in (61, 65, 90)}
     _test_rules(tmp_path, [*tests, _promtool_test(stopped, firing, after, "stop while it burns")])
 
 

@@ -23,6 +23,7 @@ from cluster.http.app import build_app
 from cluster.serving.serve_app import build_serve_app
 from cluster.serving.settings import KEY_VARIABLE
 from contracts.config import TandemConfig
+from dashboards.rules import alerts
 from deploy.args import serve_config
 from tests.architecture.support import ROOT
 from tests.support.manifests import KUBERNETES, OVERLAYS, Manifest, documents, faults, render
@@ -318,6 +319,36 @@ def test_only_the_ingress_port_is_public_and_only_container_ports_are_open() -> 
             assert {port["port"] for port in rule.get("ports", ())} <= open_ports
 
 
+@pytest.mark.parametrize("overlay", SERVICES)
+def test_clients_service_selects_only_pods_with_a_proxy(overlay: str) -> None:
+    """KubeRay labels all pods of a RayService ray.io/serve=true; the proxy is on the head."""
+    (ours,) = (one for one in RENDERED[overlay] if one["kind"] == "Service")
+    assert serve_file(overlay)["proxy_location"] == "HeadOnly"
+    selected = []
+    for name, template in pod_templates():
+        template["metadata"]["labels"]["ray.io/serve"] = "true"
+        if _selects({"matchLabels": ours["spec"]["selector"]}, template):
+            selected.append(name)
+    assert [name for name in selected if name.startswith(overlay)] == [f"{overlay}:head"]
+    head = groups(service(overlay)["spec"]["rayClusterConfig"])["head"]["template"]["spec"]
+    ports = {one["name"]: one["containerPort"] for one in head["containers"][0]["ports"]}
+    assert [ports[port["targetPort"]] for port in ours["spec"]["ports"]] == [8000]
+
+
+@pytest.mark.parametrize("overlay", SERVICES)
+def test_workers_outlive_the_drain_of_the_head(overlay: str) -> None:
+    found = groups(service(overlay)["spec"]["rayClusterConfig"])
+    drain_s = config(overlay).http.drain_timeout_s
+    for name, spec in found.items():
+        pod = spec["template"]["spec"]
+        command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        if name == "head":
+            assert "serve shutdown --yes" in command[-1]
+        else:
+            assert int(command[-1]) > 5 + drain_s
+        assert pod["terminationGracePeriodSeconds"] > 45 + drain_s
+
+
 def test_disruption_budgets_protect_attention_and_expert_ranks() -> None:
     for overlay in SERVICES:
         found = groups(service(overlay)["spec"]["rayClusterConfig"])
@@ -339,19 +370,24 @@ def test_disruption_budgets_protect_attention_and_expert_ranks() -> None:
 
 
 def test_monitoring_finds_pods_and_dashboards() -> None:
-    (monitor,) = of_kind("PodMonitor")
-    ports: set[str] = set()
-    for name, template in pod_templates():
-        if name.startswith("base:"):
-            assert _selects(monitor["spec"]["selector"], template)
-            ports |= {one["name"] for one in template["spec"]["containers"][0]["ports"]}
-    ours = monitor["spec"]["podMetricsEndpoints"][0]
-    assert (ours["port"], ours["honorLabels"]) == ("serve", True)
-    assert [one["targetLabel"] for one in ours["relabelings"]] == ["cluster"]
+    for monitor, pods in zip(of_kind("PodMonitor"), ("base:", "single"), strict=True):
+        ports: set[str] = set()
+        for name, template in pod_templates():
+            if name.startswith(pods):
+                assert _selects(monitor["spec"]["selector"], template)
+                ports |= {one["name"] for one in template["spec"]["containers"][0]["ports"]}
+        ours = monitor["spec"]["podMetricsEndpoints"][0]
+        assert (ours["port"], ours["honorLabels"]) == ("serve" if pods == "base:" else "http", True)
+        cluster, job = ours["relabelings"]
+        assert cluster["targetLabel"] == "cluster"
+        assert job == {"targetLabel": "job", "replacement": "tandem"}, "which alerts select"
+        for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+            assert endpoint["port"] in ports
+            assert endpoint.get("path", "/metrics") in routes()
     assert not any(config(overlay).metrics.exporters for overlay in SERVICES), "/metrics, or they"
-    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        assert endpoint["port"] in ports
-        assert endpoint.get("path", "/metrics") in routes()
+    (rules,) = of_kind("PrometheusRule")
+    names = {rule.get("alert") for group in rules["spec"]["groups"] for rule in group["rules"]}
+    assert {alert.name for alert in alerts()} <= names
     (boards,) = (one for one in RENDERED["monitoring"] if one["kind"] == "ConfigMap")
     assert boards["metadata"]["labels"] == {"grafana_dashboard": "1"}
     assert set(boards["data"]) == {path.name for path in (ROOT / "dashboards").glob("*.json")}

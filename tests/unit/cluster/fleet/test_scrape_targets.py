@@ -75,6 +75,22 @@ def test_files_of_a_killed_launcher_are_removed_by_the_next_one(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == [rays]
 
 
+def test_removed_files_are_written_again_and_those_of_others_stay(tmp_path: Path) -> None:
+    one, other = TargetsFile(tmp_path, "tandem"), TargetsFile(tmp_path, "tandem")
+    one.write([target("expert-0")])
+    for path in tmp_path.iterdir():
+        path.unlink()
+    one.write([target("expert-0")])
+    assert entries(one)[0]["labels"]["rank"] == "expert-0"
+    for path in tmp_path.iterdir():
+        path.unlink()
+    other.write([target("expert-1")])
+    one.close()
+    assert entries(other)[0]["labels"]["rank"] == "expert-1"
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unwritable_folder_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.telemetry.telemetry import Telemetry, merge_expositions
+from actors.telemetry.telemetry import EndedCounters, Telemetry, merge_expositions
 from cluster.http.admin import MAX_PAUSE_S, SHARE, ScrapeCoalescer
 from contracts import metrics
 from contracts.config import HttpConfig
@@ -194,3 +194,49 @@ def test_merge_sums_counters_and_keeps_largest_gauge() -> None:
     merged = merge_expositions([one.exposition(), other.exposition()])
     values = [s.value for family in text_string_to_metric_families(merged) for s in family.samples]
     assert values == [7.0, 2.0]
+
+
+def _totals(ended: EndedCounters, pages: dict[str, str | None]) -> dict[str, float]:
+    texts = [text for text in pages.values() if text is not None]
+    merged = merge_expositions([*texts, ended.page(pages)])
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(merged)
+        for sample in family.samples
+    }
+
+
+def test_merged_counters_do_not_fall_if_a_process_ends_or_does_not_answer() -> None:
+    def page(sent: int) -> str:
+        telemetry = Telemetry()
+        telemetry.count(metrics.CHANNEL_BYTES, "a2e", "shm", by=sent)
+        telemetry.count(metrics.DISPATCHED_TOKENS, "attention-0", by=sent)
+        telemetry.set(metrics.GROUP_EPOCH, "attention_expert", to=sent)
+        return telemetry.exposition()
+
+    ended = EndedCounters(remembered=1)
+    total, gauge, of_rank = (
+        metrics.CHANNEL_BYTES.name,
+        metrics.GROUP_EPOCH.name,
+        metrics.DISPATCHED_TOKENS.name,
+    )
+    assert _totals(ended, {"a 1": page(3), "b 1": page(4)})[total] == 7
+    no_answer = _totals(ended, {"a 1": page(5), "b 1": None})
+    assert (no_answer[total], no_answer[gauge], no_answer[of_rank]) == (9, 5, 5)
+    assert _totals(ended, {"a 1": page(5), "b 1": page(6)})[total] == 11, "not counted twice"
+    for epoch in range(2, 5):
+        replaced = _totals(ended, {"a 1": page(5), f"b {epoch}": page(1)})
+        assert replaced[total] == 11 + epoch - 1
+    assert _totals(ended, {})[total] == 14
+    assert of_rank not in _totals(ended, {})
+
+
+def test_series_of_requests_start_at_zero(tmp_path: Path) -> None:
+    with serve_api(write_byte_level(tmp_path), [FakeRank("attention-0", lambda _: [60])]) as api:
+        page = api.http.get("/metrics").text
+    for label in ("ls", "be"):
+        where = f'{{class="{label}",pipeline="generation"}}'
+        assert f"{metrics.TTFT.name}_count{where} 0.0" in page
+        for outcome in ("ok", "error", "timeout"):
+            where = f'{{class="{label}",outcome="{outcome}",pipeline="generation"}}'
+            assert f"{metrics.REQUESTS.name}{where} 0.0" in page

@@ -236,11 +236,10 @@ def test_foreign_or_endless_exporter_is_reported(
 def test_targets_file_is_found_by_application_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets_file, "LOCAL_TARGETS", str(tmp_path / "ours"))
-    monkeypatch.setattr(targets_file, "RAY_SESSION", str(tmp_path))
+    monkeypatch.setattr(targets_file, "DEFAULT_FOLDER", str(tmp_path))
     assert targets_path(load_config(None, [])) is None
     path = listed(tmp_path)
-    assert targets_path(load_config(None, [])) == path, "of an existing Ray cluster"
+    assert targets_path(load_config(None, [])) == path
     assert targets_path(load_config(None, ["serve.name=other"])) is None
     folder = f"metrics.targets={tmp_path / 'ours'}"
     assert targets_path(load_config(None, [folder])) is None
