@@ -237,6 +237,16 @@ def test_busy_fraction_covers_time_since_last_scrape() -> None:
     assert value(metrics, "tandem_stage_seconds_sum") == pytest.approx(2.5)
 
 
+def test_totals_that_are_read_at_each_scrape_are_not_added_up() -> None:
+    time = ManualClock()
+    metrics, timeline = made(time), Timeline(10, lambda _: None)
+    metrics.attach(timeline, lambda: (7, 0))
+    timeline.exposed_s = 2.0
+    for _ in range(3):
+        assert value(metrics, "tandem_exposed_communication_seconds_total") == 2.0
+        assert value(metrics, "tandem_channel_bytes_total") == 7.0
+
+
 def shown(telemetry: Telemetry) -> dict[str, float]:
     """Every series."""
     lines = [line for line in telemetry.exposition().splitlines() if line[0] != "#"]
