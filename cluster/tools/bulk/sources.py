@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import hashlib
@@ -30,6 +31,7 @@ _ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
 _END_BYTES = 64 << 10
 _HIDDEN = frozenset("._~")
 _MAGIC = re.compile(r"[*?\[]")
+_MULTILINE_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*[{\]\n]|\{\s*\n)")
 _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
 
 
@@ -73,11 +75,25 @@ class Source:
             stream = raw
             if self._compression:
                 stream = pyarrow.CompressedInputStream(raw, self._compression)
+            if self._format == "lines":
+                self._check_lines(name)
             kind: Any = CsvReader if self._format == "csv" else LineReader
             reader: RecordReader = kind(name, size, stream, position, fields)
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read: {_one_line(error)}") from None
         return reader
+
+    def _check_lines(self, name: str) -> None:
+        """Raise ConfigError if the file is UTF-16, or JSON of several lines."""
+        with self._filesystem.open_input_stream(self._path, self._compression) as file:
+            start = file.read(_END_BYTES)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ConfigError(f"{name}: UTF-16; convert it to UTF-8")
+        if _MULTILINE_JSON.match(start):
+            raise ConfigError(
+                f"{name}: expected one JSON object a line; convert it: jq -c '.[]' of an array,"
+                " jq -c . of objects on several lines"
+            )
 
 
 def find_sources(inputs: Sequence[str]) -> list[Source]:
@@ -161,6 +177,7 @@ def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
         if _MAGIC.search(given) and not os.path.lexists(given):
             matches = sorted(glob.glob(given, recursive=True))
             names = [name for name in matches if not _is_hidden(name, given)]
+        names = [f"./{name}" if re.match(r"[\w.+-]+:", name) else name for name in names]  # no URI
         expanded = [inner for name in names for inner in _files(local, name)]
         return [(local, name, name) for name in expanded]
     scheme = given[: given.index("://") + 3]

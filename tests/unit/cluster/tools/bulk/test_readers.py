@@ -228,6 +228,12 @@ def test_names_are_exact_and_hidden_files_are_no_data(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path / "sub/../ab.jsonl", f"file://{tmp_path}") == sorted(kept)
 
 
+def test_local_name_may_look_like_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "http:x.jsonl", '{"id": 1, "text": "a"}\n')
+    assert [outcome(record) for record in read("http:x.jsonl")] == [(1, "a")]
+
+
 def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     """Two links to the folder itself: 2 ** 40 paths for a walk that follows them all."""
     (tmp_path / "inner").mkdir()
@@ -262,6 +268,11 @@ def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Pat
         ("rows.csv", b"id,text,text\n1,a,b\n", "more than one column 'text'"),
         ("rows.csv", b"\xff\xfe\n", "cannot be read"),
         ("rows.parquet", b"not parquet", "cannot be read"),
+        ("rows.jsonl", '{"id": 1}\n'.encode("utf-16"), "UTF-16"),
+        ("rows.jsonl", b"\xfe\xff\0{", "UTF-16"),
+        ("rows.json", b'[\n  {"id": 1, "text": "a"}\n]', "jq -c"),
+        ("rows.json", b'\xef\xbb\xbf[{"id": 1, "text": "a"}]', "jq -c"),
+        ("rows.json.gz", gzip.compress(b'{\r\n "id": 1,\n "text": "a"\n}\n'), "jq -c"),
         ("rows.xlsx", b"", "no known ending"),
         ("rows.parquet.gz", b"", "compressed inside"),
         ("none.jsonl", None, "no such file"),
