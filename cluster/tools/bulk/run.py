@@ -37,7 +37,8 @@ def run_bulk(
 ) -> dict[str, Any]:
     """Run the job, or the rest of it, and return the summary. Raises TandemError, one line."""
     check_job(job, Path.cwd())
-    sources = find_sources(job.inputs)
+    notify = partial(console.print, soft_wrap=True, highlight=False, markup=False)
+    sources = find_sources(job.inputs, notify)
     for source in sources:
         source.open(job.fields)  # before workers start: report missing columns
     with workers as found, contextlib.ExitStack() as stack:
@@ -57,7 +58,6 @@ def run_bulk(
         )
         groups = found.start()
         make = partial(router_actor, encode_config(found.config), bulk, groups)
-        notify = partial(console.print, soft_wrap=True, highlight=False, markup=False)
         router = RayRouter(make, notify)
         driver = Driver(output, router, _settings(job, found.config), tally)
         try:

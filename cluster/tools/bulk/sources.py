@@ -8,7 +8,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ _ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
 _END_BYTES = 64 << 10
 _HIDDEN = frozenset("._~")
 _MAGIC = re.compile(r"[*?\[]")
+Notify = Callable[[str], object]
 _MULTILINE_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*[{\]\n]|\{\s*\n)")
 _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
 
@@ -96,12 +97,15 @@ class Source:
             )
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
-    """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError."""
+def find_sources(inputs: Sequence[str], notify: Notify = lambda line: None) -> list[Source]:
+    """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError.
+
+    notify: called with a line about each folder with files that are skipped.
+    """
     found: dict[tuple[str, str], Source] = {}
     for given in inputs:
         try:
-            named = _expand(given)
+            named = _expand(given, notify)
             for filesystem, path, name in named:
                 is_local = filesystem.type_name == "local"
                 key = (filesystem.type_name, os.path.realpath(path) if is_local else path)
@@ -166,7 +170,7 @@ class ReadProgress:
         return min(1.0, read / self.total_bytes) if self.total_bytes else 1.0
 
 
-def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
+def _expand(given: str, notify: Notify) -> list[tuple[fs.FileSystem, str, str]]:
     """Return (filesystem, path on it, name) of each file.
 
     Only what is not the name of a file or folder is a pattern.
@@ -178,7 +182,7 @@ def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
             matches = sorted(glob.glob(given, recursive=True))
             names = [name for name in matches if not _is_hidden(name, given)]
         names = [f"./{name}" if re.match(r"[\w.+-]+:", name) else name for name in names]  # no URI
-        expanded = [inner for name in names for inner in _files(local, name)]
+        expanded = [inner for name in names for inner in _files(local, name, notify)]
         return [(local, name, name) for name in expanded]
     scheme = given[: given.index("://") + 3]
     base, query, options = given.partition("?")  # of an object store: ?region=...
@@ -188,7 +192,7 @@ def _expand(given: str) -> list[tuple[fs.FileSystem, str, str]]:
     if pattern and filesystem.get_file_info(exact).type == fs.FileType.NotFound:
         paths = _remote_glob(filesystem, path, pattern)
     else:
-        paths = _files(filesystem, exact)
+        paths = _files(filesystem, exact, notify)
     return [(filesystem, one, scheme + one) for one in paths]
 
 
@@ -199,7 +203,7 @@ def _split_pattern(uri: str) -> tuple[str, str]:
     return "/".join(parts[:at]), "/".join(parts[at:])
 
 
-def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
+def _files(filesystem: fs.FileSystem, path: str, notify: Notify) -> list[str]:
     """Return `path`, or the files with known endings in that folder that are not hidden."""
     info = filesystem.get_file_info(path)
     if info.type == fs.FileType.NotFound:
@@ -212,11 +216,11 @@ def _files(filesystem: fs.FileSystem, path: str) -> list[str]:
         listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
         files = [entry.path for entry in listed if entry.type == fs.FileType.File]
     base = info.path.rstrip("/")
-    return sorted(
-        file
-        for file in files
-        if _split(file)[0] in FORMATS and not _is_hidden(file.removeprefix(base), "")
-    )
+    files = sorted(file for file in files if not _is_hidden(file.removeprefix(base), ""))
+    others = [file for file in files if _split(file)[0] not in FORMATS]
+    if others:
+        notify(f"{path}: {len(others)} files with other endings are skipped, such as {others[0]}")
+    return [file for file in files if _split(file)[0] in FORMATS]
 
 
 def _walk(folder: str) -> Iterator[str]:

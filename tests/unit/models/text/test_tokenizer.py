@@ -330,10 +330,7 @@ def test_text_parts_go_to_templates_that_take_lists(
     template = f"{{% for m in messages %}}{{{{ {content} }}}};{{% endfor %}}"
     folder = write_byte_level(tmp_path, chat_template=template)
     parts: list[Any] = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
-    chat: list[dict[str, Any]] = [
-        {"role": role, "content": parts},
-        {"role": "user", "content": "C"},
-    ]
+    chat: list[Any] = [{"role": role, "content": parts}, {"role": "user", "content": "C"}]
     assert Tokenizer.load(folder).render_chat(chat) == f"{expected};C;"
     if expected == "AB":
         oracle = PreTrainedTokenizerFast.from_pretrained(folder)

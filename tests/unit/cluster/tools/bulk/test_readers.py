@@ -190,6 +190,11 @@ def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -
     write(tmp_path / "2.jsonl.gz", gzip.compress(line.format(2).encode()))
     write(tmp_path / "3.csv.bz2", bz2.compress(b"id,text\n3,t3\n"))
     write(tmp_path / "notes.txt", "not an input")
+    notices: list[str] = []
+    find_sources([str(tmp_path)], notices.append)
+    assert notices == [
+        f"{tmp_path}: 1 files with other endings are skipped, such as {tmp_path}/notes.txt"
+    ]
     expected = ["t1", "t2", "t3"]
     for given_ in (
         [tmp_path],
