@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +51,8 @@ def public_name(path: str, folder: Path) -> str:
     *_, cached, snapshots, _ = ("", "", *folder.parts)
     if snapshots == "snapshots" and cached.startswith("models--"):
         return "/".join(cached.split("--")[1:])
-    return BUNDLED if path == BUNDLED else Path(os.path.abspath(Path(path).expanduser())).name
+    given = Path(path).expanduser().absolute().name
+    return folder.name if path == BUNDLED or given == ".." else given
 
 
 class TokenizerInfo(NamedTuple):
