@@ -23,9 +23,8 @@ from dashboards.panels import (
 )
 
 _RANKS = Unit("short", "ranks")
-_WAITED = (
-    f"max by (cluster) (sum by (cluster, rank) "
-    f'(rate({metrics.STAGE.name}_sum{{stage=~"%s", {OF_RANK}}}[{WINDOW}])))'
+_WAITED = (  # stages of a rank overlap: their sum can exceed the time
+    f'max by (cluster) (rate({metrics.STAGE.name}_sum{{stage=~"%s", {OF_RANK}}}[{WINDOW}]))'
 )
 _OF_GROUP = 'max by (cluster) ({busy}{{group="{group}", cluster=~"$cluster", rank=~"$rank"}})'
 
