@@ -84,7 +84,6 @@ def test_missing_scrape_alert_fires_and_resolves(world: World, other_port: int) 
     world.fires("TandemScrapeMissing")
     with quiet_process(other_port):
         world.resolves("TandemScrapeMissing")
-    world.fires("TandemScrapeMissing")
 
 
 def test_rank_down_alert_fires_and_resolves_after_replacement(world: World) -> None:
