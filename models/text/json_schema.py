@@ -33,7 +33,10 @@ _RESTRICTED = {  # what the library's formats accept and the specification does 
 # Without \uXXXX (`_ESCAPES` in grammar.py) the library would leave out single control characters
 _CONTROL = r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\c.|\\(?:x|u00|[xu]\{0*)(?:[01][^}]|7[fF])\}?)"
 _IN_CLASS = re.compile(rf"\[\^(?:\\.|[^\]\\])*\]|{_CONTROL}-{_CONTROL}", re.DOTALL)  # no matter
-_IN_PATTERN = re.compile(_CONTROL, re.DOTALL)
+_IN_PATTERN = re.compile(rf"{_CONTROL}|\[\^(?:\]|--)", re.DOTALL)
+# A negated class without " or \\ accepts their escapes, unless it is without control characters too
+_NEGATED = re.compile(r"\\P(\{[^}]*\}|[^{])|\[:\^(\w+):\]|\[\^(?!\]|--)|\\.", re.DOTALL)
+_NO_CONTROL = r"[^[\x00-\x07]"
 _IN_JSON = re.compile(r"\\u00|\x7f")
 
 
@@ -76,6 +79,7 @@ def _prepared(value: Any, place: str, *, are_names: bool) -> Any:
     if not are_names:
         value = _with_exact_format(value)
         _check(value, place)
+        value = _with_restated_patterns(value)
     return {
         key: inner
         if key in _DATA and not are_names
@@ -93,6 +97,25 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "allOf": [*others, {"pattern": _RESTRICTED[form]}]}
 
 
+def _with_restated_patterns(schema: dict[str, Any]) -> dict[str, Any]:
+    """Leave control characters, which are never written, out of negated classes."""
+    pattern, named = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str):
+        schema = {**schema, "pattern": _NEGATED.sub(_without_control, pattern)}
+    if isinstance(named, dict):
+        restated = {_NEGATED.sub(_without_control, key): value for key, value in named.items()}
+        schema = {**schema, "patternProperties": restated}
+    return schema
+
+
+def _without_control(match: re.Match[str]) -> str:
+    if match[0] == "[^":
+        return _NO_CONTROL
+    if match[1]:
+        return rf"{_NO_CONTROL}\p{match[1]}]"
+    return f"{_NO_CONTROL}[:{match[2]}:]]" if match[2] else match[0]
+
+
 def _check(schema: dict[str, Any], place: str) -> None:
     """Raise SchemaError for what the library does not enforce in full."""
     if isinstance(schema.get("$id"), str) and isinstance(schema.get("$ref"), str):
@@ -107,7 +130,7 @@ def _check(schema: dict[str, Any], place: str) -> None:
         )
     for key in ("const", "enum", "pattern", "patternProperties"):
         if key in schema and _needs_control(key, schema[key]):
-            raise SchemaError(f"at {place}/{key}: control characters are not supported")
+            raise SchemaError(f"at {place}/{key}: control characters and [^] are not supported")
 
 
 def _needs_control(key: str, value: Any) -> bool:
