@@ -126,7 +126,7 @@ async def build_row_app(
     """Return an application for `RowClient`, connected to the available ranks.
 
     directory: replaces suspects and returns the addresses. Raises TandemError, NotReadyError if no
-    rank serves in time. Rows have a day: nobody waits for one, and others come before them.
+    rank serves in time. Rows have a day, because they wait for other requests.
     """
 
     async def find(suspects: dict[str, str]) -> dict[str, str]:

@@ -56,11 +56,12 @@ class Budget(NamedTuple):
 def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
-        # 64,150 before clients, and 1,500 for formats, tools, structured output, input files
-        Budget("product: lines", _lines(PRODUCT), 65_900),
+        # 63,900 without issue 30's clients (formats, tools, structured output 1,900; batches, bulk
+        # tasks 2,350; bench 450; inputs 250) and issue 31's operation (500)
+        Budget("product: lines", _lines(PRODUCT), 69_300),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 46_650),
-        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_200),
+        Budget("tests: lines", _lines(("tests",)), 48_400),
+        Budget("benchmarks: lines", _lines(("benchmarks",)), 12_350),
         Budget("docs and README: words", _words(), 42_000),
         Budget("class names with two definitions", len(repeated_classes()), 0),
         Budget("identifiers with a banned word", len(banned_identifiers()), 0),
