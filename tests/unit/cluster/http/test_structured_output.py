@@ -6,8 +6,10 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from contracts.errors import OverloadError
 from contracts.requests import Caller, Sampling
 from models.text.grammar import CompileAnswer, CompileRequest, grammar_of
 from models.text.tokenizer import Tokenizer
-from tests.support.api_harness import Api, refused, serve_api
+from tests.support.api_harness import MODEL, Api, refused, serve_api
 from tests.support.async_tests import run_async
 from tests.support.fake_rank import TOKEN
 from tests.support.group_harness import ThreadGroup, group_config, loop_of, rank_of
+from tests.support.local_group import LocalGroup
 from tests.unit.cluster.http.test_sampling import RealRank
 
 pytestmark = pytest.mark.long
@@ -317,6 +320,53 @@ def test_preempted_sequences_continue_in_their_grammar() -> None:
         texts = [tokenizer.decode(client.generated(each)[0]) for each in sent]
         assert loop_of(group.attention[0]).scheduler.requeued_total > 0
     assert all(re.fullmatch("([a-z]{2,9} ){40}", text) for text in texts), texts
+
+
+@pytest.mark.usefixtures("ranks_are_forked")
+def test_guided_answers_continue_when_a_rank_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.support.local_group.new_token", lambda: TOKEN)
+    with LocalGroup(str(FOLDER), group_config(2, 1)) as group:
+        ranks: Any = [RunningRank(*each) for each in group.client_addresses.items()]
+        with serve_api(FOLDER, ranks, eos_text="<|im_end|>") as api:
+            body = {"prompt": "Words:", "n": 4, "seed": 1, "max_tokens": 200, "stream": True}
+            expected = streamed_texts(api, body)
+            assert all(re.fullmatch(WORDS, text) for text in expected)
+            kill = partial(group.processes["attention-0"].send_signal, signal.SIGKILL)
+            assert expected == streamed_texts(api, body, kill)
+            assert [client.problem is None for client in api.backend.clients] == [False, True]
+
+
+class RunningRank:
+    """A rank for `serve_api`."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self._address = name, address
+
+    async def listen(self) -> str:
+        return self._address
+
+    async def close(self) -> None:
+        pass
+
+
+WORDS = "([a-z]{2,9} ){40}"
+
+
+def streamed_texts(
+    api: Api, body: dict[str, Any], disturb: Callable[[], None] | None = None
+) -> list[str]:
+    """Return the text of each choice. disturb: called once each choice has begun."""
+    texts = [""] * body["n"]
+    more = {"guided_regex": WORDS}
+    for chunk in api.openai.completions.create(model=MODEL, extra_body=more, **body):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+        if disturb and all(texts):
+            disturb()
+            disturb = None
+    assert disturb is None
+    return texts
 
 
 @run_async
