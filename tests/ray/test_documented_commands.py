@@ -59,6 +59,7 @@ BULK = sorted({c.text for c in documented() if c.text.startswith("tandem bulk --
 class Server(NamedTuple):
     port: int
     folder: Path
+    model: str
 
 
 def environment() -> dict[str, str]:
@@ -117,7 +118,7 @@ def server(
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("ready in ") for line in lines)
-        yield Server(port, folder)
+        yield Server(port, folder, "DIR" if "--model DIR" in request.param else BUNDLED)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def server(
 )
 def test_documented_request_is_answered(server: Server, command: Command) -> None:
     text = command.text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+    text = text.replace('"bundled"', f'"{server.model}"')
     shell = [sys.executable, "-c"] if command.language == "python" else ["bash", "-c"]
     output = output_of([*shell, text], server.folder)
     assert output.strip()
