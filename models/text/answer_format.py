@@ -15,21 +15,17 @@ content, unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-import msgspec
+from models.text.call_text import Schemas, in_string, read_calls
 
 MAX_HEADER_CHARACTERS = 256  # of a harmony message; more is not a header
 THINK, END_THINK = "<think>", "</think>"
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 HARMONY_PROMPT = "<|start|>assistant"
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
 
 
 class AnswerPiece(NamedTuple):
@@ -41,23 +37,27 @@ class AnswerPiece(NamedTuple):
 
 
 class CallFormat(NamedTuple):
-    """Tags around a tool call. end: None if calls go to the end. silent: tags without a meaning."""
+    """Tags around a tool call. end: None if calls go to the next one or to the end.
+
+    inner: tags in a call. silent: tags without a meaning.
+    """
 
     begin: str
     end: str | None
+    inner: Sequence[str] = ()
     silent: Sequence[str] = ()
 
 
 CALL_FORMATS = (
     CallFormat("<tool_call>", "</tool_call>"),
-    CallFormat("[TOOL_CALLS]", None),
+    CallFormat("[TOOL_CALLS]", None, ("[CALL_ID]", "[ARGS]")),
     CallFormat(
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
+        ("<｜tool▁sep｜>",),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
 )
-Schemas = Mapping[str, Mapping[str, Any]]  # parameters of each tool
 
 
 class AnswerFormat(NamedTuple):
@@ -79,7 +79,7 @@ class AnswerFormat(NamedTuple):
         ends = [] if calls is None or calls.end is None else [calls.end]
         return [
             *((THINK, END_THINK) if self.thinks else ()),
-            *((calls.begin, *ends, *calls.silent) if calls else ()),
+            *((calls.begin, *ends, *calls.inner, *calls.silent) if calls else ()),
         ]
 
     def new_parser(self, prompt_end: str, tools: Schemas) -> Callable[[], AnswerParser] | None:
@@ -183,8 +183,11 @@ class HarmonyParser(TagParser):
         self._header: str | None = ""
         self._field: Literal["content", "reasoning", "call"] = "content"
         self._has_reasoning = False
+        self._arguments = ""  # of a call
 
     def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
+        if self._header is None and self._field == "call" and in_string(self._arguments):
+            return self._on_text(tag)
         if tag == "<|start|>":
             self._header = ""
         elif tag == "<|message|>" and self._header is not None:
@@ -200,7 +203,7 @@ class HarmonyParser(TagParser):
         _, _, channel = header.partition("<|channel|>")
         called = _RECIPIENT.search(header)
         if called:
-            self._field = "call"
+            self._field, self._arguments = "call", ""
             return [AnswerPiece("call", "", called[1])]
         is_shown = channel.startswith(("final", "commentary")) or not channel
         self._field = "content" if is_shown else "reasoning"
@@ -211,6 +214,7 @@ class HarmonyParser(TagParser):
 
     def _on_text(self, text: str) -> Sequence[AnswerPiece]:
         if self._header is None:
+            self._arguments += text if self._field == "call" else ""
             return [AnswerPiece(self._field, text)]
         self._header += text
         return self._on_end() if len(self._header) > MAX_HEADER_CHARACTERS else ()
@@ -236,8 +240,12 @@ class ThinkParser(TagParser):
 
     def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:
         calls = self._calls
-        if self._body is not None:
-            return self._end_call() if calls and tag == calls.end else self._on_text(tag)
+        if self._body is not None and calls is not None:
+            if tag != (calls.end or calls.begin) or in_string(self._body):
+                return self._on_text(tag)
+            pieces = self._end_call()
+            self._body = "" if calls.end is None else None
+            return pieces
         if tag == THINK and not self._has_started and not self._is_reasoning:
             self._is_reasoning = self._trims = True
         elif tag == END_THINK and self._is_reasoning:
@@ -318,61 +326,3 @@ class CallListParser:
         if not calls:  # it is cut
             return [AnswerPiece("content", self._text)]
         return [AnswerPiece("call", arguments, name) for name, arguments in calls]
-
-
-def read_calls(body: str, tools: Schemas) -> list[tuple[str, str]]:
-    """Return (name, arguments as JSON) of each call between the tags; none if it is malformed."""
-    text = body.strip()
-    if (function := _FUNCTION.match(text)) is not None:
-        name = function[1].strip()
-        return [(name, _typed(_PARAMETER.findall(function[2]), tools.get(name, {})))]
-    if "<arg_key>" in text:
-        name = text.partition("<arg_key>")[0].strip()
-        return [(name, _typed(_PAIR.findall(text), tools.get(name, {})))]
-    for separator in ("<｜tool▁sep｜>", "[ARGS]"):
-        head, found, rest = text.partition(separator)
-        if found:
-            return _separated(head, rest)
-    return _json_calls(text)
-
-
-def _separated(head: str, rest: str) -> list[tuple[str, str]]:
-    name, arguments = head.strip(), rest.strip()
-    if name == "function":  # DeepSeek-V3: function<sep>NAME\n```json\n...\n```
-        name, _, arguments = arguments.partition("\n")
-    fence = _FENCE.fullmatch(arguments)
-    arguments = fence[1] if fence else arguments.strip()
-    return [(name.strip(), arguments)] if _loads(arguments) is not None else []
-
-
-def _json_calls(text: str) -> list[tuple[str, str]]:
-    tree = _loads(text)
-    calls = []
-    for each in tree if isinstance(tree, list) else [tree]:
-        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
-            return []
-        arguments = each.get("arguments", each.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
-        calls.append((each["name"], arguments))
-    return calls
-
-
-def _typed(pairs: Sequence[tuple[str, str]], schema: Mapping[str, Any]) -> str:
-    """Return arguments as JSON. Values are text; what the schema does not call a string is JSON."""
-    properties = schema.get("properties")
-    values: dict[str, Any] = {}
-    for key, text in pairs:
-        stated = properties.get(key.strip()) if isinstance(properties, dict) else None
-        is_string = isinstance(stated, dict) and stated.get("type") == "string"
-        value = None if is_string else _loads(text.strip())
-        values[key.strip()] = text if value is None and text.strip() != "null" else value
-    return msgspec.json.encode(values).decode()
-
-
-def _loads(text: str) -> Any:
-    """Return the JSON value, or None if it is not JSON."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return None

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from models.text.answer_format import HARMONY_TAGS, AnswerFormat, AnswerPiece, find_format
 
 HERMES = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-MISTRAL = ["[TOOL_CALLS]"]
+MISTRAL = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
 DEEPSEEK = [
     *("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
 ]
-TOOLS = {
-    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}
+TOOLS: dict[str, dict[str, Any]] = {
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
+    "say": {"properties": {"s": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
 }
+SAID = '{"name": "say", "arguments": {"s": "\\"%s"}}'
+MARKED = f"<tool_call>{SAID}</tool_call>"
 HEAD = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = [("add", '{"a":1}')]
@@ -48,9 +51,43 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
     (HERMES, "", XML, "", "", TYPED),
     (HERMES, "", PAIRS, "", "", TYPED),
     (HERMES, "", CALL[:30], CALL[:30], "", []),
+    (HERMES, "", f"{CALL} and {CALL}", "and", "", [*ADD, *ADD]),
+    *[
+        (HERMES, "", f"{MARKED % mark}{CALL}", "", "", [("say", f'{{"s":"\\"{mark}"}}'), *ADD])
+        for mark in ("</tool_call>", "<tool_call>", "<arg_key>", "[ARGS]", "<think> 😀")
+    ],
+    (HERMES, "", '<tool_call>{"a": "</tool_call> b', '<tool_call>{"a": "</tool_call> b', "", []),
+    (HERMES, "", CALL.replace('{"a": 1}', "null"), "", "", [("add", "{}")]),
+    *[
+        (
+            HERMES,
+            "",
+            PAIRS.replace("add", "say").replace(">2<", f">{text}<"),
+            "",
+            "",
+            [("say", made)],
+        )
+        for text, made in (("2", '{"a":1,"s":"2"}'), ("null", '{"a":1,"s":null}'))
+    ],
     (HERMES, "", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", "", []),
     (MISTRAL, "", '[TOOL_CALLS][{"name":"add","arguments":{"a":1}}]', "", "", ADD),
     (MISTRAL, "", '[TOOL_CALLS]add[ARGS]{"a":1}', "", "", ADD),
+    (
+        MISTRAL,
+        "",
+        'Hm.[TOOL_CALLS]add[CALL_ID]1[ARGS]{"a":1}[TOOL_CALLS]add[ARGS]{"a":1}',
+        "Hm.",
+        "",
+        [*ADD, *ADD],
+    ),
+    (
+        MISTRAL,
+        "",
+        f"[TOOL_CALLS][{SAID % '[TOOL_CALLS]'}]",
+        "",
+        "",
+        [("say", '{"s":"\\"[TOOL_CALLS]"}')],
+    ),
     (MISTRAL, "", '[TOOL_CALLS][{"name":"ad', '[TOOL_CALLS][{"name":"ad', "", []),
     (DEEPSEEK, "", f"Hm.{V3}", "Hm.", "", ADD),
     (DEEPSEEK, "<think>", f"Hm.</think>{V31}", "", "Hm.", ADD),
@@ -68,6 +105,13 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
             ),
             (' to=functions.add<|channel|>commentary json<|message|>{"a":1}', "", ADD),
             ("<|channel|>fin", "", []),
+            (
+                '<|channel|>commentary to=functions.say<|message|>{"s":"<|end|> \\"<|start|>"}'
+                "<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+                "Yes.",
+                [("say", '{"s":"<|end|> \\"<|start|>"}')],
+            ),
+            ('<|channel|>commentary to=functions.add<|message|>{"a', "", [("add", '{"a')]),
         )
     ],
 ]
