@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -12,7 +13,10 @@ from cluster.http.cost import MemoryAccount, decoded_bytes
 from cluster.http.schemas import ChatBody, Structure, Tool
 from contracts.errors import RequestError
 from models.text.answer_format import AnswerParser, CallListParser, NamedCallParser
+from models.text.json_schema import below_root
 from models.text.tokenizer import Tokenizer
+
+_AT_ROOT = ("$schema", "$id")  # keywords with a meaning at the root of a schema only
 
 
 def requested_tools(body: ChatBody, tokenizer: Tokenizer) -> list[Tool]:
@@ -68,14 +72,15 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def _any_call(tools: list[Tool]) -> dict[str, Any]:
-    """Return the items of a list of calls. Definitions of the tools' schemas move to its root."""
+    """Return the items of a list of calls. The tools' schemas are definitions at its root."""
     calls, definitions = [], dict[str, Any]()
     for tool in tools:
-        schema = _schema(tool)
-        for name, definition in schema.pop("$defs", {}).items():
-            if definitions.setdefault(name, definition) != definition:
-                raise RequestError(f"tools: $defs has two definitions of {name!r}", "tools")
-        fields = {"name": {"const": tool.function.name}, "arguments": schema}
+        name, schema = tool.function.name, _schema(tool)
+        if name in definitions:
+            raise RequestError(f"tools: two are named {name!r}", "tools")
+        root = f"/$defs/{quote(name)}"
+        definitions[name] = below_root({k: v for k, v in schema.items() if k not in _AT_ROOT}, root)
+        fields = {"name": {"const": name}, "arguments": {"$ref": f"#{root}"}}
         calls.append(
             {
                 "type": "object",

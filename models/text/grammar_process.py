@@ -29,7 +29,7 @@ from models.text.grammar import (
     new_matcher,
     one_line,
 )
-from models.text.json_schema import MAX_DEPTH, SchemaError, prepare_schema, subschemas
+from models.text.json_schema import DEFINITIONS, MAX_DEPTH, SchemaError, prepare_schema, subschemas
 
 _MAX_TRIED = 200  # subschemas compiled to find the place of an error
 _SETUP = msgspec.json.Decoder(CompilerSetup)
@@ -67,7 +67,7 @@ def _compiled(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
 def _place_of(tokenizer: LLTokenizer, schema: dict[str, Any], error: str) -> str:
     """Return the path of the innermost subschema that has this error alone."""
     place, tried = "", 0
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in DEFINITIONS if key in schema}
     candidates = subschemas(schema)
     while (found := next(candidates, None)) is not None and tried < _MAX_TRIED:
         tried += 1

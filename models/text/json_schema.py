@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 64  # of nested objects and arrays of a schema
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+DEFINITIONS = ("$defs", "definitions")
+_NAMED = ("properties", "patternProperties", *DEFINITIONS)
 _DATA = ("const", "enum", "default", "examples")
 _NO_FORMATS = (  # of the specification, but not of the library; all others mean nothing
     *("uri-reference", "iri", "iri-reference", "uri-template", "idn-email", "idn-hostname"),
@@ -59,9 +60,31 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
     return prepared
 
 
+def below_root(schema: Any, root: str, *, are_names: bool = False) -> Any:
+    """Return a schema that is placed at `root` of another one, with its local references."""
+    if isinstance(schema, list):
+        return [below_root(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {
+        key: value
+        if key in _DATA and not are_names
+        else below_root(value, root, are_names=key in _NAMED and not are_names)
+        for key, value in schema.items()
+    }
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#"):
+        moved["$ref"] = f"#{root}{target[1:]}"
+    return moved
+
+
 def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of what may be a schema directly inside another one."""
-    for key, value in schema.items() if isinstance(schema, dict) else ():
+    """Yield the path and the value of what may be a schema directly inside another one.
+
+    Definitions are first: references to them have their errors, too.
+    """
+    items = schema.items() if isinstance(schema, dict) else ()
+    for key, value in sorted(items, key=lambda item: item[0] not in DEFINITIONS):
         if key in _NAMED and isinstance(value, dict):
             yield from ((f"/{key}/{name}", inner) for name, inner in value.items())
         elif isinstance(value, dict):

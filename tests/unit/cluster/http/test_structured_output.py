@@ -110,9 +110,16 @@ def test_complete_answers_are_json_of_the_schema(api: Api, schema: dict[str, Any
         jsonschema.validate(json.loads(text), schema)
 
 
-POINT = {"type": "object", "properties": {"x": {"$ref": "#/$defs/digit"}}, "required": ["x"]}
+POINT = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": {"x": {"$ref": "#/definitions/digit"}, "then": {"$ref": "#"}},
+    "required": ["x"],
+    "definitions": {"digit": DIGIT},
+    "additionalProperties": False,
+}
 TOOLS: list[dict[str, Any]] = [
-    {"name": "move", "parameters": {**POINT, "$defs": {"digit": DIGIT}}},
+    {"name": "move", "parameters": POINT},
     {"name": "wait"},
 ]
 
@@ -165,10 +172,10 @@ def test_unusable_tools_are_rejected(api: Api) -> None:
         return {"type": "function", "function": {"name": name, "parameters": schema}}
 
     user = [{"role": "user", "content": "Go."}]
-    two = [tool("a", **{"$defs": {"d": DIGIT}}), tool("b", **{"$defs": {"d": {}}})]
+    two = [tool("a", **{"$defs": {"d": DIGIT}}), tool("a.b")]
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"tools": two}, "two definitions of 'd'"),
-        ({"tools": [tool("a", properties={"x": {"type": "colour"}})]}, "tools: "),
+        ({"tools": [*two, tool("a.b")]}, "two are named 'a.b'"),
+        ({"tools": [tool("a", properties={"x": {"type": "colour"}})]}, "at /$defs/a/properties/x"),
         ({"tools": two, "tool_choice": "auto"}, "no format of tool calls"),
     ]
     for fields, words in bad:
