@@ -95,15 +95,21 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if not options.stream:
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
+    prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
+    form, structure = app_state.tokenizer.answer_format, options.structure
+    if forced is None and structure is not None and structure.kind != "choice":
+        before = form.reasoning(prompt_end, app_state.tokenizer.tag_ids)
+        structure = msgspec.structs.replace(structure, before=before)
+        options = msgspec.structs.replace(options, structure=structure)
     options = await compile_structure(app_state.grammars, options, app_state.model, ctx.caller)
     (sampling,) = await samplings(
         app_state.tokenizer_pool, [(token_ids, room)], options, app_state.model
     )
     new_parser = forced.new_parser if forced else None
-    if options.structure is None:  # else the whole answer is content
-        prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        new_parser = app_state.tokenizer.answer_format.new_parser(prompt_end, schemas)
+    if structure is None or structure.before:  # else the whole answer is content or a call
+        called = tools if structure is None else []
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in called}
+        new_parser = form.new_parser(prompt_end, schemas)
     return GenerationJob(
         [GenerationPrompt(token_ids, sampling)],
         options,

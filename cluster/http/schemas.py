@@ -444,11 +444,16 @@ class DetokenizeBody(IgnoredFields, kw_only=True):
 
 
 class Structure(msgspec.Struct, frozen=True):
-    """Restriction of an answer. kind: choice, json, regex or lark. field: of the request."""
+    """Restriction of an answer.
+
+    kind: choice, json, regex or lark. field: of the request. before: reasoning that may precede the
+    answer, as the start of a Lark rule.
+    """
 
     field: str
     kind: str
     value: list[str] | dict[str, Any] | str
+    before: str = ""
 
 
 class GenerationOptions(msgspec.Struct, frozen=True, kw_only=True):

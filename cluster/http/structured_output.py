@@ -136,7 +136,7 @@ async def compile_structure(
         raise RequestError(
             f"{name} has {len(text)} characters, at most {MAX_GRAMMAR_SOURCE} are accepted", name
         )
-    answer = await compiler.compile(CompileRequest(structure.kind, text), caller)
+    answer = await compiler.compile(CompileRequest(structure.kind, text, structure.before), caller)
     if answer.error:
         raise RequestError(f"{name}: {answer.error}", name)
     sampling = structs.replace(options.sampling, grammar=answer.grammar)

@@ -15,7 +15,7 @@ content, unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
@@ -25,6 +25,11 @@ MAX_HEADER_CHARACTERS = 256  # of a harmony message; more is not a header
 THINK, END_THINK = "<think>", "</think>"
 HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
 HARMONY_PROMPT = "<|start|>assistant"
+ANY_TEXT, BREAKS = "/(?s:.*)/", r"/\n{0,2}/"
+HARMONY_REASONING = (
+    f'( <|channel|> "analysis" <|message|> {ANY_TEXT} <|end|> <|start|> "assistant" )*'
+    ' <|channel|> "final" <|message|>'
+)
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
@@ -81,6 +86,21 @@ class AnswerFormat(NamedTuple):
             *((THINK, END_THINK) if self.thinks else ()),
             *((calls.begin, *ends, *calls.inner, *calls.silent) if calls else ()),
         ]
+
+    def reasoning(self, prompt_end: str, tag_ids: Mapping[str, int]) -> str:
+        """Return, as the start of a Lark rule, what precedes an answer that has a grammar.
+
+        Empty if nothing may precede it. prompt_end: the last characters of the prompt.
+        """
+        if self.is_harmony and prompt_end.endswith(HARMONY_PROMPT):
+            parts = HARMONY_REASONING.split(" ")
+        elif self.thinks and prompt_end.rstrip().endswith(THINK):
+            parts = [ANY_TEXT, END_THINK, BREAKS]
+        elif self.thinks and not prompt_end.rstrip().endswith(END_THINK):
+            parts = ["(", THINK, ANY_TEXT, END_THINK, BREAKS, ")?"]
+        else:
+            return ""
+        return " ".join(f"<[{tag_ids[part]}]>" if part in tag_ids else part for part in parts)
 
     def new_parser(self, prompt_end: str, tools: Schemas) -> Callable[[], AnswerParser] | None:
         """Return the constructor of an answer's parser, or None if the answer is content.

@@ -47,6 +47,17 @@ def grammar_of(kind: str, text: str) -> str:
     return llguidance.grammar_from("grammar", text)
 
 
+def behind(before: str, kind: str, grammar: str) -> str:
+    """Return the grammar of an answer behind what the start of a Lark rule describes."""
+    if kind == "lark":
+        listed = [{"lark_grammar": grammar}]
+    else:
+        listed = msgspec.json.decode(grammar)["grammars"]
+    start = {"name": "start", "lark_grammar": f"start: {before} @answer"}
+    grammars = [start, {**listed[0], "name": "answer"}, *listed[1:]]
+    return msgspec.json.encode({"grammars": grammars}).decode()
+
+
 def new_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Return a matcher at the start of a grammar. It may be in an error state; `error_of`."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
@@ -65,10 +76,11 @@ def one_line(text: str) -> str:
 
 
 class CompileRequest(msgspec.Struct, frozen=True):
-    """A source of kind json, regex or lark."""
+    """A source of kind json, regex or lark. before: see `behind`."""
 
     kind: str
     text: str
+    before: str = ""
 
 
 class CompileAnswer(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from models.text.grammar import (
     CompileAnswer,
     CompileRequest,
     CompilerSetup,
+    behind,
     error_of,
     grammar_of,
     grammar_tokenizer,
@@ -48,7 +49,7 @@ def compile_source(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAn
         return CompileAnswer(error=one_line(str(error)))
     except ValueError as error:
         return CompileAnswer(error=one_line(f"not valid JSON: {error}"))
-    answer = _compiled(tokenizer, CompileRequest("json", json.dumps(schema)))
+    answer = _compiled(tokenizer, CompileRequest("json", json.dumps(schema), request.before))
     place = _place_of(tokenizer, schema, answer.error) if answer.error else ""
     return CompileAnswer(error=one_line(f"at {place}: {answer.error}")) if place else answer
 
@@ -56,6 +57,8 @@ def compile_source(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAn
 def _compiled(tokenizer: LLTokenizer, request: CompileRequest) -> CompileAnswer:
     try:
         grammar = grammar_of(request.kind, request.text)
+        if request.before:
+            grammar = behind(request.before, request.kind, grammar)
     except ValueError as error:
         return CompileAnswer(error=one_line(str(error)))
     matcher = new_matcher(tokenizer, grammar)

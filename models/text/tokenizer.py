@@ -137,6 +137,12 @@ class Tokenizer:
         return find_format([token.content for token in added])
 
     @functools.cached_property
+    def tag_ids(self) -> dict[str, int]:
+        """Ids of the tags of the answer format."""
+        tags, added = self.answer_format.tags, self._backend.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.content in tags}
+
+    @functools.cached_property
     def tag_texts(self) -> dict[int, str]:
         """Texts of special tokens that are tags of the answer format, by id."""
         tags = self.answer_format.tags

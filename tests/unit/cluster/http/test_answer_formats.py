@@ -12,6 +12,7 @@ from cluster.http.chat import _template_message
 from cluster.http.cost import MemoryBudget
 from cluster.http.schemas import ChatMessage
 from contracts.config import LimitsConfig
+from models.text.grammar import grammar_tokenizer, new_matcher
 from tests.support.api_harness import MODEL, Api, refused, serve_api
 from tests.support.fake_rank import FakeRank
 from tests.support.tiny_tokenizer import EOS, write_byte_level
@@ -119,6 +120,29 @@ def test_cut_call_and_stop_at_a_tag(api: Api) -> None:
     tag = "<|channel|>" if api.tokenizer.answer_format.is_harmony else "<think>"
     message, reason = answer(api, calling, stop=[tag])
     assert (message["content"], reason) == (None, "stop")
+
+
+def test_answer_with_a_grammar_follows_free_reasoning(api: Api) -> None:
+    answered = '{"a":1}'
+    whole, _, _ = texts_of(api)
+    replies = [whole.replace("Yes.", answered).replace("Hm.", 'Hm, {"b')]
+    is_harmony = api.tokenizer.answer_format.is_harmony
+    if not is_harmony:
+        replies.append(answered)
+    structure: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for reply in replies:
+        fields = {"guided_json": {**structure, "additionalProperties": False, "required": ["a"]}}
+        while not api.rank.submits.empty():
+            api.rank.submits.get()
+        message, reason = answer(api, reply, extra_body=fields)
+        assert (message["content"], reason) == (answered, "stop")
+        assert message.get("reasoning_content") == (None if reply == answered else 'Hm, {"b')
+        grammar = api.rank.submits.get().sampling.grammar
+        library = grammar_tokenizer(api.tokenizer.to_json(), api.eos)
+        for text, fits in ((reply, True), (reply.replace("1", "x"), False), ("Hm.", False)):
+            matcher, ids = new_matcher(library, grammar), api.tokenizer.encode(text)
+            accepted = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert accepted == fits, text
 
 
 def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
