@@ -137,7 +137,9 @@ def test_answer_with_a_grammar_follows_free_reasoning(api: Api) -> None:
         message, reason = answer(api, reply, extra_body=fields)
         assert (message["content"], reason) == (answered, "stop")
         assert message.get("reasoning_content") == (None if reply == answered else 'Hm, {"b')
-        grammar = api.rank.submits.get().sampling.grammar
+        sampling = api.rank.submits.get().sampling
+        assert sampling
+        grammar = sampling.grammar or ""
         library = grammar_tokenizer(api.tokenizer.to_json(), api.eos)
         for text, fits in ((reply, True), (reply.replace("1", "x"), False), ("Hm.", False)):
             matcher, ids = new_matcher(library, grammar), api.tokenizer.encode(text)

@@ -20,8 +20,8 @@ TOOLS: dict[str, dict[str, Any]] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
     "say": {"properties": {"s": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
 }
-SAID = '{"name": "say", "arguments": {"s": "\\"%s"}}'
-MARKED = f"<tool_call>{SAID}</tool_call>"
+QUOTED = '{"name": "say", "arguments": {"s": "\\"%s"}}'
+MARKED = f"<tool_call>{QUOTED}</tool_call>"
 HEAD = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 ADD = [("add", '{"a":1}')]
@@ -83,7 +83,7 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
     (
         MISTRAL,
         "",
-        f"[TOOL_CALLS][{SAID % '[TOOL_CALLS]'}]",
+        f"[TOOL_CALLS][{QUOTED % '[TOOL_CALLS]'}]",
         "",
         "",
         [("say", '{"s":"\\"[TOOL_CALLS]"}')],
