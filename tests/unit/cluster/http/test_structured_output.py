@@ -306,6 +306,10 @@ def test_grammar_that_does_not_compile_ends_its_sequence_only() -> None:
         bad = client.submit([1, 2], sampling=Sampling(grammar="start: x"), **fields)
         cut = Sampling(grammar=grammar_of("regex", "ab"))
         wrong = client.submit([1, 2, 9], sampling=cut, generated=1, **fields)
+        digits = tokenizer.encode("1" * 150)
+        ambiguous = Sampling(max_tokens=99, grammar='start: e\ne: e e | e "1" e | "1"')
+        many = client.submit(digits, sampling=ambiguous, generated=len(digits) - 1, **fields)
+        assert "items" in client.failed(many).message
         assert "unknown name" in client.failed(bad).message
         assert client.failed(wrong).status == 400
         assert len(client.generated(good)[0]) == 4
