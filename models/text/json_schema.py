@@ -141,7 +141,9 @@ def _without_control(match: re.Match[str]) -> str:
 
 def _check(schema: dict[str, Any], place: str) -> None:
     """Raise SchemaError for what the library does not enforce in full."""
-    if isinstance(schema.get("$id"), str) and isinstance(schema.get("$ref"), str):
+    target = schema.get("$ref")
+    is_local = not place and str(target).startswith("#")
+    if isinstance(schema.get("$id"), str) and isinstance(target, str) and not is_local:
         raise SchemaError(f"at {place}/$id: not supported beside $ref")
     required = schema.get("required")
     names = set(map(str, required)) if isinstance(required, list) else set()

@@ -74,6 +74,7 @@ def compiled(tokenizer: LLTokenizer, schema: Any) -> tuple[str, str]:
         ({"type": "string", "pattern": "^(\\P{Po}|[[:^punct:]])*$"}, [], ['"\\""', '"\\\\"']),
         ({"type": "string", "pattern": "^[^-\\\\]\\[\\^?$"}, ['"a["', '"\\n["'], ['"\\\\["']),
         ({"patternProperties": {'^[^"]$': {"const": 1}}}, ['{"a":1}', '{"\\"":2}'], ['{"a":2}']),
+        ({**ROOT_ID, "$ref": "#/$defs/x"}, ['"a"'], ["1"]),
         ({"enum": [{"format": "date"}]}, ['{"format":"date"}'], ["{}"]),
         ({"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]$"}, ['"a"'], ['""', '"ab"']),
         ({"const": "\\u0001\n"}, ['"\\\\u0001\\n"'], ['"\\n"']),
