@@ -56,9 +56,9 @@ class Budget(NamedTuple):
 def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
-        # 63,900 without issue 30's clients (formats, tools, structured output 1,900; batches, bulk
+        # 63,900 without issue 30's clients (formats, tools, structured output 2,050; batches, bulk
         # tasks 2,350; bench 450; inputs 250) and issue 31's operation (500)
-        Budget("product: lines", _lines(PRODUCT), 69_300),
+        Budget("product: lines", _lines(PRODUCT), 69_400),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
         Budget("tests: lines", _lines(("tests",)), 48_400),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_350),
