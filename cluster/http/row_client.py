@@ -7,7 +7,6 @@ caller is known. All are best effort.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,15 +18,23 @@ from cluster.http.app import App
 from cluster.http.errors import error_body
 from cluster.http.request_context import CALLER, WATCH
 from cluster.http.request_log import REQUEST_ID
-from cluster.http.response_types import ErrorResponse
+from cluster.http.response_types import ErrorDetail, ErrorResponse
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import NotReadyError, OverloadError, RequestError, RequestTimeoutError
+from contracts.errors import (
+    NotReadyError,
+    OverloadError,
+    PeerDeadError,
+    PeerHungError,
+    RequestError,
+    RequestTimeoutError,
+)
 from contracts.requests import Caller
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score")
 MIN_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 MAX_FAILURES = 3  # of a row: lost ranks, timeouts, errors of the server
+LOST_CODES = frozenset({PeerDeadError.code, PeerHungError.code})
 _BUSY = frozenset({OverloadError.status, NotReadyError.status})
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -40,11 +47,14 @@ class RowReply(NamedTuple):
     attempts: int = 1
 
     @property
-    def error(self) -> str:
-        """Return the message of an error reply."""
-        with contextlib.suppress(msgspec.DecodeError):
-            return _decode_error(self.body).error.message
-        return f"status {self.status}"
+    def error(self) -> ErrorDetail:
+        """Return the error of a reply that is not an answer."""
+        return _decode_error(self.body).error
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the server did not take the row: it lost no rank over it."""
+        return self.status in _BUSY and self.error.code not in LOST_CODES
 
 
 class _StreamField(msgspec.Struct):
@@ -69,8 +79,8 @@ class RowClient:
     ) -> RowReply:
         """Send a row until it is answered or has failed `MAX_FAILURES` times.
 
-        A busy server does not count as a failure. Raises NotReadyError once no row has been
-        answered for unavailable_s. None: never.
+        A busy server does not count as a failure, ranks that were lost over the row do. Raises
+        NotReadyError once no row has been answered for unavailable_s. None: never.
         """
         if _is_stream(body):
             refused = RequestError("stream: not supported here: leave it out", "stream")
@@ -78,15 +88,15 @@ class RowClient:
         pause_s, failures = MIN_PAUSE_S, 0
         for attempts in itertools.count(1):
             status, text = await self._post(path, body, caller)
+            reply = RowReply(status, text, attempts)
             if status < 500 and status not in _BUSY:
                 self._answered_s = self._clock()
-                return RowReply(status, text, attempts)
-            failures += status not in _BUSY
-            reply = RowReply(status, text, attempts)
+                return reply
+            failures += not reply.is_busy
             if failures >= MAX_FAILURES:
                 return reply
             if unavailable_s is not None and self._clock() - self._answered_s > unavailable_s:
-                raise NotReadyError(reply.error)
+                raise NotReadyError(reply.error.message)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         raise AssertionError("endless")

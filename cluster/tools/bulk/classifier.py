@@ -19,16 +19,12 @@ from cluster.classification.classify import (
     map_bounded,
     tokenize_rows,
 )
+from cluster.http.row_client import LOST_CODES, MAX_FAILURES, MAX_PAUSE_S, MIN_PAUSE_S
 from cluster.tools.bulk.records import RowAnswer, RowOutcome, RowRejection, RowRequest
 from cluster.tools.bulk.requester import RequestTask
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import PeerDeadError, PeerHungError, RequestError, TandemError
+from contracts.errors import RequestError, TandemError
 from models.text.tokenizer import Tokenizer
-
-MIN_PAUSE_S = 0.05
-MAX_PAUSE_S = 1.0
-MAX_FAILURES = 3  # of a row: lost workers and errors of its own
-_LOST = frozenset({PeerDeadError.code, PeerHungError.code})
 
 
 class _RowError(TandemError):
@@ -109,7 +105,7 @@ class RowClassifier:
                 self._last_answer_s = self._clock()
                 return result
             except TandemError as error:
-                if not error.retryable or error.code in _LOST:
+                if not error.retryable or error.code in LOST_CODES:
                     failures += 1
                 if error.status < 500 and not error.retryable:
                     raise _RowError(error.message) from None

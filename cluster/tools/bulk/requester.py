@@ -72,7 +72,7 @@ class RowRequester:
         reply = await self._client.answer(self._path, body, Caller(), self._unavailable_s)
         if reply.status != 200:
             attempts = f" [tried {reply.attempts} times]" if reply.attempts > 1 else ""
-            return RowRejection(reply.error + attempts)
+            return RowRejection(reply.error.message + attempts)
         return self._outcome(reply)
 
     def _body(self, row: RowRequest) -> dict[str, Any]:

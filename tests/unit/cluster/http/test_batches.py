@@ -13,6 +13,8 @@ import openai
 import pytest
 from openai.types import Batch
 
+from cluster.http.row_client import MAX_FAILURES
+from cluster.routing.rank_set import RoutingConfig
 from contracts.config import BatchConfig, HttpConfig
 from contracts.requests import Priority
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, refused, serve_api
@@ -166,6 +168,15 @@ def test_keys_see_only_their_own(serve: Callable[..., Any]) -> None:
 
 def start_with(client: openai.OpenAI, file: str) -> Batch:
     return client.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
+
+
+@pytest.mark.parametrize("code", ["peer_dead", "peer_hung"])
+def test_row_that_loses_ranks_is_given_up(api: Api, code: str) -> None:
+    api.rank.fail_with = ("lost over it", code, 503)
+    batch = ended(api.openai, start(api.openai, line("a")))
+    error = results(api.openai, batch.error_file_id)["a"]["response"]
+    assert (error["status_code"], error["body"]["error"]["code"]) == (503, code)
+    assert api.rank.submits.qsize() == MAX_FAILURES * RoutingConfig().max_attempts
 
 
 def test_limits_name_their_settings(api: Api) -> None:
