@@ -201,3 +201,10 @@ class HandshakeBrokenError(HandshakeError):
     """The connection ended or timed out before the handshake completed; it may be retried."""
 
     code = "handshake_broken"
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error in a group, or the error itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

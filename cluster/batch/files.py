@@ -13,15 +13,13 @@ from typing import BinaryIO, Literal, TypeVar
 from cluster.batch.store import FileRecord, Store
 from cluster.http.batch_types import (
     BatchObject,
-    ConflictError,
     DeletedFile,
     FileList,
     FileObject,
     FileOwner,
     PageQuery,
-    StorageError,
-    UnknownObjectError,
 )
+from cluster.http.errors import ConflictError, StorageError, UnknownObjectError
 from contracts.config import BatchConfig
 from contracts.errors import RequestError, TooCostlyError
 

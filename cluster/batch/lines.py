@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
@@ -42,6 +43,27 @@ def sync(file: BinaryIO) -> None:
     """Flush the file to the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def write_whole(path: Path, body: bytes) -> None:
+    """Write the file atomically: a crash leaves the old content or the new."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(body)
+            sync(file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class SeenIds:

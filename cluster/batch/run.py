@@ -24,6 +24,7 @@ from cluster.batch.lines import MAX_LINE_BYTES, SeenIds, split_lines, sync
 from cluster.batch.store import BatchRecord, StopCode
 from cluster.http.batch_types import BatchError, RequestCounts
 from cluster.http.row_client import RowClient, RowReply
+from contracts.errors import first_error
 from contracts.json_input import wrong_field
 from contracts.requests import Caller
 
@@ -260,7 +261,7 @@ class BatchExecution:
                 self._add_stopped(*self._stopped.pop())
             await asyncio.to_thread(results.sync)
         except BaseExceptionGroup as failures:
-            raise _first(failures) from None
+            raise first_error(failures) from None
         finally:
             syncing.cancel()
             await asyncio.gather(syncing, return_exceptions=True)
@@ -313,10 +314,3 @@ async def _sync_regularly(results: ResultFiles) -> None:
     while True:
         await asyncio.sleep(SYNC_EVERY_S)
         await asyncio.to_thread(results.sync)
-
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

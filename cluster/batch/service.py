@@ -30,15 +30,13 @@ from cluster.http.batch_types import (
     BatchErrors,
     BatchList,
     BatchObject,
-    ConflictError,
     DeletedFile,
     FileObject,
     FileOwner,
     PageQuery,
     RequestCounts,
-    StorageError,
-    UnknownObjectError,
 )
+from cluster.http.errors import ConflictError, StorageError, UnknownObjectError
 from cluster.http.row_client import RowClient
 from contracts.config import BatchConfig
 from contracts.errors import OverloadError, RequestError, TandemError
@@ -85,7 +83,7 @@ class Batches(Files):
         batches = await asyncio.to_thread(self._store.batches)
         self._batches = {record.batch.id: record for record in batches}
         for record in batches:
-            if record.batch.status not in ENDED and record.batch.model == self._model:
+            if _is_open(record) and record.batch.model == self._model:
                 self._start(record.batch.id)
         self._sweeping = asyncio.create_task(self._sweep_regularly())
 
@@ -120,7 +118,7 @@ class Batches(Files):
         open_batches = [
             other
             for other in self._batches.values()
-            if other.tenant == owner.tenant and other.batch.status not in ENDED
+            if other.tenant == owner.tenant and _is_open(other)
         ]
         if len(open_batches) >= self._config.key_batches:
             raise OverloadError(

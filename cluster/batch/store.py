@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeVar
 import fsspec
 import msgspec
 
-from cluster.batch.lines import READ_BYTES, sync
-from cluster.http.batch_types import ENDED, BatchObject, FileObject, StorageError
+from cluster.batch.lines import READ_BYTES, write_whole
+from cluster.http.batch_types import ENDED, BatchObject, FileObject
+from cluster.http.errors import StorageError
 from contracts.errors import ConfigError
 
 Record = TypeVar("Record")
@@ -152,15 +153,7 @@ class Store:
             if not self.is_local:
                 self._fs.pipe_file(self._path(name), body)
                 return
-            target = Path(self._path(name))
-            partial = target.with_name(f".{target.name}.partial")
-            try:
-                with partial.open("wb") as file:
-                    file.write(body)
-                    sync(file)
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
+            write_whole(Path(self._path(name)), body)
 
     def _delete(self, name: str) -> None:
         with self._storage(), contextlib.suppress(FileNotFoundError):

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from actors.telemetry.chrome_trace import request_events
 from actors.telemetry.telemetry import CONTENT_TYPE, merge_expositions
 from cluster.http import response_types
-from cluster.http.body import read_body
-from cluster.http.errors import BodyTimeoutError, MediaTypeError
+from cluster.http.body import read_small_body
+from cluster.http.errors import MediaTypeError
 from cluster.http.request_context import AppState
 from cluster.http.responses import json_response
 from contracts import metrics
@@ -76,21 +76,10 @@ async def start_scale(app_state: AppState, request: Request) -> Response:
     if not request.headers.get("content-type", "").strip():  # a cross-site form has none
         raise MediaTypeError("content-type: expected application/json, got none")
     app_state.drainer.check()
-    requested = await _read_scale_request(app_state, request)
+    requested = await read_small_body(app_state, request, ScaleTarget, MAX_BODY_BYTES)
     check_counts(requested)
     event(log, "scale_requested", logging.WARNING, requested=format_counts(requested.counts))
     return json_response(await _request_scale(app_state, requested))
-
-
-async def _read_scale_request(app_state: AppState, request: Request) -> ScaleTarget:
-    account, limit_s = app_state.memory_budget.open(), app_state.http.body_timeout_s
-    try:
-        async with asyncio.timeout(limit_s):
-            return await read_body(request, ScaleTarget, MAX_BODY_BYTES, account)
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from None
-    finally:
-        account.close()
 
 
 async def _request_scale(app_state: AppState, requested: ScaleTarget | None) -> ScaleState:

@@ -7,8 +7,6 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
-from contracts.errors import RequestError, UnknownModelError
-
 BatchStatus = Literal[
     "validating",
     "failed",
@@ -21,26 +19,6 @@ BatchStatus = Literal[
 ]
 ENDED: frozenset[BatchStatus] = frozenset({"failed", "completed", "expired", "cancelled"})
 BatchEndpoint = Literal["/v1/completions", "/v1/chat/completions", "/v1/classify", "/v1/score"]
-
-
-class UnknownObjectError(UnknownModelError):
-    """No file or batch of the caller has this id."""
-
-    code = "not_found"
-
-
-class ConflictError(RequestError):
-    """The state of a file or batch does not permit the request."""
-
-    code = "conflict"
-    status = 409
-
-
-class StorageError(RequestError):
-    """batch.storage cannot be read or written."""
-
-    code = "storage_failed"
-    status = 507
 
 
 class FileOwner(NamedTuple):

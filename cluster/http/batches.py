@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from cluster.http.batch_types import BatchBody, BatchService, ExpiresAfter, FileOwner, PageQuery
-from cluster.http.body import read_body
+from cluster.http.body import read_small_body
 from cluster.http.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from cluster.http.request_context import MAX_UPLOADS, AppState, Result
 from cluster.http.responses import json_response
@@ -28,6 +28,8 @@ PIECE_BYTES = 1 << 20
 MIN_BYTES_PER_S = 16 << 10  # an upload slower than this ends after http.body_timeout_s
 REPLY_TIMEOUT_S = 60.0
 _UNTITLED = "file.jsonl"
+
+Endpoint = Callable[[AppState, Request], Awaitable[Response]]
 
 
 class UploadForm:
@@ -201,21 +203,6 @@ def _check_size(app_state: AppState, size: int) -> None:
         )
 
 
-async def list_files(app_state: AppState, request: Request) -> Response:
-    owner, query = _owner(app_state, request), _query(request)
-    return json_response(await _reply(_service(app_state).list_files(owner, query)))
-
-
-async def get_file(app_state: AppState, request: Request) -> Response:
-    owner, name = _owner(app_state, request), request.path_params["id"]
-    return json_response(await _reply(_service(app_state).get_file(owner, name)))
-
-
-async def delete_file(app_state: AppState, request: Request) -> Response:
-    owner, name = _owner(app_state, request), request.path_params["id"]
-    return json_response(await _reply(_service(app_state).delete_file(owner, name)))
-
-
 async def file_content(app_state: AppState, request: Request) -> Response:
     """Answer `GET /v1/files/{id}/content` in pieces, each read when the one before is sent."""
     owner, service = _owner(app_state, request), _service(app_state)
@@ -241,30 +228,36 @@ async def create_batch(app_state: AppState, request: Request) -> Response:
     """Answer `POST /v1/batches`."""
     owner, service = _owner(app_state, request), _service(app_state)
     app_state.drainer.check()
-    account, limit_s = app_state.memory_budget.open(), app_state.http.body_timeout_s
-    try:
-        async with asyncio.timeout(limit_s):
-            body = await read_body(request, BatchBody, MAX_BODY_BYTES, account)
-    except TimeoutError:
-        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from None
-    finally:
-        account.close()
+    body = await read_small_body(app_state, request, BatchBody, MAX_BODY_BYTES)
     return json_response(await _reply(service.create_batch(owner, body)))
 
 
-async def list_batches(app_state: AppState, request: Request) -> Response:
-    owner, query = _owner(app_state, request), _query(request)
-    return json_response(await _reply(_service(app_state).list_batches(owner, query)))
+def _by_query(call: Callable[[BatchService, FileOwner, PageQuery], Awaitable[object]]) -> Endpoint:
+    """Return the endpoint that answers with a page of the caller's objects."""
+
+    async def endpoint(app_state: AppState, request: Request) -> Response:
+        owner, query = _owner(app_state, request), _query(request)
+        return json_response(await _reply(call(_service(app_state), owner, query)))
+
+    return endpoint
 
 
-async def get_batch(app_state: AppState, request: Request) -> Response:
-    owner, name = _owner(app_state, request), request.path_params["id"]
-    return json_response(await _reply(_service(app_state).get_batch(owner, name)))
+def _by_id(call: Callable[[BatchService, FileOwner, str], Awaitable[object]]) -> Endpoint:
+    """Return the endpoint that answers with the object that its path names."""
+
+    async def endpoint(app_state: AppState, request: Request) -> Response:
+        owner, name = _owner(app_state, request), request.path_params["id"]
+        return json_response(await _reply(call(_service(app_state), owner, name)))
+
+    return endpoint
 
 
-async def cancel_batch(app_state: AppState, request: Request) -> Response:
-    owner, name = _owner(app_state, request), request.path_params["id"]
-    return json_response(await _reply(_service(app_state).cancel_batch(owner, name)))
+list_files = _by_query(lambda service, *of: service.list_files(*of))
+get_file = _by_id(lambda service, *of: service.get_file(*of))
+delete_file = _by_id(lambda service, *of: service.delete_file(*of))
+list_batches = _by_query(lambda service, *of: service.list_batches(*of))
+get_batch = _by_id(lambda service, *of: service.get_batch(*of))
+cancel_batch = _by_id(lambda service, *of: service.cancel_batch(*of))
 
 
 def _owner(app_state: AppState, request: Request) -> FileOwner:

@@ -7,6 +7,7 @@ The first failure is reported. No rank receives anything before all checks pass.
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import contextlib
 import difflib
@@ -25,6 +26,7 @@ from cluster.http.authenticator import with_cache_salt
 from cluster.http.batch_types import BatchBody
 from cluster.http.cost import MemoryAccount, decoded_bytes
 from cluster.http.errors import (
+    BodyTimeoutError,
     BodyTooLargeError,
     MediaTypeError,
     UnknownFieldError,
@@ -101,6 +103,20 @@ async def read_request_body(
     limit = app_state.http.max_body_bytes
     log_body = partial(_log_body, ctx.request_id) if app_state.logs_prompts else None
     return await ctx.read(read_body(request, kind, limit, ctx.account, log_body))
+
+
+async def read_small_body(
+    app_state: AppState, request: Request, kind: type[Body], max_bytes: int
+) -> Body:
+    """Return the body of a request that is not served by ranks. Enforces the body timeout."""
+    account, limit_s = app_state.memory_budget.open(), app_state.http.body_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await read_body(request, kind, max_bytes, account)
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body did not arrive within {limit_s:g} s") from None
+    finally:
+        account.close()
 
 
 async def read_prioritized_body(

@@ -18,6 +18,7 @@ from contracts.errors import (
     RequestTimeoutError,
     TandemError,
     UnauthorizedError,
+    UnknownModelError,
 )
 from contracts.metrics import RequestOutcome
 
@@ -84,6 +85,26 @@ class UnknownFieldError(RequestError):
     """The body has an unknown field."""
 
     code = "unknown_parameter"
+
+
+class UnknownObjectError(UnknownModelError):
+    """No file or batch of the caller has this id."""
+
+    code = "not_found"
+
+
+class ConflictError(RequestError):
+    """The state of a file or batch does not permit the request."""
+
+    code = "conflict"
+    status = 409
+
+
+class StorageError(RequestError):
+    """batch.storage cannot be read or written."""
+
+    code = "storage_failed"
+    status = 507
 
 
 def error_body(error: TandemError) -> ErrorResponse:

@@ -102,8 +102,11 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_on)
         finally:
-            is_excluded = status < 400 and _route(scope) in self._exclude
-            if self._access_log is not None and not is_excluded and log.isEnabledFor(logging.INFO):
+            if (
+                self._access_log is not None
+                and log.isEnabledFor(logging.INFO)
+                and not (status < 400 and _route(scope) in self._exclude)
+            ):
                 spent_ms = 1e3 * (self._clock() - arrived_s)
                 self._access_log.add(
                     {

@@ -54,7 +54,7 @@ def unsupported(*neutral: Any) -> Meta:
     return Meta(
         description="Not supported. Only values that change nothing are accepted.",
         extra_json_schema={"enum": [None, *neutral]},
-        # typing caches Annotated by equality, and 1.0 == True: the text tells them apart
+        # typing caches Annotated by equality, and 1.0 == True: the text differs
         extra={"neutral": neutral, "text": repr(neutral)},
     )
 

@@ -31,7 +31,7 @@ from cluster.tools.bulk.records import (
 from cluster.tools.bulk.requester import RequestTask
 from cluster.tools.bulk.windows import Window, split_chunks
 from contracts.clock import Clock, monotonic_s
-from contracts.errors import JobError
+from contracts.errors import JobError, first_error
 
 IN_FLIGHT_ROWS = 512
 CHUNK_ROWS = 64
@@ -223,9 +223,7 @@ def _tokens(answers: list[RowOutcome]) -> tuple[int, int]:
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(errors)
     if isinstance(error, OSError):  # readers handle errors of the input
         where = error.filename or "the output folder"
         return JobError(f"{where}: cannot be written: {error.strerror}; then run with --resume")

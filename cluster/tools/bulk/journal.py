@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -48,24 +47,6 @@ def whole_lines(data: bytes, decoder: msgspec.json.Decoder[Line]) -> tuple[list[
             break
         size += len(line)
     return lines, size
-
-
-def write_whole(path: Path, body: bytes) -> None:
-    """Write the file atomically: a crash leaves the old content or the new."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(body)
-        sync(file)
-    partial.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class JournalHeader(msgspec.Struct, frozen=True, array_like=True, tag="begun"):

@@ -23,13 +23,12 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from cluster.batch.lines import sync
+from cluster.batch.lines import sync, write_whole
 from cluster.tools.bulk.journal import (
     Committed,
     Journal,
     input_changed,
     whole_lines,
-    write_whole,
 )
 from cluster.tools.bulk.records import Reject
 from cluster.tools.bulk.windows import Window

@@ -57,11 +57,14 @@ def upload(client: openai.OpenAI, *lines: str) -> str:
     return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch").id
 
 
-def start(client: openai.OpenAI, *lines: str, window: Any = "24h") -> str:
-    file = upload(client, *lines)
-    made = client.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window=window)
+def start(client: openai.OpenAI, *lines: str) -> str:
+    made = start_with(client, upload(client, *lines))
     assert made.status == "validating"
     return made.id
+
+
+def start_with(client: openai.OpenAI, file: str) -> Batch:
+    return client.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
 
 
 def ended(client: openai.OpenAI, batch: str) -> Batch:
@@ -164,10 +167,6 @@ def test_keys_see_only_their_own(serve: Callable[..., Any]) -> None:
             with pytest.raises(openai.NotFoundError, match="there is no"):
                 call()
         refused(api.http.get("/v1/files"), 401, None, "API key")
-
-
-def start_with(client: openai.OpenAI, file: str) -> Batch:
-    return client.batches.create(input_file_id=file, endpoint=COMPLETIONS, completion_window="24h")
 
 
 @pytest.mark.parametrize("code", ["peer_dead", "peer_hung"])
