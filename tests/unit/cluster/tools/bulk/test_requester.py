@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster.tools.bulk.driver import DriverSettings
@@ -123,11 +124,7 @@ def test_lines_name_what_was_answered() -> None:
     for is_json, shown in ((False, {"text": "[1]"}), (True, {"json": [1]})):
         task = RequestTask(kind="generate", is_json=is_json)
         line = DriverSettings(task=TASK, requests=task).line(row, answer)
-        assert json.loads(json.dumps(line, default=lambda raw: json.loads(bytes(raw)))) == {
-            "id": "a",
-            **shown,
-            **tokens,
-        }
+        assert json.loads(msgspec.json.encode(line)) == {"id": "a", **shown, **tokens}
     scored = DriverSettings(task=TASK, requests=RequestTask(kind="score"))
     assert scored.line(row, RowAnswer([0.5], 3, 0)) == {
         "id": "a",
