@@ -225,8 +225,8 @@ def rank_of(kind: str, folder: Path, **prefill: Any) -> Iterator[tuple[Rank, Ran
 @contextmanager
 def meeting(worker: Rank, requests: int) -> Iterator[None]:
     """Hold requests submitted inside until all are there, so that they share a batch."""
-    scheduler = loop_of(worker).scheduler
-    with patch.object(scheduler, "next_batch", return_value=None):
+    loop = loop_of(worker)
+    with patch.object(loop.scheduler, "next_batch", return_value=None):
         yield
         end_s = monotonic_s() + DEADLINE_S
         while worker.status().waiting < requests:
@@ -234,7 +234,7 @@ def meeting(worker: Rank, requests: int) -> Iterator[None]:
             time.sleep(0.001)
     while worker.status().waiting == requests:  # the loop may have noted a change as tried by now
         assert monotonic_s() < end_s, "they were never tried"
-        scheduler.changes += 1
+        loop._on_compiled()
         time.sleep(0.001)
 
 
