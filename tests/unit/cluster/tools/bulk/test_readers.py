@@ -277,7 +277,7 @@ def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Pat
         ("rows.jsonl", b"\xfe\xff\0{", "UTF-16"),
         ("rows.json", b'[\n  {"id": 1, "text": "a"}\n]', "jq -c"),
         ("rows.json", b'\xef\xbb\xbf[{"id": 1, "text": "a"}]', "jq -c"),
-        ("rows.json.gz", gzip.compress(b'{\r\n "id": 1,\n "text": "a"\n}\n'), "jq -c"),
+        ("rows.json.gz", gzip.compress(b'{\r\n "id": 1}\n', mtime=0), "jq -c"),
         ("rows.xlsx", b"", "no known ending"),
         ("rows.parquet.gz", b"", "compressed inside"),
         ("none.jsonl", None, "no such file"),
