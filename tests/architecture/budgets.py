@@ -133,12 +133,15 @@ def idiomatic_docstrings() -> list[str]:
     ]
 
 
-def _docstrings() -> Iterator[tuple[str, str]]:
+@functools.cache
+def _docstrings() -> list[tuple[str, str]]:
     documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
-    for path in python_files(PRODUCT):
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, documented) and (text := ast.get_docstring(node)):
-                yield _place(path, node), text
+    return [
+        (_place(path, node), text)
+        for path in python_files(PRODUCT)
+        for node in ast.walk(_tree(path))
+        if isinstance(node, documented) and (text := ast.get_docstring(node))
+    ]
 
 
 def _defined_names(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:

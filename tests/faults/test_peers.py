@@ -26,6 +26,9 @@ from tests.support.channels_support import (
 )
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
+# A peer is hung after 2 s of silence: after one timeout, or after four if it is known to run here.
+TIMEOUTS_S = {"shm": 0.5, "tcp": 2.0}
+ENOUGH_S = 2.5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,7 +68,7 @@ def test_killed_peer_is_dead_by_name(backend: str) -> None:
         packet = first_packet(main)
         assert peer.line() == "holding"
         peer.signal(signal.SIGKILL)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        lost = wait_for(main, PeerLost)[0]
         assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerDeadError, "peer")
         assert packet.tensors[0].numel() == 1 << 20
         packet.release()
@@ -81,7 +84,7 @@ def test_stopped_peer_is_hung_by_name(backend: str, payloads: int) -> None:
         peer.signal(signal.SIGSTOP)
         for number in range(payloads):
             send(main, "peer", [torch.ones(4 << 20)], header(number))
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        lost = wait_for(main, PeerLost)[0]
         assert (lost.peer, type(lost.error), lost.error.peer) == ("peer", PeerHungError, "peer")
         assert main.poll(0) == []  # reported once
         with pytest.raises(PeerHungError):
@@ -90,8 +93,9 @@ def test_stopped_peer_is_hung_by_name(backend: str, payloads: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_busy_receiver_reports_no_healthy_peer(backend: str) -> None:
-    with with_peer(backend, "echo", heartbeat_timeout_s=2.0, heartbeat_interval_s=0.1) as (main, _):
-        end_s = monotonic_s() + 4.0
+    limits = {"heartbeat_timeout_s": TIMEOUTS_S[backend], "heartbeat_interval_s": 0.1}
+    with with_peer(backend, "echo", **limits) as (main, _):
+        end_s = monotonic_s() + ENOUGH_S
         matrix = torch.rand(400, 400)
         while monotonic_s() < end_s:
             matrix = torch.mm(matrix, matrix).clamp(0, 1)
@@ -103,10 +107,10 @@ def test_busy_receiver_reports_no_healthy_peer(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_resumed_process_reports_no_peer(backend: str) -> None:
-    options = {"heartbeat_timeout_s": 1.5, "heartbeat_interval_s": 0.1}
+    options = {"heartbeat_timeout_s": TIMEOUTS_S[backend], "heartbeat_interval_s": 0.1}
     with with_peer(backend, "echo", options=options, heartbeat_timeout_s=30.0) as (main, peer):
         peer.signal(signal.SIGSTOP)
-        assert main.poll(3.0) == []
+        assert main.poll(ENOUGH_S) == []
         peer.signal(signal.SIGCONT)
         send(main, "peer", [torch.ones(4)], header(9))
         packet = first_packet(main)
@@ -123,7 +127,7 @@ def test_peer_lost_during_payload_is_reported_by_name(
     with with_peer("tcp", "half", options={"elements": 32 << 20}) as (main, peer):
         assert peer.line() == "half"
         peer.signal(number)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        lost = wait_for(main, PeerLost)[0]
         assert (lost.peer, type(lost.error)) == ("peer", error)
 
 
@@ -133,7 +137,7 @@ def test_peer_killed_while_receiving_is_dead_by_name() -> None:
         for _ in range(3):
             send(main, "peer", [torch.ones(8 << 20)], header())
         peer.signal(signal.SIGKILL)
-        lost = wait_for(main, PeerLost, deadline_s=2.0)[0]
+        lost = wait_for(main, PeerLost)[0]
         assert (lost.peer, type(lost.error)) == ("peer", PeerDeadError)
 
 
@@ -148,9 +152,9 @@ def test_send_without_progress_at_the_deadline_is_a_hung_peer() -> None:
 
 
 def test_heartbeats_pass_while_a_large_payload_waits() -> None:
-    with with_peer("tcp", "echo", heartbeat_timeout_s=3.0, heartbeat_interval_s=0.1) as (main, _):
+    with with_peer("tcp", "echo", heartbeat_timeout_s=2.0, heartbeat_interval_s=0.1) as (main, _):
         send(main, "peer", [torch.ones(64 << 20)], header())  # 256 MiB there and back
-        time.sleep(4.0)  # longer than silence_s: the answer fills the sockets
+        time.sleep(ENOUGH_S)  # the answer fills the sockets
         packet = first_packet(main)
         assert packet.tensors[0].numel() == 64 << 20
         packet.release()

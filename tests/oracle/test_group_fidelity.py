@@ -192,20 +192,17 @@ def test_sequences_of_one_batch_share_every_token_that_is_computed_in_it(
     sequences += [sequences[1], sequences[3][:43]]
     expected = local.last_logits(sequences)
     for plan in (Plan(r1=1), Plan(r1=4, r2=2), Plan(ma=1)):
-        # one message at a time would start at once: a long sequence holds the rank until all are in
         with ThreadGroup(folder, group_config(1, 2)) as group, group.client() as client:
             group.pin(plan)
-            blocker = client.submit(prompts(6, [400])[0], candidates=[0])
-            ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
-            client.wait(blocker, *ids)
+            with meeting(group.attention[0], len(sequences)):
+                ids = [client.submit(seq, candidates=VOCABULARY) for seq in sequences]
             answers = [client.scored(request) for request in ids]
             answers += [client.scored(client.submit(seq, candidates=VOCABULARY))
                         for seq in sequences]  # fmt: skip
             found = torch.tensor([answer.candidate_logits for answer in answers])
             torch.testing.assert_close(found, expected.repeat(2, 1), atol=1e-5, rtol=0)
             cached = [answer.usage.cached_tokens for answer in answers]
-            earlier = [prompts(6, [400])[0], list(WARM_UP_IDS)]
-            assert cached == cached_tokens(earlier, sequences * 2)
+            assert cached == cached_tokens([list(WARM_UP_IDS)], sequences * 2)
 
 
 def cached_tokens(earlier: list[list[int]], sequences: list[list[int]]) -> list[int]:

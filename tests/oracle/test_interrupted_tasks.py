@@ -45,6 +45,7 @@ from tests.support.group_harness import (
     group_config,
     loop_of,
     prefill_config,
+    until,
 )
 from tests.support.local_model import LocalModel
 from tests.support.tiny_models import FAMILIES, VOCABULARY, Checkpoints
@@ -266,7 +267,9 @@ def test_on_the_bundled_model_tokens_are_those_of_an_undisturbed_run() -> None:
         group.client() as client,
     ):
         alone = [client.generated(client.submit(ids, sampling=greedy(12)))[0] for ids in prompts]
-        for _ in range(2):
+        scheduler, rounds = loop_of(group.attention[0]).scheduler, 0
+        while rounds < 2 or (not scheduler.requeued_total and rounds < 20):
+            rounds += 1  # on a fast machine a request may end before the next ones come
             sent = []
             for ids in chance.sample(prompts, len(prompts)):
                 sent.append((_submit(chance, client, ids, sampling=greedy(12)), ids))
@@ -277,15 +280,13 @@ def test_on_the_bundled_model_tokens_are_those_of_an_undisturbed_run() -> None:
             for request, ids in sent:
                 assert client.generated(request)[0] == alone[prompts.index(ids)]
         (rank,) = group.attention
-        assert loop_of(rank).scheduler.requeued_total, "nothing was evicted"
+        assert scheduler.requeued_total, "nothing was evicted"
         assert rank_blocks(rank)["used"] == 0
 
 
 def rank_blocks(rank: Rank) -> dict[str, int]:
     blocks = loop_of(rank).scheduler.blocks
-    end_s = monotonic_s() + 10.0
-    while blocks.counts["used"] and monotonic_s() < end_s:
-        pass
+    until(lambda: not blocks.counts["used"])
     blocks.check([])
     return blocks.counts
 
