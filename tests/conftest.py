@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.metadata
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 import tests.support.rank_process
+from tests.support import tiny_models
 from tests.support.fork_server import fork_server, start_forked
 from tests.support.tiny_models import Checkpoints, make_tiny_checkpoint
 
@@ -73,17 +79,33 @@ def ranks_are_forked(forked_processes: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+def tiny_checkpoint(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Checkpoints:
     """tiny_checkpoint(family, **overrides) -> folder, written once per set of arguments.
 
-    Shared by the session: copy the folder before changing anything in it.
+    Shared by the session: copy the folder before changing anything in it. Copies of what an earlier
+    session wrote with the same versions save the import of the models of `transformers`.
     """
     made: dict[str, Path] = {}
+    cache = getattr(request.config, "cache", None)
+    store = None if cache is None else cache.mkdir("tiny_checkpoints")
+    versions = [Path(tiny_models.__file__).read_text(encoding="utf-8")]
+    versions += map(importlib.metadata.version, ("torch", "transformers", "safetensors"))
 
     def make(family: str = "qwen3_moe", **overrides: Any) -> Path:
-        key = json.dumps([family, overrides], sort_keys=True)
+        key = json.dumps([family, overrides, versions], sort_keys=True)
         if key not in made:
-            made[key] = make_tiny_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+            folder = made[key] = tmp_path_factory.mktemp(family)
+            stored = store and store / sha256(key.encode()).hexdigest()
+            if stored is not None and stored.is_dir():
+                return shutil.copytree(stored, folder, dirs_exist_ok=True)
+            make_tiny_checkpoint(folder, family, **overrides)
+            if stored is not None:
+                with tempfile.TemporaryDirectory(dir=store, ignore_cleanup_errors=True) as place:
+                    shutil.copytree(folder, Path(place) / "new")
+                    with contextlib.suppress(OSError):  # another worker has stored it
+                        (Path(place) / "new").rename(stored)
         return made[key]
 
     return make
