@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import shutil
 import signal
@@ -18,7 +17,6 @@ import pytest
 from contracts.config import ChannelConfig
 from contracts.planner_messages import MoveOutcome
 from contracts.ranks import RankStatus
-from kernels.linear import PackedLinear
 from models.spec.model import ModelSpec, read_spec
 from tests.support.channels_support import nothing_leaks  # noqa: F401
 from tests.support.fake_planner import FakePlanner, following
@@ -26,6 +24,7 @@ from tests.support.group_harness import (
     DEADLINE_S,
     RankConnection,
     connections,
+    experts_in_memory,
     greedy,
     group_config,
     until,
@@ -188,12 +187,7 @@ def _replace_weights(folder: Path) -> None:
 def test_moved_experts_free_their_memory(deep: Path) -> None:
     spec = read_spec(deep)
     with following(deep, **config(FAST)) as (planner, group):
-
-        def experts_there() -> int:
-            gc.collect()
-            return sum(type(each) is PackedLinear for each in gc.get_objects()) // 2
-
-        others = experts_there() - sum(int(placed(r.status())[1]) for r in group.experts)
+        others = experts_in_memory() - sum(int(placed(r.status())[1]) for r in group.experts)
         assert others >= 0
         for generation in range(1, 5):
             planner.propose(another(spec, generation))
@@ -202,7 +196,7 @@ def test_moved_experts_free_their_memory(deep: Path) -> None:
             counts = [own(spec, generation, rank) for rank in (0, 1)]
             found = [placed(rank.status()) for rank in group.experts]
             assert found == [(generation, count) for count in counts]
-            until(lambda counts=counts: experts_there() - others == sum(counts))  # type: ignore[misc]
+            until(lambda counts=counts: experts_in_memory() - others == sum(counts))  # type: ignore[misc]
 
 
 # --- the planner

@@ -6,6 +6,7 @@ import os
 import signal
 import tempfile
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,10 @@ def test_stopped_peer_is_hung_by_name(backend: str, payloads: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_busy_receiver_reports_no_healthy_peer(backend: str) -> None:
-    limits = {"heartbeat_timeout_s": TIMEOUTS_S[backend], "heartbeat_interval_s": 0.1}
+    limits: dict[str, Any] = {
+        "heartbeat_timeout_s": TIMEOUTS_S[backend],
+        "heartbeat_interval_s": 0.1,
+    }
     with with_peer(backend, "echo", **limits) as (main, _):
         end_s = monotonic_s() + ENOUGH_S
         matrix = torch.rand(400, 400)

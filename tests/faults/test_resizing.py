@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import signal
 import threading
@@ -20,7 +19,6 @@ from actors.ranks.rank import Rank
 from contracts.errors import TandemError
 from contracts.placement import Placement, PlacementState
 from contracts.ranks import Group
-from kernels.linear import PackedLinear
 from models.spec.model import read_spec
 from planner.placement.resize import resize_placement
 from planner.placement.slots import contiguous
@@ -30,6 +28,7 @@ from tests.support.group_harness import (
     DEADLINE_S,
     RankConnection,
     ThreadGroup,
+    experts_in_memory,
     greedy,
     group_config,
     until,
@@ -266,17 +265,12 @@ def test_resized_experts_free_their_memory(deep: Path, right: list[list[int]]) -
     spec = read_spec(deep)
     with ThreadGroup(deep, group_config(1, 3)) as group:
         working = [RunningRank(rank.ready, ThreadHandle(rank)) for rank in group.ranks]
-
-        def experts_there() -> int:
-            gc.collect()
-            return sum(type(each) is PackedLinear for each in gc.get_objects()) // 2
-
         every = spec.num_experts * len(spec.moe_layers)
-        others = experts_there() - every
+        others = experts_in_memory() - every
         assert others >= 0
         for ranks in (2, 1):
             place_experts(lambda: working, ranks, group_config())
-            until(lambda: experts_there() - others == every)
+            until(lambda: experts_in_memory() - others == every)
         with group.client() as client:
             request = client.submit(PROMPTS[0], sampling=greedy(TOKENS))
             assert client.generated(request)[0] == right[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import socket
 import time
@@ -39,6 +40,7 @@ from contracts.plan import Plan
 from contracts.ranks import Group
 from contracts.requests import Sampling
 from contracts.routing_messages import WorkerReport, WorkerSnapshot
+from kernels.linear import PackedLinear
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_half import ExpertHalf
 from tests.support.tiny_models import VOCABULARY
@@ -201,6 +203,12 @@ def experts_of(worker: Rank) -> ExpertHalf:
     assert isinstance(experts, ResidentExperts)
     (half,) = experts._halves.values()
     return half
+
+
+def experts_in_memory() -> int:
+    """Return the experts in memory, and pairs of other products, that this test made."""
+    gc.collect()
+    return sum(type(each) is PackedLinear for each in gc.get_objects()) // 2
 
 
 def half_of(worker: Rank) -> AttentionHalf:
