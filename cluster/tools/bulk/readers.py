@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,27 +21,28 @@ BATCH_ROWS = 4096
 
 
 class LineReader:
-    """JSONL reader. stream: decompressed. position: returns the bytes read of the file itself."""
+    """JSONL reader. read: of the decompressed file. position: returns its compressed bytes read."""
 
     def __init__(
         self,
         name: str,
         size_bytes: int,
-        stream: pyarrow.NativeFile,
+        read: Callable[[int], bytes],
         position: Callable[[], int],
         fields: Fields,
     ) -> None:
         self.size_bytes = size_bytes
-        self._name, self._stream, self._fields = name, stream, fields
+        self._name, self._read, self._fields = name, read, fields
         self._position = position
         self._decoder = msgspec.json.Decoder()
+        self._names = [(name, json.dumps(name).encode()) for name in _column_names(fields)]
 
     @property
     def read_bytes(self) -> int:
         return self._position()
 
     def __iter__(self) -> Iterator[InputRecord]:
-        for number, line in enumerate(split_lines(self._stream.read), start=1):
+        for number, line in enumerate(split_lines(self._read), start=1):
             yield self._record(f"{self._name}:{number}", line)
 
     def _record(self, place: str, line: bytes | None) -> InputRecord:
@@ -48,16 +50,28 @@ class LineReader:
             return Reject(place, place, f"the line is longer than {MAX_LINE_BYTES} bytes")
         try:
             values: Any = self._decoder.decode(line)
+            repeated = self._repeated_name(line)
         except UnicodeDecodeError as error:
             return Reject(place, place, f"not UTF-8 at byte {error.start}")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, ValueError) as error:
             reason = f"not valid JSON: {error}" if line.strip() else "empty line"
             return Reject(place, place, reason)
         except RecursionError:
             return Reject(place, place, "not usable JSON: nested too deeply")
         if not isinstance(values, dict):
             return Reject(place, place, f"expected a JSON object, got {type(values).__name__}")
+        if repeated is not None:
+            return Reject(place, place, f"{repeated}: occurs twice in the object")
         return parse_record(self._fields, place, values)
+
+    def _repeated_name(self, line: bytes) -> str | None:
+        """Return a field that an object states twice, of which decoders keep the last value."""
+        for name, quoted in self._names:
+            if line.count(quoted) > 1:
+                pairs = json.loads(line, object_pairs_hook=list)
+                if sum(pair[0] == name for pair in pairs) > 1:
+                    return name
+        return None
 
 
 class CsvReader:
@@ -72,14 +86,14 @@ class CsvReader:
         self,
         name: str,
         size_bytes: int,
-        stream: pyarrow.NativeFile,
+        read: Callable[[int], bytes],
         position: Callable[[], int],
         fields: Fields,
     ) -> None:
         self.size_bytes = size_bytes
         self._name, self._fields = name, fields
         self._position = position
-        self._lines = _CsvLines(stream.read)
+        self._lines = _CsvLines(read)
         header = next(self._rows(), None)
         if not isinstance(header, list):
             raise ConfigError(f"{name}: the header cannot be read: {header or 'there is none'}")

@@ -38,7 +38,7 @@ def run_bulk(
     """Run the job, or the rest of it, and return the summary. Raises TandemError, one line."""
     check_job(job, Path.cwd())
     notify = partial(console.print, soft_wrap=True, highlight=False, markup=False)
-    sources = find_sources(job.inputs, notify)
+    sources = find_sources(job.inputs, notify, job.output)
     for source in sources:
         source.open(job.fields)  # before workers start: report missing columns
     with workers as found, contextlib.ExitStack() as stack:

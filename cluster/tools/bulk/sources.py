@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
+import functools
 import glob
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow
 from pyarrow import fs
 
+from cluster.tools.bulk.output import JOB, LEDGER
 from cluster.tools.bulk.readers import CsvReader, LineReader, ParquetReader
 from cluster.tools.bulk.records import Fields, InputRecord, RecordReader, Reject
 from contracts.errors import ConfigError, JobError
 
+Named = tuple[fs.FileSystem, str, str]
 FORMATS = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -31,7 +36,11 @@ _ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
 _END_BYTES = 64 << 10
 _HIDDEN = frozenset("._~")
 _MAGIC = re.compile(r"[*?\[]")
+_SPECIAL = "no regular file: a pipe, a socket or a device"
 Notify = Callable[[str], object]
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1\x15")  # gzip, zstd, Parquet
+_CR_LINES = re.compile(rb"[^\n]*\}[ \t]*\r[ \t]*\{")
 _MULTILINE_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*[{\]\n]|\{\s*\n)")
 _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
 
@@ -50,7 +59,29 @@ class Source:
     def __init__(self, filesystem: fs.FileSystem, path: str, name: str) -> None:
         self._filesystem, self._path = filesystem, path
         self._format, self._compression = _kind(name)
+        self._state = self._size_and_time()
         self.file = self._fingerprint(name)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """A value that all names of the file share: links to it, also hard ones."""
+        place: tuple[object, ...] = (self._path,)
+        if self._filesystem.type_name == "local":
+            found = os.stat(self._path)
+            place = (found.st_dev, found.st_ino)
+        return self._filesystem.type_name, *place, self.file.size_bytes, self.file.digest
+
+    def check_unchanged(self) -> None:
+        """Raise JobError if the file has been written since it was found."""
+        if self._size_and_time() != self._state:
+            raise JobError(
+                f"{self.file.name}: changed while the job read it: let its writer end, and give "
+                "another --output folder (--resume if only its time has changed)"
+            )
+
+    def _size_and_time(self) -> tuple[int | None, int | None]:
+        info = self._filesystem.get_file_info(self._path)
+        return info.size, info.mtime_ns
 
     def _fingerprint(self, name: str) -> SourceFile:
         with self._filesystem.open_input_file(self._path) as file:
@@ -68,7 +99,7 @@ class Source:
             if self._format == "parquet":
                 return ParquetReader(name, size, raw, fields)
             if size == 0:
-                return LineReader(name, size, raw, lambda: 0, fields)
+                return LineReader(name, size, raw.read, lambda: 0, fields)
 
             def position() -> int:
                 return size if raw.closed else int(raw.tell())
@@ -76,46 +107,99 @@ class Source:
             stream = raw
             if self._compression:
                 stream = pyarrow.CompressedInputStream(raw, self._compression)
-            if self._format == "lines":
-                self._check_lines(name)
+            start = stream.read(_END_BYTES)
+            _check_start(name, start, self._format)
             kind: Any = CsvReader if self._format == "csv" else LineReader
-            reader: RecordReader = kind(name, size, stream, position, fields)
+            reader: RecordReader = kind(name, size, _read_from(start, stream), position, fields)
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(f"{name}: cannot be read: {_one_line(error)}") from None
         return reader
 
-    def _check_lines(self, name: str) -> None:
-        """Raise ConfigError if the file is UTF-16, or JSON of several lines."""
-        with self._filesystem.open_input_stream(self._path, self._compression) as file:
-            start = file.read(_END_BYTES)
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ConfigError(f"{name}: UTF-16; convert it to UTF-8")
-        if _MULTILINE_JSON.match(start):
-            raise ConfigError(
-                f"{name}: expected one JSON object a line; convert it: jq -c '.[]' of an array,"
-                " jq -c . of objects on several lines"
-            )
+
+def _read_from(start: bytes, stream: pyarrow.NativeFile) -> Callable[[int], bytes]:
+    """Return a `read` of the stream whose start has been read already."""
+    ahead = [start]
+    return lambda size: ahead.pop() if ahead else stream.read(size)
 
 
-def find_sources(inputs: Sequence[str], notify: Notify = lambda line: None) -> list[Source]:
+def _check_start(name: str, start: bytes, kind: str) -> None:
+    """Raise ConfigError if the text is of another form than its name states."""
+    if start.startswith(_UTF16):
+        raise ConfigError(f"{name}: UTF-16; convert it to UTF-8")
+    if start.startswith(_PACKED):
+        raise ConfigError(f"{name}: not text, but compressed or Parquet; name it by its format")
+    if kind != "lines":
+        return
+    if _MULTILINE_JSON.match(start):
+        raise ConfigError(
+            f"{name}: expected one JSON object a line; convert it: jq -c '.[]' of an array,"
+            " jq -c . of objects on several lines"
+        )
+    if _CR_LINES.match(start):
+        raise ConfigError(f"{name}: lines end with CR; convert it: tr '\\r' '\\n'")
+
+
+def find_sources(
+    inputs: Sequence[str], notify: Notify = lambda line: None, output: Path | None = None
+) -> list[Source]:
     """Return the files of `inputs` (paths, URIs, globs, folders), each once. Raises ConfigError.
 
-    notify: called with a line about each folder with files that are skipped.
+    notify: called with a line about files that are skipped. output: the job's own folder, which
+    is no input.
     """
-    found: dict[tuple[str, str], Source] = {}
+    found: dict[tuple[object, ...], Source] = {}
     for given in inputs:
+        again: dict[str, str] = {}
         try:
             named = _expand(given, notify)
-            for filesystem, path, name in named:
-                is_local = filesystem.type_name == "local"
-                key = (filesystem.type_name, os.path.realpath(path) if is_local else path)
-                if key not in found:
-                    found[key] = Source(filesystem, path, name)
+            if not named:
+                raise FileNotFoundError("no such file")
+            for filesystem, path, name in _without_outputs(named, given, output, notify):
+                source = Source(filesystem, path, name)
+                first = found.setdefault(source.identity, source)
+                if first.file.name != name:
+                    again[name] = first.file.name
         except (OSError, pyarrow.ArrowException, ValueError) as error:
-            raise ConfigError(f"--input {given}: cannot be read: {_one_line(error)}") from None
-        if not named:
-            raise ConfigError(f"--input {given}: no such file")
+            raise ConfigError(f"--input {_shown(given)}: {_unreadable(error)}") from None
+        if again:
+            other = next(iter(again.values()))
+            _notify_skipped(notify, given, [*again], f"the same file as {_shown(other)}")
     return list(found.values())
+
+
+def _without_outputs(
+    named: list[Named], given: str, output: Path | None, notify: Notify
+) -> list[Named]:
+    """Return local files that no bulk job wrote, unless `given` names the folder, and all others.
+
+    Files in `output` are never inputs.
+    """
+    own = None if output is None else os.path.realpath(output)
+    explicit = {os.path.realpath(given), os.path.realpath(os.path.dirname(given))}
+
+    @functools.cache
+    def is_output(folder: str) -> bool:
+        if not os.path.exists(os.path.join(folder, JOB)):
+            return False
+        has_ledger = os.path.exists(os.path.join(folder, LEDGER))
+        return folder == own or (has_ledger and folder not in explicit)
+
+    kept, skipped = list[Named](), list[str]()
+    for each in named:
+        filesystem, path, name = each
+        folder = os.path.dirname(os.path.realpath(path))
+        if filesystem.type_name == "local" and is_output(folder):
+            skipped.append(name)
+        else:
+            kept.append(each)
+    _notify_skipped(notify, given, skipped, "output of a bulk job")
+    return kept
+
+
+def _notify_skipped(notify: Notify, given: str, names: list[str], reason: str) -> None:
+    if names:
+        count = f"{len(names)} file{'s' * (len(names) > 1)}"
+        notify(f"{_shown(given)}: {count} skipped, such as {_shown(names[0])}: {reason}")
 
 
 def read_all(
@@ -134,6 +218,7 @@ def read_all(
             for record in reader:
                 rows += 1
                 yield record
+            source.check_unchanged()
         except (OSError, pyarrow.ArrowException) as error:
             name = source.file.name
             passing = isinstance(error, OSError) and not _BROKEN_DATA.search(str(error))
@@ -170,7 +255,7 @@ class ReadProgress:
         return min(1.0, read / self.total_bytes) if self.total_bytes else 1.0
 
 
-def _expand(given: str, notify: Notify) -> list[tuple[fs.FileSystem, str, str]]:
+def _expand(given: str, notify: Notify) -> list[Named]:
     """Return (filesystem, path on it, name) of each file.
 
     Only what is not the name of a file or folder is a pattern.
@@ -209,6 +294,8 @@ def _files(filesystem: fs.FileSystem, path: str, notify: Notify) -> list[str]:
     if info.type == fs.FileType.NotFound:
         raise FileNotFoundError("no such file")
     if info.type != fs.FileType.Directory:
+        if filesystem.type_name == "local" and _is_special(path):
+            raise OSError(_SPECIAL)
         return [path]
     if filesystem.type_name == "local":
         files = list(_walk(path))
@@ -217,10 +304,21 @@ def _files(filesystem: fs.FileSystem, path: str, notify: Notify) -> list[str]:
         files = [entry.path for entry in listed if entry.type == fs.FileType.File]
     base = info.path.rstrip("/")
     files = sorted(file for file in files if not _is_hidden(file.removeprefix(base), ""))
-    others = [file for file in files if _split(file)[0] not in FORMATS]
-    if others:
-        notify(f"{path}: {len(others)} files with other endings are skipped, such as {others[0]}")
-    return [file for file in files if _split(file)[0] in FORMATS]
+    data = [file for file in files if _split(file)[0] in FORMATS]
+    _notify_skipped(notify, path, sorted({*files} - {*data}), "no known ending")
+    if filesystem.type_name == "local":
+        special = [file for file in data if _is_special(file)]
+        _notify_skipped(notify, path, special, _SPECIAL)
+        data = [file for file in data if file not in special]
+    return data
+
+
+def _is_special(path: str) -> bool:
+    """Return whether a local path is a pipe, a socket or a device: opening it could block."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:
+        return False  # reported when it is opened
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -274,6 +372,8 @@ def _split(name: str) -> tuple[str, str]:
 
 def _kind(name: str) -> tuple[str, str | None]:
     ending, compression = _split(name)
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"{_shown(name)}: the name is not UTF-8: rename the file")
     if ending not in FORMATS:
         raise ValueError(f"{name} has no known ending ({_ENDINGS})")
     if compression and FORMATS[ending] == "parquet":
@@ -283,3 +383,13 @@ def _kind(name: str) -> tuple[str, str | None]:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def _unreadable(error: Exception) -> str:
+    reason = _one_line(error)
+    return reason if isinstance(error, FileNotFoundError) else f"cannot be read: {reason}"
+
+
+def _shown(name: str) -> str:
+    """Return a name as it can be printed on one line."""
+    return name if name.isprintable() else repr(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 
 from cluster.batch.lines import split_lines
 from cluster.tools.bulk import readers
+from cluster.tools.bulk.output import JOB, LEDGER
 from cluster.tools.bulk.records import Fields, InputRecord, InputRow, Reject
-from cluster.tools.bulk.sources import ReadProgress, find_sources, read_all
-from contracts.errors import ConfigError
+from cluster.tools.bulk.sources import _SPECIAL, ReadProgress, find_sources, read_all
+from contracts.errors import ConfigError, JobError
 from tests.support.one_line_errors import one_line_error
 
 FIELDS = Fields(id="id")
@@ -61,6 +63,8 @@ def test_bad_line_is_rejected_alone(tmp_path: Path) -> None:
         b"[" * 5000,
         b'{"id": 8, "text": "a prefix of a wrong type", "prefix": 1}',
         b'{"id": 123456789012345678901234567890, "text": "a large id"}',
+        b'{"id": 9, "text": "first", "text": "second"}',
+        b'{"id": 9007199254740993, "text": "its \\"text\\" is", "a": {"text": "text"}}',
         '{"id": "ü", "text": "last", "prefix": null}'.encode(),
     ]
     path = write(tmp_path / "rows.jsonl", b"\r\n".join(lines))
@@ -68,7 +72,8 @@ def test_bad_line_is_rejected_alone(tmp_path: Path) -> None:
     assert len(records) == len(lines)
     assert [r for r in records if isinstance(r, InputRow)] == [
         InputRow(1, f"{path}:1", "p", "first"),
-        InputRow("ü", f"{path}:18", "", "last"),
+        InputRow(9007199254740993, f"{path}:19", "", 'its "text" is'),
+        InputRow("ü", f"{path}:20", "", "last"),
     ]
     reasons = {int(r.place.rpartition(":")[2]): r.reason for r in records if isinstance(r, Reject)}
     expected = {
@@ -78,6 +83,7 @@ def test_bad_line_is_rejected_alone(tmp_path: Path) -> None:
         12: "id: expected a string or an integer, got float", 13: "id: empty",
         14: "id: expected a string or an integer, got bool", 15: "nested too deeply",
         16: "prefix: expected a string, got int", 17: "id: an integer beyond 64 bits",
+        18: "text: occurs twice",
     }  # fmt: skip
     assert reasons.keys() == expected.keys()
     for number, words in expected.items():
@@ -192,9 +198,7 @@ def test_globs_folders_compression_and_uris_find_the_same_rows(tmp_path: Path) -
     write(tmp_path / "notes.txt", "not an input")
     notices: list[str] = []
     find_sources([str(tmp_path)], notices.append)
-    assert notices == [
-        f"{tmp_path}: 1 files with other endings are skipped, such as {tmp_path}/notes.txt"
-    ]
+    assert notices == [f"{tmp_path}: 1 file skipped, such as {tmp_path}/notes.txt: no known ending"]
     expected = ["t1", "t2", "t3"]
     for given_ in (
         [tmp_path],
@@ -253,6 +257,57 @@ def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
         find_sources([str(tmp_path)])
 
 
+def test_file_with_two_names_is_read_once_and_special_file_not_at_all(tmp_path: Path) -> None:
+    row = '{"id": 1, "text": "a"}\n'
+    write(tmp_path / "a.jsonl", row)
+    (tmp_path / "b.jsonl").hardlink_to(tmp_path / "a.jsonl")
+    write(tmp_path / "copy\n.jsonl", row)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    notices: list[str] = []
+    names = [source.file.name for source in find_sources([str(tmp_path)], notices.append)]
+    assert names == [f"{tmp_path}/a.jsonl", f"{tmp_path}/copy\n.jsonl"]
+    assert [notice.count("\n") for notice in notices] == [0, 0]
+    assert f"pipe.jsonl: {_SPECIAL}" in notices[0]
+    assert f"b.jsonl: the same file as {tmp_path}/a.jsonl" in notices[1]
+    with one_line_error(ConfigError, _SPECIAL):
+        find_sources([str(tmp_path / "pipe.jsonl")])
+    write(tmp_path / "\udcff.jsonl", row)
+    with one_line_error(ConfigError, "not UTF-8: rename"):
+        find_sources([str(tmp_path)])
+
+
+def test_output_of_a_job_is_no_input_unless_named(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for folder in (tmp_path, own, other):
+        folder.mkdir(exist_ok=True)
+        write(folder / "part-00000.jsonl", '{"id": 1, "text": "a"}\n')
+    for job_file in (own / JOB, other / JOB, other / LEDGER):
+        write(job_file, "{}")
+
+    def names(given: str) -> list[str]:
+        return [source.file.name for source in find_sources([given], output=own)]
+
+    for given_ in (f"{tmp_path}", f"{tmp_path}/**/*.jsonl", f"{own}", f"{own}/*"):
+        inner = given_.startswith(str(own))
+        assert names(given_) == [f"{tmp_path}/part-00000.jsonl"] * (not inner)
+    assert names(f"{other}/part-*") == [f"{other}/part-00000.jsonl"]
+
+
+@pytest.mark.parametrize("change", ["grow", "truncate", "replace"])
+def test_file_that_changes_while_it_is_read_ends_the_job(tmp_path: Path, change: str) -> None:
+    path = write(tmp_path / "rows.jsonl", '{"id": 1, "text": "a"}\n' * 3)
+    records = read_all(find_sources([str(path)]), FIELDS, ReadProgress(1))
+    next(records)
+    if change == "grow":
+        path.open("a").write('{"id": 2, "text": "b"}\n')
+    elif change == "truncate":
+        os.truncate(path, 10)
+    else:
+        write(tmp_path / "new", path.read_bytes()).replace(path)
+    with one_line_error(JobError, f"{path}: changed while the job read it"):
+        list(records)
+
+
 def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Path) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"{n}" * 50}) + "\n" for n in range(20_000))
     whole = gzip.compress(lines.encode(), compresslevel=0)
@@ -271,10 +326,14 @@ def test_corrupt_file_ends_with_rejected_row_and_next_file_follows(tmp_path: Pat
         ("rows.csv", b"id,body\n1,a\n", "no column 'text' (--text-field); it has id, body"),
         ("rows.csv", b"text\na\n", "no column 'id' (--id-field); it has text"),
         ("rows.csv", b"id,text,text\n1,a,b\n", "more than one column 'text'"),
-        ("rows.csv", b"\xff\xfe\n", "cannot be read"),
+        ("rows.csv", b"\xff\n", "cannot be read"),
         ("rows.parquet", b"not parquet", "cannot be read"),
         ("rows.jsonl", '{"id": 1}\n'.encode("utf-16"), "UTF-16"),
         ("rows.jsonl", b"\xfe\xff\0{", "UTF-16"),
+        ("rows.csv", "id,text\n".encode("utf-16"), "UTF-16"),
+        ("rows.jsonl", gzip.compress(b'{"id": 1}\n'), "name it by its format"),
+        ("rows.jsonl", b'{"id": 1}\r{"id": 2}\r', "lines end with CR"),
+        ("rows.jsonl.gz", gzip.compress(b'{"id": 1}\n') + b"rest", "incorrect header"),
         ("rows.json", b'[\n  {"id": 1, "text": "a"}\n]', "jq -c"),
         ("rows.json", b'\xef\xbb\xbf[{"id": 1, "text": "a"}]', "jq -c"),
         ("rows.json.gz", gzip.compress(b'{\r\n "id": 1}\n', mtime=0), "jq -c"),
