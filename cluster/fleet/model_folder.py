@@ -18,7 +18,8 @@ from models.text.tokenizer import Tokenizer
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
 TRIVIAL = "Hello"
 _FILES = ["*.json", "*.safetensors", "*.jinja"]  # no pickles, no code
-_OTHER_FILES = ["*/*", "consolidated*"]  # the same weights for other programs
+# The same weights for other programs. Templates are in additional_chat_templates/.
+_OTHER_FILES = ["*/*.json", "*/*.safetensors", "consolidated*"]
 
 
 def resolve_model_folder(path: str) -> Path:

@@ -51,7 +51,9 @@ class Tokenizer:
         tools = ChatTemplate(tool_template, self.special_tokens) if tool_template else None
         self._tools_chat = tools or self._chat
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._special_ids = frozenset(  # of a normalised token, the library shows the text
+            i for i, token in added.items() if token.special and token.content == self.token_text(i)
+        )
         self._byte_level = _is_byte_level(backend)
         self._bytes_cache: dict[int, bytes] = {}
         self._ids_cache: dict[str, list[int]] = {}

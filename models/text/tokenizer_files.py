@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,13 @@ from tokenizers import AddedToken
 
 from contracts.errors import CheckpointError
 
-_SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_EXTRA, _FORMER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+Token = str | AddedToken
 
 
 class TokenizerFiles(NamedTuple):
-    """special_tokens: {"bos_token": "<s>", ...}.
+    """special_tokens: {"bos_token": "<s>", "image_token": "<image>", ...}.
 
     chat_template: None without one. tool_template: used instead if a chat has tools.
     """
@@ -31,14 +34,22 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read the files. Raises CheckpointError, in one line."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{folder}: no tokenizer.json (a fast tokenizer is needed)")
+        raise CheckpointError(
+            f"{folder}: no tokenizer.json (a fast tokenizer is needed); make one of "
+            "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
         raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
     config = _read_json(folder / "tokenizer_config.json")
-    special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-    _add_tokens(backend, config, special)
+    try:
+        named = _add_tokens(backend, folder, config)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: the added tokens beside tokenizer.json cannot be used: {_one_line(error)}"
+        ) from None
+    special = {name: str(token) for name, token in named.items()}
     return TokenizerFiles(backend, special, *_templates(folder, config))
 
 
@@ -64,64 +75,105 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """Return {"bos_token": "<s>", ...} from the first source that states each."""
-    found: dict[str, str] = {}
-    for name in (f"{kind}_token" for kind in _SPECIAL_NAMES):
-        for source in sources:
-            text = _text(source.get(name))
-            if text is not None:
-                found.setdefault(name, text)
-    return found
-
-
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]
-) -> None:
-    """Apply what tokenizer_config.json says about added tokens, as `transformers` does.
+    backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]
+) -> dict[str, Token]:
+    """Apply what the files state about added tokens, as `transformers` 5 does.
 
-    A token is special if tokenizer.json or added_tokens_decoder marks it, or if it has a name.
-    Tokens that tokenizer.json lacks are added, in the order of their ids.
+    added_tokens_decoder of tokenizer_config.json, if present, excludes special_tokens_map.json and
+    added_tokens.json. Else special_tokens_map.json overrides tokenizer_config.json, and
+    tokenizer.json overrides added_tokens.json. Returns the special tokens with a name.
     """
-    listed = config.get("added_tokens_decoder")
-    named, more = _named_tokens(config, special)
+    stated = dict(config)
+    if _FORMER_EXTRA in stated and not stated.get(_EXTRA):
+        stated[_EXTRA] = stated.pop(_FORMER_EXTRA)
+    named_extra = _pop_named(stated)
     stored = backend.get_added_tokens_decoder()
-    try:
-        if listed is None:
-            tokens = [token for _, token in sorted(stored.items())]
-        else:
-            ids = sorted(listed.items(), key=lambda item: int(item[0]))
-            tokens = [AddedToken(**token) for _, token in ids]
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"tokenizer_config.json: added_tokens_decoder cannot be used: {_one_line(error)}"
-        ) from None
-    marked = {token.content for token in stored.values() if token.special} | {*named}
-    for token in tokens:
-        token.special = token.special or token.content in marked
-    backend.add_tokens(tokens)
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [text for text in (*named, *more) if text not in known]
-    backend.add_special_tokens(
-        [AddedToken(text, special=True, normalized=False) for text in missing]
-    )
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        _override(stated, named_extra, _read_json(folder / "special_tokens_map.json"))
+        added = {**_legacy_tokens(folder, stated), **stored}
+    else:
+        added = {int(token_id): AddedToken(**token) for token_id, token in decoder.items()}
+    known = {str(token): token for token in added.values()}
+    named = {name: known.get(str(token), token) for name, token in _tokens(stated, _NAMES)}
+    named |= _tokens(stated, [name for name in stated if name.endswith("_token")], named)
+    named |= _tokens(named_extra, named_extra)
+    extra = stated[_EXTRA] if _EXTRA in stated else stated.get(_FORMER_EXTRA)
+    tokens: list[Token] = [token for _, token in sorted(added.items())]
+    present = {*map(str, tokens), *(token.content for token in stored.values())}
+    for token in (*named.values(), *map(_token, extra or [])):
+        if str(token) not in present and token not in tokens:
+            tokens.append(token)
+    _add(backend, tokens, special={str(token) for token in named.values()})
+    lost = [token for token in stored.values() if token.special]
+    _add(backend, _without_flag(backend, lost), special={token.content for token in lost})
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    return named
 
 
-def _named_tokens(config: dict[str, Any], special: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the texts of special tokens with a name (such as image_token), and without one."""
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    entries = {name: token for name, token in config.items() if name.endswith("_token")}
-    if isinstance(extra, dict):
-        entries |= extra
-        extra = []
-    named = filter(None, map(_text, entries.values()))
-    more = filter(None, map(_text, extra if isinstance(extra, list) else []))
-    return [*special.values(), *named], list(more)
+def _pop_named(stated: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return tokens with names of the model's own, such as image_token."""
+    names = [n for n in stated if n.endswith("_token") and n not in _NAMES]
+    found = {name: stated.pop(name) for name in names if isinstance(stated[name], str)}
+    return found | (stated.pop(_EXTRA) if isinstance(stated.get(_EXTRA), dict) else {})
 
 
-def _text(token: object) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+def _override(stated: dict[str, Any], named: dict[str, Any], special: dict[str, Any]) -> None:
+    """Merge special_tokens_map.json into the other statements."""
+    for name, token in special.items():
+        if name == _EXTRA and isinstance(token, list):
+            before = list(map(_token, stated.get(_EXTRA) or []))
+            token = before + [each for each in map(_token, token) if each not in before]
+        elif name != _EXTRA and isinstance(token, dict):
+            token = _token({**token, "special": True})
+        stated[name] = token
+    if isinstance(stated.get(_EXTRA), dict):
+        named.update(stated.pop(_EXTRA))
+
+
+def _legacy_tokens(folder: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
+    """Return the tokens of added_tokens.json: {"<tool>": 32000, ...}."""
+    special = {str(token) for _, token in _tokens(stated, _NAMES)}
+    special |= {str(_token(token)) for token in stated.get(_EXTRA) or []}
+    return {
+        index: AddedToken(text, special=text in special, normalized=text not in special)
+        for text, index in _read_json(folder / "added_tokens.json").items()
+    }
+
+
+def _tokens(
+    stated: dict[str, Any], names: Iterable[str], known: Container[str] = ()
+) -> list[tuple[str, Token]]:
+    """Return (name, token) of each that is stated as a token and not known."""
+    found = ((name, stated.get(name)) for name in names if name not in known)
+    return [(name, _token(value)) for name, value in found if isinstance(value, Token | dict)]
+
+
+def _token(value: Any) -> Token:
+    """Return a token that is stated as text or object. Raises TypeError."""
+    if isinstance(value, dict):
+        return AddedToken(**{key: each for key, each in value.items() if key != "__type"})
+    if not isinstance(value, Token):
+        raise TypeError(f"expected a text or an object, got {value!r:.64}")
+    return value
+
+
+def _add(backend: tokenizers.Tokenizer, tokens: Sequence[Token], special: Container[str]) -> None:
+    """Add tokens, or change the flags of those that exist."""
+    added = [
+        AddedToken(token, special=True) if isinstance(token, str) else token for token in tokens
+    ]
+    for token in added:
+        token.special = token.special or token.content in special
+    backend.add_tokens(added)
+
+
+def _without_flag(backend: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> list[AddedToken]:
+    """Return current tokens that have lost their mark as special, which the library keeps."""
+    marked = {token.content for token in tokens}
+    current = backend.get_added_tokens_decoder().values()
+    return [token for token in current if token.content in marked and not token.special]
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
@@ -132,6 +184,8 @@ def _templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | 
     }
     found = {name: _read_template(path) for name, path in files.items() if path.is_file()}
     stated = config.get("chat_template")
+    if stated is None:
+        stated = _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stated, str):
         stated = [{"name": "default", "template": stated}]
     if not found and isinstance(stated, list):

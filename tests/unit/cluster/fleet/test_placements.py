@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +71,11 @@ def test_hub_id_is_downloaded_without_pickles_or_code(
     def download(
         name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
     ) -> str:
-        assert allow_patterns == ["*.json", "*.safetensors", "*.jinja"]
-        assert ignore_patterns == ["*/*", "consolidated*"]
+        wanted = ["config.json", "model-1.safetensors", "additional_chat_templates/tool_use.jinja"]
+        other = ["original/model.safetensors", "consolidated.safetensors", "model.py", "a.bin"]
+        ignored = [n for n in [*wanted, *other] if any(map(partial(fnmatch, n), ignore_patterns))]
+        named = [n for n in [*wanted, *other] if any(map(partial(fnmatch, n), allow_patterns))]
+        assert [name for name in named if name not in ignored] == wanted
         requests.append((name, revision))
         return str(folder)
 

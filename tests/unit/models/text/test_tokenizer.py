@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,58 @@ def test_special_flags_are_those_of_transformers(
     expected = oracle.decode(ids, skip_special_tokens=True)
     detokenizer = Tokenizer.load(folder).detokenizer()
     assert detokenizer.push(ids) + detokenizer.flush() == expected
+
+
+def _statement(rng: random.Random, text: str) -> Any:
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    token = {"content": text, **{flag: rng.random() < 0.4 for flag in flags}}
+    return rng.choice([text, {"__type": "AddedToken", **token}])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_conflicting_token_files_are_read_as_transformers_does(tmp_path: Path, seed: int) -> None:
+    """The four files state the same tokens, with different flags and names."""
+    rng = random.Random(seed)
+    texts = ["<a>", "<|c|>", "ox", " fo", "D d", EOS]
+    folder = WRITERS[rng.choice(sorted(WRITERS))](tmp_path)
+    tree = json.loads((folder / "tokenizer.json").read_bytes())
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    ids = {token["content"]: token["id"] for token in tree["added_tokens"]}
+    for text in texts:
+        token_id = ids.get(text, tree["model"]["vocab"].get(text))
+        if token_id is None:
+            token_id = max(*tree["model"]["vocab"].values(), *ids.values()) + 1
+        if text not in ids and rng.random() < 0.5:
+            flags = _statement(rng, text)
+            while isinstance(flags, str):
+                flags = _statement(rng, text)
+            del flags["__type"]
+            tree["added_tokens"].append({"id": token_id, **flags})
+            ids[text] = token_id
+
+    def some(*names: str) -> dict[str, Any]:
+        return {n: _statement(rng, rng.choice(texts)) for n in names if rng.random() < 0.5}
+
+    config |= some("bos_token", "eos_token", "pad_token", "image_token")
+    if seed % 2:
+        stated = [(str(i), _statement(rng, text)) for text, i in ids.items()]
+        config["added_tokens_decoder"] = {i: t for i, t in stated if isinstance(t, dict)}
+        config["split_special_tokens"] = rng.random() < 0.3
+    config["additional_special_tokens"] = [_statement(rng, text) for text in texts[:2]]
+    more = {"special_tokens_map": some("bos_token", "eos_token", "tool_token")}
+    more["added_tokens"] = {**ids, "<new>": max(ids.values()) + 1}
+    for name, content in {"tokenizer": tree, "tokenizer_config": config, **more}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    oracle, tokenizer = PreTrainedTokenizerFast.from_pretrained(folder), Tokenizer.load(folder)
+    assert tokenizer.special_tokens == oracle.special_tokens_map
+    for _ in range(10):
+        text = "".join(rng.choice([*texts, " ", "the", "<new>"]) for _ in range(8))
+        ids_of_text = oracle.encode(text)
+        assert tokenizer.encode(text) == ids_of_text
+        for skip in (True, False):
+            detokenizer = tokenizer.detokenizer(skip)
+            shown = detokenizer.push(ids_of_text) + detokenizer.flush()
+            assert shown == oracle.decode(ids_of_text, skip_special_tokens=skip)
 
 
 def test_special_tokens_are_hidden_or_shown_as_requested(byte_level: Tokenizer) -> None:
