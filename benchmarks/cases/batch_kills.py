@@ -26,6 +26,7 @@ import openai
 from benchmarks.cases.bulk_kills import start_server
 from benchmarks.harness import Case, Measured, Table, table_of
 from benchmarks.support.bulk_rows import made_up
+from cluster.batch.run import rows_in_flight
 from cluster.http.server import free_port
 from contracts.config import BatchConfig
 from tests.support.ray_head import RayHead, ray_head
@@ -71,7 +72,7 @@ def follow(
             if found.status in ENDED:
                 return killed, now_s
             victim = VICTIMS[len(killed) % len(VICTIMS)]
-            is_due = done >= (len(killed) + 0.5) * options.rows / options.kills
+            is_due = done * options.kills >= (len(killed) + 0.5) * options.rows
             if len(killed) < options.kills and is_due and strike(head, victim):
                 killed.append((now_s, victim))
                 print(f"  {now_s:6.1f} s: {done:,} answers, {victim} killed", flush=True)
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 server.wait(60.0)
             server.kill()
     repeating = sum("Ingress" not in victim for _, victim in killed)
-    again = repeating * options.in_flight
+    again = repeating * min(options.in_flight, rows_in_flight(options.rows))
     return {
         "rows": options.rows,
         "kills": [victim for _, victim in killed],

@@ -31,6 +31,9 @@ from contracts.requests import Caller
 MAX_ERRORS = 50  # of an input file, reported
 MAX_CUSTOM_ID_CHARACTERS = 512
 IDS_AT_ONCE = 4096
+# Requests under way, which a lost process repeats: 20 losses repeat at most 0.5 % of a large batch.
+MIN_IN_FLIGHT_ROWS = 32
+IN_FLIGHT_FRACTION = 1 / 4000
 LINES_AT_ONCE = 256
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 SYNC_EVERY_S = 1.0
@@ -77,6 +80,11 @@ _decode_line = msgspec.json.Decoder(RequestLine).decode
 _decode_id = msgspec.json.Decoder(_LineId).decode
 _decode_body = msgspec.json.Decoder(dict[str, Any]).decode
 _encode = msgspec.json.Encoder().encode
+
+
+def rows_in_flight(total: int) -> int:
+    """Return how many requests of a batch are sent at a time."""
+    return max(MIN_IN_FLIGHT_ROWS, int(total * IN_FLIGHT_FRACTION))
 
 
 def read_requests(path: Path) -> Iterator[tuple[int, bytes | None]]:
@@ -224,6 +232,7 @@ class BatchExecution:
         self.folder = folder
         self._record, self._input = record, input_path
         self._slots = slots
+        self._own_slots = asyncio.Semaphore(rows_in_flight(record.batch.request_counts.total))
         self._results: ResultFiles | None = None
         self.stop_code: StopCode | None = None
         self._rows: dict[asyncio.Task[None], tuple[int, str]] = {}
@@ -277,20 +286,25 @@ class BatchExecution:
         line = _decode_line(text)
         if self.stop_code is None:
             client = await connect()
+            await self._own_slots.acquire()
             await self._slots.acquire()
             if self.stop_code is None:
                 row = group.create_task(self._row(client, number, line))
                 self._rows[row] = number, line.custom_id
                 row.add_done_callback(self._end_row)
                 return
-            self._slots.release()
+            self._release()
         self._add_stopped(number, line.custom_id)
 
     def _end_row(self, row: asyncio.Task[None]) -> None:
         place = self._rows.pop(row)
-        self._slots.release()
+        self._release()
         if row.cancelled() and self.stop_code is not None:  # perhaps before its first step
             self._stopped.append(place)
+
+    def _release(self) -> None:
+        self._slots.release()
+        self._own_slots.release()
 
     async def _row(self, client: RowClient, number: int, line: RequestLine) -> None:
         batch = self._record.batch

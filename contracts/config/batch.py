@@ -23,7 +23,8 @@ class BatchConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Maximum bytes of all files of an API key."""
     key_batches: Count = 32
     """Maximum unfinished batches of an API key."""
-    in_flight_rows: Count = 64
-    """Requests of all batches that are sent at a time. A lost process repeats at most these."""
+    in_flight_rows: Count = 256
+    """Requests of all batches that are sent at a time; of one batch at most 32, or 1/4000 of its
+    requests if that is more. A lost process repeats at most these."""
     keep_days: Annotated[float, Meta(gt=0)] = 30.0
     """Days after which files, and batches that have ended, are deleted."""
