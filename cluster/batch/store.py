@@ -181,8 +181,12 @@ def has_unfinished(url: str) -> bool:
 
 
 def _records(filesystem: Any, folder: str, decode: Callable[[bytes], Record]) -> Iterator[Record]:
-    """Yield the readable records of a folder."""
-    for path in filesystem.ls(folder, detail=False):
+    """Yield the readable records of a folder, which an object store has only with content."""
+    try:
+        paths = filesystem.ls(folder, detail=False)
+    except FileNotFoundError:
+        return
+    for path in paths:
         if path.endswith(".json"):
             with contextlib.suppress(msgspec.DecodeError, FileNotFoundError):
                 yield decode(filesystem.cat_file(path))

@@ -207,15 +207,16 @@ async def file_content(app_state: AppState, request: Request) -> Response:
     """Answer `GET /v1/files/{id}/content` in pieces, each read when the one before is sent."""
     owner, service = _owner(app_state, request), _service(app_state)
     file = await _reply(service.get_file(owner, request.path_params["id"]))
+    first = await _reply(service.read_file(owner, file.id, 0))  # its errors have a status
 
     async def pieces() -> AsyncIterator[bytes]:
-        offset = 0
-        while offset < file.bytes:
-            piece = await _reply(service.read_file(owner, file.id, offset))
-            if not piece:
-                return  # deleted meanwhile: the connection closes before the declared end
-            offset += len(piece)
+        piece, offset = first, 0
+        while piece:  # none if deleted meanwhile: the connection closes before the declared end
             yield piece
+            offset += len(piece)
+            if offset >= file.bytes:
+                return
+            piece = await _reply(service.read_file(owner, file.id, offset))
 
     headers = {
         "content-length": str(file.bytes),

@@ -32,7 +32,9 @@ from cluster.serving.ingress_app import build_row_app
 from cluster.serving.log_folder import state_folder
 from contracts.config import TandemConfig
 from contracts.errors import NotReadyError, TandemError
-from contracts.logs import set_up_logging
+from contracts.logs import event, set_up_logging
+
+log = logging.getLogger("tandem.batch")
 
 MAX_CALLS = 256  # at a time
 LOCK_TRIES = 10
@@ -63,6 +65,9 @@ class BatchActor:
             return await getattr(await self._batches(), method)(*arguments)
         except TandemError as error:
             return error
+        except Exception as error:  # the caller reports a restart
+            event(log, "batch_call_failed", logging.ERROR, error, method=method)
+            raise
 
     async def start(self) -> None:
         """Continue unfinished batches."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from openai.types import Batch
 
 from cluster.batch.run import rows_in_flight
@@ -323,9 +324,15 @@ def test_failed_storage_is_named_and_leaves_nothing(
     assert left == [".lock"]
 
 
-def test_batches_on_another_filesystem(folder: Path, rank: FakeRank, tmp_path: Path) -> None:
-    """Content is not local: it is copied to and from the filesystem."""
+def test_batches_on_another_filesystem(
+    folder: Path, rank: FakeRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Content is not local, and an empty folder does not exist, as in an object store."""
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", lambda *_, **__: None)
     with serve_api(folder, [rank], storage=tmp_path, storage_url="memory://batches") as api:
         batch = ended(api.openai, start(api.openai, line("a")))
         assert set(results(api.openai, batch.output_file_id)) == {"a"}
         assert batch.input_file_id in {each.id for each in api.openai.files.list().data}
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", None)  # the storage fails
+        response = api.http.get(f"/v1/files/{batch.output_file_id}/content")
+        refused(response, 507, None, "batch.storage=memory://")
