@@ -6,6 +6,7 @@ Errors are one line on standard error with exit status 2.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -22,9 +23,15 @@ from contracts.logs import set_up_logging
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    _open_closed_streams()
     set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
     prepare_ray_environment(os.environ, has_terminal=sys.stderr.isatty())
     options = _parser().parse_args(arguments)
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"tandem: the current folder: {error.strerror}; change to another", file=sys.stderr)
+        return EXIT_ERROR
     try:
         status = int(options.run(options, os.environ))
         sys.stdout.flush()
@@ -38,9 +45,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + int(ended.code)
         raise
     except BrokenPipeError:  # the reader of our output has exited, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"tandem {options.command}: {error.strerror}", file=sys.stderr)
+        return EXIT_ERROR
     return status
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for closed standard streams: files and sockets would get their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

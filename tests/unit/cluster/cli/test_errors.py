@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import ray
 
+from cluster.cli.arguments import EXIT_ERROR
 from cluster.cli.config_options import config_from_options
 from cluster.cli.config_page import TARGET, page
 from cluster.cli.config_table import config_keys
@@ -328,6 +329,28 @@ def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
                 command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False
             )
         assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("start", "status", "words"),
+    [
+        ("exec {command} > /dev/full", EXIT_ERROR, "tandem config: No space left on device"),
+        ("exec {command} <&- >&-", 0, ""),
+        ("exec {command} <&- >&- 2>&-", 0, ""),
+        ("cd $(mktemp -d); rmdir $PWD; exec {command}", EXIT_ERROR, "the current folder: No such"),
+    ],
+)
+def test_command_without_streams_or_folder_ends_with_one_line(
+    start: str, status: int, words: str
+) -> None:
+    command = start.format(command=f"{sys.executable} -m tandem config")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, words in done.stderr) == (status, True), done.stderr
+    assert done.stderr.count("\n") == bool(words)
 
 
 def test_options_override_settings_override_file(tmp_path: Path) -> None:
