@@ -38,17 +38,22 @@ def shadowed_packages(folder: Path) -> list[str]:
     """Return names in `folder` that would shadow packages of ours."""
     if folder.resolve() == ROOT:
         return []
-    found = (entry.name for entry in folder.iterdir() if entry.name.removesuffix(".py") in PACKAGES)
-    return sorted(found)
+    try:
+        names = os.listdir(folder)
+    except PermissionError:  # nor can Python import from it
+        return []
+    return sorted(name for name in names if name.removesuffix(".py") in PACKAGES)
 
 
 @contextlib.contextmanager
 def working_directory(folder: Path) -> Iterator[None]:
     """Change the current folder temporarily. Ray passes it to workers."""
-    before = os.open(".", os.O_RDONLY | os.O_DIRECTORY)  # its name may no longer exist
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            before = os.open(".", os.O_RDONLY | os.O_DIRECTORY)  # its name may no longer exist
+            stack.callback(os.close, before)
+            stack.callback(os.fchdir, before)
+        except PermissionError:  # nor could it be entered again
+            stack.callback(os.chdir, "/")
         os.chdir(folder)
         yield
-    finally:
-        os.fchdir(before)
-        os.close(before)

@@ -157,7 +157,7 @@ def _start_local(show_rank_logs: bool) -> str:
     for name, value in LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, START_ATTEMPTS + 1):
-        folder = tempfile.mkdtemp(prefix="tandem-", dir="/tmp" if os.path.isdir("/tmp") else None)
+        folder = _session_folder()
         if not os.access(os.path.expanduser("~"), os.W_OK):  # a container's user; Ray writes there
             os.environ["HOME"] = folder
         try:
@@ -177,6 +177,18 @@ def _start_local(show_rank_logs: bool) -> str:
         f"the local Ray cluster did not start, {START_ATTEMPTS} times: {reason} "
         "[on an overloaded machine: start again]"
     )
+
+
+def _session_folder() -> str:
+    """Make a folder whose name is short enough for Ray's sockets. Raises LaunchError."""
+    parent = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
+    try:
+        return tempfile.mkdtemp(prefix="tandem-", dir=parent)
+    except OSError as error:
+        raise LaunchError(
+            f"no temporary folder for Ray: {error}; set TMPDIR to a writable folder with a short "
+            "name"
+        ) from None
 
 
 def _restore_sigterm() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import ray
 
 from cluster.serving.ray_environment import cluster_address, prepare_cluster_environment
-from cluster.serving.ray_session import START_ATTEMPTS, check_cores, ray_session
+from cluster.serving.ray_session import START_ATTEMPTS, _session_folder, check_cores, ray_session
 from contracts.config import TandemConfig
 from contracts.errors import LaunchError
 from contracts.loading import load_config
+from tests.support.one_line_errors import one_line_error
 
 SLEEP = "import time; time.sleep(60)"
 
@@ -100,3 +103,16 @@ def test_a_cluster_of_our_own_takes_tokens_and_another_is_joined_as_it_is() -> N
         environment = dict(given)
         prepare_cluster_environment(TandemConfig(), environment)
         assert environment == given
+
+
+def test_folder_of_ray_is_in_the_shortest_writable_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's root file system may be read-only: TMPDIR is used then."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert Path(_session_folder()).parent in (Path("/tmp"), tmp_path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert Path(_session_folder()).parent == tmp_path
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")
+    with one_line_error(LaunchError, "set TMPDIR"):
+        _session_folder()
