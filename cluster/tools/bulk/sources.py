@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import fnmatch
-import functools
 import glob
 import hashlib
 import os
@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow
@@ -23,7 +23,6 @@ from cluster.tools.bulk.readers import CsvReader, LineReader, ParquetReader
 from cluster.tools.bulk.records import Fields, InputRecord, RecordReader, Reject
 from contracts.errors import ConfigError, JobError
 
-Named = tuple[fs.FileSystem, str, str]
 FORMATS = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -36,13 +35,20 @@ _ENDINGS = f"{', '.join(FORMATS)}; text also with {', '.join(COMPRESSIONS)}"
 _END_BYTES = 64 << 10
 _HIDDEN = frozenset("._~")
 _MAGIC = re.compile(r"[*?\[]")
-_SPECIAL = "no regular file: a pipe, a socket or a device"
 Notify = Callable[[str], object]
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1\x15")  # gzip, zstd, Parquet
 _CR_LINES = re.compile(rb"[^\n]*\}[ \t]*\r[ \t]*\{")
 _MULTILINE_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*[{\]\n]|\{\s*\n)")
 _BROKEN_DATA = re.compile("inflate|decompress|truncated|corrupt|bzip2|zstd", re.IGNORECASE)
+
+
+class _Named(NamedTuple):
+    """path: on the filesystem. name: for the user."""
+
+    filesystem: fs.FileSystem
+    path: str
+    name: str
 
 
 class SourceFile(msgspec.Struct, frozen=True):
@@ -149,57 +155,47 @@ def find_sources(
     """
     found: dict[tuple[object, ...], Source] = {}
     for given in inputs:
-        again: dict[str, str] = {}
+        skipped: dict[str, list[str]] = {}
         try:
-            named = _expand(given, notify)
+            named = _expand(given, skipped)
             if not named:
-                raise FileNotFoundError("no such file")
-            for filesystem, path, name in _without_outputs(named, given, output, notify):
-                source = Source(filesystem, path, name)
-                first = found.setdefault(source.identity, source)
-                if first.file.name != name:
-                    again[name] = first.file.name
+                raise ConfigError(f"--input {_shown(given)}: no such file")
+            for each in named:
+                reason = _why_no_data(each, given, output)
+                if reason is None:
+                    source = Source(*each)
+                    first = found.setdefault(source.identity, source).file.name
+                    reason = f"the same file as {_shown(first)}" if first != each.name else None
+                elif each.path == given:
+                    raise OSError(reason)
+                if reason is not None:
+                    skipped.setdefault(reason, []).append(each.name)
         except (OSError, pyarrow.ArrowException, ValueError) as error:
-            raise ConfigError(f"--input {_shown(given)}: {_unreadable(error)}") from None
-        if again:
-            other = next(iter(again.values()))
-            _notify_skipped(notify, given, [*again], f"the same file as {_shown(other)}")
+            text = f"--input {_shown(given)}: cannot be read: {_one_line(error)}"
+            raise ConfigError(text) from None
+        for reason, names in skipped.items():
+            count = f"{len(names)} file{'s' * (len(names) > 1)}"
+            notify(f"{_shown(given)}: {count} skipped, such as {_shown(names[0])}: {reason}")
     return list(found.values())
 
 
-def _without_outputs(
-    named: list[Named], given: str, output: Path | None, notify: Notify
-) -> list[Named]:
-    """Return local files that no bulk job wrote, unless `given` names the folder, and all others.
+def _why_no_data(file: _Named, given: str, output: Path | None) -> str | None:
+    """Return why a local file is no input, None if it is one.
 
-    Files in `output` are never inputs.
+    Opening a pipe could block. The output of a job is an input if `given` names its folder.
     """
-    own = None if output is None else os.path.realpath(output)
-    explicit = {os.path.realpath(given), os.path.realpath(os.path.dirname(given))}
-
-    @functools.cache
-    def is_output(folder: str) -> bool:
-        if not os.path.exists(os.path.join(folder, JOB)):
-            return False
-        has_ledger = os.path.exists(os.path.join(folder, LEDGER))
-        return folder == own or (has_ledger and folder not in explicit)
-
-    kept, skipped = list[Named](), list[str]()
-    for each in named:
-        filesystem, path, name = each
-        folder = os.path.dirname(os.path.realpath(path))
-        if filesystem.type_name == "local" and is_output(folder):
-            skipped.append(name)
-        else:
-            kept.append(each)
-    _notify_skipped(notify, given, skipped, "output of a bulk job")
-    return kept
-
-
-def _notify_skipped(notify: Notify, given: str, names: list[str], reason: str) -> None:
-    if names:
-        count = f"{len(names)} file{'s' * (len(names) > 1)}"
-        notify(f"{_shown(given)}: {count} skipped, such as {_shown(names[0])}: {reason}")
+    if file.filesystem.type_name != "local":
+        return None
+    with contextlib.suppress(OSError):  # reported when it is opened
+        if not stat.S_ISREG(os.stat(file.path).st_mode):
+            return "no regular file: a pipe, a socket or a device"
+    folder = os.path.dirname(os.path.realpath(file.path))
+    if not all(os.path.exists(os.path.join(folder, name)) for name in (JOB, LEDGER)):
+        return None
+    if output is not None and folder == os.path.realpath(output):
+        return "output of this job"
+    is_named = folder in (os.path.realpath(given), os.path.realpath(os.path.dirname(given)))
+    return None if is_named else "output of a bulk job"
 
 
 def read_all(
@@ -255,10 +251,10 @@ class ReadProgress:
         return min(1.0, read / self.total_bytes) if self.total_bytes else 1.0
 
 
-def _expand(given: str, notify: Notify) -> list[Named]:
-    """Return (filesystem, path on it, name) of each file.
+def _expand(given: str, skipped: dict[str, list[str]]) -> list[_Named]:
+    """Return the files. Only what is not the name of a file or folder is a pattern.
 
-    Only what is not the name of a file or folder is a pattern.
+    skipped: gets the files with unknown endings.
     """
     if "://" not in given:
         local = fs.LocalFileSystem()
@@ -267,8 +263,8 @@ def _expand(given: str, notify: Notify) -> list[Named]:
             matches = sorted(glob.glob(given, recursive=True))
             names = [name for name in matches if not _is_hidden(name, given)]
         names = [f"./{name}" if re.match(r"[\w.+-]+:", name) else name for name in names]  # no URI
-        expanded = [inner for name in names for inner in _files(local, name, notify)]
-        return [(local, name, name) for name in expanded]
+        expanded = [inner for name in names for inner in _files(local, name, skipped)]
+        return [_Named(local, name, name) for name in expanded]
     scheme = given[: given.index("://") + 3]
     base, query, options = given.partition("?")  # of an object store: ?region=...
     fixed, pattern = _split_pattern(base)
@@ -277,8 +273,8 @@ def _expand(given: str, notify: Notify) -> list[Named]:
     if pattern and filesystem.get_file_info(exact).type == fs.FileType.NotFound:
         paths = _remote_glob(filesystem, path, pattern)
     else:
-        paths = _files(filesystem, exact, notify)
-    return [(filesystem, one, scheme + one) for one in paths]
+        paths = _files(filesystem, exact, skipped)
+    return [_Named(filesystem, one, scheme + one) for one in paths]
 
 
 def _split_pattern(uri: str) -> tuple[str, str]:
@@ -288,14 +284,12 @@ def _split_pattern(uri: str) -> tuple[str, str]:
     return "/".join(parts[:at]), "/".join(parts[at:])
 
 
-def _files(filesystem: fs.FileSystem, path: str, notify: Notify) -> list[str]:
+def _files(filesystem: fs.FileSystem, path: str, skipped: dict[str, list[str]]) -> list[str]:
     """Return `path`, or the files with known endings in that folder that are not hidden."""
     info = filesystem.get_file_info(path)
     if info.type == fs.FileType.NotFound:
         raise FileNotFoundError("no such file")
     if info.type != fs.FileType.Directory:
-        if filesystem.type_name == "local" and _is_special(path):
-            raise OSError(_SPECIAL)
         return [path]
     if filesystem.type_name == "local":
         files = list(_walk(path))
@@ -304,21 +298,10 @@ def _files(filesystem: fs.FileSystem, path: str, notify: Notify) -> list[str]:
         files = [entry.path for entry in listed if entry.type == fs.FileType.File]
     base = info.path.rstrip("/")
     files = sorted(file for file in files if not _is_hidden(file.removeprefix(base), ""))
-    data = [file for file in files if _split(file)[0] in FORMATS]
-    _notify_skipped(notify, path, sorted({*files} - {*data}), "no known ending")
-    if filesystem.type_name == "local":
-        special = [file for file in data if _is_special(file)]
-        _notify_skipped(notify, path, special, _SPECIAL)
-        data = [file for file in data if file not in special]
-    return data
-
-
-def _is_special(path: str) -> bool:
-    """Return whether a local path is a pipe, a socket or a device: opening it could block."""
-    try:
-        return not stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:
-        return False  # reported when it is opened
+    others = [file for file in files if _split(file)[0] not in FORMATS]
+    if others:
+        skipped.setdefault("no known ending", []).extend(others)
+    return [file for file in files if _split(file)[0] in FORMATS]
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -383,11 +366,6 @@ def _kind(name: str) -> tuple[str, str | None]:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
-
-
-def _unreadable(error: Exception) -> str:
-    reason = _one_line(error)
-    return reason if isinstance(error, FileNotFoundError) else f"cannot be read: {reason}"
 
 
 def _shown(name: str) -> str:
