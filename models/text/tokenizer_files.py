@@ -97,7 +97,7 @@ def _add_tokens(
         added = {int(token_id): AddedToken(**token) for token_id, token in decoder.items()}
     known = {str(token): token for token in added.values()}
     named = {name: known.get(str(token), token) for name, token in _tokens(stated, _NAMES)}
-    named |= _tokens(stated, [name for name in stated if name.endswith("_token")], named)
+    named |= _tokens(stated, [n for n in stated if n.endswith("_token") and n not in _NAMES])
     named |= _tokens(named_extra, named_extra)
     extra = stated[_EXTRA] if _EXTRA in stated else stated.get(_FORMER_EXTRA)
     tokens: list[Token] = [token for _, token in sorted(added.items())]
@@ -106,8 +106,10 @@ def _add_tokens(
         if str(token) not in present and token not in tokens:
             tokens.append(token)
     _add(backend, tokens, special={str(token) for token in named.values()})
-    lost = [token for token in stored.values() if token.special]
-    _add(backend, _without_flag(backend, lost), special={token.content for token in lost})
+    marked = {token.content for token in stored.values() if token.special}
+    current = backend.get_added_tokens_decoder().values()
+    lost = [token for token in current if token.content in marked and not token.special]
+    _add(backend, lost, marked)  # the library keeps a mark that later flags lack
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     return named
 
@@ -123,8 +125,7 @@ def _override(stated: dict[str, Any], named: dict[str, Any], special: dict[str, 
     """Merge special_tokens_map.json into the other statements."""
     for name, token in special.items():
         if name == _EXTRA and isinstance(token, list):
-            before = list(map(_token, stated.get(_EXTRA) or []))
-            token = before + [each for each in map(_token, token) if each not in before]
+            token = [*(stated.get(_EXTRA) or []), *token]
         elif name != _EXTRA and isinstance(token, dict):
             token = _token({**token, "special": True})
         stated[name] = token
@@ -134,26 +135,24 @@ def _override(stated: dict[str, Any], named: dict[str, Any], special: dict[str, 
 
 def _legacy_tokens(folder: Path, stated: dict[str, Any]) -> dict[int, AddedToken]:
     """Return the tokens of added_tokens.json: {"<tool>": 32000, ...}."""
-    special = {str(token) for _, token in _tokens(stated, _NAMES)}
-    special |= {str(_token(token)) for token in stated.get(_EXTRA) or []}
+    values = (*map(stated.get, _NAMES), *(stated.get(_EXTRA) or []))
+    special = {str(token) for token in values if isinstance(token, Token)}  # not those with flags
     return {
         index: AddedToken(text, special=text in special, normalized=text not in special)
         for text, index in _read_json(folder / "added_tokens.json").items()
     }
 
 
-def _tokens(
-    stated: dict[str, Any], names: Iterable[str], known: Container[str] = ()
-) -> list[tuple[str, Token]]:
-    """Return (name, token) of each that is stated as a token and not known."""
-    found = ((name, stated.get(name)) for name in names if name not in known)
+def _tokens(stated: dict[str, Any], names: Iterable[str]) -> list[tuple[str, Token]]:
+    """Return (name, token) of each that is stated as a token."""
+    found = ((name, stated.get(name)) for name in names)
     return [(name, _token(value)) for name, value in found if isinstance(value, Token | dict)]
 
 
 def _token(value: Any) -> Token:
     """Return a token that is stated as text or object. Raises TypeError."""
     if isinstance(value, dict):
-        return AddedToken(**{key: each for key, each in value.items() if key != "__type"})
+        return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
     if not isinstance(value, Token):
         raise TypeError(f"expected a text or an object, got {value!r:.64}")
     return value
@@ -161,19 +160,10 @@ def _token(value: Any) -> Token:
 
 def _add(backend: tokenizers.Tokenizer, tokens: Sequence[Token], special: Container[str]) -> None:
     """Add tokens, or change the flags of those that exist."""
-    added = [
-        AddedToken(token, special=True) if isinstance(token, str) else token for token in tokens
-    ]
+    added = [AddedToken(each, special=True) if isinstance(each, str) else each for each in tokens]
     for token in added:
         token.special = token.special or token.content in special
     backend.add_tokens(added)
-
-
-def _without_flag(backend: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> list[AddedToken]:
-    """Return current tokens that have lost their mark as special, which the library keeps."""
-    marked = {token.content for token in tokens}
-    current = backend.get_added_tokens_decoder().values()
-    return [token for token in current if token.content in marked and not token.special]
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
