@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import logging
 import os
 import signal
@@ -24,6 +25,9 @@ from contracts.logs import set_up_logging
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     _open_closed_streams()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale such as C lacks characters of ours
+            stream.reconfigure(errors="replace")
     set_up_logging("tandem", LogConfig(), stderr_level=logging.WARNING)
     prepare_ray_environment(os.environ, has_terminal=sys.stderr.isatty())
     options = _parser().parse_args(arguments)

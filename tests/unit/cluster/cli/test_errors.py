@@ -337,6 +337,7 @@ def test_closed_output_pipe_ends_the_command(tmp_path: Path) -> None:
     [
         ("exec {command} > /dev/full", EXIT_ERROR, "tandem config: No space left on device"),
         ("exec {command} <&- >&-", 0, ""),
+        ("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 exec {command}", 0, ""),
         ("exec {command} <&- >&- 2>&-", 0, ""),
         ("cd $(mktemp -d); chmod 0 .; exec {unprivileged} {command}", 0, ""),
         ("cd $(mktemp -d); rmdir $PWD; exec {command}", EXIT_ERROR, "the current folder: No such"),
