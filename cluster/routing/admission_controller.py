@@ -132,7 +132,9 @@ class AdmissionController:
         state.reservations.expire(now_s)
         remaining_s = state.reservations.remaining_s(*key, now_s)
         limit = self._limit_tokens(submit.priority, now_s)
-        excess = 0.0 if remaining_s == 0 else state.excess_tokens(tenant, self._slots(), limit)
+        excess, by_tokens = 0.0, False
+        if remaining_s != 0:
+            excess, by_tokens = state.excess_tokens(tenant, self._slots(), limit)
         if not excess and state.queue.acquire_nowait(submit.caller):
             state.reservations.drop(*key)
             self._count(submit, 1, wait_for_slot=False)
@@ -144,7 +146,7 @@ class AdmissionController:
             wait_s = retry_after_s(excess / RESERVABLE_FRACTION, rate)
             wait_s *= random.uniform(1 - JITTER, 1 + JITTER)
             state.reservations.reserve(*key, len(submit.token_ids), now_s, math.ceil(wait_s))
-        raise self._refusal(submit.priority, wait_s, too_long=state.ahead_tokens > limit)
+        raise self._refusal(submit.priority, wait_s, too_long=by_tokens)
 
     async def acquire(self, submit: Submit) -> None:
         """Wait for a slot for a later sequence of an admitted request."""
@@ -190,8 +192,8 @@ class AdmissionController:
         name, again = priority.label, f"try again in {math.ceil(wait_s)} s"
         if too_long:
             return OverloadError(
-                f"{priority.name} requests that wait have more work than can be done in "
-                f"priority.{name}_max_wait_s: {again}",
+                f"{priority.name} requests wait or hold reservations with more work than can be "
+                f"done in priority.{name}_max_wait_s: {again}",
                 wait_s,
             )
         limit = self._slots()
@@ -245,12 +247,16 @@ class _ClassState:
         """Mean tokens of a waiting sequence."""
         return self.backlog.tokens / max(1, self.backlog.sequences)
 
-    def excess_tokens(self, tenant: bytes, slots: int, limit: float) -> float:
-        """Return by how many tokens the work ahead of a tenant's new request exceeds the limits."""
+    def excess_tokens(self, tenant: bytes, slots: int, limit: float) -> tuple[float, bool]:
+        """Return by how many tokens the work ahead of a tenant's new request exceeds the limits.
+
+        Also return whether the limit of tokens is the one that it exceeds more.
+        """
         sequences, tokens = float(self.queue.in_use), float(self.ahead_tokens)
         if max(sequences / slots, tokens / limit) > LOW_LOAD_FRACTION:
             reserved = self.reservations.queued_ahead(tenant)
             sequences += reserved.requests
             tokens += reserved.amount
         too_many = max(0.0, sequences + 1 - slots) * self.mean_tokens
-        return max(too_many, tokens - limit, 0.0)
+        too_long = tokens - limit
+        return max(too_many, too_long, 0.0), too_long > max(too_many, 0.0)

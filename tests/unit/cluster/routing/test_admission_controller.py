@@ -87,6 +87,20 @@ def test_ls_beyond_max_wait_gets_429_with_retry_after() -> None:
     )
 
 
+def test_rejection_names_exceeded_limit() -> None:
+    front, few = Front(ls_max_wait_s=5.0), Front(slots=40)
+    for each in (front, few):
+        each.fill(40, LS)
+    with pytest.raises(OverloadError, match=r"schedule\.max_waiting"):
+        few.door.acquire_nowait(job(LS))
+    front.run(20)
+    front.fill(200, LS)  # the last ones hold reservations
+    front.run(2)
+    assert front.door._states[LS].ahead_tokens < 5.0 * PER_SECOND
+    with pytest.raises(OverloadError, match=r"priority\.ls_max_wait_s"):
+        front.door.acquire_nowait(job(LS))
+
+
 def test_be_is_admitted_up_to_its_share_of_max_wait() -> None:
     front = Front(be_max_wait_s=50.0, be_share=0.1)
     front.fill(40, LS)
