@@ -61,6 +61,7 @@ class HttpProtocol(HttpToolsProtocol):
         address: str,
     ) -> None:
         super().__init__(config, server_state, app_state={})
+        self.parser = self._new_parser()
         self.address = address
         self.wait: WaitState | None = None
         self.opening: asyncio.Task[None] | None = None
@@ -79,6 +80,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._problem: TandemError | None = None
         self._on_disconnect: Callable[[], None] | None = None
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        """Return a parser that accepts blanks behind a chunk's size, as nginx and h11 do."""
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(
+            lenient_data_after_close=True, lenient_spaces_after_chunk_size=True
+        )
+        return parser
 
     # Connection
 
@@ -122,7 +131,7 @@ class HttpProtocol(HttpToolsProtocol):
             framing = [
                 b"%b: %b\r\n" % header for header in self.scope["headers"] if header[0] in FRAMING
             ]
-            self.parser = httptools.HttpRequestParser(self)
+            self.parser = self._new_parser()
             self._is_resuming = True
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
 

@@ -111,6 +111,15 @@ def test_endless_chunk_extension_is_rejected(front: Front) -> None:
         assert sent_until_answered(line, b"a" * 100).status == 431
 
 
+@pytest.mark.parametrize(("size", "status"), [(b"5 ", 200), (b"5 \t;a=b", 200), (b"5 5", 400)])
+def test_blanks_behind_chunk_size_are_ignored(front: Front, size: bytes, status: int) -> None:
+    """RFC 9112, 7.1 forbids them; nginx and h11 accept them, and no other reading exists."""
+    answer = front.exchange(chunked("/echo", size + b"\r\nabcde\r\n", b"0 \r\n\r\n"))
+    assert answer.status == status
+    if status == 200:
+        assert answer.body == b"5"
+
+
 def test_body_in_single_byte_chunks_is_rejected(front: Front) -> None:
     answer = front.exchange(chunked("/echo", b"1\r\na\r\n" * (2 * MAX_CHUNKS)))
     assert answer.status == 400
