@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -43,7 +44,7 @@ from cluster.http.request_context import (
     TraceSource,
     start_request_metrics,
 )
-from cluster.http.request_log import AccessLog, RequestLog
+from cluster.http.request_log import HEADER, AccessLog, RequestLog
 from cluster.http.responses import EventStream, json_response
 from cluster.http.schemas import ModelInfo
 from cluster.http.text import TokenizerPool
@@ -193,6 +194,7 @@ class App(Starlette):
 
     def build_middleware_stack(self) -> ASGIApp:
         others = super().build_middleware_stack()
+        http = self.app_state.http
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope.get("path", "")
@@ -204,14 +206,26 @@ class App(Starlette):
             else:
                 await others(scope, receive, send)
 
-        http = self.app_state.http
         return RequestLog(
-            app,
+            _for_browsers(app, http) if http.allowed_origins else app,
             monotonic_s,
             self.access_log,
             exclude=http.access_log_exclude,
             adds_header=http.front == "direct",  # Serve's proxy answers with the id
         )
+
+
+def _for_browsers(app: ASGIApp, http: HttpConfig) -> ASGIApp:
+    """Return the application with CORS for model requests; others are not for browsers."""
+    shown = [HEADER.decode(), "retry-after"]
+    cors = CORSMiddleware(app, http.allowed_origins, ("*",), ("*",), expose_headers=shown)
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        is_model_request = path.startswith(("/v1/", "/tokenize", "/detokenize"))
+        await (cors if is_model_request else app)(scope, receive, send)
+
+    return call
 
 
 class ResponseAbortedError(Exception):

@@ -52,6 +52,9 @@ class HttpConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """PEM file; requires tls_certificate."""
     root_path: str = ""
     """Path prefix that a reverse proxy removes, such as /llm."""
+    allowed_origins: list[str] = []
+    """Origins of web pages that may send model requests (CORS), such as https://chat.example.org.
+    "*": all."""
     access_log: bool = True
     """Log a line per request (logger tandem.access), without request text."""
     access_log_exclude: list[str] = []
@@ -114,6 +117,12 @@ class HttpConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(
                 "tls_certificate has no effect with front=serve: encrypt in front of Serve's proxy"
             )
+        for origin in self.allowed_origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r}: give scheme, host and port as a browser does, "
+                    "such as https://chat.example.org, or *"
+                )
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ValueError(
                 f"root_path={self.root_path!r}: give a path such as /llm, without a slash at the "

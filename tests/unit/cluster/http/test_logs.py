@@ -234,6 +234,29 @@ def test_load_counts_running_and_waiting_per_pipeline(folder: Path) -> None:
         rank.cancels.get(timeout=TIMEOUT_S)
 
 
+def test_pages_of_allowed_origins_may_send_model_requests(folder: Path) -> None:
+    http = HttpConfig(api_keys=["secret-key"], allowed_origins=["https://chat.example.org"])
+    rank = FakeRank("attention-0", lambda submit: [60])
+    with serve_api(folder, [rank], http) as api:
+        asked = {"access-control-request-method": "POST"}
+        asked["access-control-request-headers"] = "authorization, x-stainless-os"
+        name = "access-control-allow-origin"
+        for origin, path, status in (
+            ("https://chat.example.org", "/v1/completions", 200),
+            ("https://other.example.org", "/v1/completions", 400),
+            ("https://chat.example.org", "/scale", 405),
+        ):
+            allowed = origin if status == 200 else None
+            asked["origin"] = origin
+            answer = api.http.options(path, headers=asked)
+            assert (answer.status_code, answer.headers.get(name)) == (status, allowed)
+            answer = api.http.post(path, json={}, headers={"origin": origin})
+            assert (answer.status_code, answer.headers.get(name)) == (401, allowed)
+        for wrong in ("chat.example.org", "https://chat.example.org/"):
+            with pytest.raises(ValueError, match="allowed_origins"):
+                HttpConfig(allowed_origins=[wrong])
+
+
 def test_root_path_is_documented_behind_proxy(api: Api) -> None:
     document = api.http.get("/openapi.json").json()
     assert document["servers"] == [{"url": "/llm"}]
