@@ -31,6 +31,7 @@ from cluster.http.request_log import fresh_id
 from cluster.http.response_types import Detokenized, Tokenized
 from cluster.http.responses import ChatLogprobsBuilder, ChoiceBuilder, chat_logprobs, json_response
 from cluster.http.schemas import (
+    TEMPLATE_FIELDS,
     ChatBody,
     ChatMessage,
     DetokenizeBody,
@@ -42,13 +43,15 @@ from cluster.http.text import Delta, ShownToken, decode_text
 from cluster.http.tool_calls import forced_call, plain_tool, requested_tools, template_tool_call
 from contracts.errors import RequestError, TooLongError
 from contracts.requests import INT64
-from models.text.answer_format import AnswerParser, AnswerPiece
+from models.text.answer_format import AnswerParser, AnswerPiece, open_tag
 from models.text.tokenizer import Tokenizer
 
 CALL_ID_CHARACTERS = 9  # Mistral's templates accept no others
 PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
 _NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
-_RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
+_RESERVED = frozenset(
+    {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 
 
 async def chat_completions(app_state: AppState, ctx: RequestContext, request: Request) -> Response:
@@ -74,7 +77,9 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
             raise RequestError(f"{field} and a forced tool_choice: one is enough", field)
         check_ends(options.sampling, forced.structure)
         options = msgspec.structs.replace(options, structure=forced.structure)
-    variables = _variables(body)
+    variables = template_variables(body)
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
     if tools:
         variables["tools"] = [plain_tool(tool) for tool in tools]
     token_ids = await chat_token_ids(
@@ -96,6 +101,9 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
     prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
+    begun = _text(body.messages[-1]) if body.continue_final_message else ""
+    if begun and app_state.tokenizer.answer_format.thinks:
+        prompt_end = open_tag(begun)
     form, structure = app_state.tokenizer.answer_format, options.structure
     if forced is None and structure is not None and structure.kind != "choice":
         before = form.reasoning(prompt_end, app_state.tokenizer.tag_ids)
@@ -109,7 +117,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if structure is None or structure.before:  # else the whole answer is content or a call
         called = tools if structure is None else []
         schemas = {tool.function.name: tool.function.parameters or {} for tool in called}
-        new_parser = form.new_parser(prompt_end, schemas)
+        new_parser = form.new_parser(prompt_end, schemas, continues=bool(begun))
     return GenerationJob(
         [GenerationPrompt(token_ids, sampling)],
         options,
@@ -137,7 +145,6 @@ async def chat_token_ids(
     variables: dict[str, Any],
     *,
     add_special_tokens: bool = False,
-    add_generation_prompt: bool = True,
 ) -> list[int]:
     """Apply the chat template and tokenize. Raises RequestError about `messages`."""
     context = app_state.model.max_context_tokens
@@ -152,7 +159,7 @@ async def chat_token_ids(
     ]
     steps = app_state.tokenizer.chat_steps(
         plain,
-        {**variables, "add_generation_prompt": add_generation_prompt},
+        variables,
         max_characters=app_state.bounds.prompt_characters,
         max_tokens=context,
         add_special_tokens=add_special_tokens,
@@ -199,21 +206,26 @@ def _template_message(index: int, message: ChatMessage, account: MemoryAccount) 
     return plain
 
 
-def _variables(body: ChatBody) -> dict[str, Any]:
-    variables = template_variables(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return variables
+def _text(message: ChatMessage) -> str:
+    content = message.content or ""
+    return content if isinstance(content, str) else "".join(part.text or "" for part in content)
 
 
-def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of `chat_template_kwargs`. Raises RequestError for a reserved name."""
-    reserved = sorted(_RESERVED & (given or {}).keys())
+def template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Return the variables of the chat template. Raises RequestError for a reserved name."""
+    given = body.chat_template_kwargs or {}
+    reserved = sorted(_RESERVED & given.keys())
     if reserved:
         raise RequestError(
             f"chat_template_kwargs: {reserved[0]} cannot be set", "chat_template_kwargs"
         )
-    return dict(given or {})
+    prompts = body.add_generation_prompt is not False
+    if body.continue_final_message and prompts:
+        raise RequestError(
+            "continue_final_message needs add_generation_prompt=false", "continue_final_message"
+        )
+    continued = {"continue_final_message": True} if body.continue_final_message else {}
+    return {**given, "add_generation_prompt": prompts, **continued}
 
 
 class _ChatFormatter:
@@ -356,14 +368,11 @@ async def _token_ids(app_state: AppState, ctx: RequestContext, body: TokenizeBod
             app_state,
             ctx,
             body.messages,
-            template_variables(body.chat_template_kwargs),
+            template_variables(body),
             add_special_tokens=bool(body.add_special_tokens),
-            add_generation_prompt=body.add_generation_prompt is not False,
         )
-    if body.add_generation_prompt is not None or body.chat_template_kwargs is not None:
-        raise UnsupportedFieldError(
-            "add_generation_prompt and chat_template_kwargs are for messages", "messages"
-        )
+    if any(getattr(body, field) is not None for field in TEMPLATE_FIELDS):
+        raise UnsupportedFieldError(f"{', '.join(TEMPLATE_FIELDS)} are for messages", "messages")
     assert body.prompt is not None
     app_state.bounds.check_text("prompt", len(body.prompt))
     (token_ids,) = await app_state.tokenizer_pool.encode(

@@ -82,6 +82,15 @@ CacheSalt = Annotated[
     described("Only requests with the same salt share cached prefixes."),
 ]
 
+GenerationPrompt = Annotated[
+    bool | None, described("Default: true. false: the prompt ends behind the last message.")
+]
+Continues = Annotated[
+    bool | None,
+    described("The prompt ends within the last message. Needs add_generation_prompt=false."),
+]
+TEMPLATE_FIELDS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
 
 class StrictFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A body that rejects undeclared fields."""
@@ -115,12 +124,10 @@ class PrioritizedFields(IgnoredFields, kw_only=True):
 class UnsupportedFields(PrioritizedFields, kw_only=True):
     """Fields of OpenAI, vLLM and SGLang that are not supported."""
 
-    add_generation_prompt: Annotated[Any, unsupported(True)] = None
     allowed_token_ids: Annotated[Any, unsupported()] = None
     audio: Annotated[Any, unsupported()] = None
     bad_words: Annotated[Any, unsupported([])] = None
     chat_template: Annotated[Any, unsupported()] = None
-    continue_final_message: Annotated[Any, unsupported(False)] = None
     documents: Annotated[Any, unsupported([])] = None
     early_stopping: Annotated[Any, unsupported(False)] = None
     ebnf: Annotated[Any, unsupported()] = None
@@ -352,6 +359,9 @@ class ChatBody(GenerationBody, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: Messages
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continues = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None, described("Default: what fits behind the prompt.")
     ] = None
@@ -370,7 +380,6 @@ class ChatBody(GenerationBody, kw_only=True):
     parallel_tool_calls: Annotated[
         bool | None, described("false: calls after the first are dropped.")
     ] = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 # Structs by the field that holds them.
@@ -431,7 +440,8 @@ class TokenizeBody(IgnoredFields, kw_only=True):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continues = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 

@@ -102,17 +102,25 @@ class AnswerFormat(NamedTuple):
             return ""
         return " ".join(f"<[{tag_ids[part]}]>" if part in tag_ids else part for part in parts)
 
-    def new_parser(self, prompt_end: str, tools: Schemas) -> Callable[[], AnswerParser] | None:
+    def new_parser(
+        self, prompt_end: str, tools: Schemas, *, continues: bool = False
+    ) -> Callable[[], AnswerParser] | None:
         """Return the constructor of an answer's parser, or None if the answer is content.
 
-        prompt_end: the last characters of the prompt. tools: empty if calls are not expected.
+        prompt_end: the last characters of the prompt, or `open_tag` of a text that the answer
+        continues. tools: empty if calls are not expected.
         """
         if self.is_harmony:
             return HarmonyParser if prompt_end.endswith(HARMONY_PROMPT) else None
         if not self.thinks and not (self.calls and tools):
             return None
         is_open = self.thinks and prompt_end.rstrip().endswith(THINK)
-        return partial(ThinkParser, self, is_open=is_open, tools=tools)
+        return partial(ThinkParser, self, is_open=is_open, tools=tools, continues=continues)
+
+
+def open_tag(text: str) -> str:
+    """Return the tag that applies at the end of an answer's first part."""
+    return THINK if text.rfind(THINK) > text.rfind(END_THINK) else END_THINK
 
 
 def find_format(added_tokens: Collection[str]) -> AnswerFormat:
@@ -246,16 +254,21 @@ class HarmonyParser(TagParser):
 
 
 class ThinkParser(TagParser):
-    """Parser of <think> and of tool calls. is_open: the prompt ends with <think>."""
+    """Parser of <think> and of tool calls. is_open: the prompt ends with <think>.
 
-    def __init__(self, form: AnswerFormat, *, is_open: bool, tools: Schemas) -> None:
+    continues: the prompt ends with the first part of the answer.
+    """
+
+    def __init__(
+        self, form: AnswerFormat, *, is_open: bool, tools: Schemas, continues: bool
+    ) -> None:
         super().__init__(form.tags)
         self._calls = form.calls if tools else None
         self._tools = tools
         self._is_reasoning = is_open
-        self._trims = is_open  # white space behind a tag
+        self._trims = is_open and not continues  # white space behind a tag
         self._space = ""  # held back: dropped before a tag
-        self._has_started = False
+        self._has_started = continues
         self._body: str | None = None  # of a tool call
 
     def _on_tag(self, tag: str) -> Sequence[AnswerPiece]:

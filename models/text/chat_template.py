@@ -62,6 +62,7 @@ Message = Mapping[str, Any]
 STEP_PIECES = 1000
 MAX_REPEATED = 1 << 20  # entries of a string or list that a template multiplies
 MAX_EXPONENT = 64
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trims
 
 _TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is none")
 _USER: Message = {"role": "user", "content": "C"}
@@ -128,7 +129,7 @@ class ChatTemplate:
             "add_generation_prompt": True,
             **self._special_tokens,
             **variables,
-            "messages": [self._plain(message) for message in messages],
+            "messages": messages,
         }
 
     def render_steps(
@@ -139,12 +140,18 @@ class ChatTemplate:
     ) -> EncodingSteps[str]:
         """Render the prompt up to the assistant's turn, in steps of STEP_PIECES pieces of text.
 
-        Raises RequestError about `messages`, TooLongError for more than max_characters.
+        The variable continue_final_message ends it behind the last message's text, as in
+        `transformers`. Raises RequestError about `messages`, TooLongError for more than
+        max_characters.
         """
+        shown = [self._plain(message) for message in messages]
+        continues = variables.get("continue_final_message")
+        if continues:
+            shown[-1]["content"] = _with_mark(shown[-1].get("content"))
         pieces: list[str] = []
         characters = 0
         try:
-            for piece in self._template.generate(self._context(messages, variables)):
+            for piece in self._template.generate(self._context(shown, variables)):
                 pieces.append(piece)
                 characters += len(piece)
                 if max_characters is not None and characters > max_characters:
@@ -158,7 +165,8 @@ class ChatTemplate:
                     yield 0
         except _TEMPLATE_FAULTS as error:
             raise RequestError(f"the chat template refuses this: {error}", "messages") from None
-        return "".join(pieces)
+        text = "".join(pieces)
+        return _before_mark(text) if continues else text
 
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
@@ -187,6 +195,24 @@ class ChatTemplate:
             except _TEMPLATE_FAULTS:
                 self._part_roles[role] = False
         return self._part_roles[role]
+
+
+def _with_mark(content: Any) -> Any:
+    """Return the content of a message with END_MARK behind its text."""
+    if isinstance(content, str):
+        return content + END_MARK
+    if not content:
+        raise RequestError("continue_final_message: the last message has no text", "messages")
+    return [*content[:-1], {**content[-1], "text": content[-1]["text"] + END_MARK}]
+
+
+def _before_mark(text: str) -> str:
+    before, found, after = text.rpartition(END_MARK.rstrip())
+    if not found:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the last message", "messages"
+        )
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _Environment(ImmutableSandboxedEnvironment):

@@ -54,14 +54,14 @@ def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield api
 
 
-def answer(api: Api, text: str, **fields: Any) -> tuple[Any, Any]:
+def answer(api: Api, text: str, messages: Any = USER, **fields: Any) -> tuple[Any, Any]:
     """Return the message and finish reason; a stream of one-token frames adds up to the same."""
     reply = api.tokenizer.encode(text + EOS)
     api.rank.reply = lambda submit: reply
     create = api.openai.chat.completions.create
-    whole = create(model=MODEL, messages=USER, **fields).choices[0]
+    whole = create(model=MODEL, messages=messages, **fields).choices[0]
     message = whole.message.model_dump(exclude_none=True)
-    chunks = list(create(model=MODEL, messages=USER, stream=True, **fields))
+    chunks = list(create(model=MODEL, messages=messages, stream=True, **fields))
     streamed: dict[str, Any] = {}
     for chunk in chunks:
         for name, value in chunk.choices[0].delta.model_dump(exclude_none=True).items():
@@ -166,6 +166,24 @@ def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
     for choice in ("always", {}, other):
         fields = {"messages": USER, "tools": [ADD], "tool_choice": choice}
         refused(api.post("/v1/chat/completions", **fields), 400, "tool_choice", "one of the tools")
+
+
+def test_answer_continues_last_message_in_its_field(api: Api) -> None:
+    begun = [
+        ("<think>Hm", " so</think>Yes.", " so", "Yes."),
+        ("<think>Hm</think>Yes", " and <think> no", None, " and <think> no"),
+        ("Yes", f" I add.{CALL}", None, " I add."),
+    ]
+    if api.tokenizer.answer_format.is_harmony:
+        begun = [("<|channel|>final<|message|>Yes", " and no.", None, " and no.")]
+    fields: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    for text, reply, reasoning, content in begun:
+        last: Any = {"role": "assistant", "content": [{"type": "text", "text": text}]}
+        message, _ = answer(api, reply, [*USER, last], tools=[ADD], extra_body=fields)
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+        assert len(message["tool_calls"]) == (CALL in reply)
+        ids = [api.rank.submits.get() for _ in range(api.rank.submits.qsize())][-1].token_ids
+        assert api.tokenizer.decode(ids, False).endswith(f"assistant:{text}")
 
 
 @pytest.mark.parametrize("content", ["", "Yes."])

@@ -151,6 +151,15 @@ OTHERS: list[tuple[str, dict[str, Any], int, str]] = [
     ("/tokenize", {"prompt": "a", "messages": USER}, 400, "prompt"),
     ("/tokenize", {"prompt": 1}, 400, "prompt"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "messages"),
+    *(
+        (path, {"messages": USER, "continue_final_message": True, **more}, 400, param)
+        for path in ("/tokenize", "/v1/chat/completions")
+        for more, param in (
+            ({}, "continue_final_message"),
+            ({"add_generation_prompt": True}, "continue_final_message"),
+            ({"add_generation_prompt": "no"}, "add_generation_prompt"),
+        )
+    ),
     ("/tokenize", {"prompt": "a " * 40_000}, 413, "prompt"),
     ("/tokenize", {"messages": []}, 400, "messages"),
     ("/tokenize", {"messages": USER * (CONTEXT_TOKENS + 1)}, 413, "messages"),

@@ -92,6 +92,24 @@ def test_chat_prompt_equals_transformers_and_template_is_found(tmp_path: Path) -
         assert Tokenizer.load(folder).render_chat(MESSAGES, tools=given_tools) == expected
 
 
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim"])
+@pytest.mark.parametrize("begun", ["It is ", " 4", "", [{"type": "text", "text": "So "}]])
+def test_continued_message_equals_transformers(tmp_path: Path, content: str, begun: Any) -> None:
+    parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    shown = f"{{% if m.content is string %}}{{{{ {content} }}}}{{% else %}}{parts}{{% endif %}}"
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{shown}<end>{{% endfor %}}"
+    folder = write_byte_level(tmp_path, chat_template=template)
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    expected = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        messages, continue_final_message=True, tokenize=False
+    )
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.render_chat(messages, continue_final_message=True) == expected
+    hidden = write_byte_level(tmp_path, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="does not show the last message"):
+        Tokenizer.load(hidden).render_chat(messages, continue_final_message=True)
+
+
 @pytest.mark.parametrize(
     "template",
     [
