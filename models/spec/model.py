@@ -287,7 +287,7 @@ def _eos_token_ids(folder: Path, config: ConfigFields) -> tuple[int, ...]:
     path = folder / GENERATION_CONFIG
     if path.is_file():
         ids += ConfigFields(path, read_json(path)).token_ids("eos_token_id")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(each for each in ids if each >= 0))  # -1: none
 
 
 def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:

@@ -57,7 +57,7 @@ def test_windows_apply_only_if_enabled_and_eos_ids_are_merged(
     config |= {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_spec(folder).sliding_windows == (None, None, None)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, -1]}))
     assert read_spec(folder).eos_token_ids == (2, 5)
 
 
