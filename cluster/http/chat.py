@@ -101,9 +101,9 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
         answered = generated_answer_bytes(options.n * room, top, CHAT_ALTERNATIVE_BYTES)
         app_state.bounds.check_answer("max_tokens", answered)
     prompt_end = app_state.tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], False)
-    begun = _text(body.messages[-1]) if body.continue_final_message else ""
-    if begun and app_state.tokenizer.answer_format.thinks:
-        prompt_end = open_tag(begun)
+    first_part = _text(body.messages[-1]) if body.continue_final_message else ""
+    if first_part and app_state.tokenizer.answer_format.thinks:
+        prompt_end = open_tag(first_part)
     form, structure = app_state.tokenizer.answer_format, options.structure
     if forced is None and structure is not None and structure.kind != "choice":
         before = form.reasoning(prompt_end, app_state.tokenizer.tag_ids)
@@ -117,7 +117,7 @@ async def _job(app_state: AppState, ctx: RequestContext, body: ChatBody) -> Gene
     if structure is None or structure.before:  # else the whole answer is content or a call
         called = tools if structure is None else []
         schemas = {tool.function.name: tool.function.parameters or {} for tool in called}
-        new_parser = form.new_parser(prompt_end, schemas, continues=bool(begun))
+        new_parser = form.new_parser(prompt_end, schemas, continues=bool(first_part))
     return GenerationJob(
         [GenerationPrompt(token_ids, sampling)],
         options,

@@ -169,15 +169,15 @@ def test_earlier_call_is_a_mapping_and_text_for_the_template(api: Api) -> None:
 
 
 def test_answer_continues_last_message_in_its_field(api: Api) -> None:
-    begun = [
+    cases = [
         ("<think>Hm", " so</think>Yes.", " so", "Yes."),
         ("<think>Hm</think>Yes", " and <think> no", None, " and <think> no"),
         ("Yes", f" I add.{CALL}", None, " I add."),
     ]
     if api.tokenizer.answer_format.is_harmony:
-        begun = [("<|channel|>final<|message|>Yes", " and no.", None, " and no.")]
+        cases = [("<|channel|>final<|message|>Yes", " and no.", None, " and no.")]
     fields: Any = {"continue_final_message": True, "add_generation_prompt": False}
-    for text, reply, reasoning, content in begun:
+    for text, reply, reasoning, content in cases:
         last: Any = {"role": "assistant", "content": [{"type": "text", "text": text}]}
         message, _ = answer(api, reply, [*USER, last], tools=[ADD], extra_body=fields)
         assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)

@@ -238,8 +238,8 @@ def test_pages_of_allowed_origins_may_send_model_requests(folder: Path) -> None:
     http = HttpConfig(api_keys=["secret-key"], allowed_origins=["https://chat.example.org"])
     rank = FakeRank("attention-0", lambda submit: [60])
     with serve_api(folder, [rank], http) as api:
-        asked = {"access-control-request-method": "POST"}
-        asked["access-control-request-headers"] = "authorization, x-stainless-os"
+        preflight = {"access-control-request-method": "POST"}
+        preflight["access-control-request-headers"] = "authorization, x-stainless-os"
         name = "access-control-allow-origin"
         for origin, path, status in (
             ("https://chat.example.org", "/v1/completions", 200),
@@ -247,8 +247,8 @@ def test_pages_of_allowed_origins_may_send_model_requests(folder: Path) -> None:
             ("https://chat.example.org", "/scale", 405),
         ):
             allowed = origin if status == 200 else None
-            asked["origin"] = origin
-            answer = api.http.options(path, headers=asked)
+            preflight["origin"] = origin
+            answer = api.http.options(path, headers=preflight)
             assert (answer.status_code, answer.headers.get(name)) == (status, allowed)
             answer = api.http.post(path, json={}, headers={"origin": origin})
             assert (answer.status_code, answer.headers.get(name)) == (401, allowed)

@@ -93,13 +93,13 @@ def test_chat_prompt_equals_transformers_and_template_is_found(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("content", ["m.content", "m.content | trim"])
-@pytest.mark.parametrize("begun", ["It is ", " 4", "", [{"type": "text", "text": "So "}]])
-def test_continued_message_equals_transformers(tmp_path: Path, content: str, begun: Any) -> None:
+@pytest.mark.parametrize("given", ["It is ", " 4", "", [{"type": "text", "text": "So "}]])
+def test_continued_message_equals_transformers(tmp_path: Path, content: str, given: Any) -> None:
     parts = "{% for part in m.content %}{{ part.text }}{% endfor %}"
     shown = f"{{% if m.content is string %}}{{{{ {content} }}}}{{% else %}}{parts}{{% endif %}}"
     template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{shown}<end>{{% endfor %}}"
     folder = write_byte_level(tmp_path, chat_template=template)
-    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    messages = [*MESSAGES, {"role": "assistant", "content": given}]
     expected = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
         messages, continue_final_message=True, tokenize=False
     )
