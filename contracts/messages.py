@@ -54,7 +54,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     (>= 1), the log-probability of each prompt token at positions >= score_from, given all before
     it, is requested. score_top: alternatives per scored position. key: the router's name of the
     request, used in the worker's reports; None without a router. caller: origin of the request.
-    waited_s: time already waited (a duration, since clocks of nodes differ).
+    waited_s: time already waited (a duration, since clocks of nodes differ). timed: queued_s, the
+    time until its first batch including waited_s, is requested.
 
     generated: number of the last `token_ids` that another rank generated for this request.
     `sampling` is the client's and counts them: max_tokens, min_tokens, penalties, choices, draws.
@@ -75,6 +76,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     caller: Caller = Caller()
     waited_s: float = 0.0
     generated: int = 0
+    timed: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -113,17 +115,18 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """New tokens of a sequence, in order, including an eos token.
 
     cached_tokens: prompt tokens from the prefix cache, sent with the first tokens, because a
-    sequence that a stop string ends never sends `Finished`.
+    sequence that a stop string ends never sends `Finished`. queued_s: see `Submit.timed`.
     """
 
     request_id: int
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int | None = None
+    queued_s: float | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -149,6 +152,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     candidate_logprobs: list[float] | None = None
     token_logprobs: list[float] | None = None
     token_tops: list[list[tuple[int, float]]] | None = None
+    queued_s: float | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from actors.batching.sequence import BatchBudget, Sequence
 from actors.kv.block_manager import BlockManager, BlockPrefix
+from contracts.clock import monotonic_s
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy, SequenceSlice
 from planner.scheduling.batching import BatchSelection, Phase
@@ -150,6 +151,8 @@ class BatchBuilder:
         sequence.num_computed = prefix.tokens
         if sequence.num_cached is None:
             sequence.num_cached = prefix.tokens
+            if sequence.submit.timed:
+                sequence.queued_s = monotonic_s() - sequence.arrived_s
         shared = list(prefix.blocks)
         copies: tuple[BlockCopy, ...] = ()
         if prefix.head is not None:

@@ -268,6 +268,7 @@ class Finisher:
             candidate_logprobs=logprobs,
             token_logprobs=None if scored is None else [token.logprob for token in scored],
             token_tops=None if tops is None else [token.top for token in tops],
+            queued_s=sequence.queued_s,
         )
         self.answers.append((sequence, answer))
 
@@ -278,7 +279,8 @@ class Finisher:
         request_id = submit.request_id
         logprobs = None if logprob is None else [logprob]
         cached_tokens = sequence.num_cached if sequence.generated == 1 else None
-        event = Tokens(request_id, [token], logprobs, cached_tokens)
+        queued_s = sequence.queued_s if sequence.generated == 1 else None
+        event = Tokens(request_id, [token], logprobs, cached_tokens, queued_s)
         self.answers.append((sequence, event))
         stopped = token in sequence.end_token_ids or (
             sequence.logits_processor is not None

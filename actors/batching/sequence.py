@@ -212,6 +212,7 @@ class Sequence:
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
         self.arrived_s = 0.0  # on the rank's clock, of which due_s is too
+        self.queued_s: float | None = None  # from then to its first batch, if requested
         self.due_s = math.inf  # when its next token is due
         self.in_flight = False
         self.last_batch = -1  # number of the last batch that included it

@@ -310,7 +310,8 @@ class BatchExecution:
         batch = self._record.batch
         request_id = f"{batch.id}-{number}"
         caller = Caller(tenant=self._record.tenant, salt=self._record.salt, name=request_id)
-        reply = await client.answer(batch.endpoint, bytes(line.body), caller)
+        body, trace = bytes(line.body), self._record.trace
+        reply = await client.answer(batch.endpoint, body, caller, trace=trace)
         assert self._results is not None
         self._results.add_reply(number, line.custom_id, request_id, reply)
 

@@ -38,6 +38,7 @@ from cluster.http.batch_types import (
 )
 from cluster.http.errors import ConflictError, StorageError, UnknownObjectError
 from cluster.http.row_client import RowClient
+from cluster.http.spans import TraceHeaders
 from contracts.config import BatchConfig
 from contracts.errors import OverloadError, RequestError, TandemError
 from contracts.logs import event
@@ -106,7 +107,9 @@ class Batches(Files):
                 )
         return await super().delete_file(owner, file)
 
-    async def create_batch(self, owner: FileOwner, body: BatchBody) -> BatchObject:
+    async def create_batch(
+        self, owner: FileOwner, body: BatchBody, trace: TraceHeaders = ()
+    ) -> BatchObject:
         window_s = int(body.completion_window[:-1]) * _UNIT_S[body.completion_window[-1]]
         if window_s > MAX_WINDOW_S:
             raise RequestError("completion_window: at most 30d", "completion_window")
@@ -143,6 +146,7 @@ class Batches(Files):
             salt=owner.salt,
             batch=batch,
             output_lifetime_s=None if lifetime is None else lifetime.seconds,
+            trace=trace,
         )
         self._batches[batch.id] = made
         try:

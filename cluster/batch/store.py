@@ -24,6 +24,7 @@ import msgspec
 from cluster.batch.lines import READ_BYTES, write_whole
 from cluster.http.batch_types import ENDED, BatchObject, FileObject
 from cluster.http.errors import StorageError
+from cluster.http.spans import TraceHeaders
 from contracts.errors import ConfigError
 
 Record = TypeVar("Record")
@@ -40,13 +41,14 @@ StopCode = Literal["batch_cancelled", "batch_expired"]
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, its owner, the lifetime of its results, and why it ended early."""
+    """A batch, its owner, the lifetime of its results, its trace, and why it ended early."""
 
     tenant: bytes
     salt: bytes
     batch: BatchObject
     output_lifetime_s: int | None = None
     stop_code: StopCode | None = None
+    trace: TraceHeaders = ()
 
 
 # at import: msgspec crashes if two threads create a type's first decoder at once

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors.telemetry.telemetry import Telemetry
 from cluster.http import batches, response_types
@@ -47,6 +47,7 @@ from cluster.http.request_context import (
 from cluster.http.request_log import HEADER, AccessLog, RequestLog
 from cluster.http.responses import EventStream, json_response
 from cluster.http.schemas import ModelInfo
+from cluster.http.spans import TRACE, RequestTracer
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
 from contracts.clock import Clock, monotonic_s
@@ -79,6 +80,7 @@ def build_app(
     share_between_keys: bool = False,
     limits: LimitsConfig = LimitsConfig(),  # noqa: B008  (frozen)
     logs_prompts: bool = False,
+    tracer: RequestTracer | None = None,
     clock: Clock = monotonic_s,
 ) -> App:
     """Return the application in front of `backend`.
@@ -87,6 +89,7 @@ def build_app(
     rank_metrics, ranks, tracing, scale: access to the ranks' metrics, state, traces and number.
     share_between_keys: see `KvConfig`.
     logs_prompts: log.prompts.
+    tracer: source of OpenTelemetry spans; the application closes it.
 
     With http.keys_file, all requests are rejected until the keys are loaded (`ApiKeyReloader`). The
     caller starts and closes the backend.
@@ -120,6 +123,7 @@ def build_app(
         trace=tracing,
         scale=scale,
         logs_prompts=logs_prompts,
+        tracer=tracer,
         batches=batch_service,
         batch=batch,
     )
@@ -151,6 +155,8 @@ class App(Starlette):
     def close(self) -> None:
         """Flush the access log and end the process that compiles grammars."""
         self.app_state.grammars.close()
+        if self.app_state.tracer is not None:
+            self.app_state.tracer.close()
         if self.access_log is not None:
             self.access_log.write()
 
@@ -163,7 +169,10 @@ class App(Starlette):
             ("/tokenize", tokenize),
             ("/detokenize", detokenize),
         ):
-            metered = self.pipelines[path] = _MeteredEndpoint(self.app_state, endpoint)
+            metered = _MeteredEndpoint(self.app_state, endpoint)
+            if self.app_state.tracer is not None:
+                metered = _TracedEndpoint(self.app_state, endpoint, self.app_state.tracer, path)
+            self.pipelines[path] = metered
             self.router.routes.append(Route(path, metered, methods=["POST"]))  # other methods: 405
         for path, plain in (
             ("/health", _health),
@@ -281,6 +290,30 @@ class _MeteredEndpoint:
         if not isinstance(response, EventStream):  # a stream is counted when it ends
             ctx.finish(outcome)
         return response
+
+
+class _TracedEndpoint(_MeteredEndpoint):
+    """A metered endpoint whose requests are spans."""
+
+    def __init__(
+        self, app_state: AppState, endpoint: Endpoint, tracer: RequestTracer, path: str
+    ) -> None:
+        super().__init__(app_state, endpoint)
+        self._tracer, self._path = tracer, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._tracer.request(scope, self._path) as trace:
+            if trace is None:
+                await super().__call__(scope, receive, send)
+                return
+
+            async def send_on(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    trace.status = message["status"]
+                await send(message)
+
+            scope["state"][TRACE] = trace
+            await super().__call__(scope, receive, send_on)
 
 
 def _simple(

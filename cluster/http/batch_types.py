@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NamedTuple, Protocol
 import msgspec
 from msgspec import Meta
 
+from cluster.http.spans import TraceHeaders
+
 BatchStatus = Literal[
     "validating",
     "failed",
@@ -179,7 +181,10 @@ class BatchService(Protocol):
 
     async def delete_file(self, owner: FileOwner, file: str) -> DeletedFile: ...
 
-    async def create_batch(self, owner: FileOwner, body: BatchBody) -> BatchObject: ...
+    async def create_batch(
+        self, owner: FileOwner, body: BatchBody, trace: TraceHeaders = ()
+    ) -> BatchObject:
+        """trace: headers of the trace that the batch's requests are part of."""
 
     async def list_batches(self, owner: FileOwner, query: PageQuery) -> BatchList: ...
 

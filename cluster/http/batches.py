@@ -17,6 +17,7 @@ from cluster.http.body import read_small_body
 from cluster.http.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from cluster.http.request_context import MAX_UPLOADS, AppState, Result
 from cluster.http.responses import json_response
+from cluster.http.spans import trace_headers
 from contracts.errors import ClientGoneError, NotReadyError, OverloadError, RequestError
 from contracts.json_input import wrong_field
 
@@ -230,7 +231,8 @@ async def create_batch(app_state: AppState, request: Request) -> Response:
     owner, service = _owner(app_state, request), _service(app_state)
     app_state.drainer.check()
     body = await read_small_body(app_state, request, BatchBody, MAX_BODY_BYTES)
-    return json_response(await _reply(service.create_batch(owner, body)))
+    trace = () if app_state.tracer is None else trace_headers(request.scope["headers"])
+    return json_response(await _reply(service.create_batch(owner, body, trace)))
 
 
 def _by_query(call: Callable[[BatchService, FileOwner, PageQuery], Awaitable[object]]) -> Endpoint:

@@ -19,6 +19,7 @@ from cluster.http.errors import BodyTimeoutError
 from cluster.http.grammar_compiler import GrammarCompiler
 from cluster.http.request_log import REQUEST_ID
 from cluster.http.schemas import ModelInfo
+from cluster.http.spans import TRACE, RequestTrace, RequestTracer
 from cluster.http.text import TokenizerPool
 from cluster.routing.pipeline_backend import Backend
 from contracts import metrics
@@ -113,6 +114,7 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     rank_metrics: returns the ranks' metrics in Prometheus text format.
     ranks, trace, scale: access to the ranks' state, traces and number.
     uploads: limits simultaneous uploads of files.
+    tracer: source of OpenTelemetry spans; None: off.
     active_requests: requests under way.
     recent_requests: the latest completed requests, for traces.
     """
@@ -133,6 +135,7 @@ class AppState(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceSource | None = None
     scale: ScaleRanks | None = None
     logs_prompts: bool = False
+    tracer: RequestTracer | None = None
     batches: BatchService | None = None
     batch: BatchConfig = BatchConfig()
     uploads: asyncio.Semaphore = msgspec.field(
@@ -199,6 +202,7 @@ class RequestContext:
         self, app_state: AppState, receive: Receive, scope_state: Mapping[str, Any]
     ) -> None:
         self.request_id: str = scope_state.get(REQUEST_ID, "")
+        self._trace: RequestTrace | None = scope_state.get(TRACE)
         self.pipeline = Pipeline.GENERATION
         self.priority = Priority.LS
         self.is_priority_fixed = False
@@ -322,6 +326,8 @@ class RequestContext:
         self._telemetry.count(metrics.CACHED_TOKENS, self.pipeline, by=usage.cached_tokens)
         if self._quota is not None:
             self._quota.consume(usage.prompt_tokens + usage.completion_tokens)
+        if self._trace is not None:
+            self._trace.add_usage(usage)
         label = self.priority.label
         self._telemetry.count(metrics.GENERATED_TOKENS, label, by=usage.completion_tokens)
         if usage.completion_tokens > 1:
@@ -340,6 +346,8 @@ class RequestContext:
         if self._is_admitted and self._quota is not None:
             self._quota.release()
         self._app_state.active_requests.discard(self)
+        if self._trace is not None:
+            self._trace.set_result(*self._labels(), outcome)
         if not self._is_counted:
             return
         self._telemetry.count(metrics.REQUESTS, *self._labels(), outcome)

@@ -19,6 +19,7 @@ from cluster.http.errors import error_body
 from cluster.http.request_context import CALLER, WATCH
 from cluster.http.request_log import REQUEST_ID
 from cluster.http.response_types import ErrorDetail, ErrorResponse
+from cluster.http.spans import TraceHeaders
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import (
     NotReadyError,
@@ -75,19 +76,25 @@ class RowClient:
         self._answered_s = clock()
 
     async def answer(
-        self, path: str, body: bytes, caller: Caller, unavailable_s: float | None = None
+        self,
+        path: str,
+        body: bytes,
+        caller: Caller,
+        unavailable_s: float | None = None,
+        trace: TraceHeaders = (),
     ) -> RowReply:
         """Send a row until it is answered or has failed `MAX_FAILURES` times.
 
         A busy server does not count as a failure, ranks that were lost over the row do. Raises
-        NotReadyError once no row has been answered for unavailable_s. None: never.
+        NotReadyError once no row has been answered for unavailable_s. None: never. trace: headers
+        of the trace that the row is part of.
         """
         if _is_stream(body):
             refused = RequestError("stream: not supported here: leave it out", "stream")
             return RowReply(refused.status, msgspec.json.encode(error_body(refused)))
         pause_s, failures = MIN_PAUSE_S, 0
         for attempts in itertools.count(1):
-            status, text = await self._post(path, body, caller)
+            status, text = await self._post(path, body, caller, trace)
             reply = RowReply(status, text, attempts)
             if status < 500 and status not in _BUSY:
                 self._answered_s = self._clock()
@@ -101,7 +108,9 @@ class RowClient:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         raise AssertionError("endless")
 
-    async def _post(self, path: str, body: bytes, caller: Caller) -> tuple[int, bytes]:
+    async def _post(
+        self, path: str, body: bytes, caller: Caller, trace: TraceHeaders
+    ) -> tuple[int, bytes]:
         status, parts = RequestTimeoutError.status, list[bytes]()
         is_read = False
 
@@ -126,7 +135,7 @@ class RowClient:
             "method": "POST",
             "path": path,
             "query_string": b"",
-            "headers": _HEADERS,
+            "headers": [*_HEADERS, *((name.encode(), value.encode()) for name, value in trace)],
             "state": state,
         }
         await self._endpoints[path](scope, receive, send)

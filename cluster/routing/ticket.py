@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import array
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 
 import msgspec
 
 from cluster.routing.rank_client import RankClient
 from contracts.clock import Clock, monotonic_s
 from contracts.errors import ChannelError, HandedOverError, OverloadError, RankError, TandemError
-from contracts.messages import Failed, Finished, SequenceEvent, Submit, Tokens
+from contracts.messages import Failed, Finished, Scored, SequenceEvent, Submit, Tokens
 from contracts.metrics import Pipeline
 from contracts.requests import Usage
 from contracts.routing_messages import RequestKey
@@ -21,6 +22,36 @@ from planner.scheduling.measured_rates import SHORTEST_S
 _LOST_CODES = frozenset(
     {"not_ready", "peer_lost", "peer_dead", "peer_hung", "channel_error", HandedOverError.code}
 )
+
+MAX_TIMINGS = 32  # of a request
+
+
+class SequenceTiming(msgspec.Struct):
+    """Times of a sequence on this process's clock. queued_s: until its first batch started."""
+
+    created_s: float
+    rank: str = ""
+    attempts: int = 0
+    queued_s: float | None = None
+    first_s: float | None = None
+    end_s: float | None = None
+
+    def phases(self, now_s: float) -> Iterator[tuple[str, float, float]]:
+        """Yield name, start and end of each phase that began. now_s: end of one that has none."""
+        end_s = now_s if self.end_s is None else self.end_s
+        first_s = end_s if self.first_s is None else self.first_s
+        if self.queued_s is None:
+            yield "queue", self.created_s, first_s
+            return
+        started_s = min(self.created_s + self.queued_s, first_s)
+        yield "queue", self.created_s, started_s
+        yield "prefill", started_s, first_s
+        if end_s > first_s:
+            yield "decode", first_s, end_s
+
+
+# Set while a traced request runs: each of its sequences adds its timing, up to MAX_TIMINGS.
+TIMINGS: ContextVar[list[SequenceTiming] | None] = ContextVar("timings", default=None)
 
 
 class Ticket:
@@ -58,6 +89,11 @@ class Ticket:
         self._on_lost = on_lost
         self._clock = clock
         self._created_s = clock()
+        self.timing: SequenceTiming | None = None
+        if (timings := TIMINGS.get()) is not None and len(timings) < MAX_TIMINGS:
+            self.timing = SequenceTiming(self._created_s)
+            timings.append(self.timing)
+            self.submit = msgspec.structs.replace(submit, timed=True)
         self._request_id = self._connection = 0
         self._tokens = array.array("q")  # since it was sent
         self._reset_at_tokens = 0  # total tokens at the last reset of attempts
@@ -84,9 +120,14 @@ class Ticket:
         waited_s = self._clock() - self._created_s
         self._request_id = client.post(self.submit, self, key, waited_s)
         self.client, self._connection = client, client.connections
+        if self.timing is not None:
+            self.timing.rank = client.name
+            self.timing.attempts += 1
 
     def cancel(self) -> None:
         """End it; its rank stops."""
+        if self.timing is not None:
+            self.timing.end_s = self._clock()
         if not self.ended and self.client is not None:
             self.client.cancel(self._request_id)
         self.ended = True
@@ -141,11 +182,14 @@ class Ticket:
         if isinstance(event, Tokens):
             if not self.has_tokens:
                 self._cached_tokens = event.cached_tokens or 0
+                self._record_first(event)
             self._tokens.extend(event.token_ids)
         elif isinstance(event, Failed) and event.code in _LOST_CODES:
             if not self.ended:
                 self._on_lost(self, event)
             return
+        elif isinstance(event, Scored):
+            self._record_first(event)
         self._deliver(self._with_total_usage(event) if self.submit.generated else event)
 
     def on_rank_lost(self, error: ChannelError) -> None:
@@ -154,6 +198,10 @@ class Ticket:
 
     def fail(self, error: TandemError | Failed) -> None:
         self._deliver(error if isinstance(error, Failed) else _failed(error))
+
+    def _record_first(self, event: Tokens | Scored) -> None:
+        if self.timing is not None:
+            self.timing.queued_s, self.timing.first_s = event.queued_s, self._clock()
 
     def _with_total_usage(self, event: SequenceEvent) -> SequenceEvent:
         """Report the usage as if one rank had run all of it."""

@@ -20,6 +20,7 @@ from cluster.http.authenticator import ApiKeyReloader
 from cluster.http.batch_types import BatchService
 from cluster.http.request_context import TraceSource
 from cluster.http.schemas import ModelInfo
+from cluster.http.spans import build_tracer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend, Pipelines
 from cluster.routing.prefill_placer import PrefillPlacer
@@ -144,7 +145,15 @@ async def build_row_app(
         raise NotReadyError("; ".join(backend.problems()) or "no rank serves") from None
     freeze_heap()
     http = msgspec.structs.replace(config.http, access_log=False, request_timeout_s=DAY_S)
-    app = build_app(backend, tokenizer, model, http, telemetry=telemetry, limits=config.limits)
+    app = build_app(
+        backend,
+        tokenizer,
+        model,
+        http,
+        telemetry=telemetry,
+        limits=config.limits,
+        tracer=build_tracer(config, model.name),
+    )
     app.app_state.grammars.start()
     return app
 
@@ -159,6 +168,7 @@ async def build_ingress_app(
 ) -> App:
     """Return the application, connected to the available ranks. It disconnects on shutdown."""
     model, tokenizer = await asyncio.to_thread(served_model, config)
+    tracer = await asyncio.to_thread(build_tracer, config, model.name)
     backend = pipelines(config, directory, find)
     backend.start()
     async with asyncio.timeout(CONNECT_DEADLINE_S):
@@ -180,6 +190,7 @@ async def build_ingress_app(
         share_between_keys=config.kv.share_between_keys,
         limits=config.limits,
         logs_prompts=config.log.prompts,
+        tracer=tracer,
     )
 
     app.app_state.grammars.start()

@@ -23,6 +23,7 @@ from cluster.http.request_context import FetchRankStatus, ScaleRanks, TraceSourc
 from cluster.http.row_client import RowClient
 from cluster.http.schemas import ModelInfo
 from cluster.http.server import HttpServer
+from cluster.http.spans import RequestTracer
 from cluster.routing.least_work_placer import LeastWorkPlacer
 from cluster.routing.pipeline_backend import PipelineBackend
 from cluster.routing.rank_client import RankClient, RankClientConfig
@@ -156,6 +157,7 @@ def serve_api(
     tracing: TraceSource | None = None,
     scale: ScaleRanks | None = None,
     logs_prompts: bool = False,
+    tracer: RequestTracer | None = None,
     storage: Path | None = None,
     storage_url: str | None = None,
     batch: BatchConfig = BatchConfig(),  # noqa: B008
@@ -165,7 +167,7 @@ def serve_api(
 
     config: section `limits`.
     fetch_status: ranks' state.
-    tracing, scale, logs_prompts: see `build_app`.
+    tracing, scale, logs_prompts, tracer: see `build_app`.
     storage, storage_url, batch: local folder, filesystem and settings of files and batches.
     limits: fields of RoutingConfig.
     """
@@ -204,6 +206,7 @@ def serve_api(
             tracing=tracing,
             scale=scale,
             logs_prompts=logs_prompts,
+            tracer=tracer,
             batch_service=batches,
             batch=batch,
         )
