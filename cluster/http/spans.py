@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests, sent by OTLP/HTTP. Without an endpoint the SDK is not imported.
 
-A request's span has children of each sequence: `queue` until its first batch starts, `prefill` until
-its first token arrives, `decode` until its end.
+A request's span has children for each sequence: `queue` until its first batch starts, `prefill`
+until its first token arrives, `decode` until its end.
 """
 
 from __future__ import annotations

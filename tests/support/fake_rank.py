@@ -173,7 +173,8 @@ class FakeRank:
             if submit.sampling.logprobs is not None:
                 logprobs = [_logprob(token_id, submit.sampling.logprobs) for token_id in part]
             cached = CACHED_TOKENS if start == 0 and not submit.generated else None
-            frames.append([Tokens(submit.request_id, part, logprobs, cached)])
+            queued_s = 0.0 if submit.timed and cached is not None else None
+            frames.append([Tokens(submit.request_id, part, logprobs, cached, queued_s)])
         if self.hold_after is None:
             reason = "stop" if len(token_ids) == len(reply) else "length"
             usage = Usage(
