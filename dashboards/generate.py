@@ -19,7 +19,7 @@ from dashboards.capacity import CAPACITY
 from dashboards.grafana import board_json
 from dashboards.latency import LATENCY
 from dashboards.pipeline import PIPELINE
-from dashboards.rules import DOCS_URL, alerts_file, prometheus_rule, recording_file
+from dashboards.rules import alerts_file, prometheus_rule, recording_file
 
 FOLDER = Path(__file__).parent
 KUBERNETES = FOLDER.parent / "deploy/kubernetes/monitoring"
@@ -27,7 +27,7 @@ HEAD = "# Generated from dashboards/rules.py by `python -m dashboards.generate`.
 BOARDS = (CAPACITY, LATENCY, PIPELINE, BULK)
 
 
-def texts(docs_url: str = DOCS_URL) -> dict[Path, str]:
+def texts(docs_url: str | None = None) -> dict[Path, str]:
     """Return path → contents of every generated file."""
     boards = {
         FOLDER / f"{spec.board.value}.json": json.dumps(board_json(spec), indent=1) + "\n"
@@ -47,7 +47,7 @@ def texts(docs_url: str = DOCS_URL) -> dict[Path, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate dashboards and rules.")
-    parser.add_argument("--docs-url", default=DOCS_URL, help="address of the documentation")
+    parser.add_argument("--docs-url", metavar="URL", help="address of the documentation")
     for path, text in texts(parser.parse_args().docs_url).items():
         path.write_text(text, encoding="utf-8")
 

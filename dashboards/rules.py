@@ -1,17 +1,19 @@
 """Prometheus recording rules and alerts, generated into `dashboards/rules/`.
 
-docs/runbooks.md has a section for each alert. Tests generate them at a faster pace.
+docs/runbooks.md has a section for each alert, whose instructions are the alert's description.
+Tests generate the rules at a faster pace.
 """
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from contracts import metrics
 from dashboards.objectives import OBJECTIVES
 
-# Replace it by the address of your copy: `python -m dashboards.generate --docs-url URL`.
-DOCS_URL = "https://docs.example.com/tandem"
+RUNBOOKS = Path(__file__).parents[1] / "docs/runbooks.md"  # of a clone: packages have the results
 MIN_FAILURES = 5  # a single failure of a quiet server alerts no one
 MIN_BATCHES = 64  # after which the models have adapted
 _MINUTE, _HOUR = 60.0, 3600.0
@@ -177,15 +179,20 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
     fill, error = "rank:tandem_saturation_fill:ratio", "cluster:tandem_prediction_error:ratio"
     first, bound = "cluster:tandem_be_time_to_first_token_seconds:p95", metrics.OBJECTIVE.name
     queue, five = metrics.REQUESTS_WAITING.name, pace.of(5 * _MINUTE)
+    rejected = f'{metrics.REQUESTS.name}{{pipeline="prefill", outcome="overload"}}'
     return [
         Alert(
             "TandemSaturationLost",
             f"max_over_time({fill}[{five}]) < 0.5 and on (cluster) "
-            f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16',
+            f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16 '
+            # otherwise they are short prompts, which are answered as fast as they come
+            f"and on (cluster) (max by (cluster) (min_over_time({fill}[{five}])) > 1 "
+            f"or sum by (cluster) (increase({rejected}[{five}])) > {MIN_FAILURES})",
             2 * _MINUTE,
             "ticket",
             "Saturation lost",
-            "{{ $labels.rank }} has less than half of its saturating work and over 16 prompts wait",
+            "{{ $labels.rank }} has less than half of its saturating work while prompts wait "
+            "elsewhere or are rejected",
         ),
         Alert(
             "TandemPredictionsOff",
@@ -213,9 +220,19 @@ def recording_file(pace: TimeScale = NORMAL) -> dict[str, Any]:
     return _file("tandem-recorded", rules, pace)
 
 
-def alerts_file(pace: TimeScale = NORMAL, docs_url: str = DOCS_URL) -> dict[str, Any]:
+def alerts_file(pace: TimeScale = NORMAL, docs_url: str | None = None) -> dict[str, Any]:
     """Return the contents of the file of alerts. docs_url: where docs/ is published by mkdocs."""
-    return _file("tandem-alerts", [_rule(alert, pace, docs_url) for alert in alerts(pace)], pace)
+    found = _runbooks()
+    rules = [_rule(alert, pace, found[alert.section], docs_url) for alert in alerts(pace)]
+    return _file("tandem-alerts", rules, pace)
+
+
+def _runbooks() -> dict[str, str]:
+    """Return the instructions of each section of docs/runbooks.md, as plain text."""
+    text = RUNBOOKS.read_text(encoding="utf-8")
+    steps = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)  # links, to pages beside this one
+    sections = re.findall(r"^## (.+)\n((?:(?!## ).*\n?)*)", steps, re.MULTILINE)
+    return {name: body[body.index("1. ") :].strip() for name, body in sections}
 
 
 def prometheus_rule(*files: dict[str, Any]) -> dict[str, Any]:
@@ -233,17 +250,15 @@ def anchor(section: str) -> str:
     return section.lower().replace(" ", "-")
 
 
-def _rule(alert: Alert, pace: TimeScale, docs_url: str) -> dict[str, Any]:
+def _rule(alert: Alert, pace: TimeScale, runbook: str, docs_url: str | None) -> dict[str, Any]:
     rule: dict[str, Any] = {"alert": alert.name, "expr": alert.expression}
     if alert.for_s:
         rule["for"] = pace.of(alert.for_s)
-    return rule | {
-        "labels": {"severity": alert.severity},
-        "annotations": {
-            "summary": alert.summary,
-            "runbook_url": f"{docs_url.rstrip('/')}/runbooks/#{anchor(alert.section)}",
-        },
-    }
+    annotations = {"summary": alert.summary, "description": runbook}
+    if docs_url is not None:
+        page = f"{docs_url.rstrip('/')}/runbooks/#{anchor(alert.section)}"
+        annotations["runbook_url"] = page
+    return rule | {"labels": {"severity": alert.severity}, "annotations": annotations}
 
 
 def _file(name: str, rules: list[dict[str, Any]], pace: TimeScale) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class Ticket:
 
     def cancel(self) -> None:
         """End it; its rank stops."""
-        if self.timing is not None:
+        if self.timing is not None and self.timing.end_s is None:
             self.timing.end_s = self._clock()
         if not self.ended and self.client is not None:
             self.client.cancel(self._request_id)
@@ -202,6 +202,8 @@ class Ticket:
     def _record_first(self, event: Tokens | Scored) -> None:
         if self.timing is not None:
             self.timing.queued_s, self.timing.first_s = event.queued_s, self._clock()
+            if isinstance(event, Scored):  # without decode
+                self.timing.end_s = self.timing.first_s
 
     def _with_total_usage(self, event: SequenceEvent) -> SequenceEvent:
         """Report the usage as if one rank had run all of it."""
