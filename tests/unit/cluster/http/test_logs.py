@@ -100,6 +100,23 @@ def test_log_contains_no_prompt_text(
     assert ("ValueError" in text) == has_bug
 
 
+def test_excluded_path_is_logged_only_when_it_fails(
+    folder: Path, tmp_path: Path, everything: io.StringIO
+) -> None:
+    path = set_up(tmp_path, prompts=False)
+    rank = FakeRank("attention-0", lambda submit: [60])
+    with serve_api(folder, [rank], HttpConfig(access_log_exclude=["/health", "/load"])) as api:
+        assert api.http.get("/health", headers={"x-request-id": "probe-1"}).status_code == 200
+        assert api.http.get("/version", headers={"x-request-id": "other"}).status_code == 200
+        api.app.app_state.drainer.is_draining = True
+        assert api.http.get("/health", headers={"x-request-id": "probe-2"}).status_code == 503
+        api.loop.call(api.app.close)
+    text = logged(everything, path)
+    assert "probe-1" not in text
+    assert "request_id=other" in text
+    assert "request_id=probe-2" in text
+
+
 def test_log_prompts_logs_bodies_and_error_messages(
     folder: Path, tmp_path: Path, everything: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,32 @@ def test_invalid_certificate_is_rejected_before_start(
         check_tls(HttpConfig(**locked))
 
 
+@pytest.mark.parametrize(
+    ("host", "options", "reason"),
+    [
+        ("localhost", ["--cacert", "tls_certificate"], None),
+        ("localhost", [], "certificate verify failed"),
+        ("127.0.0.1", ["--cacert", "tls_certificate"], "certificate verify failed"),
+        ("127.0.0.1", ["--insecure"], None),
+        ("localhost", ["--cacert", "tls_key"], "give a PEM file"),
+    ],
+)
+def test_command_line_verifies_the_certificate(
+    certificate: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    host: str,
+    options: list[str],
+    reason: str | None,
+) -> None:
+    options = [certificate.get(option, option) for option in options]
+    with serve_front(**certificate) as front:
+        url = f"https://{host}:{front.port}"
+        assert main(["status", "--url", url, *options]) != 0  # the server has no status
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert reason in error if reason else "certificate" not in error
+
+
 def test_renewed_certificate_is_used_and_invalid_one_ignored(
     certificate: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
