@@ -6,10 +6,9 @@ until its first token arrives, `decode` until its end.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from cluster.http.request_log import REQUEST_ID
 from cluster.routing.ticket import TIMINGS, SequenceTiming
 from contracts.clock import monotonic_s
 from contracts.config import TandemConfig
-from contracts.config.trace import FROM_ENVIRONMENT
+from contracts.config.trace import FROM_ENVIRONMENT, TRACES_PATH
 from contracts.errors import ConfigError
 from contracts.metrics import RequestOutcome
 from contracts.requests import Usage
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 TRACE = "trace"  # in scope["state"]
 CLOSE_TIMEOUT_S = 1.0
-_TRACES_PATH = "/v1/traces"
 _OPERATIONS = {  # of the semantic conventions for generative AI, and ours
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
@@ -157,24 +155,12 @@ def trace_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceHeaders:
     return tuple((name, ",".join(values)) for name, values in found.items() if values)
 
 
-def endpoint_of(environment: Mapping[str, str]) -> str | None:
-    """Return the endpoint that the standard variables name; None: they turn traces off."""
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
-        return None
-    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").rstrip("/")
-    return environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (
-        base + _TRACES_PATH if base else None
-    )
-
-
 def build_tracer(config: TandemConfig, model: str) -> RequestTracer | None:
     """Return the tracer of trace.otlp_endpoint, None if it is off. Raises ConfigError."""
     endpoint = config.trace.otlp_endpoint
-    if endpoint == FROM_ENVIRONMENT:
-        endpoint = endpoint_of(os.environ)
-    if endpoint is None:
+    if (
+        endpoint is None or endpoint == FROM_ENVIRONMENT
+    ):  # a bulk job takes none from its environment
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -184,5 +170,5 @@ def build_tracer(config: TandemConfig, model: str) -> RequestTracer | None:
             f"trace.otlp_endpoint: {error}: pip install 'tandem-moe[otel]', or leave it out"
         ) from None
     has_path = urlsplit(endpoint).path.strip("/")
-    url = endpoint if has_path else endpoint.rstrip("/") + _TRACES_PATH
+    url = endpoint if has_path else endpoint.rstrip("/") + TRACES_PATH
     return RequestTracer(BatchSpanProcessor(OTLPSpanExporter(url)), model, config.serve.name)

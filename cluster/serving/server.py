@@ -21,7 +21,7 @@ from cluster.serving import application
 from cluster.serving.log_folder import log_folder
 from cluster.serving.ray_environment import cluster_address
 from cluster.serving.ray_session import ray_session
-from cluster.serving.settings import with_absolute_paths, with_environment_key
+from cluster.serving.settings import with_absolute_paths, with_variables
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.keys_file import read_keys
@@ -98,7 +98,7 @@ def prepare(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfi
 
     `tandem serve` and `deploy.app:build` both start here.
     """
-    config = with_environment_key(with_absolute_paths(config, Path.cwd()), environment)
+    config = with_variables(with_absolute_paths(config, Path.cwd()), environment)
     preflight(config)
     return config
 

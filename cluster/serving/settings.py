@@ -13,13 +13,19 @@ from typing import Any
 import msgspec
 
 from contracts.config import BUNDLED, InputPath, OutputFolder, ServeConfig, TandemConfig
+from contracts.config.trace import FROM_ENVIRONMENT, TRACES_PATH
 from contracts.errors import ConfigError
 
 KEY_VARIABLE = "TANDEM_API_KEY"
 
 
-def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
-    """Return `config` with the key of KEY_VARIABLE if it has none. Raises ConfigError."""
+def with_variables(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfig:
+    """Return `config` with the key of KEY_VARIABLE if it has none, and the endpoint of traces.
+
+    Raises ConfigError.
+    """
+    if config.trace.otlp_endpoint == FROM_ENVIRONMENT:
+        config = _with_endpoint(config, trace_endpoint(environment))
     key = environment.get(KEY_VARIABLE)
     if key is None or config.http.has_keys:
         return config
@@ -28,6 +34,26 @@ def with_environment_key(config: TandemConfig, environment: Mapping[str, str]) -
     except ValueError as error:
         raise ConfigError(f"{KEY_VARIABLE}: {error}") from None
     return msgspec.structs.replace(config, http=http)
+
+
+def trace_endpoint(environment: Mapping[str, str]) -> str | None:
+    """Return the endpoint that the standard variables name; None: they turn traces off."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
+        return None
+    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT", "").rstrip("/")
+    return environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (
+        base + TRACES_PATH if base else None
+    )
+
+
+def _with_endpoint(config: TandemConfig, endpoint: str | None) -> TandemConfig:
+    try:
+        trace = msgspec.structs.replace(config.trace, otlp_endpoint=endpoint)
+    except ValueError as error:
+        raise ConfigError(f"OTEL_EXPORTER_OTLP_ENDPOINT: {error}") from None
+    return msgspec.structs.replace(config, trace=trace)
 
 
 def with_environment(
@@ -41,7 +67,7 @@ def with_environment(
         named = msgspec.structs.replace(config, serve=ServeConfig(name=name))
     except ValueError as error:
         raise ConfigError(f"applications: {error}") from None
-    return with_environment_key(named, environment)
+    return with_variables(named, environment)
 
 
 def with_absolute_paths(config: TandemConfig, here: Path) -> TandemConfig:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from contracts.config.section import NonNegative, Section
 
 FROM_ENVIRONMENT = "environment"
+TRACES_PATH = "/v1/traces"
 
 
 class TraceConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ from cluster.http import server
 from cluster.http.server import check_tls
 from cluster.serving import application
 from cluster.serving import server as serving
-from cluster.serving.settings import KEY_VARIABLE, with_environment_key
+from cluster.serving.settings import KEY_VARIABLE, with_variables
 from contracts.config import HttpConfig, TandemConfig
 from contracts.errors import ConfigError, LaunchError, ResourceError
 from tests.support.api_harness import TIMEOUT_S
@@ -103,7 +103,7 @@ def test_environment_key_is_used_without_other_keys(
 @pytest.mark.parametrize("key", ["", "two words"])
 def test_empty_environment_key_does_not_open_server(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{KEY_VARIABLE}: api_keys.0."):
-        with_environment_key(TandemConfig(), {KEY_VARIABLE: key})
+        with_variables(TandemConfig(), {KEY_VARIABLE: key})
 
 
 def test_empty_command_line_key_is_rejected(

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.http.spans import RequestTracer, build_tracer, endpoint_of
+from cluster.http.spans import RequestTracer, build_tracer
 from cluster.routing.ticket import MAX_TIMINGS, SequenceTiming
+from cluster.serving.settings import with_environment, with_variables
 from contracts.config import TandemConfig, TraceConfig
 from contracts.errors import ConfigError
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
@@ -106,7 +107,7 @@ def test_request_has_a_span_in_the_clients_trace_and_one_per_phase(
 def test_unsampled_trace_has_no_span_and_an_invalid_one_is_a_new_trace(
     api: Api, exporter: Any, header: str, is_traced: bool
 ) -> None:
-    headers = {"traceparent": header.encode("latin-1")}
+    headers = {b"traceparent": header.encode("latin-1")}
     for _ in range(2):
         body = {"model": MODEL, **CHAT}
         assert api.http.post("/v1/chat/completions", json=body, headers=headers).is_success
@@ -174,9 +175,12 @@ def test_endpoint_is_that_of_the_standard_variables(
     variables: dict[str, str], endpoint: str | None
 ) -> None:
     environment = {f"OTEL_EXPORTER_OTLP_{name}": value for name, value in variables.items()}
-    assert endpoint_of(environment) == endpoint
+    config = TandemConfig(trace=TraceConfig(otlp_endpoint="environment"))
+    assert with_variables(config, environment).trace.otlp_endpoint == endpoint
+    assert with_environment(config, environment, "mine").trace.otlp_endpoint == endpoint
+    assert with_variables(TandemConfig(), environment) == TandemConfig()
     for name, value in (("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")):
-        assert endpoint_of({**environment, name: value}) is None
+        assert with_variables(config, {**environment, name: value}).trace.otlp_endpoint is None
 
 
 @pytest.mark.parametrize("url", ["collector:4318", "grpc://collector", "http://", "http://a:x"])
