@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 
 from cluster.fleet.codec import decode_config, decode_directory
+from cluster.fleet.model_folder import resolve_model_folder
 from cluster.routing.pipeline_backend import Backend
 from cluster.serving.application import groups_handle
 from cluster.serving.ingress_app import build_row_app, pipelines, served_model
 from cluster.tools.bulk.classifier import BulkTask, RowClassifier
 from cluster.tools.bulk.driver import RouterLostError
+from cluster.tools.bulk.job import model_digest
 from cluster.tools.bulk.records import RowOutcome, RowRequest
 from cluster.tools.bulk.requester import RowRequester
 from contracts.errors import JobError, TandemError
@@ -34,6 +38,7 @@ log = logging.getLogger("tandem.bulk")
 
 READY_TIMEOUT_S = 120.0
 PING_EVERY_S = 1.0
+APPLICATION_WAIT_S = 60.0  # until it is deployed again
 WORKER_WAIT_S = 5.0  # for the last workers, when the router starts
 ROUTER_TIMEOUT_S = 15.0  # it shares cores with workers, and imports torch at its start
 MAX_LOSSES = 5  # consecutive, without an answer in between
@@ -69,6 +74,8 @@ class BulkRouter:
         self._groups = groups
         self._answering: RowClassifier | RowRequester | None = None
         self._backend: Backend | None = None
+        self._directory = b""
+        self._is_replaced = False  # the application has been deployed again: its ranks are others
 
     async def open(self) -> bytes:
         """Connect to the workers."""
@@ -76,14 +83,20 @@ class BulkRouter:
             self._answering = await self._open()
         except TandemError as error:
             return msgspec.msgpack.encode(RouterFailure(error.message))
+        except RayError as error:
+            reason = f"the launcher of the workers does not answer: {type(error).__name__}"
+            return msgspec.msgpack.encode(RouterFailure(f"{reason}; run again with --resume"))
         return msgspec.msgpack.encode(RouterReady())
 
     async def _open(self) -> RowClassifier | RowRequester:
-        groups = self._groups or groups_handle(self._config.serve.name)
+        groups = self._groups or await self._find_groups()
 
         async def directory(suspects: dict[str, str]) -> bytes:
             body: bytes = await groups.directory.remote(suspects)
-            return body
+            found, known = decode_directory(body), self._directory or body
+            self._is_replaced |= found.token != decode_directory(known).token
+            self._directory = known if self._is_replaced else body
+            return self._directory
 
         if (requests := self._bulk.requests) is not None:
             app = await build_row_app(self._config, directory)
@@ -105,6 +118,34 @@ class BulkRouter:
         task = msgspec.structs.replace(self._bulk.task, max_context_tokens=limit)
         return RowClassifier(scorer, tokenizer, msgspec.structs.replace(self._bulk, task=task))
 
+    async def _find_groups(self) -> Any:
+        """Return the application's launcher; it may be deployed again now. Raises JobError."""
+        name, end_s = self._config.serve.name, time.monotonic() + APPLICATION_WAIT_S
+        while True:
+            try:
+                groups = await asyncio.to_thread(groups_handle, name)
+                self._adopt_config(await asyncio.wait_for(groups.config.remote(), ROUTER_TIMEOUT_S))
+            except (KeyError, TimeoutError, RayError, RayServeException):
+                if time.monotonic() > end_s:
+                    raise JobError(
+                        f"the application {name} has been removed from the Ray cluster: "
+                        "start it again, then run with --resume"
+                    ) from None
+                await asyncio.sleep(PING_EVERY_S)
+            else:
+                return groups
+
+    def _adopt_config(self, body: bytes) -> None:
+        """Use the application's present settings. Raises JobError if its model is another one."""
+        served = decode_config(body)
+        folders = [resolve_model_folder(one.model.path) for one in (self._config, served)]
+        if folders[0] != folders[1] and len({model_digest(folder) for folder in folders}) > 1:
+            raise JobError(
+                f"the application {self._config.serve.name} now serves another model "
+                f"({served.model.path}): deploy the job's model again, then run with --resume"
+            )
+        self._config = msgspec.structs.replace(served, serve=self._config.serve)
+
     async def answer(self, rows: bytes) -> bytes:
         assert self._answering is not None, "open() comes first"
         requests = _decode_rows(rows)
@@ -113,8 +154,13 @@ class BulkRouter:
         except TandemError as error:
             return msgspec.msgpack.encode(RouterFailure(error.message))
 
-    async def ping(self) -> list[str]:
-        """Show that the event loop runs; return one line for each unavailable worker."""
+    async def ping(self) -> list[str] | None:
+        """Show that the event loop runs; return one line for each unavailable worker.
+
+        None: another router is needed.
+        """
+        if self._is_replaced:
+            return None
         return self._backend.problems() if self._backend is not None else []
 
 
@@ -199,12 +245,18 @@ class RayRouter:
         event(log, "router_lost", logging.WARNING, reason=str(error).strip().partition("\n")[0])
 
     async def _monitor(self, actor: Any) -> None:
-        """Kill a router that hangs; pending calls then fail."""
+        """Kill a router that hangs or has old ranks; pending calls then fail."""
         ping = actor.ping
         while self._actor is actor:
             await asyncio.sleep(PING_EVERY_S)
             try:
-                self._report_missing(await asyncio.wait_for(ping.remote(), ROUTER_TIMEOUT_S))
+                problems = await asyncio.wait_for(ping.remote(), ROUTER_TIMEOUT_S)
+                if problems is None:
+                    self._notify("the application was deployed again: continues with its new ranks")
+                    self._actor = None
+                    ray.kill(actor)
+                    return
+                self._report_missing(problems)
             except TimeoutError:
                 event(log, "router_hung", logging.WARNING, silent_s=ROUTER_TIMEOUT_S)
                 ray.kill(actor)

@@ -78,6 +78,9 @@ def own_workers(config: TandemConfig, environment: Mapping[str, str]) -> Iterato
                 raise LaunchError(
                     f"the workers were not up within {timeout_s:g} s (groups.ready_timeout_s)"
                 ) from None
+            except ray.exceptions.RayError as error:
+                first = str(error).strip().partition("\n")[0]
+                raise LaunchError(f"the launcher of the workers is lost: {first}") from None
             return groups
 
         yield WorkerSource(config, start)
