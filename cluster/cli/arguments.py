@@ -17,7 +17,6 @@ else:
     Commands = Any
 
 EXIT_ERROR = 2
-EXIT_UNRECOVERABLE = 3  # a server has failed for good: restart it
 Run = Callable[[argparse.Namespace, MutableMapping[str, str]], int]
 
 

@@ -18,6 +18,7 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
+from cluster.serving.gcs_watch import gcs_watched
 from cluster.serving.log_folder import keep_ray_logs
 from cluster.serving.ray_environment import cluster_address
 from contracts.config import TandemConfig
@@ -44,15 +45,18 @@ log = logging.getLogger(f"tandem.{__name__}")
 
 @contextlib.contextmanager
 def ray_session(
-    config: TandemConfig, environment: Mapping[str, str], *, show_rank_logs: bool
+    config: TandemConfig,
+    environment: Mapping[str, str],
+    *,
+    show_rank_logs: bool,
+    lost_status: int = 2,
 ) -> Iterator[None]:
     """Connect to Ray. A local cluster ends with the context.
 
-    show_rank_logs: show the ranks' standard error (loading progress, warnings). Raises
-    ResourceError
-    if the cluster at groups.address (or RAY_ADDRESS) does not answer, and LaunchError if a local
-    one
-    does not start.
+    show_rank_logs: show the ranks' standard error (loading progress, warnings).
+    lost_status: exit status of this process if the cluster is lost (gcs_watch.py).
+    Raises ResourceError if the cluster at groups.address (or RAY_ADDRESS) does not answer, and
+    LaunchError if a local one does not start.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = cluster_address(config, environment)
@@ -62,7 +66,8 @@ def ray_session(
             with working_directory(Path(folder)):
                 _connect(address, environment, path, show_rank_logs)
             try:
-                yield
+                with gcs_watched(environment, folder, lost_status):
+                    yield
             finally:
                 ray.shutdown()
         return
@@ -70,7 +75,8 @@ def ray_session(
     with _hangup_blocked():
         folder = _start_local(show_rank_logs)
     try:
-        yield
+        with gcs_watched(environment, folder, lost_status, ends_cluster=True):
+            yield
     finally:
         ray.shutdown()
         if config.log.folder is not None:

@@ -29,6 +29,8 @@ from contracts.logs import set_up_logging
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.user_policy import load_policy
 
+EXIT_UNRECOVERABLE = 3  # a server has failed for good: restart it
+
 
 class RunningServer(NamedTuple):
     """A running server. groups: handle of the Groups deployment."""
@@ -60,7 +62,9 @@ def serving(
     config = prepare(config, environment)
     with (
         log_folder(config, environment) as config,
-        ray_session(config, environment, show_rank_logs=show_rank_logs),
+        ray_session(
+            config, environment, show_rank_logs=show_rank_logs, lost_status=EXIT_UNRECOVERABLE
+        ),
     ):
         set_up_logging("serve", config.log)
         report(f"logs in {config.log.folder}")

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -21,7 +21,8 @@ import pytest
 from cluster.fleet.model_folder import resolve_model_folder
 from cluster.http.server import free_port
 from contracts.config import BUNDLED
-from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead
+from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -43,11 +44,13 @@ def ranks_of(head: RayHead) -> set[psutil.Process]:
 
 
 @contextlib.contextmanager
-def tandem(address: str, *arguments: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[str]]:
+def tandem(
+    address: str, *arguments: str, cwd: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """Run the command; it has ended afterwards."""
     process = subprocess.Popen(
         [str(BIN / "tandem"), *arguments],
-        env={**ENVIRONMENT, "RAY_ADDRESS": address},
+        env={**ENVIRONMENT, "RAY_ADDRESS": address, **(environment or {})},
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -209,3 +212,53 @@ def test_server_exits_with_status_3_if_lost_rank_is_not_replaced_in_time(
     assert "the server has failed" in line
     assert "expert-0" in line
     wait_until_none(ray_cluster)
+
+
+@pytest.mark.parametrize("stage", ["process", "Groups"])
+def test_sigterm_during_start_exits_with_0_or_143_and_leaves_nothing(
+    ray_cluster: RayHead, tmp_path: Path, stage: str
+) -> None:
+    command = ("serve", "--port", str(free_port()), *STUB)
+    temporary = {"TMPDIR": str(tmp_path)}
+    with tandem(ray_cluster.address, *command, environment=temporary) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("logs in ")
+        while stage == "Groups" and not ray_cluster.running("Groups"):
+            assert server.poll() is None, server.communicate()
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=DEADLINE_S)
+    assert server.returncode in (0, 128 + signal.SIGTERM), out + err
+    assert not any(word in err for word in ("Traceback", ".cc:", "Stack trace"))
+    assert not list(tmp_path.iterdir())
+    wait_until_none(ray_cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["serve", "bulk"])
+def test_lost_gcs_ends_command_with_its_status_and_one_line(command: str, tmp_path: Path) -> None:
+    rows, temporary = tmp_path / "rows.jsonl", tmp_path / "temporary"
+    temporary.mkdir()
+    rows.write_text('{"text": "row"}\n' * 300_000)
+    options = ("--input", str(rows), "--output", str(tmp_path / "out"), "--labels", "a,b")
+    environment = {"RAY_gcs_rpc_server_reconnect_timeout_s": "20", "TMPDIR": str(temporary)}
+    with (
+        ray_head() as head,
+        tandem(
+            head.address,
+            *(command, *STUB, *(("--port", str(free_port())) if command == "serve" else ())),
+            *(("--model", "bundled", *options) if command == "bulk" else ()),
+            environment=environment,
+        ) as process,
+    ):
+        if command == "serve":
+            wait_until_ready(process)
+        else:
+            wait_until(lambda: any(tmp_path.glob("out/journal-*")), "no rows", DEADLINE_S)
+        for one in head.running("gcs_server"):
+            one.kill()
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == (3 if command == "serve" else 2), err
+    (line,) = [line for line in err.splitlines() if line.startswith("tandem")]
+    assert line.startswith("tandem: the Ray cluster is lost: its GCS at ")
+    assert ".h:" not in err
+    assert not list(temporary.iterdir())

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import MutableMapping
 
-from cluster.cli.arguments import EXIT_UNRECOVERABLE, Commands, add_command
+from cluster.cli.arguments import Commands, add_command
 from cluster.cli.config_options import add_config_options, config_from_options
 from cluster.serving.ray_environment import prepare_cluster_environment
 from cluster.serving.settings import KEY_VARIABLE
@@ -50,7 +50,7 @@ def run_serve(options: argparse.Namespace, environment: MutableMapping[str, str]
     prepare_cluster_environment(config, environment)
 
     from cluster.serving.application import ingress_handle
-    from cluster.serving.server import serving
+    from cluster.serving.server import EXIT_UNRECOVERABLE, serving
     from cluster.serving.shutdown import drain, wait_for_shutdown
 
     stop, skip_drain = threading.Event(), threading.Event()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Ray]]:
     def start(failures: int) -> Ray:
         made.append(Ray(failures))
         monkeypatch.setattr(ray, "init", made[-1].init)
+        context = types.SimpleNamespace(gcs_address="127.0.0.1:1")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
         return made[-1]
 
     yield start
