@@ -56,11 +56,11 @@ class Budget(NamedTuple):
 def budgets() -> list[Budget]:
     """Every budget with its present value."""
     return [
-        # 63,900 without issue 30's clients (formats, tools, structured output 2,050; batches, bulk
-        # tasks 2,350; bench 450; inputs 250) and issue 31's operation (500)
-        Budget("product: lines", _lines(PRODUCT), 69_400),
+        # 63,900 without issue 30's clients (formats, tools, structured output 2,150; batches, bulk
+        # tasks 2,400; bench 450; inputs 450) and issue 31's operation (600; spans 250)
+        Budget("product: lines", _lines(PRODUCT), 70_250),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 48_400),
+        Budget("tests: lines", _lines(("tests",)), 49_150),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_350),
         Budget("docs and README: words", _words(), 42_000),
         Budget("class names with two definitions", len(repeated_classes()), 0),
