@@ -180,19 +180,24 @@ def _work_alerts(pace: TimeScale) -> list[Alert]:
     first, bound = "cluster:tandem_be_time_to_first_token_seconds:p95", metrics.OBJECTIVE.name
     queue, five = metrics.REQUESTS_WAITING.name, pace.of(5 * _MINUTE)
     rejected = f'{metrics.REQUESTS.name}{{pipeline="prefill", outcome="overload"}}'
+    spent_s, ended = (
+        f'sum by (cluster) (rate({metrics.E2E_LATENCY.name}_{of}{{pipeline="prefill"}}[{five}]))'
+        for of in ("sum", "count")
+    )
     return [
         Alert(
             "TandemSaturationLost",
             f"max_over_time({fill}[{five}]) < 0.5 and on (cluster) "
             f'sum by (cluster) (min_over_time({queue}{{pipeline="prefill"}}[{five}])) > 16 '
-            # otherwise they are short prompts, which are answered as fast as they come
+            # otherwise they are short prompts, which are answered at once
             f"and on (cluster) (max by (cluster) (min_over_time({fill}[{five}])) > 1 "
-            f"or sum by (cluster) (increase({rejected}[{five}])) > {MIN_FAILURES})",
+            f"or sum by (cluster) (increase({rejected}[{five}])) > {MIN_FAILURES} "
+            f"or {spent_s} / {ended} > 1)",
             2 * _MINUTE,
             "ticket",
             "Saturation lost",
             "{{ $labels.rank }} has less than half of its saturating work while prompts wait "
-            "elsewhere or are rejected",
+            "elsewhere, for over a second, or are rejected",
         ),
         Alert(
             "TandemPredictionsOff",

@@ -78,7 +78,6 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
         "priority.ls_max_wait_s=60",
         "priority.policy=leaking:Leaks",
         "prefill.saturation=1000000000000000",
-        "schedule.max_waiting=64",  # then some are rejected
         "planner.report_interval_s=0",
         f"http.request_timeout_s={REQUEST_S}",
         f"http.port={free_port()}",
