@@ -43,7 +43,6 @@ TESTED: dict[str, str] = {
     "tandem place routing.safetensors *": f"{TOOLS}/test_place.py",
     "tandem demo --trace FILE": SERVED,
     "make demo": SERVED,
-    "python -m cluster.bulk": "tests/ray/test_bulk.py",
     "python -m tandem bulk": "tests/ray/test_bulk.py",
     "RAY_ADDRESS=HEAD:6379 tandem serve *": EXISTING,
     "serve run deploy/serve.yaml*": DEPLOYED,

@@ -106,11 +106,11 @@ def model_digest(folder: Path) -> str:
 
 
 EXAMPLE = """examples:
-  python -m cluster.bulk --input reviews.jsonl --output out --labels negative,positive \\
+  python -m tandem bulk --input reviews.jsonl --output out --labels negative,positive \\
     --template 'Review: {text}\\nSentiment:' --model bundled
-  python -m cluster.bulk --task generate --input tickets.csv --output out --model bundled \\
+  python -m tandem bulk --task generate --input tickets.csv --output out --model bundled \\
     --template 'Summarize: {text}' --max-tokens 64 --schema summary.schema.json
-  ray job submit --working-dir . -- python -m cluster.bulk --address auto \\
+  ray job submit --working-dir . -- python -m tandem bulk --address auto \\
     --input 's3://bucket/rows-*.parquet' --output /shared/out --labels no,yes --id-field id --resume
 input: .jsonl .ndjson .json (one object a line), .csv, .parquet; text also .gz .bz2 .zst; globs,
   folders, s3:// gs:// hdfs:// paths

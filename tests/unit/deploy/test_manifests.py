@@ -399,8 +399,8 @@ def test_entrypoint_passes_all_checks_before_ray(
         raise RuntimeError("no cluster in this test")
 
     monkeypatch.setattr(ray, "init", no_ray)
-    assert ENTRYPOINT[:3] == ["python", "-m", "cluster.bulk"]
-    words = [word.replace("/shared", str(tmp_path)) for word in ENTRYPOINT[3:]]
+    assert ENTRYPOINT[:4] == ["python", "-m", "tandem", "bulk"]
+    words = [word.replace("/shared", str(tmp_path)) for word in ENTRYPOINT[4:]]
     folder = Path(words[words.index("--input") + 1]).parent
     folder.mkdir(parents=True)
     rows = pyarrow.table({"id": [1, 2], "text": ["good", "bad"]})
