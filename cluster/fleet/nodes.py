@@ -145,6 +145,7 @@ def _place(
         ray.get(placement.ready(), timeout=groups.ready_timeout_s)
     except GetTimeoutError:
         remove_placement_group(placement)
+        check_resources(requests, ray.cluster_resources())
         raise ResourceError(
             f"{len(bundles)} ranks could not be placed within {groups.ready_timeout_s:g} s: the "
             "cluster's resources are in use or too scattered; see `ray status`"

@@ -21,6 +21,7 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.http.server import free_port
 from cluster.serving.settings import KEY_VARIABLE
 from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
@@ -29,6 +30,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 DEADLINE_S = 180.0
+ROWS = 60_000  # more than are answered until the new ranks run
 DRAIN_S = 500.0  # an answer of 1,500 tokens takes minutes beside other tests
 
 
@@ -190,6 +192,34 @@ def test_redeployed_or_removed_application_completes_answers(
         assert not file.answers("anew")
         check_complete(lines)
     until(lambda: not cluster.running("Groups"), "it has not ended")
+
+
+def test_bulk_job_continues_with_ranks_of_redeployed_application(
+    cluster: RayHead, tmp_path: Path
+) -> None:
+    rows, output, file = tmp_path / "rows.jsonl", tmp_path / "out", File(tmp_path)
+    write_rows(rows, ROWS, seed=0, data=None)
+    args = {"prefill.engine": "tests.support.stub_rank:stub_rank", "http.drain_timeout_s": 1}
+    deploy = ("serve", "deploy", "--address", cluster.dashboard)
+    run(cluster, *deploy, os.fspath(file.with_changes(args)))
+    file.wait_healthy()
+    job = subprocess.Popen(
+        [
+            *(str(BIN / "tandem"), "bulk", "--address", cluster.address, "--id-field", "id"),
+            *("--input", str(rows), "--output", str(output), "--labels", "a,b"),
+        ],
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        done = RowsDone(output)
+        until(lambda: done.count() > 0 or job.poll() is not None, "no row is answered")
+        run(cluster, *deploy, os.fspath(file.with_changes({**args, "kv.pool_tokens": 8192})))
+        _, errors = job.communicate(timeout=DEADLINE_S)
+    assert job.returncode == 0, errors
+    assert "the application was deployed again" in errors
+    assert check(output, ROWS)["rows_ok"] == ROWS
 
 
 KEY = {"authorization": "Bearer secret"}
