@@ -94,7 +94,7 @@ def _add_tokens(
         _override(stated, named_extra, _read_json(folder / "special_tokens_map.json"))
         added = {**_legacy_tokens(folder, stated), **stored}
     else:
-        added = {int(token_id): AddedToken(**token) for token_id, token in decoder.items()}
+        added = _decoder_tokens(folder, decoder)
     known = {str(token): token for token in added.values()}
     named = {name: known.get(str(token), token) for name, token in _tokens(stated, _NAMES)}
     named |= _tokens(stated, [n for n in stated if n.endswith("_token") and n not in _NAMES])
@@ -112,6 +112,16 @@ def _add_tokens(
     _add(backend, lost, marked)  # the library keeps a mark that later flags lack
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     return named
+
+
+def _decoder_tokens(folder: Path, decoder: Any) -> dict[int, AddedToken]:
+    try:
+        return {int(token_id): AddedToken(**token) for token_id, token in decoder.items()}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder cannot be used: "
+            f"{_one_line(error)}"
+        ) from None
 
 
 def _pop_named(stated: dict[str, Any]) -> dict[str, Any]:
