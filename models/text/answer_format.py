@@ -245,7 +245,10 @@ class HarmonyParser(TagParser):
             self._arguments += text if self._field == "call" else ""
             return [AnswerPiece(self._field, text)]
         self._header += text
-        return self._on_end() if len(self._header) > MAX_HEADER_CHARACTERS else ()
+        if len(self._header) <= MAX_HEADER_CHARACTERS:
+            return ()
+        shown, self._header, self._field = self._header, None, "content"
+        return [AnswerPiece("content", shown)]
 
     def _on_end(self) -> Sequence[AnswerPiece]:
         """Show a header that none is: the answer is not in the format."""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.text.answer_format import HARMONY_TAGS, AnswerFormat, AnswerPiece, find_format
+from models.text.answer_format import (
+    HARMONY_PROMPT,
+    HARMONY_TAGS,
+    THINK,
+    AnswerFormat,
+    AnswerParser,
+    AnswerPiece,
+    CallListParser,
+    NamedCallParser,
+    find_format,
+)
 
 HERMES = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 MISTRAL = ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
@@ -94,6 +107,10 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
     ([*HARMONY_TAGS], "<|start|>assistant", "not the format", "not the format", "", []),
     ([*HARMONY_TAGS], "", f"{HEAD}<|channel|>final<|message|>Yes.", None, "", []),  # type: ignore[list-item]
     *[
+        ([*HARMONY_TAGS], "<|start|>assistant", head + "x" * 300, head + "x" * 300, "", [])
+        for head in ("", "<|channel|>final ")
+    ],
+    *[
         ([*HARMONY_TAGS], "<|start|>assistant", HEAD + rest, content, "Hm.", calls)
         for rest, content, calls in (
             ("<|channel|>final<|message|> Yes. ", " Yes. ", []),
@@ -165,6 +182,40 @@ def test_no_text_is_lost_or_made_up(parts: list[str]) -> None:
     assert read(find_format(HERMES), "", parts) == whole
     letters = "".join(parts).count("a")
     assert sum(text.count("a") for text in (*whole[:2], *map(str, whole[2]))) == letters
+
+
+MARKS = [*HERMES, *MISTRAL, *DEEPSEEK, "<｜tool▁sep｜>", *HARMONY_TAGS]
+TEXTS = ['{"a": "', "}", "\\", '"', " ", "\n", "<", "a", "final", " to=functions.add", "x" * 250]
+WORDS = [*MARKS, *TEXTS, XML, PAIRS, V3, HEAD, CALL]
+FORMATS = [find_format(tags) for tags in (HERMES, MISTRAL, DEEPSEEK, HARMONY_TAGS)]
+ENDS = ("", THINK, HARMONY_PROMPT)
+PARSERS: list[Callable[[], AnswerParser]] = [
+    *(made for form in FORMATS for end in ENDS if (made := form.new_parser(end, TOOLS))),
+    partial(NamedCallParser, "add"),
+    CallListParser,
+]
+
+
+@settings(deadline=None)
+@given(parser=st.sampled_from(PARSERS), words=st.lists(st.sampled_from(WORDS)), data=st.data())
+def test_pieces_do_not_depend_on_split(
+    parser: Callable[[], AnswerParser], words: list[str], data: st.DataObject
+) -> None:
+    text = "".join(words)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    parts = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    assert joined(parser(), parts) == joined(parser(), list(text)) == joined(parser(), [text])
+
+
+def joined(parser: AnswerParser, parts: list[str]) -> list[AnswerPiece]:
+    """Return the pieces of an answer in order; pieces of the same text are joined."""
+    pieces: list[AnswerPiece] = []
+    for piece in (*chain.from_iterable(map(parser.push, parts)), *parser.flush()):
+        if pieces and piece.name is None and pieces[-1].field == piece.field:
+            last = pieces.pop()
+            piece = last._replace(text=last.text + piece.text)
+        pieces.append(piece)
+    return pieces
 
 
 def test_model_without_added_tokens_has_no_format() -> None:
