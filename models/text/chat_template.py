@@ -68,6 +68,7 @@ _TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is none")
 _USER: Message = {"role": "user", "content": "C"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
 _CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
 # By role: messages before and after one with text parts, in an order that templates accept.
 _AROUND_PARTS: dict[str, tuple[list[Message], list[Message]]] = {
     "system": ([], [_USER]),
@@ -107,7 +108,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.has_developer_role = "developer" in source
         self.has_tools = "tools" in source
-        self._part_roles: dict[str, bool] = {}
+        self._takes: dict[tuple[str, bool], bool] = {}  # parts, by role and whether with tools
         self._tests_for_none = _TESTS_FOR_NONE.search(source) is not None
         try:
             self._template = _environment().from_string(source)
@@ -144,7 +145,8 @@ class ChatTemplate:
         `transformers`. Raises RequestError about `messages`, TooLongError for more than
         max_characters.
         """
-        shown = [self._plain(message) for message in messages]
+        has_tools = bool(variables.get("tools"))
+        shown = [self._plain(message, has_tools) for message in messages]
         continues = variables.get("continue_final_message")
         if continues:
             shown[-1]["content"] = _with_mark(shown[-1].get("content"))
@@ -168,33 +170,37 @@ class ChatTemplate:
         text = "".join(pieces)
         return _before_mark(text) if continues else text
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: Message, has_tools: bool) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
         if plain.get("role") == "developer" and not self.has_developer_role:
             plain["role"] = "system"
         content = plain.get("content")
-        if isinstance(content, list) and not self._takes_parts(plain.get("role", "")):
+        if isinstance(content, list) and not self._takes_parts(plain.get("role", ""), has_tools):
             plain["content"] = "\n".join(part["text"] for part in content)
         if self._tests_for_none and plain.get("tool_calls") and plain.get("content") == "":
             plain["content"] = None  # DeepSeek's templates show calls only then
         return plain
 
-    def _takes_parts(self, role: str) -> bool:
-        """Return whether messages of `role` show text parts as one text; tried once."""
-        if role not in self._part_roles:
+    def _takes_parts(self, role: str, has_tools: bool) -> bool:
+        """Return whether messages of `role` show text parts as one text; tried once.
+
+        has_tools: with tools, a template may treat a message in another way (Llama 4).
+        """
+        key = role, has_tools
+        if key not in self._takes:
             parts = [{"type": "text", "text": text} for text in ("A", "B")]
             before, after = _AROUND_PARTS.get(role, ([], []))
             with_text, with_parts = (
                 [*before, {"role": role, "content": content}, *after] for content in ("AB", parts)
             )
-            variables = self._context([], {})
+            variables = self._context([], {"tools": [_TOOL]} if has_tools else {})
             try:
                 expected = self._template.render({**variables, "messages": with_text})
                 shown = self._template.render({**variables, "messages": with_parts})
-                self._part_roles[role] = shown == expected
+                self._takes[key] = shown == expected
             except _TEMPLATE_FAULTS:
-                self._part_roles[role] = False
-        return self._part_roles[role]
+                self._takes[key] = False
+        return self._takes[key]
 
 
 def _with_mark(content: Any) -> Any:

@@ -406,3 +406,12 @@ def test_text_parts_go_to_templates_that_take_lists(
     if expected == "AB":
         oracle = PreTrainedTokenizerFast.from_pretrained(folder)
         assert oracle.apply_chat_template(chat, tokenize=False) == "AB;C;"
+
+
+def test_text_parts_in_a_branch_of_tools(tmp_path: Path) -> None:
+    text = "m.content | trim if tools or m.content is string else m.content | map(attribute='text')"
+    template = f"{{% for m in messages %}}{{{{ ({text}) | join }}}};{{% endfor %}}"
+    tokenizer = Tokenizer.load(write_byte_level(tmp_path, chat_template=template))
+    chat = [{"role": "user", "content": [{"type": "text", "text": text} for text in "AB"]}]
+    for tools, expected in (([{"type": "function"}], "A\nB;"), (None, "AB;")):
+        assert tokenizer.render_chat(chat, tools=tools) == expected
