@@ -98,8 +98,12 @@ class _Resizer:
         return self._wait_for_outcome(target, failure, monotonic_s() + 2 * within_s + SETTLE_S)
 
     def answers(self, wait_s: float) -> dict[str, PlacementState]:
-        """Return the states of the expert ranks that answer in time, by name."""
+        """Return the states of the expert ranks that answer in time, by name.
+
+        `_pending` then has the ranks in service that have not answered.
+        """
         ranks = {one.ready.name: one for one in self._of(Group.EXPERT)}
+        self._pending = {name: sent for name, sent in self._pending.items() if name in ranks}
         for name, one in ranks.items():
             if name not in self._pending or self._pending[name][0] != one.ready.pid:
                 self._pending[name] = one.ready.pid, one.handle.call("placed")
@@ -152,7 +156,8 @@ class _Resizer:
             is_used = any(each.placement.generation >= generation for each in reports.values())
             # `newest` changes before `under_way`.
             is_known = any(each.newest >= generation for each in reports.values())
-            is_finished = is_known and not any(e.under_way == generation for e in reports.values())
+            under_way = any(each.under_way == generation for each in reports.values())
+            is_finished = is_known and not under_way and not self._pending
             if is_used and (is_finished or monotonic_s() > end_s):
                 return target if _newest(reports).placement == target else None
             for each in reports.values():

@@ -238,11 +238,8 @@ class ExpertGenerations:
         return [self._next.message(name)]
 
     def remove_peer(self, name: str) -> list[Action]:
-        if self._peers.pop(name, None) is None or self._next is None:
-            return []
-        if not self._peers and self._next.stage is TransitionStage.LOADING:
-            return self._vote_abort("no attention rank is linked any more")
-        return self._settle()
+        """Forget a lost attention rank. Loading continues without any: one may be linking."""
+        return [] if self._peers.pop(name, None) is None else self._settle()
 
     def aborted(self, name: str, generation: int, attempt: int, reason: str) -> list[Action]:
         peer = self._peers.get(name)

@@ -60,7 +60,7 @@ def budgets() -> list[Budget]:
         # tasks 2,400; bench 450; inputs 450) and issue 31's operation (600; spans 250)
         Budget("product: lines", _lines(PRODUCT), 70_250),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 49_150),
+        Budget("tests: lines", _lines(("tests",)), 49_200),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_350),
         Budget("docs and README: words", _words(), 42_000),
         Budget("class names with two definitions", len(repeated_classes()), 0),

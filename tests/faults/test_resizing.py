@@ -102,14 +102,12 @@ def processes(
 
 
 def check_settled(group: LocalGroup, folder: Path, ranks: int) -> None:
-    """Check that all ranks have the same placement and none is missing."""
+    """Wait until all ranks have the same placement and its experts; check that none is missing."""
     moe_layers = len(read_spec(folder).moe_layers)
     assert expert_ranks_in_use(group.working) == ranks
-    reported = [group.processes[f"expert-{n}"].call("placed").result(5.0) for n in range(ranks)]
-    assert len({each.placement for each in reported}) == 1
-    found = [group.rank_status(f"expert-{n}").sections["placement"] for n in range(ranks)]
-    slots = reported[0].placement.slots_per_rank
-    assert [each["experts"] for each in found] == [count * moe_layers for count in slots]
+    until(lambda: len(set(placements(group, ranks))) == 1)
+    slots = placements(group, ranks)[0].slots_per_rank
+    until(lambda: experts_of(group, ranks) == [count * moe_layers for count in slots])
     for name in group.client_addresses:
         status = group.rank_status(name)
         assert "lost" not in status.sections
@@ -142,13 +140,18 @@ def test_replacement_adopts_current_placement(deep: Path, right: list[list[int]]
             group.replace(name)
             until(lambda: "experts" not in group.rank_status("attention-1").notes)
         until(lambda: not any(group.rank_status(f"expert-{n}").notes for n in range(3)))
-        until(lambda: experts_of(group, 3) == len(read_spec(deep).moe_layers) * 8)
+        until(lambda: sum(experts_of(group, 3)) == len(read_spec(deep).moe_layers) * 8)
         check_settled(group, deep, 3)
 
 
-def experts_of(group: LocalGroup, ranks: int) -> float:
+def placements(group: LocalGroup, ranks: int) -> list[Placement]:
+    answers = [group.processes[f"expert-{n}"].call("placed") for n in range(ranks)]
+    return [answer.result(DEADLINE_S).placement for answer in answers]
+
+
+def experts_of(group: LocalGroup, ranks: int) -> list[float]:
     found = [group.rank_status(f"expert-{n}").sections["placement"] for n in range(ranks)]
-    return sum(each["experts"] for each in found)
+    return [each["experts"] for each in found]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_loss_aborts_resize_and_keeps_old_placement(
         assert sorted(group.processes) == ["attention-0", "expert-0", "expert-1"]
         if victim != "expert-2":
             group.replace(victim)
-        until(lambda: experts_of(group, 2) == len(read_spec(deep).moe_layers) * 8)
+        until(lambda: sum(experts_of(group, 2)) == len(read_spec(deep).moe_layers) * 8)
         check_settled(group, deep, 2)
 
 
