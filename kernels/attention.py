@@ -1,8 +1,9 @@
 """Causal attention over a ragged batch with keys and values in a paged pool.
 
 A plan is made once per micro-batch and window, and used at every layer. Sequences with one new
-token (decode) are attended together, padded to groups of similar context, and so are short ones
-(kernels/packed_attention.py); all others one by one.
+token (decode) are attended in place by a compiled call on the CPU, and padded to groups of similar
+context elsewhere. Short ones are padded to groups too (kernels/packed_attention.py); all others are
+attended one by one.
 
 Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots. KV
 heads are never repeated in memory: R query heads share one through a stride-0 view.
@@ -13,10 +14,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.compiled import run_parts
 from kernels.linear import linear
 from kernels.packed_attention import (
     Keys,
@@ -31,6 +35,7 @@ from kernels.packed_attention import (
     split_short,
     take,
 )
+from kernels.row_ops import COMPILED_DTYPES, attend_decode
 from kernels.sinks import attend_with_sinks
 from kernels.steps import Steps
 
@@ -225,6 +230,7 @@ def _with_sinks(
         yield
 
 
+_STEP_KEYS = 1 << 14  # of decode rows between two yields: a millisecond or more
 _MIN_FILL = 0.75  # smallest fraction of a decode group that is not padding
 _GROUP_SLOTS = 4096  # bound of a group's gathered keys, for the cache
 
@@ -250,9 +256,24 @@ class DecodePart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """Sequences with one new token, for `row_ops.attend_decode`.
+
+    table: int64 [B, DECODE_COLUMNS]. slots: the tensors whose addresses it has. steps: bounds of
+    sequences that are attended between two yields. window 0: none.
+    """
+
+    table: NDArray[np.int64]
+    slots: tuple[Tensor, ...]
+    steps: tuple[tuple[int, int], ...]
+    window: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AttentionPlan:
     prefill: tuple[PrefillPart, ...]
     decode: tuple[DecodePart, ...]
+    rows: DecodeRows | None = None  # on the CPU, in place of `decode`
     short: tuple[ShortPart, ...] = ()
     packed: PackedPart | None = None  # then all other parts are empty
 
@@ -291,11 +312,13 @@ def plan_attention(
         for seq, tiles in cut
     )
     singles = [seq for seq in sequences if seq.count == 1]
+    short = tuple(short_part(group, dtype, device) for group in groups)
+    if singles and device.type == "cpu" and dtype in COMPILED_DTYPES:
+        return AttentionPlan(prefill, (), _decode_rows(singles, window), short)
     decode = tuple(
         _decode_part(group, window, dtype, device) for group in _decode_groups(singles, window)
     )
-    short = tuple(short_part(group, dtype, device) for group in groups)
-    return AttentionPlan(prefill, decode, short)
+    return AttentionPlan(prefill, decode, None, short)
 
 
 def attention_steps(
@@ -339,7 +362,49 @@ def attention_steps(
         attended = _decode(q_BGRd, k_BGSd, v_BGSd, group.mask, scale, sinks_GR)
         out_TGRd.index_copy_(0, group.rows_B, attended)
         yield
+    if plan.rows is not None:
+        yield from decode_steps(q_THd, k_pool_PGd, v_pool_PGd, plan.rows, out_THd, scale, sinks_H)
     return out_THd
+
+
+def decode_steps(
+    q_THd: Tensor,
+    k_pool_PGd: Tensor,
+    v_pool_PGd: Tensor,
+    rows: DecodeRows,
+    out_THd: Tensor,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Steps[None]:
+    """Write the rows of `out`, whose head dim may be less than the pool's: v's first elements."""
+    if q_THd.stride()[1:] != (q_THd.shape[2], 1):
+        q_THd = q_THd.contiguous()
+    H, G = q_THd.shape[1], k_pool_PGd.shape[1]
+    for begin, end in rows.steps:
+
+        def part(first: int, last: int, begin: int = begin) -> None:
+            attend_decode(
+                q_THd.dtype is torch.float32,
+                q_THd.data_ptr(),
+                q_THd.stride(0),
+                k_pool_PGd.data_ptr(),
+                v_pool_PGd.data_ptr(),
+                k_pool_PGd.stride(0),
+                out_THd.data_ptr(),
+                rows.table.ctypes.data,
+                begin + first,
+                begin + last,
+                H,
+                G,
+                q_THd.shape[2],
+                out_THd.shape[2],
+                rows.window,
+                scale,
+                0 if sinks_H is None else sinks_H.data_ptr(),
+            )
+
+        run_parts(part, end - begin)
+        yield
 
 
 def _decode(
@@ -359,6 +424,24 @@ def _decode(
     return attend_with_sinks(
         q_BGR1d, k_BGSd, v_BGSd, sinks_GR, mask=mask, causal=False, scale=scale
     ).squeeze(3)
+
+
+def _decode_rows(singles: Sequence[SequenceRows], window: int | None) -> DecodeRows:
+    rows, slots = [], []
+    steps, first, keys = [], 0, 0
+    for index, seq in enumerate(singles):
+        width = _width(seq, window)
+        if keys and keys + width > _STEP_KEYS:
+            steps.append((first, index))
+            first, keys = index, 0
+        keys += width
+        if isinstance(seq.slots_S, slice):
+            rows.append((seq.first, seq.context, seq.slots_S.start, 0))
+        else:
+            slots.append(seq.slots_S)
+            rows.append((seq.first, seq.context, 0, seq.slots_S.data_ptr()))
+    steps.append((first, len(singles)))
+    return DecodeRows(np.array(rows, np.int64), tuple(slots), tuple(steps), window or 0)
 
 
 def _width(seq: SequenceRows, window: int | None) -> int:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.linear import PackedLinear, Product, rounded_up
+from kernels.compiled import run_parts
+from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
+from kernels.panels import run_experts
 from kernels.steps import Steps, zero_tiled
 
 RUN_PAIRS = 512  # pairs of a run of experts
@@ -49,6 +52,19 @@ def expert_steps(
     """
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
+    if (
+        isinstance(gate_up_e, ExpertLinears)
+        and isinstance(down_e, ExpertLinears)
+        and gate_up_e.arithmetic is not None
+    ):
+        for experts, counts in _runs_of(counts_e, cut=True):
+            last = first + sum(counts)
+            rows_r, weights_r = rows_N[first:last], weights_N[first:last]
+            y_ND = panel_run(x_UD, gate_up_e, down_e, experts, rows_r, counts, clamped)
+            out_UD.index_add_(0, rows_r, y_ND.mul_(weights_r.unsqueeze(1)))
+            first = last
+            yield
+        return out_UD
     for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
         last = first + sum(counts)
         spare = rounded_up(counts[-1]) - counts[-1]
@@ -70,11 +86,77 @@ def weighted_run(
     clamped: ClampedGate | None = None,
 ) -> Tensor:
     """Return [N, D]: the weighted outputs of r experts with counts_r pairs; x_ND may be longer."""
+    is_kept = isinstance(gate_up_r[0], PackedLinear)
+    if not is_kept and is_packed(x_ND.dtype, x_ND.device):
+        return _converted_run(x_ND, gate_up_r, down_r, counts_r, weights_N, clamped)
+    gate_up, down = ExpertLinears(gate_up_r, None), ExpertLinears(down_r, None)
+    if gate_up.arithmetic is not None:
+        rows_N = torch.arange(len(weights_N))
+        y_ND = panel_run(x_ND, gate_up, down, range(len(gate_up)), rows_N, counts_r, clamped)
+        return y_ND.mul_(weights_N.unsqueeze(1))
     h_NF2 = _per_expert(x_ND, gate_up_r, counts_r)
     h_NF = gated(h_NF2) if clamped is None else clamped_gated(h_NF2, clamped)
     weights_N1 = weights_N.unsqueeze(1)
     y_ND = _per_expert(h_NF, down_r, counts_r)[: len(weights_N)]
     return y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
+
+
+def _converted_run(
+    x_ND: Tensor,
+    gate_up_r: Sequence[Product],
+    down_r: Sequence[Product],
+    counts_r: Sequence[int],
+    weights_N: Tensor,
+    clamped: ClampedGate | None,
+) -> Tensor:
+    """Return `weighted_run` of experts that are converted at each use, one at a time."""
+    pieces, first = [], 0
+    for gate_up, down, count in zip(gate_up_r, down_r, counts_r, strict=True):
+        pairs = slice(first, first + count)
+        packed = [gate_up.packed()], [down.packed()]  # type: ignore[attr-defined]
+        pieces.append(weighted_run(x_ND[pairs], *packed, [count], weights_N[pairs], clamped))
+        first += count
+    return torch.cat(pieces)
+
+
+def panel_run(
+    x_UD: Tensor,
+    gate_up_e: ExpertLinears,
+    down_e: ExpertLinears,
+    experts_r: Sequence[int],
+    rows_N: Tensor,
+    counts_r: Sequence[int],
+    clamped: ClampedGate | None = None,
+) -> Tensor:
+    """Return [N, D] float32: unweighted outputs of experts with panels for rows of x."""
+    assert gate_up_e.arithmetic is not None
+    D, F2, kind = x_UD.shape[1], gate_up_e.out_features, int(gate_up_e.arithmetic)
+    x_UD, rows_N = x_UD.contiguous(), rows_N.long().contiguous()
+    y_ND = torch.empty((len(rows_N), D))
+    experts, counts = np.array(experts_r), np.array(counts_r)
+    firsts = counts.cumsum() - counts
+    alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
+    tables = gate_up_e.addresses.ctypes.data, down_e.addresses.ctypes.data
+
+    def part(first: int, last: int) -> None:
+        pair = int(firsts[first])
+        run_experts(
+            kind,
+            x_UD.data_ptr(),
+            rows_N.data_ptr() + 8 * pair,
+            *tables,
+            experts.ctypes.data + 8 * first,
+            counts.ctypes.data + 8 * first,
+            last - first,
+            D,
+            F2 // 2,
+            alpha,
+            limit,
+            y_ND.data_ptr() + 4 * D * pair,
+        )
+
+    run_parts(part, len(experts))
+    return y_ND
 
 
 def _runs_of(counts_e: Sequence[int], *, cut: bool) -> Iterator[tuple[list[int], list[int]]]:

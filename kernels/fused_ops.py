@@ -1,6 +1,7 @@
-"""Memory-bound passes over a batch's activations, fused by triton where it works on the GPU.
+"""Memory-bound passes over a batch's activations, fused.
 
-Elsewhere torch's operations compute them. Results are equal except for the last bit.
+On the CPU numba compiles them (kernels/row_ops.py), on the GPU triton where it works. Elsewhere
+torch's operations compute them. Results are equal except for the last bit.
 
 Shapes: T tokens, H heads, d head dim, D model dim, F FFN dim, N (token, expert) pairs, K top-k.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from contracts.logs import event
-from kernels import experts, norm_rope
+from kernels import experts, norm_rope, row_ops
 
 log = logging.getLogger(f"tandem.{__name__}")
 
@@ -26,23 +27,67 @@ _TOLERANCE = 0.1  # for values of 1 to 10 in bfloat16
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = False) -> Tensor:
     """Return the RMS norm (kernels/norm_rope.py)."""
+    if _is_compiled(x):
+        D, out = x.shape[-1], torch.empty_like(x)
+        addresses = x.data_ptr(), weight_D.data_ptr(), out.data_ptr()
+        wide = x.dtype is torch.float32
+        row_ops.rms_norm(wide, *addresses, x.numel() // D, D, eps, round_once)
+        return out
     own = fused_kernels(x)
     if own is None or not x.is_contiguous():
         return norm_rope.rms_norm(x, weight_D, eps, round_once=round_once)
-    out: Tensor = own.rms_norm(x, weight_D, eps, round_once)
-    return out
+    normed: Tensor = own.rms_norm(x, weight_D, eps, round_once)
+    return normed
 
 
 def norm_and_rope(
     x_THd: Tensor, weight_Hd: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
     """Return a new tensor: each head normed by its weight (None: not), then rotated by rope."""
+    if x_THd.shape[0] and _is_compiled(x_THd[0]) and cos.is_contiguous() and sin.is_contiguous():
+        T, H, d = x_THd.shape
+        out = torch.empty((T, H, d), dtype=x_THd.dtype)
+        weight = 0 if weight_Hd is None else weight_Hd.data_ptr()
+        row_ops.norm_and_rope(
+            x_THd.dtype is torch.float32,
+            x_THd.data_ptr(),
+            x_THd.stride(0),
+            weight,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+            T,
+            H,
+            d,
+            eps,
+        )
+        return out
     own = fused_kernels(x_THd)
     if own is None or x_THd.stride()[1:] != (x_THd.shape[2], 1):
         normed = x_THd if weight_Hd is None else norm_rope.rms_norm(x_THd, weight_Hd, eps)
         return norm_rope.apply_rope(normed, cos, sin)
     out_THd: Tensor = own.norm_and_rope(x_THd, weight_Hd, eps, cos, sin)
     return out_THd
+
+
+def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:
+    """Copy rows of x to slots of the pool."""
+    if not x_TGd.shape[0] or not _is_compiled(x_TGd[0]):
+        pool_PGd.index_copy_(0, slots_T, x_TGd)
+        return
+    row_ops.write_rows(
+        x_TGd.element_size(),
+        x_TGd.data_ptr(),
+        x_TGd.stride(0),
+        slots_T.data_ptr(),
+        pool_PGd.data_ptr(),
+        x_TGd.shape[0],
+        x_TGd.shape[1] * x_TGd.shape[2],
+    )
+
+
+def _is_compiled(x: Tensor) -> bool:
+    return not x.is_cuda and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
 
 
 def gated(h_NF2: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, Tile, tile_steps
+from kernels.attention import AttentionPlan, Tile, decode_steps, tile_steps
 from kernels.linear import linear
 from kernels.packed_attention import take
 from kernels.steps import Steps
@@ -66,6 +66,13 @@ def latent_attention_steps(
         )
         out_THv.index_copy_(0, group.rows_B, _to_values(attended_B1HC, up))
         yield
+    if plan.rows is not None:
+        rows_B = torch.from_numpy(plan.rows.table[:, 0])
+        q_THC = torch.zeros((T, H, pool_P1C.shape[2]), dtype=q_THd.dtype)
+        q_THC[rows_B] = _to_entries(q_THd[rows_B], up).squeeze(1)
+        attended_THr = torch.empty((T, H, up.weight.shape[2]), dtype=q_THd.dtype)
+        yield from decode_steps(q_THC, pool_P1C, pool_P1C, plan.rows, attended_THr, scale)
+        out_THv[rows_B] = _to_values(attended_THr[rows_B].unsqueeze(1), up)
     return out_THv
 
 

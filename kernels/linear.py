@@ -1,24 +1,29 @@
 """Products with weights, x @ weight.T + bias.
 
-On the CPU oneDNN computes them. torch's own `linear` is slower: in float32 it uses MKL, which uses
-half the vector width on other vendors' processors; in bfloat16 it reorders the weight at every
-call. A `PackedLinear` keeps its weight in oneDNN's layout.
+On the CPU weights of float32 and bfloat16 are kept in panels (kernels/panels.py), or in oneDNN's
+layout where the processor has matrix units for their dtype. torch's own `linear` is slower: it uses
+MKL, which uses half the vector width on other vendors' processors, and reorders bfloat16 weights at
+every call. With either layout a row's bits do not depend on the rows beside it.
 
 oneDNN compiles a product for each number of rows (0.4 ms, 0.4 MB) and keeps the latest 1,024 (ranks
-set fewer), so numbers between 16 and 512 are rounded up here. Above, a copy with more rows costs as
-much as compiling; callers with spare rows round up themselves (`rounded_up`). A row's result does
-not depend on other rows: bits are equal in batches of any size.
+set fewer), so numbers between 16 and 512 are rounded up here.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from kernels import panels, row_ops
+from kernels.compiled import LANES, compile_on_disk, processor_has, run_parts
 
 Product = Callable[[Tensor], Tensor]
 """x [T, K] → x @ weight.T + bias, [T, N]."""
@@ -28,6 +33,22 @@ Product = Callable[[Tensor], Tensor]
 _STEPS = ((64, 4), (128, 8), (512, 32), (1024, 64), (4096, 128))
 _LARGEST_PADDED = 512
 _PACK_FOR_ROWS = 16  # a hint that does not change the layout
+_PART_ELEMENTS = 1 << 18  # of the weight, per thread: 20 microseconds or more
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compile the CPU's kernels, or read them from disk: once, before any request needs them."""
+    compile_on_disk(_call_kernels)
+
+
+def _call_kernels() -> None:
+    panels.multiply(*[0] * 10)
+    panels.run_experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0.0, False)
+    row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
+    row_ops.write_rows(*[0] * 7)
+    row_ops.attend_decode(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
 
 
 class PackedLinear:
@@ -37,19 +58,26 @@ class PackedLinear:
     weight's of equal shape.
     """
 
-    __slots__ = ("_bias", "_product", "_weight")
+    __slots__ = ("_bias", "_product", "_weight", "arithmetic", "shape")
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self._bias = bias_N
         self._product = _product_of(weight_NK)
+        self.shape = tuple(weight_NK.shape)
+        self.arithmetic = _arithmetic(weight_NK.dtype, weight_NK.device)
         self._weight = weight_NK
-        if self._product is _onednn:
+        if self.arithmetic is not None:
+            compile_kernels()
+            self._weight = panels.pack_panels(weight_NK)
+        elif self._product is _onednn:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._weight = reorder(weight_NK, _PACK_FOR_ROWS)
 
     @property
     def memory(self) -> Tensor:
         """The elements of a packed weight in its layout, padding included: 1-D, no copy."""
+        if self.arithmetic is not None:
+            return self._weight
         num_bytes = torch.ops.mkldnn._nbytes(self._weight)
         raw = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(self._weight))
         raw.owner = self._weight  # type: ignore[attr-defined]  # whose memory it is
@@ -60,13 +88,22 @@ class PackedLinear:
         return self._bias
 
     @property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of the panels and of the bias; 0: no bias."""
+        return self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+
+    @property
     def layout(self) -> bytes:
-        """Description of a packed weight by oneDNN; weights with equal ones can swap `memory`."""
+        """Description of a packed weight; weights with equal ones can swap `memory`."""
+        if self.arithmetic is not None:
+            return f"panels of {LANES}, {self._weight.dtype}, {self.shape}".encode()
         description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)
         return description.numpy().tobytes()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
+        if self.arithmetic is not None:
+            return self._multiply(x_TK.contiguous(), self.arithmetic)
         rows = x_TK.shape[0]
         spare = _missing(rows)
         if spare == 0 or self._product is not _onednn:
@@ -74,12 +111,24 @@ class PackedLinear:
         padded = functional.pad(x_TK, (0, 0, 0, spare))
         return self._product(padded, self._weight, self._bias)[:rows]
 
+    def _multiply(self, x_TK: Tensor, arithmetic: panels.Arithmetic) -> Tensor:
+        (N, K), T, kind = self.shape, x_TK.shape[0], int(arithmetic)
+        out_TN = torch.empty((T, N), dtype=x_TK.dtype)
+        weight, bias = self.addresses
+        x, out = x_TK.data_ptr(), out_TN.data_ptr()
+
+        def part(first: int, last: int) -> None:
+            panels.multiply(kind, x, weight, bias, out, T, K, N, first, last)
+
+        run_parts(part, -(-N // LANES), least=1 + _PART_ELEMENTS // (LANES * K))
+        return out_TN
+
 
 class PlainLinear:
     """A product whose weight is not moved, so that its memory may be overwritten between calls.
 
-    Bits equal those of `PackedLinear`; each call reorders the weight. A single row is computed as
-    two, because oneDNN computes one row in another way with other bits.
+    Bits equal those of `PackedLinear`; each call reorders the weight. oneDNN computes a single row
+    in another way with other bits, so it gets two.
     """
 
     __slots__ = ("_bias", "_product", "_weight")
@@ -88,8 +137,13 @@ class PlainLinear:
         self._weight, self._bias = weight_NK, bias_N
         self._product = _product_of(weight_NK)
 
+    def packed(self) -> PackedLinear:
+        return PackedLinear(self._weight, self._bias)
+
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
+        if _arithmetic(x_TK.dtype, x_TK.device) is not None:
+            return self.packed()(x_TK)
         rows = x_TK.shape[0]
         spare = 1 if rows == 1 else _missing(rows)
         if rows == 0 or spare == 0 or self._product is not _onednn:
@@ -98,9 +152,27 @@ class PlainLinear:
         return self._product(padded, self._weight, self._bias)[:rows]
 
 
+class ConvertedLinear:
+    """A product whose weight [N, K] and bias [N] or None `make` converts at each use."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
+        self._make = make
+
+    def packed(self) -> PackedLinear:
+        return PackedLinear(*self._make())
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        """Return [T, N] in x's dtype, which must be the weight's."""
+        return self.packed()(x_TK)
+
+
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a `PackedLinear` keeps its weight in a separate layout with `memory`."""
     reachable = hasattr(torch.ops.mkldnn, "data_ptr")
+    if _arithmetic(dtype, device) is not None:
+        return True
     return reachable and device.type == "cpu" and _ONEDNN.get(dtype, False)
 
 
@@ -120,6 +192,25 @@ class ExpertLinears(Sequence[Product]):
     def __init__(self, products: Sequence[Product], weight_eNK: Tensor | None) -> None:
         self._products = tuple(products)
         self.weight_eNK = weight_eNK
+        self._addresses: NDArray[np.int64] | None = None
+
+    @property
+    def arithmetic(self) -> panels.Arithmetic | None:
+        """Arithmetic of the products; None: they have no panels."""
+        return getattr(self._products[0], "arithmetic", None) if self._products else None
+
+    @property
+    def out_features(self) -> int:
+        """N of the products, which must have panels."""
+        return self._products[0].shape[0]  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        """[e, 2]: `PackedLinear.addresses` of each product, which must have panels."""
+        if self._addresses is None:
+            each = [product.addresses for product in self._products]  # type: ignore[attr-defined]
+            self._addresses = np.array(each, dtype=np.int64)
+        return self._addresses
 
     def __len__(self) -> int:
         return len(self._products)
@@ -133,7 +224,7 @@ class ExpertLinears(Sequence[Product]):
 
 
 def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    whole = bias_eN is None and _product_of(weight_eNK) is not _onednn
+    whole = bias_eN is None and not is_packed(weight_eNK.dtype, weight_eNK.device)
     products = list(map(PackedLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if whole else None)
 
@@ -174,3 +265,13 @@ def _usable() -> dict[torch.dtype, bool]:
 
 
 _ONEDNN = _usable()
+
+
+def _arithmetic(dtype: torch.dtype, device: torch.device) -> panels.Arithmetic | None:
+    """Return the arithmetic of products in panels, or None."""
+    if device.type != "cpu" or (dtype is torch.bfloat16 and _HAS_MATRIX_UNITS):
+        return None
+    return panels.arithmetic_of(dtype)
+
+
+_HAS_MATRIX_UNITS = processor_has("amx-bf16") and _ONEDNN[torch.bfloat16]

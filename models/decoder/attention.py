@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import attention_steps
-from kernels.fused_ops import norm_and_rope
+from kernels.fused_ops import norm_and_rope, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
 from kernels.norm_rope import apply_rope, rms_norm
@@ -78,7 +78,7 @@ class KvPool:
     def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
         """Store one [T, heads, size] tensor per entry, then make the batch's slot copies."""
         for pool, value in zip(self._layers[layer], values, strict=True):
-            pool.index_copy_(0, batch.slots_T, value)
+            write_slots(pool, batch.slots_T, value)
             if batch.copies is not None:
                 copied = pool.index_select(0, batch.copies.from_C)
                 pool.index_copy_(0, batch.copies.to_C, copied)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
-from kernels.linear import PlainLinear, Product
+from kernels.linear import ConvertedLinear, Product
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_loading import (
     StoredLayer,
@@ -159,21 +159,20 @@ class CheckpointSlots:
         stored = {role: tensor[slot] for role, tensor in self._tensors.items()}
         D, F, has_bias = spec.hidden_size, spec.expert_ffn_size, "down_bias" in stored
 
-        def gate_up(x_TD: Tensor) -> Tensor:
+        def gate_up() -> tuple[Tensor, Tensor | None]:
             weight, bias = torch.empty((2 * F, D), dtype=dtype), None
             lay_out_gate_up(stored, spec, _copy, weight)
             if has_bias:
                 bias = torch.empty(2 * F, dtype=dtype)
                 lay_out_gate_up_bias(stored, spec, _copy, bias)
-            return PlainLinear(weight, bias)(x_TD)
+            return weight, bias
 
-        def down(x_TF: Tensor) -> Tensor:
+        def down() -> tuple[Tensor, Tensor | None]:
             weight = torch.empty((D, F), dtype=dtype)
             lay_out_down(stored, spec, _copy, weight)
-            bias = stored["down_bias"].to(dtype) if has_bias else None
-            return PlainLinear(weight, bias)(x_TF)
+            return weight, stored["down_bias"].to(dtype) if has_bias else None
 
-        return gate_up, down
+        return ConvertedLinear(gate_up), ConvertedLinear(down)
 
 
 def _copy(stored: Tensor, into: Tensor) -> None:

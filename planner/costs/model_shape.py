@@ -187,10 +187,11 @@ TILE_ROWS = 128
 SHORT_SCORES = 1 << 14  # (query, key) pairs of a sequence that is grouped
 MIN_FILL = 0.75  # of the queries and of the keys of a group
 GROUP_SLOTS = 4096  # keys of a group, padding included
+DECODE_KEYS = 1 << 14  # of a call for decodes
 
 
 class Calls(NamedTuple):
-    """Kernel calls: tiles and groups of prompts, groups of decodes."""
+    """Kernel calls: tiles and groups of prompts, decodes up to DECODE_KEYS keys."""
 
     prompts: float
     decodes: float
@@ -212,13 +213,13 @@ def calls_of(chunks: Chunks, window: int | None, *, groups_short: bool) -> Calls
             short.append((stop - start, stop))
         else:
             tiles += -(-(stop - start) // TILE_ROWS)
-    return Calls(float(tiles + _short_groups(short)), float(_decode_groups(widths)))
+    return Calls(float(tiles + _short_groups(short)), float(_decode_calls(widths)))
 
 
 def share_of(start: int, stop: int, window: int | None, *, groups_short: bool) -> Calls:
     """Return the share of a chunk in the calls of many chunks like it."""
     if stop - start == 1:
-        return Calls(0.0, 1.0 / max(1, GROUP_SLOTS // _width(stop, window)))
+        return Calls(0.0, 1.0 / max(1, DECODE_KEYS // _width(stop, window)))
     if groups_short and _is_short(start, stop, window):
         return Calls(1.0 / max(1, GROUP_SLOTS // stop), 0.0)
     return Calls(float(-(-(stop - start) // TILE_ROWS)), 0.0)
@@ -245,13 +246,11 @@ def _short_groups(short: Sequence[tuple[int, int]]) -> int:
     return groups
 
 
-def _decode_groups(widths: Sequence[int]) -> int:
-    """Return the number of groups, filled in descending order of context."""
-    groups = members = longest = 0
-    for width in sorted(widths, reverse=True):
-        fits = members and (members + 1) * longest <= GROUP_SLOTS
-        if fits and width >= MIN_FILL * longest:
-            members += 1
-        else:
-            groups, members, longest = groups + 1, 1, width
-    return groups
+def _decode_calls(widths: Sequence[int]) -> int:
+    """Return the number of calls, each of at most DECODE_KEYS keys or one sequence."""
+    calls = keys = 0
+    for width in widths:
+        if keys and keys + width > DECODE_KEYS:
+            calls, keys = calls + 1, 0
+        keys += width
+    return calls + bool(keys)

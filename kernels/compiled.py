@@ -1,0 +1,255 @@
+"""Functions compiled by numba for the CPU, and the small operations that they share.
+
+Compiled functions take addresses and sizes, so that a call costs about a microsecond, release the
+interpreter lock, and are kept on disk for the next process (`compile_on_disk`). Floating point is
+not reordered: a loop gives the same bits whether LLVM vectorises it or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import llvmlite.binding
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, extending, types
+from numba.core import cgutils
+from numba.core.caching import NullCache
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+"""Decorator of a function that returns a signature, and a function that emits LLVM code."""
+
+LANES: Final = 16  # float32 numbers of a vector; the processor may split it
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+# LLVM's third level unswitches nested loops, and then runs an odd number of steps too far.
+numba.config.OPT = type(numba.config.OPT)(2)
+
+_functions: list[Any] = []
+_LOCK_S = 120.0  # for another process to compile
+
+
+def compiled(function: Function) -> Function:
+    """Compile at the first call with its argument types."""
+    _functions.append(numba.njit(nogil=True, error_model="numpy")(function))
+    return _functions[-1]  # type: ignore[no-any-return]
+
+
+def compile_on_disk(call_all: Callable[[], None]) -> None:
+    """Call functions, whose code is read from disk, or compiled and kept there for next time.
+
+    One process at a time: numba mixes up the files of functions that two processes save.
+    """
+    with _code_folder() as folder:
+        if folder is not None:
+            numba.config.CACHE_DIR = str(folder)
+            for function in _functions:
+                function.enable_caching()
+        call_all()
+        for function in _functions:
+            function._cache = NullCache()
+
+
+@contextlib.contextmanager
+def _code_folder() -> Iterator[Path | None]:
+    """Lock and yield the folder of compiled code, or None without one that can be written.
+
+    Its name depends on the processor and on all sources: numba itself does not notice changes of
+    the functions that a function calls.
+    """
+    here = Path(__file__).parent
+    key = [path.read_bytes() for path in sorted(here.glob("*.py"))]
+    key.append(repr((_PROCESSOR, sys.version, numba.__version__, llvmlite.__version__)).encode())
+    name = f"compiled-{hashlib.blake2b(b''.join(key), digest_size=8).hexdigest()}"
+    for parent in (here / "__pycache__", Path("~/.cache/tandem").expanduser()):
+        with contextlib.suppress(OSError):
+            (parent / name).mkdir(parents=True, exist_ok=True)
+            if os.access(parent / name, os.W_OK):
+                break
+    else:
+        yield None
+        return
+    opened = os.open(parent / name, os.O_RDONLY)
+    try:
+        yield parent / name if _locked(opened) else None
+    finally:
+        os.close(opened)
+
+
+def _locked(opened: int) -> bool:
+    """Lock a folder; return False if another process holds it for too long."""
+    give_up_s = time.monotonic() + _LOCK_S
+    while time.monotonic() < give_up_s:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
+
+
+_PROCESSOR = (
+    numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name(),
+    numba.config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten(),
+)
+
+
+def processor_has(feature: str) -> bool:
+    """Return whether code is compiled for an instruction set, by LLVM's name."""
+    named = numba.config.CPU_FEATURES
+    if named is not None:
+        return f"+{feature}" in named.split(",")
+    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+
+
+def run_parts(part: Callable[[int, int], None], count: int, *, least: int = 1) -> None:
+    """Call part(first, last) for all of range(count) in torch's number of threads.
+
+    least: smallest part that is worth a thread. The caller's thread takes the first part.
+    """
+    parts = min(torch.get_num_threads(), count // least)
+    if parts <= 1:
+        part(0, count)
+        return
+    ends = [count * n // parts for n in range(parts + 1)]
+    futures: list[Future[None]] = [
+        _pool(os.getpid(), parts).submit(part, first, last)
+        for first, last in itertools.pairwise(ends[1:])
+    ]
+    part(0, ends[1])
+    for future in futures:
+        future.result()
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Return the pool of a process: a forked one has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="kernels")
+
+
+def pointer(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
+    return builder.inttoptr(address, ir.PointerType(element))
+
+
+def vector_function(builder: ir.IRBuilder, name: str, operand: ir.Type) -> Any:
+    """Declare an LLVM function of a vector and two operands that returns a vector."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, operand, operand])
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _pointer_to(element: types.Type) -> Any:
+    @intrinsic
+    def pointer(_: Any, address: types.Type) -> Any:
+        kind = types.CPointer(element)
+
+        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(kind))
+
+        return kind(address), generate
+
+    return pointer
+
+
+float32_at = _pointer_to(types.float32)
+uint16_at = _pointer_to(types.uint16)
+int32_at = _pointer_to(types.int32)
+int64_at = _pointer_to(types.int64)
+
+
+def _bitcast(source: types.Type, target: types.Type) -> Any:
+    @intrinsic
+    def cast(_: Any, value: types.Type) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), generate
+
+    return cast
+
+
+_bits_of = _bitcast(types.float32, types.uint32)
+_float_of = _bitcast(types.uint32, types.float32)
+_power_of = _bitcast(types.int32, types.float32)
+
+_LOG2E = np.float32(1.44269504)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+_LEAST, _MOST = np.float32(-87.3), np.float32(88.3)
+_E0, _E1, _E2 = (
+    np.float32(1.9875691500e-4),
+    np.float32(1.3981999507e-3),
+    np.float32(8.3334519073e-3),
+)
+_E3, _E4, _E5 = (
+    np.float32(4.1665795894e-2),
+    np.float32(1.6666665459e-1),
+    np.float32(5.0000001201e-1),
+)
+_ONE = np.float32(1.0)
+
+
+@compiled
+def exp(x: Any) -> Any:
+    """Return e to the power of a float32, within 2 units in the last place (Cephes)."""
+    x = min(max(x, _LEAST), _MOST)
+    n = (x * _LOG2E + _ROUNDER) - _ROUNDER
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    series = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
+    power = _power_of((np.int32(n) + np.int32(127)) << np.int32(23))
+    return (series * r * r + r + _ONE) * power
+
+
+@compiled
+def to_bfloat16(x: Any) -> Any:
+    """Return the bits of a float32 rounded to the nearest bfloat16, ties to even."""
+    bits = _bits_of(x)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(np.uint32(0x7FC0) if is_nan else rounded)
+
+
+@compiled
+def from_bfloat16(bits: Any) -> Any:
+    """Return the float32 of a bfloat16's bits."""
+    return _float_of(np.uint32(bits) << np.uint32(16))
+
+
+@compiled
+def read_numbers(wide: bool, address: int, count: int, into: Any) -> None:
+    """Copy float32 (`wide`) or bfloat16 numbers to a float32 array."""
+    if wide:
+        floats = carray(float32_at(address), (count,))
+        for i in range(count):
+            into[i] = floats[i]
+    else:
+        bits = carray(uint16_at(address), (count,))
+        for i in range(count):
+            into[i] = from_bfloat16(bits[i])
+
+
+@compiled
+def write_numbers(wide: bool, address: int, count: int, values: Any) -> None:
+    """Store float32 numbers, rounded to bfloat16 unless `wide`."""
+    if wide:
+        floats = carray(float32_at(address), (count,))
+        for i in range(count):
+            floats[i] = values[i]
+    else:
+        bits = carray(uint16_at(address), (count,))
+        for i in range(count):
+            bits[i] = to_bfloat16(values[i])

@@ -1,0 +1,411 @@
+"""Products with weights in panels, compiled for any number of rows (kernels/compiled.py).
+
+    weight [N, K]  →  panels [N / 16, K, 16]            float32
+                      panels [N / 16, K / 2, 16, 2]     bfloat16, pairs of neighbours in K
+
+A step multiplies an element of x (a pair in bfloat16) by sixteen outputs' weights. Each output is
+one chain of fused multiply-adds along K, in float32, whatever other rows and outputs are computed
+beside it, so a row's bits do not depend on the batch, on the number of threads or on the vector
+width. bfloat16 uses the processor's dot products of pairs, or widens the weights in registers.
+
+Shapes: T rows, K inputs, N outputs; experts: N (token, expert) pairs, D model dim, F FFN dim.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.compiled import (
+    F32,
+    I32,
+    I64,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    compiled,
+    exp,
+    int64_at,
+    intrinsic,
+    pointer,
+    processor_has,
+    read_numbers,
+    uint16_at,
+    vector_function,
+    write_numbers,
+)
+
+
+class Arithmetic(enum.IntEnum):
+    """Arithmetic of a product, by the dtype of its weights."""
+
+    FLOAT32 = 0
+    WIDENED = 1  # bfloat16 weights, float32 rows
+    PAIRS = 2  # bfloat16 weights and rows, dot products of the processor
+
+
+_HAS_PAIRS: Final = processor_has("avx512bf16") and processor_has("avx512f")
+_BFLOAT16: Final = Arithmetic.PAIRS if _HAS_PAIRS else Arithmetic.WIDENED
+_FLOAT32, _WIDENED, _PAIRS = (int(each) for each in Arithmetic)
+
+
+def arithmetic_of(dtype: torch.dtype) -> Arithmetic | None:
+    """Return the arithmetic for weights and rows of a dtype, or None."""
+    if dtype is torch.float32:
+        return Arithmetic.FLOAT32
+    if dtype is torch.bfloat16:
+        return _BFLOAT16
+    return None
+
+
+def pack_panels(weight_NK: Tensor) -> Tensor:
+    """Return the panels of a weight, padded with zeros: 1-D, a copy."""
+    pair = 1 if weight_NK.dtype is torch.float32 else 2
+    N, K = weight_NK.shape
+    padded = functional.pad(weight_NK, (0, -K % pair, 0, -N % LANES))
+    return padded.view(-1, LANES, -(-K // pair), pair).transpose(1, 2).flatten()
+
+
+# --- blocks of rows and panels
+
+_STEP_BYTES = 4 * LANES  # of a panel
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has none
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def _block(rows: int, panels: int) -> Any:
+    """Return the intrinsic that multiplies `rows` rows by `panels` panels.
+
+    Arguments: arithmetic; address and stride of the rows; address and stride of the panels; steps;
+    address and stride of the float32 outputs. Strides are in bytes.
+    """
+
+    @intrinsic
+    def block(
+        _: Any,
+        kind: Any,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        w_stride: Any,
+        steps: Any,
+        out: Any,
+        to: Any,
+    ) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            arithmetic, x, x_stride, w, w_stride, steps, out, out_stride = args
+            x_rows = _addresses(builder, x, x_stride, rows)
+            w_panels = _addresses(builder, w, w_stride, panels)
+            for kind in (Arithmetic.FLOAT32, _BFLOAT16):
+                chosen = builder.icmp_signed("==", arithmetic, I64(int(kind)))
+                with builder.if_then(chosen):
+                    sums = _sums(builder, kind, x_rows, w_panels, steps)
+                    outs = _addresses(builder, out, out_stride, rows)
+                    for to, vectors in zip(outs, sums, strict=True):
+                        for panel, vector in enumerate(vectors):
+                            address = builder.add(to, I64(panel * _STEP_BYTES))
+                            builder.store(vector, pointer(builder, address, VECTOR), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), generate
+
+    return block
+
+
+def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> list[Any]:
+    found = [first]
+    while len(found) < count:
+        found.append(builder.add(found[-1], stride))
+    return found
+
+
+def _sums(
+    builder: ir.IRBuilder, kind: Arithmetic, x_rows: list[Any], w_panels: list[Any], steps: Any
+) -> list[list[Any]]:
+    """Emit the loop over steps (at least one); return a vector for each row and panel."""
+    before, loop = builder.block, builder.append_basic_block("steps")
+    after = builder.append_basic_block("summed")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(I64)
+    step.add_incoming(I64(0), before)
+    sums = [[builder.phi(VECTOR) for _ in w_panels] for _ in x_rows]
+    w_offset = builder.mul(step, I64(_STEP_BYTES))
+    weights = [
+        builder.load(pointer(builder, builder.add(w, w_offset), INTEGERS), align=4)
+        for w in w_panels
+    ]
+    row_bytes = 8 if kind is Arithmetic.WIDENED else 4
+    x_offset = builder.mul(step, I64(row_bytes))
+    ends = []
+    for x, row_sums in zip(x_rows, sums, strict=True):
+        address = builder.add(x, x_offset)
+        ends.append(_step(builder, kind, address, weights, row_sums))
+    following = builder.add(step, I64(1))
+    step.add_incoming(following, loop)
+    for vectors, last in zip(sums, ends, strict=True):
+        for vector, end in zip(vectors, last, strict=True):
+            vector.add_incoming(VECTOR([0.0] * LANES), before)
+            vector.add_incoming(end, loop)
+    builder.cbranch(builder.icmp_signed("!=", following, steps), loop, after)
+    builder.position_at_end(after)
+    return ends
+
+
+def _step(
+    builder: ir.IRBuilder, kind: Arithmetic, x: Any, weights: list[Any], sums: list[Any]
+) -> list[Any]:
+    """Emit one step of a row; return the new sums, one for each panel."""
+    if kind is Arithmetic.PAIRS:
+        function = vector_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _BFLOATS)
+        pair = builder.bitcast(_broadcast(builder, x, I32), _BFLOATS)
+        pairs = [builder.bitcast(each, _BFLOATS) for each in weights]
+        return [builder.call(function, [s, pair, w]) for s, w in zip(sums, pairs, strict=True)]
+    fma = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
+    if kind is Arithmetic.FLOAT32:
+        halves = [(0, [builder.bitcast(each, VECTOR) for each in weights])]
+    else:
+        shift, mask = (INTEGERS([n] * LANES) for n in (16, 0xFFFF0000))
+        low = [builder.bitcast(builder.shl(each, shift), VECTOR) for each in weights]
+        high = [builder.bitcast(builder.and_(each, mask), VECTOR) for each in weights]
+        halves = [(0, low), (4, high)]
+    for offset, each in halves:
+        value = _broadcast(builder, builder.add(x, I64(offset)), F32)
+        sums = [builder.call(fma, [value, w, s]) for s, w in zip(sums, each, strict=True)]
+    return sums
+
+
+def _broadcast(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
+    vector = ir.VectorType(element, LANES)
+    value = builder.load(pointer(builder, address, element), align=2)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, first, INTEGERS([0] * LANES))
+
+
+# Thirty-two registers of a vector hold the sums of eight rows and two panels; sixteen of half a
+# vector those of six rows and one panel.
+_WIDE: Final = processor_has("avx512f")
+_ROWS: Final = 8 if _WIDE else 6
+_PANELS: Final = 2 if _WIDE else 1
+_blocks_of_most, _block_of_most = _block(_ROWS, _PANELS), _block(_ROWS, 1)
+_blocks_of_4, _block_of_4 = _block(4, _PANELS), _block(4, 1)
+_blocks_of_2, _block_of_2 = _block(2, _PANELS), _block(2, 1)
+_blocks_of_1, _block_of_1 = _block(1, _PANELS), _block(1, 1)
+_TILE = 128  # rows whose inputs stay in the cache
+
+
+@compiled
+def multiply_block(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    steps: int,
+    panels: int,
+    out: int,
+    stride: int,
+) -> None:
+    """Write [rows, panels * 16] float32 to `out`. Strides are in bytes."""
+    w_stride = steps * _STEP_BYTES
+    for panel in range(0, panels, _PANELS):
+        several = panels - panel >= _PANELS
+        weight, to, x_row, row = w + panel * w_stride, out + panel * _STEP_BYTES, x, 0
+        while row < rows:
+            left = rows - row
+            if left >= _ROWS:
+                taken = _ROWS
+                if several:
+                    _blocks_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+                else:
+                    _block_of_most(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+            elif left >= 4:
+                taken = 4
+                if several:
+                    _blocks_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+                else:
+                    _block_of_4(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+            elif left >= 2:
+                taken = 2
+                if several:
+                    _blocks_of_2(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+                else:
+                    _block_of_2(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+            else:
+                taken = 1
+                if several:
+                    _blocks_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+                else:
+                    _block_of_1(kind, x_row, x_stride, weight, w_stride, steps, to, stride)
+            row += taken
+            x_row += taken * x_stride
+            to += taken * stride
+
+
+# --- products
+
+
+@compiled
+def _copy_bits(address: int, count: int, into: Any) -> None:
+    bits = carray(uint16_at(address), (count,))
+    for i in range(count):
+        into[i] = bits[i]
+
+
+@compiled
+def multiply(
+    kind: int, x: int, w: int, bias: int, out: int, T: int, K: int, N: int, first: int, last: int
+) -> None:
+    """Write panels [first, last) of x @ weight.T + bias, [T, N] in the weight's dtype.
+
+    bias: address of N elements of the weight's dtype, or 0.
+    """
+    is_float32, is_pairs = kind == _FLOAT32, kind == _PAIRS
+    size, steps = (4, K) if is_float32 else (2, (K + 1) // 2)
+    panels, columns = last - first, min(N, last * LANES) - first * LANES
+    w, out = w + first * steps * _STEP_BYTES, out + first * LANES * size
+    if is_float32 and columns == panels * LANES and bias == 0:
+        for row in range(0, T, _TILE):
+            x_tile, to, rows = x + row * K * 4, out + row * N * 4, min(_TILE, T - row)
+            multiply_block(kind, x_tile, K * 4, rows, w, steps, panels, to, N * 4)
+        return
+    copied = min(T, _TILE)
+    floats = np.zeros((copied if kind == _WIDENED else 0, 2 * steps), np.float32)
+    bits = np.zeros((copied if is_pairs and K % 2 else 0, 2 * steps), np.uint16)
+    sums = np.empty((copied, panels * LANES), np.float32)
+    bias_n = np.zeros(panels * LANES, np.float32)
+    if bias:
+        read_numbers(is_float32, bias + first * LANES * size, columns, bias_n)
+    for row in range(0, T, _TILE):
+        rows = min(_TILE, T - row)
+        x_rows, x_stride = x + row * K * size, K * size
+        if floats.shape[0]:
+            for t in range(rows):
+                read_numbers(False, x_rows + t * x_stride, K, floats[t])
+            x_rows, x_stride = floats.ctypes.data, 8 * steps
+        elif bits.shape[0]:
+            for t in range(rows):
+                _copy_bits(x_rows + t * x_stride, K, bits[t])
+            x_rows, x_stride = bits.ctypes.data, 4 * steps
+        to, stride = out + row * N * size, N * size
+        at = sums.ctypes.data
+        multiply_block(kind, x_rows, x_stride, rows, w, steps, panels, at, panels * LANES * 4)
+        for t in range(rows):
+            for n in range(columns):
+                sums[t, n] += bias_n[n]
+            write_numbers(is_float32, to + t * stride, columns, sums[t])
+
+
+# --- experts
+
+
+@compiled
+def _gate(h_F2: Any, F: int, alpha: Any, limit: Any) -> None:
+    """Set h[:F] to silu(gate) * up, or with a limit to the clamped gate of gpt-oss."""
+    one = np.float32(1.0)
+    if limit == np.float32(0.0):
+        for f in range(F):
+            h_F2[f] = h_F2[f] / (one + exp(-h_F2[f])) * h_F2[F + f]
+        return
+    for f in range(F):
+        gate, up = min(h_F2[f], limit), min(max(h_F2[F + f], -limit), limit)
+        h_F2[f] = gate / (one + exp(-alpha * gate)) * (up + one)
+
+
+@compiled
+def run_experts(
+    kind: int,
+    x: int,
+    rows: int,
+    gate_up: int,
+    down: int,
+    experts: int,
+    counts: int,
+    num_experts: int,
+    D: int,
+    F: int,
+    alpha: float,
+    limit: float,
+    y: int,
+) -> None:
+    """Write each pair's unweighted expert output to y [N, D] float32.
+
+    x: rows [U, D]; `rows` int64 [N] selects the pairs' rows, in the order of `experts` int64 with
+    `counts` int64 pairs each. gate_up, down: int64 [e, 2], addresses of panels and bias. limit 0:
+    SwiGLU, otherwise gpt-oss's clamped gate with `alpha`.
+    """
+    gate_ups, downs = carray(int64_at(gate_up), (1 << 20, 2)), carray(int64_at(down), (1 << 20, 2))
+    experts_r = carray(int64_at(experts), (num_experts,))
+    counts_r = carray(int64_at(counts), (num_experts,))
+    pairs, tile = 0, 0
+    for index in range(num_experts):
+        pairs += counts_r[index]
+        tile = max(tile, min(_TILE, counts_r[index]))
+    rows_N = carray(int64_at(rows), (pairs,))
+    is_float32, is_pairs = kind == _FLOAT32, kind == _PAIRS
+    size, pair = (4, 1) if is_float32 else (2, 2)  # of x and of the biases
+    D_steps, F_steps = (D + pair - 1) // pair, (F + pair - 1) // pair
+    D_panels, F2_panels = (D + LANES - 1) // LANES, (2 * F + LANES - 1) // LANES
+    x_floats = np.zeros((0 if is_pairs else tile, D_steps * pair), np.float32)
+    x_bits = np.zeros((tile if is_pairs else 0, D_steps * pair), np.uint16)
+    h_floats = np.zeros((0 if is_pairs else tile, F_steps * pair), np.float32)
+    h_bits = np.zeros((tile if is_pairs else 0, F_steps * pair), np.uint16)
+    gates = np.empty((tile, F2_panels * LANES), np.float32)
+    sums = np.empty((tile, D_panels * LANES), np.float32)
+    gate_up_bias, down_bias = np.zeros(2 * F, np.float32), np.zeros(D, np.float32)
+    stored = 2 if is_pairs else 4  # bytes of a number that is multiplied
+    x_stride, h_stride = x_bits.shape[1] * stored, h_bits.shape[1] * stored
+    first = 0
+    for index in range(num_experts):
+        gate_up_at, gate_up_bias_at = gate_ups[experts_r[index]]
+        down_at, down_bias_at = downs[experts_r[index]]
+        if gate_up_bias_at:
+            read_numbers(is_float32, gate_up_bias_at, 2 * F, gate_up_bias)
+            read_numbers(is_float32, down_bias_at, D, down_bias)
+        last = first + counts_r[index]
+        while first < last:
+            count = min(_TILE, last - first)
+            # Here and not before the loop: an array ends with its last use, whatever its address.
+            x_at = x_bits.ctypes.data if is_pairs else x_floats.ctypes.data
+            h_at = h_bits.ctypes.data if is_pairs else h_floats.ctypes.data
+            for t in range(count):
+                row = x + rows_N[first + t] * D * size
+                if is_pairs:
+                    _copy_bits(row, D, x_bits[t])
+                else:
+                    read_numbers(is_float32, row, D, x_floats[t])
+            to, stride = gates.ctypes.data, gates.shape[1] * 4
+            multiply_block(kind, x_at, x_stride, count, gate_up_at, D_steps, F2_panels, to, stride)
+            for t in range(count):
+                if gate_up_bias_at:
+                    for f in range(2 * F):
+                        gates[t, f] += gate_up_bias[f]
+                _gate(gates[t], F, np.float32(alpha), np.float32(limit))
+                write_numbers(not is_pairs, h_at + t * h_stride, F, gates[t])
+            to, stride = sums.ctypes.data, sums.shape[1] * 4
+            multiply_block(kind, h_at, h_stride, count, down_at, F_steps, D_panels, to, stride)
+            for t in range(count):
+                if down_bias_at:
+                    for d in range(D):
+                        sums[t, d] += down_bias[d]
+                write_numbers(True, y + (first + t) * D * 4, D, sums[t])
+            first += count

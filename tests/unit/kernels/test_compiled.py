@@ -1,0 +1,230 @@
+"""Compiled kernels equal their references, and a row's bits do not depend on other rows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import linear, row_ops
+from kernels.attention import attention_steps, plan_attention
+from kernels.compiled import exp, from_bfloat16, processor_has, run_parts, to_bfloat16
+from kernels.experts import ClampedGate, expert_steps
+from kernels.linear import ExpertLinears, PackedLinear, linears
+from kernels.packed_attention import SequenceRows
+from kernels.steps import run_to_end
+from tests.support.kernel_reference import attention_reference
+
+DTYPES = (torch.float32, torch.bfloat16)
+some = settings(deadline=None, max_examples=40)
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@some
+@given(st.integers(1, 150), st.integers(1, 70), st.integers(1, 70), st.booleans())
+@example(130, 33, 512, True)
+def test_product_equals_float64_whatever_the_other_rows(
+    dtype: torch.dtype, T: int, N: int, K: int, biased: bool
+) -> None:
+    x, weight, bias = (
+        numbers(*shape, seed=T + N + K, dtype=dtype) for shape in ((T, K), (N, K), (N,))
+    )
+    product = PackedLinear(weight, bias if biased else None)
+    whole = product(x)
+    expected = x.double() @ weight.double().t() + bias.double() * biased
+    rtol = 1e-5 if dtype is torch.float32 else 2**-8
+    torch.testing.assert_close(whole.double(), expected, atol=1e-4, rtol=rtol)
+    for rows in {1, 2, 3, 5, 8, T // 2 + 1, T}:
+        first = max(0, T - rows)
+        assert torch.equal(product(x[first:]), whole[first:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamped", [None, ClampedGate(1.7, 2.0)])
+@pytest.mark.parametrize(("D", "F"), [(48, 20), (16, 5)])
+def test_experts_of_a_token_keep_their_bits_in_any_batch(
+    dtype: torch.dtype, clamped: ClampedGate | None, D: int, F: int
+) -> None:
+    T, E, K = 900, 6, 2
+    gate_up, down = (
+        linears(numbers(E, *shape, seed=1, dtype=dtype), numbers(E, shape[0], seed=2, dtype=dtype))
+        for shape in ((2 * F, D), (D, F))
+    )
+    x_TD = numbers(T, D, seed=3, dtype=dtype)
+    ids_TK = torch.stack([torch.randperm(E)[:K] for _ in range(T)])
+    weights_TK = torch.rand(T, K)
+
+    def run(tokens: slice) -> Tensor:
+        ids_N, order_N = torch.sort(ids_TK[tokens].flatten(), stable=True)
+        counts = torch.bincount(ids_N, minlength=E).tolist()
+        weights_N = weights_TK[tokens].flatten()[order_N]
+        steps = expert_steps(x_TD[tokens], gate_up, down, order_N // K, weights_N, counts, clamped)
+        return run_to_end(steps)
+
+    whole = run(slice(0, T))
+    for first, last in ((0, 1), (7, 9), (100, 133), (0, 450)):
+        assert torch.equal(run(slice(first, last)), whole[first:last])
+
+
+def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, product = numbers(9, 64, seed=0), PackedLinear(numbers(200, 64, seed=1))
+    alone = product(x)
+    monkeypatch.setattr(linear, "_PART_ELEMENTS", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(product(x), alone)
+
+
+def test_parts_cover_a_range_and_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    done: list[int] = []
+    run_parts(lambda first, last: done.extend(range(first, last)), 11)
+    assert sorted(done) == list(range(11))
+    with pytest.raises(ZeroDivisionError):
+        run_parts(lambda first, last: 1 // (first < 5), 11)  # type: ignore[arg-type, return-value]
+
+
+def test_exp_and_bfloat16_equal_references() -> None:
+    values = np.linspace(-86, 88, 20_001, dtype=np.float32)
+    found = np.array([exp(value) for value in values])
+    np.testing.assert_allclose(found, np.exp(values.astype(np.float64)), rtol=3e-7)
+    special = torch.tensor([0.0, -0.0, 1.0, 3.0e38, float("inf"), float("-inf"), float("nan")])
+    for value in [*special, *numbers(500, seed=0)]:
+        bits = int(to_bfloat16(np.float32(value.item())))
+        rounded = torch.tensor([bits], dtype=torch.uint16).view(torch.bfloat16)
+        assert torch.equal(
+            rounded.float().nan_to_num(7), value.bfloat16().float().nan_to_num(7).view(1)
+        )
+        assert (
+            np.float32(from_bfloat16(np.uint16(bits))).tobytes()
+            == rounded.float().numpy().tobytes()
+        )
+
+
+class Decodes:
+    """Decode rows of sequences in a shared pool, some with scattered blocks."""
+
+    def __init__(self, contexts: list[int], G: int, R: int, d: int, dtype: torch.dtype) -> None:
+        block, total = 16, sum(-(-context // 16) for context in contexts)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(7))
+        self.k, self.v = (numbers(total * block, G, d, seed=n, dtype=dtype) for n in (1, 2))
+        self.q = numbers(len(contexts), G * R, d, seed=3, dtype=dtype)
+        self.sinks = numbers(G * R, seed=4, dtype=dtype)
+        self.sequences, first = [], 0
+        for row, context in enumerate(contexts):
+            blocks = order[first : first + -(-context // block)]
+            first += len(blocks)
+            slots = (blocks[:, None] * block + torch.arange(block)).flatten()[:context]
+            start = int(blocks[0]) * block
+            keys: Any = slots if row % 2 or len(blocks) > 1 else slice(start, start + context)
+            self.sequences.append(SequenceRows(row, 1, context - 1, keys))
+
+    def attend(self, rows: list[int], window: int | None, *, sinks: bool) -> Tensor:
+        chosen = [self.sequences[row] for row in rows]
+        chosen = [SequenceRows(n, 1, seq.start, seq.slots_S) for n, seq in enumerate(chosen)]
+        plan = plan_attention(chosen, window=window, dtype=self.q.dtype, device=torch.device("cpu"))
+        q = self.q[rows]
+        fresh = self.k[: len(rows)], self.v[: len(rows)]
+        return run_to_end(
+            attention_steps(
+                q, *fresh, self.k, self.v, plan,
+                scale=0.3, sinks_H=self.sinks if sinks else None,
+            )
+        )  # fmt: skip
+
+
+@some
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=5),
+    st.sampled_from([(1, 1, 16), (2, 2, 64), (1, 8, 24), (3, 1, 5)]),
+    st.sampled_from([None, 1, 50, 64]),
+    st.booleans(),
+    st.sampled_from(DTYPES),
+)
+def test_decode_equals_reference_whatever_the_other_sequences(
+    contexts: list[int],
+    heads: tuple[int, int, int],
+    window: int | None,
+    sinks: bool,
+    dtype: torch.dtype,
+) -> None:
+    decodes = Decodes(contexts, *heads, dtype)
+    everything = list(range(len(contexts)))
+    whole = decodes.attend(everything, window, sinks=sinks)
+    for row, seq in enumerate(decodes.sequences):
+        slots = torch.arange(decodes.k.shape[0])[seq.slots_S]
+        expected = attention_reference(
+            decodes.q[row : row + 1],
+            decodes.k[slots],
+            decodes.v[slots],
+            start=seq.start,
+            scale=0.3,
+            window=window,
+            sinks_H=decodes.sinks if sinks else None,
+        )[0]
+        tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+        torch.testing.assert_close(whole[row].double(), expected, atol=tolerance, rtol=tolerance)
+        assert torch.equal(decodes.attend([row], window, sinks=sinks)[0], whole[row])
+
+
+def test_long_contexts_yield_between_sequences() -> None:
+    keys = [SequenceRows(n, 1, 9_999, slice(0, 10_000)) for n in range(3)]
+    plan = plan_attention(keys, window=None, dtype=torch.float32, device=torch.device("cpu"))
+    assert plan.rows is not None
+    assert plan.rows.steps == ((0, 1), (1, 2), (2, 3))
+
+
+def test_rows_are_written_to_their_slots() -> None:
+    for dtype in DTYPES:
+        pool, x = torch.zeros(9, 2, 3, dtype=dtype), numbers(2, 4, 3, seed=0, dtype=dtype)[:, 1:3]
+        slots = torch.tensor([7, 2])
+        row_ops.write_rows(
+            x.element_size(), x.data_ptr(), x.stride(0), slots.data_ptr(), pool.data_ptr(), 2, 6
+        )
+        expected = torch.zeros_like(pool).index_copy(0, slots, x)
+        assert torch.equal(pool, expected)
+
+
+CODE = """
+import torch
+from kernels.linear import PackedLinear
+torch.manual_seed(0)
+x, weight = torch.randn(13, 70), torch.randn(40, 70)
+for dtype in (torch.float32, torch.bfloat16):
+    product = PackedLinear(weight.to(dtype))
+    out = product(x.to(dtype))
+    assert torch.equal(product(x[:1].to(dtype)), out[:1])
+    torch.testing.assert_close(out.float(), x @ weight.t(), atol=0.2, rtol=0.02)
+    print(out.float().sum().item())
+"""
+
+
+@pytest.mark.skipif(not processor_has("avx2"), reason="this processor has no AVX2")
+def test_half_as_wide_vectors_give_the_same_float32_bits(tmp_path: Path) -> None:
+    def run(**variables: str) -> list[str]:
+        environment = {**os.environ, "HOME": str(tmp_path), **variables}
+        command = [sys.executable, "-c", CODE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    half = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse2,+ssse3,+sse4.1,+sse4.2"
+    found = run(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=half)
+    assert found[0] == run()[0]
+
+
+def test_experts_of_different_layers_share_products() -> None:
+    products = linears(numbers(3, 8, 4, seed=0))
+    part = ExpertLinears(list(products)[1:], None)
+    assert part.addresses.tolist() == products.addresses[1:].tolist()
