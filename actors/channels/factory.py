@@ -38,15 +38,17 @@ BACKENDS: dict[str, EndpointBackend] = {
 }
 
 
+def spin_seconds(spec: RankSpec, cores: int) -> float:
+    """Return the default of channel.spin_s: 0 where spinning takes a core from other threads."""
+    is_prefill = spec.group is Group.PREFILL
+    ranks = spec.prefill_ranks if is_prefill else spec.attention_ranks + spec.expert_ranks
+    return SPIN_S if ranks * spec.config.groups.torch_threads <= cores else 0.0
+
+
 def rank_endpoint(spec: RankSpec, device: torch.device, clock: Clock) -> Endpoint:
     """Create the endpoint of a rank. Raises ChannelError."""
     config = spec.config.channel
-    spin_s = config.spin_s
-    if spin_s is None:
-        ranks = spec.attention_ranks + spec.expert_ranks  # upper bound for this node
-        if spec.group is Group.PREFILL:
-            ranks = spec.prefill_ranks
-        spin_s = SPIN_S if ranks <= usable_cores() else 0.0
+    spin_s = spin_seconds(spec, usable_cores()) if config.spin_s is None else config.spin_s
     return make_endpoint(
         name=spec.name,
         token=spec.token,

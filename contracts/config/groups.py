@@ -35,7 +35,8 @@ class GroupsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cpus_per_rank: Annotated[float, Meta(ge=0)] = 0.25
     """CPUs that each rank reserves in Ray. This affects placement and does not limit usage."""
     torch_threads: Count = 1
-    """PyTorch threads of each rank."""
+    """Threads of each rank's computation. Attention and expert ranks of a node compute in turn, so
+    each can have all its cores."""
     attention_resources: dict[str, float] = {}
     """Additional Ray resources of each attention rank, by name."""
     expert_resources: dict[str, float] = {}

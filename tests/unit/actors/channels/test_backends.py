@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from actors.channels import tcp
 from actors.channels.base import Packet, TensorSpec
+from actors.channels.factory import spin_seconds
 from actors.channels.link import LinkSockets, PayloadFrame, encode
 from actors.channels.segments import IDLE_S, check_memfd, create_memfd
 from actors.channels.tcp import (
@@ -29,6 +30,8 @@ from actors.channels.tcp import (
 )
 from contracts.clock import monotonic_s
 from contracts.errors import ChannelError, PeerError
+from contracts.loading import config_from
+from contracts.ranks import Group
 from contracts.requests import Priority
 from tests.support.channels_support import (
     DEADLINE_S,
@@ -41,6 +44,7 @@ from tests.support.channels_support import (
     wait_for,
 )
 from tests.support.manual_clock import ManualClock
+from tests.support.rank_specs import rank_spec
 
 KERNEL_BYTES = 64 << 10  # asked for on either side: a few times as much is what it takes
 LS, BE = Priority.LS, Priority.BE
@@ -366,3 +370,12 @@ def test_segment_cannot_shrink() -> None:
         assert not check_memfd(plain, 4096)
     finally:
         os.close(plain)
+
+
+@pytest.mark.parametrize(("threads", "cores", "spins"), [(1, 2, True), (2, 2, False), (2, 4, True)])
+def test_waiting_rank_spins_only_on_a_core_that_no_thread_needs(
+    threads: int, cores: int, spins: bool
+) -> None:
+    config = config_from({"groups": {"torch_threads": threads}}, source="test")
+    spec = rank_spec(Group.EXPERT, attention_ranks=1, expert_ranks=1, config=config)
+    assert bool(spin_seconds(spec, cores)) is spins
