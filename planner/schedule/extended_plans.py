@@ -177,14 +177,13 @@ def _cut(spec: PlanSpec, sizes: tuple[int, ...], ends: tuple[float, ...]) -> Cut
 
 
 def _splits(max_samples: int, *, uneven: bool) -> Iterator[tuple[int, ...]]:
-    """Yield sizes of micro-batches with as many samples as fit."""
+    """Yield sizes of micro-batches: equal ones, and uneven ones that take all samples."""
     for r1 in range(1, min(max_samples, _MOST_MICRO_BATCHES) + 1):
+        yield (max_samples // r1,) * r1
         if uneven and max_samples % r1:
             sizes = _even(max_samples, r1)
             yield sizes
             yield sizes[::-1]
-        else:
-            yield (max_samples // r1,) * r1
 
 
 def _even(samples: int, parts: int) -> tuple[int, ...]:
