@@ -12,7 +12,9 @@ import fcntl
 import functools
 import hashlib
 import itertools
+import logging
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,10 @@ from llvmlite import ir
 from numba import carray, extending, types
 from numba.core import cgutils
 from numba.core.caching import NullCache
+
+from contracts.logs import event
+
+log = logging.getLogger(f"tandem.{__name__}")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
@@ -61,9 +67,18 @@ def compile_on_disk(call_all: Callable[[], None]) -> None:
             numba.config.CACHE_DIR = str(folder)
             for function in _functions:
                 function.enable_caching()
-        call_all()
-        for function in _functions:
-            function._cache = NullCache()
+        try:
+            call_all()
+        except Exception as error:  # noqa: BLE001  (a full disk, a damaged file: do without)
+            event(log, "compiled_code_not_kept", logging.WARNING, reason=repr(error))
+            _leave_disk()
+            call_all()
+        _leave_disk()
+
+
+def _leave_disk() -> None:
+    for function in _functions:
+        function._cache = NullCache()
 
 
 @contextlib.contextmanager
@@ -77,29 +92,40 @@ def _code_folder() -> Iterator[Path | None]:
     key = [path.read_bytes() for path in sorted(here.glob("*.py"))]
     key.append(repr((_PROCESSOR, sys.version, numba.__version__, llvmlite.__version__)).encode())
     name = f"compiled-{hashlib.blake2b(b''.join(key), digest_size=8).hexdigest()}"
-    for parent in (here / "__pycache__", Path("~/.cache/tandem").expanduser()):
-        with contextlib.suppress(OSError):
-            (parent / name).mkdir(parents=True, exist_ok=True)
-            if os.access(parent / name, os.W_OK):
+    for parent in (here / "__pycache__", Path("~/.cache/tandem")):
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+            folder = parent.expanduser() / name
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK) and _is_ours(folder) and _is_ours(folder.parent):
                 break
     else:
         yield None
         return
-    opened = os.open(parent / name, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        yield parent / name if _locked(opened) else None
+        yield folder if _locked(opened) else None
     finally:
         os.close(opened)
 
 
+def _is_ours(folder: Path) -> bool:
+    """Return whether no other user can put code into a folder."""
+    found = folder.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & stat.S_IWOTH
+
+
 def _locked(opened: int) -> bool:
-    """Lock a folder; return False if another process holds it for too long."""
+    """Lock a folder; return False if that is impossible, or another process holds it too long."""
     give_up_s = time.monotonic() + _LOCK_S
     while time.monotonic() < give_up_s:
-        with contextlib.suppress(BlockingIOError):
+        try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.05)
+        except OSError:
+            return False
+        else:
             return True
-        time.sleep(0.05)
     return False
 
 
@@ -253,3 +279,11 @@ def write_numbers(wide: bool, address: int, count: int, values: Any) -> None:
         bits = carray(uint16_at(address), (count,))
         for i in range(count):
             bits[i] = to_bfloat16(values[i])
+
+
+@compiled
+def copy_bits(address: int, count: int, into: Any) -> None:
+    """Copy units of two bytes to a uint16 array."""
+    bits = carray(uint16_at(address), (count,))
+    for i in range(count):
+        into[i] = bits[i]

@@ -52,26 +52,21 @@ def expert_steps(
     """
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
-    if (
-        isinstance(gate_up_e, ExpertLinears)
-        and isinstance(down_e, ExpertLinears)
-        and gate_up_e.arithmetic is not None
-    ):
-        for experts, counts in _runs_of(counts_e, cut=True):
-            last = first + sum(counts)
-            rows_r, weights_r = rows_N[first:last], weights_N[first:last]
-            y_ND = panel_run(x_UD, gate_up_e, down_e, experts, rows_r, counts, clamped)
-            out_UD.index_add_(0, rows_r, y_ND.mul_(weights_r.unsqueeze(1)))
-            first = last
-            yield
-        return out_UD
+    is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.arithmetic is not None
     for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
         last = first + sum(counts)
-        spare = rounded_up(counts[-1]) - counts[-1]
-        x_ND = x_UD.index_select(0, rows_N[first : last + spare])
-        products = [gate_up_e[each] for each in experts], [down_e[each] for each in experts]
-        weighted_ND = weighted_run(x_ND, *products, counts, weights_N[first:last], clamped)
-        out_UD.index_add_(0, rows_N[first:last], weighted_ND)
+        rows_r, weights_r = rows_N[first:last], weights_N[first:last]
+        if is_compiled:
+            assert isinstance(gate_up_e, ExpertLinears)
+            assert isinstance(down_e, ExpertLinears)
+            y_ND = panel_run(x_UD, gate_up_e, down_e, experts, rows_r, counts, clamped)
+            weighted_ND = y_ND.mul_(weights_r.unsqueeze(1))
+        else:
+            spare = rounded_up(counts[-1]) - counts[-1]
+            x_ND = x_UD.index_select(0, rows_N[first : last + spare])
+            products = [gate_up_e[each] for each in experts], [down_e[each] for each in experts]
+            weighted_ND = weighted_run(x_ND, *products, counts, weights_r, clamped)
+        out_UD.index_add_(0, rows_r, weighted_ND)
         first = last
         yield
     return out_UD

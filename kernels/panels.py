@@ -31,13 +31,13 @@ from kernels.compiled import (
     LANES,
     VECTOR,
     compiled,
+    copy_bits,
     exp,
     int64_at,
     intrinsic,
     pointer,
     processor_has,
     read_numbers,
-    uint16_at,
     vector_function,
     write_numbers,
 )
@@ -265,13 +265,6 @@ def multiply_block(
 
 
 @compiled
-def _copy_bits(address: int, count: int, into: Any) -> None:
-    bits = carray(uint16_at(address), (count,))
-    for i in range(count):
-        into[i] = bits[i]
-
-
-@compiled
 def multiply(
     kind: int, x: int, w: int, bias: int, out: int, T: int, K: int, N: int, first: int, last: int
 ) -> None:
@@ -304,7 +297,7 @@ def multiply(
             x_rows, x_stride = floats.ctypes.data, 8 * steps
         elif bits.shape[0]:
             for t in range(rows):
-                _copy_bits(x_rows + t * x_stride, K, bits[t])
+                copy_bits(x_rows + t * x_stride, K, bits[t])
             x_rows, x_stride = bits.ctypes.data, 4 * steps
         to, stride = out + row * N * size, N * size
         at = sums.ctypes.data
@@ -390,7 +383,7 @@ def run_experts(
             for t in range(count):
                 row = x + rows_N[first + t] * D * size
                 if is_pairs:
-                    _copy_bits(row, D, x_bits[t])
+                    copy_bits(row, D, x_bits[t])
                 else:
                     read_numbers(is_float32, row, D, x_floats[t])
             to, stride = gates.ctypes.data, gates.shape[1] * 4

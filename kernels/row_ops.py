@@ -24,8 +24,8 @@ from kernels.compiled import (
     LANES,
     VECTOR,
     compiled,
+    copy_bits,
     exp,
-    float32_at,
     from_bfloat16,
     int64_at,
     intrinsic,
@@ -199,16 +199,8 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
     slots_T = carray(int64_at(slots), (T,))
     for t in range(T):
         source, target = x + t * x_stride * size, pool + slots_T[t] * width * size
-        if size == 4:
-            wide_from = carray(float32_at(source), (width,))
-            wide_to = carray(float32_at(target), (width,))
-            for i in range(width):
-                wide_to[i] = wide_from[i]
-        else:
-            bits_from = carray(uint16_at(source), (width,))
-            bits_to = carray(uint16_at(target), (width,))
-            for i in range(width):
-                bits_to[i] = bits_from[i]
+        units = width * size // 2
+        copy_bits(source, units, carray(uint16_at(target), (units,)))
 
 
 @compiled

@@ -38,7 +38,7 @@ BACKENDS: dict[str, EndpointBackend] = {
 }
 
 
-def spin_seconds(spec: RankSpec, cores: int) -> float:
+def spin_seconds(spec: RankSpec, cores: float) -> float:
     """Return the default of channel.spin_s: 0 where spinning takes a core from other threads."""
     is_prefill = spec.group is Group.PREFILL
     ranks = spec.prefill_ranks if is_prefill else spec.attention_ranks + spec.expert_ranks

@@ -15,9 +15,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import linear, row_ops
+from kernels import compiled, linear, row_ops
 from kernels.attention import attention_steps, plan_attention
-from kernels.compiled import exp, from_bfloat16, processor_has, run_parts, to_bfloat16
+from kernels.compiled import (
+    compile_on_disk,
+    exp,
+    from_bfloat16,
+    processor_has,
+    run_parts,
+    to_bfloat16,
+)
 from kernels.experts import ClampedGate, expert_steps
 from kernels.linear import ExpertLinears, PackedLinear, linears
 from kernels.packed_attention import SequenceRows
@@ -195,6 +202,25 @@ def test_rows_are_written_to_their_slots() -> None:
         )
         expected = torch.zeros_like(pool).index_copy(0, slots, x)
         assert torch.equal(pool, expected)
+
+
+def test_code_that_cannot_be_kept_is_compiled_anyway(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[None] = []
+
+    def call_all() -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise OSError("no space left on device")
+
+    compile_on_disk(call_all)
+    assert len(calls) == 2
+    assert "no space left" in caplog.text
+
+
+def test_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
+    assert compiled._is_ours(tmp_path)
+    tmp_path.chmod(0o777)
+    assert not compiled._is_ours(tmp_path)
 
 
 CODE = """
