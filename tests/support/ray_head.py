@@ -9,13 +9,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from socket import create_server
 from typing import NamedTuple
 
 import psutil
-
-from cluster.http.server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -91,15 +90,15 @@ def ray_head(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RayHead]:
     """Inside, the cluster runs; its processes, and only those, are gone afterwards."""
-    port = free_port()
-    dashboard_port = free_port()
+    port, dashboard_port, *others = _free_ports(5)
+    client_port, agent_port, metrics_port = others
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as temp:
         options = {
             "node-ip-address": "127.0.0.1",
             "port": port,
-            "ray-client-server-port": free_port(),
-            "dashboard-agent-listen-port": free_port(),
-            "metrics-export-port": free_port(),
+            "ray-client-server-port": client_port,
+            "dashboard-agent-listen-port": agent_port,
+            "metrics-export-port": metrics_port,
             "include-dashboard": str(dashboard).lower(),
             "dashboard-port": dashboard_port,
             "num-cpus": num_cpus,
@@ -113,6 +112,13 @@ def ray_head(
             yield RayHead(f"127.0.0.1:{port}", url, psutil.Process(head.pid))
         finally:
             _end(head)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Different ports: all are bound before any is released."""
+    with ExitStack() as bound:
+        servers = [bound.enter_context(create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 def _running(node: psutil.Process, words: Sequence[str]) -> list[psutil.Process]:
