@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.compiled import run_parts
+from kernels.decode_ops import attend_decode
 from kernels.linear import linear
 from kernels.packed_attention import (
     Keys,
@@ -35,9 +35,10 @@ from kernels.packed_attention import (
     split_short,
     take,
 )
-from kernels.row_ops import COMPILED_DTYPES, attend_decode
+from kernels.row_ops import COMPILED_DTYPES
 from kernels.sinks import attend_with_sinks
 from kernels.steps import Steps
+from kernels.thread_pool import shared_pool
 
 _TILE_ROWS = 128  # smaller tiles skip more but need more calls
 _LONG_SCORES = 1 << 18  # of one KV head: a step of its own, a millisecond or more
@@ -381,29 +382,25 @@ def decode_steps(
         q_THd = q_THd.contiguous()
     H, G = q_THd.shape[1], k_pool_PGd.shape[1]
     for begin, end in rows.steps:
-
-        def part(first: int, last: int, begin: int = begin) -> None:
-            attend_decode(
-                q_THd.dtype is torch.float32,
-                q_THd.data_ptr(),
-                q_THd.stride(0),
-                k_pool_PGd.data_ptr(),
-                v_pool_PGd.data_ptr(),
-                k_pool_PGd.stride(0),
-                out_THd.data_ptr(),
-                rows.table.ctypes.data,
-                begin + first,
-                begin + last,
-                H,
-                G,
-                q_THd.shape[2],
-                out_THd.shape[2],
-                rows.window,
-                scale,
-                0 if sinks_H is None else sinks_H.data_ptr(),
-            )
-
-        run_parts(part, end - begin)
+        attend_decode(
+            shared_pool(),
+            q_THd.dtype is torch.float32,
+            q_THd.data_ptr(),
+            q_THd.stride(0),
+            k_pool_PGd.data_ptr(),
+            v_pool_PGd.data_ptr(),
+            k_pool_PGd.stride(0),
+            out_THd.data_ptr(),
+            rows.table[begin:].ctypes.data,
+            end - begin,
+            H,
+            G,
+            q_THd.shape[2],
+            out_THd.shape[2],
+            rows.window,
+            scale,
+            0 if sinks_H is None else sinks_H.data_ptr(),
+        )
         yield
 
 

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
-import itertools
 import logging
 import os
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import llvmlite.binding
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import carray, extending, types
 from numba.core import cgutils
@@ -40,7 +36,8 @@ intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
 """Decorator of a function that returns a signature, and a function that emits LLVM code."""
 
 LANES: Final = 16  # float32 numbers of a vector; the processor may split it
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+I8, I32, I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 VECTOR, INTEGERS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
@@ -143,29 +140,9 @@ def processor_has(feature: str) -> bool:
     return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
 
 
-def run_parts(part: Callable[[int, int], None], count: int, *, least: int = 1) -> None:
-    """Call part(first, last) for all of range(count) in torch's number of threads.
-
-    least: smallest part that is worth a thread. The caller's thread takes the first part.
-    """
-    parts = min(torch.get_num_threads(), count // least)
-    if parts <= 1:
-        part(0, count)
-        return
-    ends = [count * n // parts for n in range(parts + 1)]
-    futures: list[Future[None]] = [
-        _pool(os.getpid(), parts).submit(part, first, last)
-        for first, last in itertools.pairwise(ends[1:])
-    ]
-    part(0, ends[1])
-    for future in futures:
-        future.result()
-
-
-@functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Return the pool of a process: a forked one has none of its parent's threads."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="kernels")
+def bits_of(value: float) -> int:
+    """Return a float64's bits, for a table of int64 arguments (`float_of_bits`)."""
+    return int(np.float64(value).view(np.int64))
 
 
 def pointer(builder: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
@@ -211,6 +188,8 @@ def _bitcast(source: types.Type, target: types.Type) -> Any:
 _bits_of = _bitcast(types.float32, types.uint32)
 _float_of = _bitcast(types.uint32, types.float32)
 _power_of = _bitcast(types.int32, types.float32)
+float_bits = _bitcast(types.float64, types.int64)
+float_of_bits = _bitcast(types.int64, types.float64)
 
 _LOG2E = np.float32(1.44269504)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -227,6 +206,12 @@ _E3, _E4, _E5 = (
     np.float32(5.0000001201e-1),
 )
 _ONE = np.float32(1.0)
+
+
+@compiled
+def address_of(array: Any) -> Any:
+    """Return the address of an array as int64; keep the array in use as long as its address."""
+    return np.int64(array.ctypes.data)
 
 
 @compiled

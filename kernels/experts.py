@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.compiled import run_parts
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
-from kernels.panels import run_experts
+from kernels.panels import add_weighted, run_experts
 from kernels.steps import Steps, zero_tiled
+from kernels.thread_pool import shared_pool
 
 RUN_PAIRS = 512  # pairs of a run of experts
 
@@ -60,16 +60,22 @@ def expert_steps(
             assert isinstance(gate_up_e, ExpertLinears)
             assert isinstance(down_e, ExpertLinears)
             y_ND = panel_run(x_UD, gate_up_e, down_e, experts, rows_r, counts, clamped)
-            weighted_ND = y_ND.mul_(weights_r.unsqueeze(1))
+            _add_weighted(rows_r, weights_r, y_ND, out_UD)
         else:
             spare = rounded_up(counts[-1]) - counts[-1]
             x_ND = x_UD.index_select(0, rows_N[first : last + spare])
             products = [gate_up_e[each] for each in experts], [down_e[each] for each in experts]
-            weighted_ND = weighted_run(x_ND, *products, counts, weights_r, clamped)
-        out_UD.index_add_(0, rows_r, weighted_ND)
+            out_UD.index_add_(0, rows_r, weighted_run(x_ND, *products, counts, weights_r, clamped))
         first = last
         yield
     return out_UD
+
+
+def _add_weighted(rows_N: Tensor, weights_N: Tensor, y_ND: Tensor, out_UD: Tensor) -> None:
+    """Add the weighted outputs of pairs to their rows."""
+    rows_N, weights_N = rows_N.long().contiguous(), weights_N.contiguous()
+    pairs = rows_N.data_ptr(), weights_N.data_ptr(), y_ND.data_ptr()
+    add_weighted(shared_pool(), *pairs, out_UD.data_ptr(), *y_ND.shape)
 
 
 def weighted_run(
@@ -129,28 +135,23 @@ def panel_run(
     x_UD, rows_N = x_UD.contiguous(), rows_N.long().contiguous()
     y_ND = torch.empty((len(rows_N), D))
     experts, counts = np.array(experts_r), np.array(counts_r)
-    firsts = counts.cumsum() - counts
     alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
-    tables = gate_up_e.addresses.ctypes.data, down_e.addresses.ctypes.data
-
-    def part(first: int, last: int) -> None:
-        pair = int(firsts[first])
-        run_experts(
-            kind,
-            x_UD.data_ptr(),
-            rows_N.data_ptr() + 8 * pair,
-            *tables,
-            experts.ctypes.data + 8 * first,
-            counts.ctypes.data + 8 * first,
-            last - first,
-            D,
-            F2 // 2,
-            alpha,
-            limit,
-            y_ND.data_ptr() + 4 * D * pair,
-        )
-
-    run_parts(part, len(experts))
+    run_experts(
+        shared_pool(),
+        kind,
+        x_UD.data_ptr(),
+        rows_N.data_ptr(),
+        gate_up_e.addresses.ctypes.data,
+        down_e.addresses.ctypes.data,
+        experts.ctypes.data,
+        counts.ctypes.data,
+        len(experts),
+        D,
+        F2 // 2,
+        alpha,
+        limit,
+        y_ND.data_ptr(),
+    )
     return y_ND
 
 

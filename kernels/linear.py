@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import panels, row_ops
-from kernels.compiled import LANES, compile_on_disk, processor_has, run_parts
+from kernels import decode_ops, panels, row_ops, thread_pool
+from kernels.compiled import LANES, compile_on_disk, processor_has
+from kernels.thread_pool import shared_pool
 
 Product = Callable[[Tensor], Tensor]
 """x [T, K] → x @ weight.T + bias, [T, N]."""
@@ -33,7 +34,6 @@ Product = Callable[[Tensor], Tensor]
 _STEPS = ((64, 4), (128, 8), (512, 32), (1024, 64), (4096, 128))
 _LARGEST_PADDED = 512
 _PACK_FOR_ROWS = 16  # a hint that does not change the layout
-_PART_ELEMENTS = 1 << 18  # of the weight, per thread: 20 microseconds or more
 
 
 @functools.cache
@@ -43,12 +43,20 @@ def compile_kernels() -> None:
 
 
 def _call_kernels() -> None:
-    panels.multiply(*[0] * 10)
-    panels.run_experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    thread_pool.compile_parts()
+    panels.multiply(*[0] * 9)
+    panels.run_experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+    panels.add_weighted(*[0] * 7)
+    row_ops.group_pairs(*[0] * 9)
+    row_ops.softmax_top_k(True, 0, 0, 0, 0, False, 0, 0)
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0.0, False)
     row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
-    row_ops.attend_decode(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+    nothing = np.zeros(decode_ops.LAYER_FIELDS, np.int64)
+    decode_ops.attend_decode(
+        0, True, 0, 0, 0, 0, 0, 0, nothing.ctypes.data, 0, 1, 1, 0, 0, 0, 0.0, 0
+    )
+    decode_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
 
 
 class PackedLinear:
@@ -114,13 +122,8 @@ class PackedLinear:
     def _multiply(self, x_TK: Tensor, arithmetic: panels.Arithmetic) -> Tensor:
         (N, K), T, kind = self.shape, x_TK.shape[0], int(arithmetic)
         out_TN = torch.empty((T, N), dtype=x_TK.dtype)
-        weight, bias = self.addresses
         x, out = x_TK.data_ptr(), out_TN.data_ptr()
-
-        def part(first: int, last: int) -> None:
-            panels.multiply(kind, x, weight, bias, out, T, K, N, first, last)
-
-        run_parts(part, -(-N // LANES), least=1 + _PART_ELEMENTS // (LANES * K))
+        panels.multiply(shared_pool(), kind, x, *self.addresses, out, T, K, N)
         return out_TN
 
 

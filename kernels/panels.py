@@ -33,6 +33,9 @@ from kernels.compiled import (
     compiled,
     copy_bits,
     exp,
+    float32_at,
+    float_bits,
+    float_of_bits,
     int64_at,
     intrinsic,
     pointer,
@@ -41,6 +44,7 @@ from kernels.compiled import (
     vector_function,
     write_numbers,
 )
+from kernels.thread_pool import register_part, run_parts
 
 
 class Arithmetic(enum.IntEnum):
@@ -265,13 +269,9 @@ def multiply_block(
 
 
 @compiled
-def multiply(
-    kind: int, x: int, w: int, bias: int, out: int, T: int, K: int, N: int, first: int, last: int
-) -> None:
-    """Write panels [first, last) of x @ weight.T + bias, [T, N] in the weight's dtype.
-
-    bias: address of N elements of the weight's dtype, or 0.
-    """
+def _multiply_part(args: int, first: int, last: int) -> None:
+    """Write panels [first, last) of a product; args: kind, x, w, bias, out, T, K, N."""
+    kind, x, w, bias, out, T, K, N = carray(int64_at(args), (8,))
     is_float32, is_pairs = kind == _FLOAT32, kind == _PAIRS
     size, steps = (4, K) if is_float32 else (2, (K + 1) // 2)
     panels, columns = last - first, min(N, last * LANES) - first * LANES
@@ -308,6 +308,23 @@ def multiply(
             write_numbers(is_float32, to + t * stride, columns, sums[t])
 
 
+_MULTIPLY: Final = register_part(_multiply_part)
+_PART_ELEMENTS = 1 << 16  # of the weight: some microseconds
+
+
+@compiled
+def multiply(
+    pool: int, kind: int, x: int, w: int, bias: int, out: int, T: int, K: int, N: int
+) -> None:
+    """Write x @ weight.T + bias, [T, N] in the weight's dtype, in the threads of the pool.
+
+    bias: address of N elements of the weight's dtype, or 0.
+    """
+    args = np.array((kind, x, w, bias, out, T, K, N))
+    least = 1 + _PART_ELEMENTS // (LANES * max(1, K))
+    run_parts(pool, _MULTIPLY, args, (N + LANES - 1) // LANES, least)
+
+
 # --- experts
 
 
@@ -325,32 +342,19 @@ def _gate(h_F2: Any, F: int, alpha: Any, limit: Any) -> None:
 
 
 @compiled
-def run_experts(
-    kind: int,
-    x: int,
-    rows: int,
-    gate_up: int,
-    down: int,
-    experts: int,
-    counts: int,
-    num_experts: int,
-    D: int,
-    F: int,
-    alpha: float,
-    limit: float,
-    y: int,
-) -> None:
-    """Write each pair's unweighted expert output to y [N, D] float32.
-
-    x: rows [U, D]; `rows` int64 [N] selects the pairs' rows, in the order of `experts` int64 with
-    `counts` int64 pairs each. gate_up, down: int64 [e, 2], addresses of panels and bias. limit 0:
-    SwiGLU, otherwise gpt-oss's clamped gate with `alpha`.
-    """
+def _experts_part(args: int, begin: int, end: int) -> None:
+    """Run experts [begin, end) of those listed; args: those of `run_experts`."""
+    kind, x, rows, gate_up, down, experts, counts, D, F, alpha_bits, limit_bits, y = carray(
+        int64_at(args), (12,)
+    )
+    alpha, limit = np.float32(float_of_bits(alpha_bits)), np.float32(float_of_bits(limit_bits))
     gate_ups, downs = carray(int64_at(gate_up), (1 << 20, 2)), carray(int64_at(down), (1 << 20, 2))
-    experts_r = carray(int64_at(experts), (num_experts,))
-    counts_r = carray(int64_at(counts), (num_experts,))
-    pairs, tile = 0, 0
-    for index in range(num_experts):
+    experts_r, counts_r = carray(int64_at(experts), (end,)), carray(int64_at(counts), (end,))
+    first, tile = 0, 0
+    for index in range(begin):
+        first += counts_r[index]
+    pairs = first
+    for index in range(begin, end):
         pairs += counts_r[index]
         tile = max(tile, min(_TILE, counts_r[index]))
     rows_N = carray(int64_at(rows), (pairs,))
@@ -367,8 +371,7 @@ def run_experts(
     gate_up_bias, down_bias = np.zeros(2 * F, np.float32), np.zeros(D, np.float32)
     stored = 2 if is_pairs else 4  # bytes of a number that is multiplied
     x_stride, h_stride = x_bits.shape[1] * stored, h_bits.shape[1] * stored
-    first = 0
-    for index in range(num_experts):
+    for index in range(begin, end):
         gate_up_at, gate_up_bias_at = gate_ups[experts_r[index]]
         down_at, down_bias_at = downs[experts_r[index]]
         if gate_up_bias_at:
@@ -392,7 +395,7 @@ def run_experts(
                 if gate_up_bias_at:
                     for f in range(2 * F):
                         gates[t, f] += gate_up_bias[f]
-                _gate(gates[t], F, np.float32(alpha), np.float32(limit))
+                _gate(gates[t], F, alpha, limit)
                 write_numbers(not is_pairs, h_at + t * h_stride, F, gates[t])
             to, stride = sums.ctypes.data, sums.shape[1] * 4
             multiply_block(kind, h_at, h_stride, count, down_at, F_steps, D_panels, to, stride)
@@ -402,3 +405,63 @@ def run_experts(
                         sums[t, d] += down_bias[d]
                 write_numbers(True, y + (first + t) * D * 4, D, sums[t])
             first += count
+
+
+_EXPERTS: Final = register_part(_experts_part)
+
+
+@compiled
+def _add_part(args: int, begin: int, end: int) -> None:
+    """Add columns 16 * begin to 16 * end of the pairs' outputs; args: rows, weights, y, out, N, D.
+
+    In the order of the pairs, so that threads do not change a sum.
+    """
+    rows, weights, y, out, N, D = carray(int64_at(args), (6,))
+    rows_N, weights_N = carray(int64_at(rows), (N,)), carray(float32_at(weights), (N,))
+    first, columns = begin * LANES, min(D, end * LANES) - begin * LANES
+    for n in range(N):
+        y_n = carray(float32_at(y + (n * D + first) * 4), (columns,))
+        out_n = carray(float32_at(out + (rows_N[n] * D + first) * 4), (columns,))
+        weight = weights_N[n]
+        for d in range(columns):
+            out_n[d] += weight * y_n[d]
+
+
+_ADD: Final = register_part(_add_part)
+_ADD_ELEMENTS = 1 << 15
+
+
+@compiled
+def add_weighted(pool: int, rows: int, weights: int, y: int, out: int, N: int, D: int) -> None:
+    """Add weights float32 [N] times y [N, D] to rows int64 [N] of out [U, D] float32."""
+    args = np.array((rows, weights, y, out, N, D))
+    least = 1 + _ADD_ELEMENTS // (LANES * max(1, N))
+    run_parts(pool, _ADD, args, (D + LANES - 1) // LANES, least)
+
+
+@compiled
+def run_experts(
+    pool: int,
+    kind: int,
+    x: int,
+    rows: int,
+    gate_up: int,
+    down: int,
+    experts: int,
+    counts: int,
+    num_experts: int,
+    D: int,
+    F: int,
+    alpha: float,
+    limit: float,
+    y: int,
+) -> None:
+    """Write each pair's unweighted expert output to y [N, D] float32, in the pool's threads.
+
+    x: rows [U, D]; `rows` int64 [N] selects the pairs' rows, in the order of `experts` int64 with
+    `counts` int64 pairs each. gate_up, down: int64 [e, 2], addresses of panels and bias. limit 0:
+    SwiGLU, otherwise gpt-oss's clamped gate with `alpha`.
+    """
+    clamp = float_bits(alpha), float_bits(limit)
+    args = np.array((kind, x, rows, gate_up, down, experts, counts, D, F, *clamp, y))
+    run_parts(pool, _EXPERTS, args, num_experts, 1)

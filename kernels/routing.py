@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kernels import row_ops
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,8 +31,12 @@ def softmax_top_k(
     normalize: weights of a token sum to 1. round_to: a dtype that the weights are rounded to
     (Qwen3-MoE uses the model's).
     """
-    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+    if _is_compiled(logits_TE):
+        ids_TK = torch.empty((len(logits_TE), top_k), dtype=torch.int64)
+        weights_TK = _compiled_weights(logits_TE, ids_TK, given=False)
+    else:
+        probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
     return ids_TK, _weighted(weights_TK, normalize=normalize, round_to=round_to)
 
 
@@ -37,8 +44,32 @@ def softmax_weights(
     logits_TE: Tensor, ids_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None = None
 ) -> Tensor:
     """Return [T, K] float32: the weights of `softmax_top_k` for given experts."""
-    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-    return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
+    if _is_compiled(logits_TE):
+        weights_TK = _compiled_weights(logits_TE, ids_TK.contiguous(), given=True)
+    else:
+        probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+        weights_TK = probs_TE.gather(1, ids_TK)
+    return _weighted(weights_TK, normalize=normalize, round_to=round_to)
+
+
+def _is_compiled(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
+
+
+def _compiled_weights(logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tensor:
+    """Return the softmax's weights of the top k, whose ids are written unless `given`."""
+    weights_TK = torch.empty(ids_TK.shape)
+    row_ops.softmax_top_k(
+        logits_TE.dtype is torch.float32,
+        logits_TE.data_ptr(),
+        len(logits_TE),
+        logits_TE.shape[1],
+        ids_TK.shape[1],
+        given,
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+    )
+    return weights_TK
 
 
 def _weighted(probs_TK: Tensor, *, normalize: bool, round_to: torch.dtype | None) -> Tensor:
@@ -83,12 +114,38 @@ def group_by_expert(
 
     local_of_E [E] int64: local index of each expert, num_local if it is not local.
     """
+    if ids_TK.device.type == "cpu":
+        return _grouped_on_cpu(ids_TK.contiguous(), weights_TK.contiguous(), local_of_E, num_local)
     local_N = local_of_E[ids_TK].flatten()
     local_N, order_N = torch.sort(local_N, stable=True)
     counts = torch.bincount(local_N, minlength=num_local + 1)[:num_local].tolist()
     order_N = order_N[: sum(counts)]
     rows_N = torch.div(order_N, ids_TK.shape[1], rounding_mode="floor")
     return rows_N, weights_TK.flatten()[order_N], counts
+
+
+def _grouped_on_cpu(
+    ids_TK: Tensor, weights_TK: Tensor, local_of_E: Tensor, num_local: int
+) -> tuple[Tensor, Tensor, list[int]]:
+    rows_N, weights_N = (
+        torch.empty(ids_TK.numel(), dtype=torch.int64),
+        weights_TK.new_empty((ids_TK.numel(),)),
+    )
+    counts_e = np.empty(num_local, np.int64)
+    row_ops.group_pairs(
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        local_of_E.data_ptr(),
+        ids_TK.numel(),
+        ids_TK.shape[1],
+        num_local,
+        rows_N.data_ptr(),
+        weights_N.data_ptr(),
+        counts_e.ctypes.data,
+    )
+    counts: list[int] = counts_e.tolist()
+    pairs = sum(counts)
+    return rows_N[:pairs], weights_N[:pairs], counts
 
 
 def local_index(expert_ids: list[int], num_experts: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""Norms, rotary embedding, pool writes and decode attention of the CPU, compiled.
+"""Norms, rotary embedding, pool writes and routing of the CPU, compiled.
 
 Each row is computed by itself in a fixed order, so its bits do not depend on the batch. Numbers are
 float32 or bfloat16 (`wide` False), and computed in float32.
 
-Shapes: T rows, D model dim, H heads, G KV heads, R = H / G, d head dim, S context of a sequence.
+Shapes: T rows, D model dim, H heads, d head dim, E experts, N (token, expert) pairs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kernels.compiled import (
     compiled,
     copy_bits,
     exp,
+    float32_at,
     from_bfloat16,
     int64_at,
     intrinsic,
@@ -36,17 +37,13 @@ from kernels.compiled import (
     vector_function,
     write_numbers,
 )
-from kernels.panels import multiply_block
 
 COMPILED_DTYPES: Final = (torch.float32, torch.bfloat16)
-TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
-DECODE_COLUMNS: Final = 4
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_LEAST: Final = np.float32(-np.inf)
 
 
 @intrinsic
-def _dot(_: Any, wide: Any, x: Any, y: Any, vectors: Any) -> Any:
+def dot(_: Any, wide: Any, x: Any, y: Any, vectors: Any) -> Any:
     """Sum of x * y over vectors of 16: lane by lane, then pairwise. y is bfloat16 unless `wide`."""
 
     def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
@@ -73,7 +70,7 @@ def _emit_dot(builder: ir.IRBuilder, x: Any, y: Any, vectors: Any, *, is_wide: b
     x_now = builder.add(x, builder.mul(index, I64(4 * LANES)))
     y_now = builder.add(y, builder.mul(index, I64((4 if is_wide else 2) * LANES)))
     left = builder.load(pointer(builder, x_now, VECTOR), align=4)
-    right = _load(builder, y_now, is_wide=is_wide)
+    right = load_vector(builder, y_now, is_wide=is_wide)
     fma = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
     summed = builder.call(fma, [left, right, lanes])
     following = builder.add(index, I64(1))
@@ -90,7 +87,7 @@ def _emit_dot(builder: ir.IRBuilder, x: Any, y: Any, vectors: Any, *, is_wide: b
     return builder.extract_element(summed, I32(0))
 
 
-def _load(builder: ir.IRBuilder, address: Any, *, is_wide: bool) -> Any:
+def load_vector(builder: ir.IRBuilder, address: Any, *, is_wide: bool) -> Any:
     """Emit the load of a vector of float32, or of bfloat16 that is widened."""
     if is_wide:
         return builder.load(pointer(builder, address, VECTOR), align=4)
@@ -99,27 +96,10 @@ def _load(builder: ir.IRBuilder, address: Any, *, is_wide: bool) -> Any:
     return builder.bitcast(widened, VECTOR)
 
 
-@intrinsic
-def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
-    """Copy a vector of numbers to float32."""
-
-    def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
-        wide, source, target = args
-        to = pointer(builder, target, VECTOR)
-        with builder.if_else(builder.icmp_signed("!=", wide, wide.type(0))) as (floats, bits):
-            with floats:
-                builder.store(_load(builder, source, is_wide=True), to, align=4)
-            with bits:
-                builder.store(_load(builder, source, is_wide=False), to, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.boolean, types.int64, types.int64), generate
-
-
 @compiled
 def _sum_of_products(x: Any, y: Any, count: int) -> Any:
     whole = count // LANES
-    total = _dot(True, x.ctypes.data, y.ctypes.data, whole) if whole else _ZERO
+    total = dot(True, x.ctypes.data, y.ctypes.data, whole) if whole else _ZERO
     for i in range(whole * LANES, count):
         total += x[i] * y[i]
     return total
@@ -204,122 +184,72 @@ def write_rows(size: int, x: int, x_stride: int, slots: int, pool: int, T: int, 
 
 
 @compiled
-def attend_decode(
-    wide: bool,
-    q: int,
-    q_stride: int,
-    k_pool: int,
-    v_pool: int,
-    pool_stride: int,
-    out: int,
-    sequences: int,
-    first: int,
-    last: int,
-    H: int,
-    G: int,
-    d: int,
-    dv: int,
-    window: int,
-    scale: float,
-    sinks: int,
-) -> None:
-    """Attend one row of each of sequences [first, last) to its context in the pool.
+def group_pairs(
+    ids: int, weights: int, local: int, N: int, top_k: int, e: int, rows: int, sorted: int,
+    counts: int,
+) -> None:  # fmt: skip
+    """Sort (token, expert) pairs of local experts by expert, then by token.
 
-    q [T, H, d], out [T, H, dv] contiguous; q_stride and pool_stride: elements between rows.
-    sequences: int64 [B, DECODE_COLUMNS]: row, context, first pool slot, address of int64 slots (0:
-    consecutive). window 0: none. sinks: address of H numbers, or 0.
+    ids int64, weights float32 [N = T * top_k]; local int64 [E]: `e` for experts that are not local.
+    Writes rows int64, sorted weights float32 and counts int64 [e].
     """
-    size, R = 4 if wide else 2, H // G
-    d_vectors, dv_panels = -(-d // LANES), -(-dv // LANES)
-    is_whole = d % LANES == 0
-    table = carray(int64_at(sequences), (last, DECODE_COLUMNS))
-    queries = np.zeros((R, d_vectors * LANES), np.float32)
-    key, ones = np.zeros(d_vectors * LANES, np.float32), np.ones(TILE_KEYS, np.float32)
-    sums = np.empty((R, dv_panels * LANES), np.float32)
-    more = np.empty((R, dv_panels * LANES), np.float32)
-    most, total = np.empty(R, np.float32), np.empty(R, np.float32)
-    scores = np.empty((R, TILE_KEYS), np.float32)
-    values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
-    sinks_H = np.empty(H, np.float32)
-    if sinks:
-        read_numbers(wide, sinks, H, sinks_H)
-    for index in range(first, last):
-        row, context, start, listed = table[index]
-        slots = carray(int64_at(listed), (context if listed else 0,))
-        oldest = max(0, context - window) if window else 0
-        for g in range(G):
-            for r in range(R):
-                head = g * R + r
-                read_numbers(wide, q + (row * q_stride + head * d) * size, d, queries[r])
-                for i in range(d):
-                    queries[r, i] *= np.float32(scale)
-                most[r], total[r] = (sinks_H[head], _ONE) if sinks else (_LEAST, _ZERO)
-                for i in range(sums.shape[1]):
-                    sums[r, i] = _ZERO
-            tile = oldest - oldest % TILE_KEYS
-            while tile < context:
-                begin, end = max(tile, oldest), min(tile + TILE_KEYS, context)
-                count = end - begin
-                steps = -(-count // LANES) * LANES
-                for n in range(count):
-                    slot = slots[begin + n] if listed else start + begin + n
-                    k_address = k_pool + (slot * pool_stride + g * d) * size
-                    if not is_whole:
-                        read_numbers(wide, k_address, d, key)
-                        k_address = key.ctypes.data
-                    for r in range(R):
-                        scores[r, n] = _dot(
-                            wide or not is_whole, queries[r].ctypes.data, k_address, d_vectors
-                        )
-                    v_address = v_pool + (slot * pool_stride + g * dv) * size
-                    v_to = values.ctypes.data + 4 * LANES * n
-                    for panel in range(dv // LANES):
-                        _copy_vector(
-                            wide,
-                            v_address + panel * LANES * size,
-                            v_to + panel * 4 * LANES * TILE_KEYS,
-                        )
-                    if dv % LANES:
-                        panel = dv // LANES
-                        read_numbers(
-                            wide, v_address + panel * LANES * size, dv % LANES, values[panel, n]
-                        )
-                for r in range(R):
-                    for n in range(count, steps):
-                        scores[r, n] = _LEAST
-                    largest = _largest(scores[r], steps, most[r])
-                    fade = exp(most[r] - largest) if most[r] > _LEAST else _ZERO
-                    most[r] = largest
-                    for n in range(steps):
-                        scores[r, n] = exp(scores[r, n] - largest)
-                    for n in range(count, steps):
-                        scores[r, n] = _ZERO
-                    fresh = _dot(True, scores[r].ctypes.data, ones.ctypes.data, steps // LANES)
-                    total[r] = total[r] * fade + fresh
-                    for i in range(sums.shape[1]):
-                        sums[r, i] *= fade
-                for panel in range(dv_panels):
-                    to, stride = more.ctypes.data + 4 * LANES * panel, more.shape[1] * 4
-                    weights = scores.ctypes.data
-                    panel_at = values[panel].ctypes.data
-                    multiply_block(0, weights, 4 * TILE_KEYS, R, panel_at, count, 1, to, stride)
-                for r in range(R):
-                    for i in range(sums.shape[1]):
-                        sums[r, i] += more[r, i]
-                tile += TILE_KEYS
-            for r in range(R):
-                for i in range(dv):
-                    sums[r, i] /= total[r]
-                write_numbers(wide, out + ((row * H + g * R + r) * dv) * size, dv, sums[r])
+    ids_N, local_E = carray(int64_at(ids), (N,)), carray(int64_at(local), (1 << 20,))
+    weights_N, rows_N = carray(float32_at(weights), (N,)), carray(int64_at(rows), (N,))
+    sorted_N, counts_e = carray(float32_at(sorted), (N,)), carray(int64_at(counts), (e,))
+    next_e = np.zeros(e + 1, np.int64)
+    for n in range(N):
+        next_e[local_E[ids_N[n]]] += 1
+    first = 0
+    for expert in range(e):
+        counts_e[expert] = next_e[expert]
+        next_e[expert], first = first, first + next_e[expert]
+    for n in range(N):
+        expert = local_E[ids_N[n]]
+        if expert < e:
+            place = next_e[expert]
+            next_e[expert] = place + 1
+            rows_N[place] = n // top_k
+            sorted_N[place] = weights_N[n]
 
 
 @compiled
-def _largest(values: Any, count: int, least: Any) -> Any:
-    """Return the largest of `count` numbers, a multiple of LANES, and `least`."""
-    lanes = np.full(LANES, least, np.float32)
-    for first in range(0, count, LANES):
-        for lane in range(LANES):
-            lanes[lane] = max(lanes[lane], values[first + lane])
-    for lane in range(LANES):
-        least = max(least, lanes[lane])
-    return least
+def softmax_top_k(
+    wide: bool, logits: int, T: int, E: int, top_k: int, given: bool, ids: int, weights: int
+) -> None:
+    """Write the top k of the softmax over E logits: ids int64 and weights float32 [T, top_k].
+
+    given: read ids instead. Of equal logits the first expert is taken.
+    """
+    size = 4 if wide else 2
+    row = np.empty(E, np.float32)
+    for t in range(T):
+        read_numbers(wide, logits + t * E * size, E, row)
+        chosen = carray(int64_at(ids + t * top_k * 8), (top_k,))
+        weights_K = carray(float32_at(weights + t * top_k * 4), (top_k,))
+        if not given:
+            _choose_largest(row, top_k, chosen)
+        largest, total = row[chosen[0]], _ZERO
+        if given:
+            for e in range(E):
+                largest = max(largest, row[e])
+        for e in range(E):
+            row[e] = exp(row[e] - largest)
+        for e in range(E):
+            total += row[e]
+        for k in range(top_k):
+            weights_K[k] = row[chosen[k]] / total
+
+
+@compiled
+def _choose_largest(row: Any, top_k: int, chosen: Any) -> None:
+    """Write the indices of the largest numbers, largest first."""
+    count = 0
+    for e in range(row.shape[0]):
+        if count == top_k and not row[e] > row[chosen[top_k - 1]]:
+            continue
+        place = min(count, top_k - 1)
+        while place > 0 and row[e] > row[chosen[place - 1]]:
+            chosen[place] = chosen[place - 1]
+            place -= 1
+        chosen[place] = e
+        count = min(count + 1, top_k)

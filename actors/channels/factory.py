@@ -39,7 +39,9 @@ BACKENDS: dict[str, EndpointBackend] = {
 
 
 def spin_seconds(spec: RankSpec, cores: float) -> float:
-    """Return the default of channel.spin_s: 0 where spinning takes a core from other threads."""
+    """Return channel.spin_s; by default 0 where spinning takes a core from other threads."""
+    if spec.config.channel.spin_s is not None:
+        return spec.config.channel.spin_s
     is_prefill = spec.group is Group.PREFILL
     ranks = spec.prefill_ranks if is_prefill else spec.attention_ranks + spec.expert_ranks
     return SPIN_S if ranks * spec.config.groups.torch_threads <= cores else 0.0
@@ -48,7 +50,7 @@ def spin_seconds(spec: RankSpec, cores: float) -> float:
 def rank_endpoint(spec: RankSpec, device: torch.device, clock: Clock) -> Endpoint:
     """Create the endpoint of a rank. Raises ChannelError."""
     config = spec.config.channel
-    spin_s = spin_seconds(spec, usable_cores()) if config.spin_s is None else config.spin_s
+    spin_s = spin_seconds(spec, usable_cores())
     return make_endpoint(
         name=spec.name,
         token=spec.token,

@@ -18,6 +18,7 @@ from llguidance import LLTokenizer
 
 from actors.batching.admission import QueueDrain, RankAdmission
 from actors.batching.observer import BatchTraces
+from actors.channels.factory import spin_seconds
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
@@ -27,8 +28,9 @@ from contracts.clock import monotonic_s
 from contracts.config import PriorityConfig, ScheduleConfig, TandemConfig
 from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
-from contracts.machine import available_bytes
+from contracts.machine import available_bytes, usable_cores
 from contracts.ranks import RankReady, RankSpec
+from kernels.thread_pool import set_spin
 from models.decoder.attention import kv_bytes_per_token
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
@@ -193,6 +195,7 @@ class ServedModel(NamedTuple):
 def prepare_process(spec: RankSpec) -> None:
     """Set up threads and memory, before the first product and before computing threads start."""
     torch.set_num_threads(spec.config.groups.torch_threads)
+    set_spin(spin_seconds(spec, usable_cores()))
     bound_memory()
 
 

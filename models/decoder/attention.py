@@ -10,16 +10,22 @@ latent one), C = kv_rank + rope_dim.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import attention_steps
+from kernels.compiled import bits_of
+from kernels.decode_ops import attend_layer
 from kernels.fused_ops import norm_and_rope, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
 from kernels.norm_rope import apply_rope, rms_norm
 from kernels.steps import Steps, map_tiles, row_tiles
+from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
@@ -84,6 +90,15 @@ class KvPool:
                 pool.index_copy_(0, batch.copies.to_C, copied)
 
 
+class DecodeNorms(NamedTuple):
+    """The norms before attention and before the MLP of a layer."""
+
+    attention_D: Tensor
+    mlp_D: Tensor
+    eps: float
+    rounds_once: bool
+
+
 class GroupedQueryAttention:
     """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product."""
 
@@ -100,6 +115,7 @@ class GroupedQueryAttention:
         )
         self._o = loader.linear(weight_specs["o"], bias=[weight_specs["o_bias"]] if biased else [])
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
+        self._decode_layer: NDArray[np.int64] | None = None
         self._qk_norm_Hd: Tensor | None = None  # query heads, then KV heads
         if spec.qk_norm:
             q_norm, k_norm = (
@@ -138,6 +154,74 @@ class GroupedQueryAttention:
         for tile in row_tiles(attended_TD):
             yield
             hidden_TD[tile].add_(self._o(attended_TD[tile]))
+
+    def decodes_at_once(self, batch: AttentionBatch, metadata: AttentionMetadata) -> bool:
+        """Return whether `decode` can run a batch: few sequences, with one new token each."""
+        rows = metadata.plans[self._window].rows
+        return (
+            self._qkv.arithmetic is not None
+            and batch.copies is None
+            and rows is not None
+            and len(rows.table) == batch.num_tokens
+            and len(rows.steps) == 1
+        )
+
+    def decode(
+        self,
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        metadata: AttentionMetadata,
+        kv: KvPool,
+        norms: DecodeNorms,
+    ) -> Tensor:
+        """Add attention to hidden_TD in place, in one compiled call; return the MLP's input."""
+        rows, (k_pool, v_pool) = metadata.plans[self._window].rows, kv.entries(self._layer)
+        assert rows is not None
+        if self._decode_layer is None:
+            self._decode_layer = self._layer_fields(norms)
+        x_TD = torch.empty_like(hidden_TD)
+        fields = (
+            len(hidden_TD),
+            hidden_TD.data_ptr(),
+            metadata.cos.data_ptr(),
+            metadata.sin.data_ptr(),
+            batch.slots_T.data_ptr(),
+            rows.table.ctypes.data,
+            k_pool.data_ptr(),
+            v_pool.data_ptr(),
+            x_TD.data_ptr(),
+            hidden_TD.dtype is torch.float32,
+            bits_of(self._d**-0.5),
+        )
+        called = np.array(fields, np.int64)
+        attend_layer(shared_pool(), self._decode_layer.ctypes.data, called.ctypes.data)
+        return x_TD
+
+    def _layer_fields(self, norms: DecodeNorms) -> NDArray[np.int64]:
+        """Return the fields of `attend_layer` that do not change."""
+        assert self._qkv.arithmetic is not None
+        addresses = [
+            0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)
+        ]
+        return np.array(
+            (
+                self._qkv.arithmetic,
+                self._qkv.shape[1],
+                self._H,
+                self._G,
+                self._d,
+                bits_of(norms.eps),
+                norms.rounds_once,
+                norms.attention_D.data_ptr(),
+                *self._qkv.addresses,
+                addresses[0],
+                *self._o.addresses,
+                addresses[1],
+                norms.mlp_D.data_ptr(),
+                self._window or 0,
+            ),
+            np.int64,
+        )
 
     def _project(
         self, x_TD: Tensor, metadata: AttentionMetadata

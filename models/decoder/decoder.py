@@ -19,7 +19,12 @@ from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
-from models.decoder.attention import GroupedQueryAttention, KvPool, LatentAttention
+from models.decoder.attention import (
+    DecodeNorms,
+    GroupedQueryAttention,
+    KvPool,
+    LatentAttention,
+)
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec
@@ -53,6 +58,9 @@ class _Layer:
         weight_specs = layout.norm_tensors(spec, layer)
         self.attention_norm = loader.load(weight_specs["attention_norm"])
         self.mlp_norm = loader.load(weight_specs["mlp_norm"])
+        self.norms = DecodeNorms(
+            self.attention_norm, self.mlp_norm, spec.rms_norm_eps, spec.family.norm_rounds_once
+        )
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
         self.mlp: ExpertRouter | _Mlp = (
@@ -146,17 +154,30 @@ class AttentionHalf:
         With `last`, a new tensor of those rows is returned instead. Work between steps may use the
         pool, except blocks that `batch` writes.
         """
-        weights = self._layers[layer]
+        weights, metadata = self._layers[layer], self.prepare(batch)
+        attention = weights.attention
+        if (
+            last is None
+            and isinstance(attention, GroupedQueryAttention)
+            and attention.decodes_at_once(batch, metadata)
+        ):
+            x_TD = attention.decode(hidden_TD, batch, metadata, kv, weights.norms)
+            return (yield from self._feed_forward(weights, hidden_TD, x_TD))
         x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
         last_metadata = None
         if last is not None:
             last_metadata = LastRowsMetadata(last.rows_R, self.prepare(last.batch))
             hidden_TD = hidden_TD.index_select(0, last.rows_R)
-        metadata = self.prepare(batch)
         yield
-        yield from weights.attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
+        yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
         yield
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
+        return (yield from self._feed_forward(weights, hidden_TD, x_TD))
+
+    def _feed_forward(
+        self, weights: _Layer, hidden_TD: Tensor, x_TD: Tensor
+    ) -> Steps[AttentionOutput]:
+        """Route x, or add the dense MLP of x to hidden."""
         yield
         if isinstance(weights.mlp, ExpertRouter):
             return AttentionOutput(hidden_TD, (yield from weights.mlp.steps(x_TD)))

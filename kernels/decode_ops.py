@@ -1,0 +1,272 @@
+"""Decode attention of the CPU, and the attention half of a layer of a decode batch, compiled.
+
+Each row is computed by itself in a fixed order, so its bits do not depend on the batch or on
+threads. Numbers are float32 or bfloat16 (`wide` False), and computed in float32.
+
+Shapes: T rows, D model dim, H heads, G KV heads, R = H / G, d head dim, S context of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+
+from kernels.compiled import (
+    LANES,
+    VECTOR,
+    address_of,
+    compiled,
+    exp,
+    float_bits,
+    float_of_bits,
+    int64_at,
+    intrinsic,
+    pointer,
+    read_numbers,
+    write_numbers,
+)
+from kernels.panels import multiply, multiply_block
+from kernels.row_ops import dot, load_vector, norm_and_rope, rms_norm, write_rows
+from kernels.thread_pool import register_part, run_parts
+
+TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
+DECODE_COLUMNS: Final = 4
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LEAST: Final = np.float32(-np.inf)
+
+
+@intrinsic
+def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
+    """Copy a vector of numbers to float32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+        wide, source, target = args
+        to = pointer(builder, target, VECTOR)
+        with builder.if_else(builder.icmp_signed("!=", wide, wide.type(0))) as (floats, bits):
+            with floats:
+                builder.store(load_vector(builder, source, is_wide=True), to, align=4)
+            with bits:
+                builder.store(load_vector(builder, source, is_wide=False), to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.boolean, types.int64, types.int64), generate
+
+
+@compiled
+def _attend_part(args: int, begin: int, end: int) -> None:
+    """Attend units [begin, end): unit n is KV head n % G of sequence n // G.
+
+    args: those of `attend_decode`.
+    """
+    (
+        is_wide, q, q_stride, k_pool, v_pool, pool_stride, out, sequences, H, G, d, dv, window,
+        scale_bits, sinks,
+    ) = carray(int64_at(args), (15,))  # fmt: skip
+    wide, scale = is_wide != 0, np.float32(float_of_bits(scale_bits))
+    size, R = 4 if wide else 2, H // G
+    d_vectors, dv_panels = -(-d // LANES), -(-dv // LANES)
+    table = carray(int64_at(sequences), (end, DECODE_COLUMNS))
+    queries = np.zeros((R, d_vectors * LANES), np.float32)
+    key = np.zeros(d_vectors * LANES, np.float32)
+    sums = np.empty((R, dv_panels * LANES), np.float32)
+    more = np.empty((R, dv_panels * LANES), np.float32)
+    most, total = np.empty(R, np.float32), np.empty(R, np.float32)
+    scores = np.empty((R, TILE_KEYS), np.float32)
+    values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
+    sinks_H = np.empty(H, np.float32)
+    if sinks:
+        read_numbers(wide, sinks, H, sinks_H)
+    for unit in range(begin, end):
+        g = unit % G
+        row, context, start, listed = table[unit // G]
+        slots = carray(int64_at(listed), (context if listed else 0,))
+        oldest = max(0, context - window) if window else 0
+        for r in range(R):
+            head = g * R + r
+            read_numbers(wide, q + (row * q_stride + head * d) * size, d, queries[r])
+            for i in range(d):
+                queries[r, i] *= scale
+            most[r], total[r] = (sinks_H[head], _ONE) if sinks else (_LEAST, _ZERO)
+            for i in range(sums.shape[1]):
+                sums[r, i] = _ZERO
+        tile = oldest - oldest % TILE_KEYS
+        while tile < context:
+            begin_key, count = max(tile, oldest), min(tile + TILE_KEYS, context) - max(tile, oldest)
+            for n in range(count):
+                slot = slots[begin_key + n] if listed else start + begin_key + n
+                k_at = k_pool + (slot * pool_stride + g * d) * size
+                _score(wide, queries, k_at, d, key, scores, n)
+                v_at = v_pool + (slot * pool_stride + g * dv) * size
+                _read_value(wide, v_at, dv, values, n)
+            for r in range(R):
+                _soften(scores[r], count, most, total, sums[r], r)
+            for panel in range(dv_panels):
+                to, stride = more.ctypes.data + 4 * LANES * panel, more.shape[1] * 4
+                weights, panel_at = scores.ctypes.data, values[panel].ctypes.data
+                multiply_block(0, weights, 4 * TILE_KEYS, R, panel_at, count, 1, to, stride)
+            for r in range(R):
+                for i in range(sums.shape[1]):
+                    sums[r, i] += more[r, i]
+            tile += TILE_KEYS
+        for r in range(R):
+            for i in range(dv):
+                sums[r, i] /= total[r]
+            write_numbers(wide, out + ((row * H + g * R + r) * dv) * size, dv, sums[r])
+
+
+@compiled
+def _score(wide: bool, queries: Any, k_at: int, d: int, key: Any, scores: Any, n: int) -> None:
+    """Set column n of the scores of R queries. key: zeros after d numbers."""
+    is_whole = d % LANES == 0
+    if not is_whole:
+        read_numbers(wide, k_at, d, key)
+        k_at = key.ctypes.data
+    vectors = queries.shape[1] // LANES
+    for r in range(queries.shape[0]):
+        scores[r, n] = dot(wide or not is_whole, queries[r].ctypes.data, k_at, vectors)
+
+
+@compiled
+def _read_value(wide: bool, v_at: int, dv: int, values: Any, n: int) -> None:
+    """Copy a value to row n of its panels."""
+    size = 4 if wide else 2
+    for panel in range(dv // LANES):
+        _copy_vector(wide, v_at + panel * LANES * size, values[panel, n].ctypes.data)
+    if dv % LANES:
+        panel = dv // LANES
+        read_numbers(wide, v_at + panel * LANES * size, dv % LANES, values[panel, n])
+
+
+@compiled
+def _soften(scores: Any, count: int, most: Any, total: Any, sums: Any, r: int) -> None:
+    """Turn a tile's scores of query r into weights, and fade the sums of earlier tiles."""
+    steps = -(-count // LANES) * LANES
+    for n in range(count, steps):
+        scores[n] = _LEAST
+    largest = _largest(scores, steps, most[r])
+    fade = exp(most[r] - largest) if most[r] > _LEAST else _ZERO
+    most[r] = largest
+    for n in range(steps):
+        scores[n] = exp(scores[n] - largest)
+    for n in range(count, steps):
+        scores[n] = _ZERO
+    total[r] = total[r] * fade + _sum(scores, steps)
+    for i in range(sums.shape[0]):
+        sums[i] *= fade
+
+
+@compiled
+def _sum(values: Any, count: int) -> Any:
+    """Return the sum of `count` numbers, a multiple of LANES: lane by lane, then pairwise."""
+    ones = np.ones(TILE_KEYS, np.float32)
+    return dot(True, values.ctypes.data, ones.ctypes.data, count // LANES)
+
+
+@compiled
+def _largest(values: Any, count: int, least: Any) -> Any:
+    """Return the largest of `count` numbers, a multiple of LANES, and `least`."""
+    lanes = np.full(LANES, least, np.float32)
+    for first in range(0, count, LANES):
+        for lane in range(LANES):
+            lanes[lane] = max(lanes[lane], values[first + lane])
+    for lane in range(LANES):
+        least = max(least, lanes[lane])
+    return least
+
+
+_ATTEND: Final = register_part(_attend_part)
+
+
+@compiled
+def attend_decode(
+    pool: int,
+    wide: bool,
+    q: int,
+    q_stride: int,
+    k_pool: int,
+    v_pool: int,
+    pool_stride: int,
+    out: int,
+    sequences: int,
+    count: int,
+    H: int,
+    G: int,
+    d: int,
+    dv: int,
+    window: int,
+    scale: float,
+    sinks: int,
+) -> None:
+    """Attend one row of each sequence to its context, in the pool's threads.
+
+    q [T, H, d], out [T, H, dv] contiguous; q_stride and pool_stride: elements between rows.
+    sequences: int64 [count, DECODE_COLUMNS]: row, context, first pool slot, address of int64 slots
+    (0: consecutive). window 0: none. sinks: address of H numbers, or 0.
+    """
+    # fmt: off
+    args = np.array((
+        np.int64(wide), q, q_stride, k_pool, v_pool, pool_stride, out, sequences, H, G, d, dv,
+        window, float_bits(scale), sinks,
+    ))
+    # fmt: on
+    run_parts(pool, _ATTEND, args, count * G, 1)
+
+
+# --- the attention half of a layer
+
+LAYER_FIELDS: Final = 16
+BATCH_FIELDS: Final = 11
+
+
+@compiled
+def attend_layer(pool: int, layer: int, batch: int) -> None:
+    """Run norm, q, k, v, rope, pool writes, attention and o of a decode batch, and the next norm.
+
+    hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
+    norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
+    sinks, MLP norm; window. batch: int64 T; addresses of hidden, cos, sin, slots, sequences, K
+    pool, V pool and the second norm's output [T, D]; whether numbers are float32; bits of scale.
+    """
+    (
+        kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
+        window,
+    ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
+    T, hidden, cos, sin, slots, sequences, k_pool, v_pool, out, is_wide, scale = carray(
+        int64_at(batch), (BATCH_FIELDS,)
+    )
+    wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
+    size = 4 if wide else 2
+    x = np.empty(1 + T * max(D, H * d), np.float32)
+    fresh = np.empty(1 + T * max(D, all_heads * d), np.float32)
+    qk = np.empty(1 + T * (H + G) * d, np.float32)
+    x_at, fresh_at, qk_at = address_of(x), address_of(fresh), address_of(qk)
+    rms_norm(wide, hidden, norm, x_at, T, D, eps, once != 0)
+    multiply(pool, kind, x_at, qkv, qkv_bias, fresh_at, T, D, all_heads * d)
+    norm_and_rope(wide, fresh_at, all_heads * d, qk_norm, cos, sin, qk_at, T, H + G, d, eps)
+    keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
+    write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
+    write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
+    attend_decode(
+        pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, x_at, sequences, T, H, G, d, d,
+        window, float_of_bits(scale), sinks,
+    )  # fmt: skip
+    multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
+    _add_rows(wide, hidden, fresh_at, T, D)
+    rms_norm(wide, hidden, mlp_norm, out, T, D, eps, once != 0)
+    x[0] = fresh[0] = qk[0] = _ZERO  # they live until here
+
+
+@compiled
+def _add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
+    """Add part to total, both [T, D]."""
+    size = 4 if wide else 2
+    left, right = np.empty(D, np.float32), np.empty(D, np.float32)
+    for t in range(T):
+        read_numbers(wide, total + t * D * size, D, left)
+        read_numbers(wide, part + t * D * size, D, right)
+        for i in range(D):
+            left[i] += right[i]
+        write_numbers(wide, total + t * D * size, D, left)
