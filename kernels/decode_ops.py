@@ -28,8 +28,16 @@ from kernels.compiled import (
     read_numbers,
     write_numbers,
 )
-from kernels.panels import multiply, multiply_block
-from kernels.row_ops import dot, load_vector, norm_and_rope, rms_norm, write_rows
+from kernels.panels import add_weighted, multiply, multiply_block, run_experts
+from kernels.row_ops import (
+    dot,
+    group_pairs,
+    load_vector,
+    norm_and_rope,
+    rms_norm,
+    softmax_top_k,
+    write_rows,
+)
 from kernels.thread_pool import register_part, run_parts
 
 TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
@@ -217,30 +225,32 @@ def attend_decode(
 
 # --- the attention half of a layer
 
-LAYER_FIELDS: Final = 16
-BATCH_FIELDS: Final = 11
+LAYER_FIELDS: Final = 22
+BATCH_FIELDS: Final = 13
 
 
 @compiled
 def attend_layer(pool: int, layer: int, batch: int) -> None:
-    """Run norm, q, k, v, rope, pool writes, attention and o of a decode batch, and the next norm.
+    """Run attention of a decode batch, the next norm, and the router of a softmax family.
 
     hidden [T, D] is changed in place. layer: int64 arithmetic, D, H, G, d, bits of eps, whether
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
-    sinks, MLP norm; window. batch: int64 T; addresses of hidden, cos, sin, slots, sequences, K
-    pool, V pool and the second norm's output [T, D]; whether numbers are float32; bits of scale.
+    sinks, MLP norm; window; addresses of the router (0: none) and its bias, E, top_k, whether its
+    weights are normalized and rounded. batch: int64 T; addresses of hidden, cos, sin, slots,
+    sequences, K pool, V pool, and of the results: the second norm's output [T, D], ids and weights
+    [T, top_k]; whether numbers are float32; bits of scale.
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
-        window,
+        window, router, router_bias, E, top_k, normalize, rounds,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
-    T, hidden, cos, sin, slots, sequences, k_pool, v_pool, out, is_wide, scale = carray(
-        int64_at(batch), (BATCH_FIELDS,)
-    )
+    (
+        T, hidden, cos, sin, slots, sequences, k_pool, v_pool, out, ids, weights, is_wide, scale,
+    ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
     size = 4 if wide else 2
     x = np.empty(1 + T * max(D, H * d), np.float32)
-    fresh = np.empty(1 + T * max(D, all_heads * d), np.float32)
+    fresh = np.empty(1 + T * max(D, E, all_heads * d), np.float32)
     qk = np.empty(1 + T * (H + G) * d, np.float32)
     x_at, fresh_at, qk_at = address_of(x), address_of(fresh), address_of(qk)
     rms_norm(wide, hidden, norm, x_at, T, D, eps, once != 0)
@@ -256,6 +266,9 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
     _add_rows(wide, hidden, fresh_at, T, D)
     rms_norm(wide, hidden, mlp_norm, out, T, D, eps, once != 0)
+    if router:
+        multiply(pool, kind, out, router, router_bias, fresh_at, T, D, E)
+        softmax_top_k(wide, fresh_at, T, E, top_k, False, ids, weights, normalize != 0, rounds != 0)
     x[0] = fresh[0] = qk[0] = _ZERO  # they live until here
 
 
@@ -270,3 +283,52 @@ def _add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
         for i in range(D):
             left[i] += right[i]
         write_numbers(wide, total + t * D * size, D, left)
+
+
+EXPERT_FIELDS: Final = 16
+
+
+@compiled
+def add_experts(pool: int, args: int) -> None:
+    """Add each row's weighted sum over its local experts to hidden [T, D].
+
+    args: int64 arithmetic, D, F, e; addresses of gate_up and down int64 [e, 2]; bits of alpha and
+    limit (`run_experts`); T, top_k; addresses of x, ids, weights (`group_pairs`), local, hidden;
+    whether numbers are float32.
+    """
+    (
+        kind, D, F, e, gate_up, down, alpha, limit, T, top_k, x, ids, weights, local, hidden,
+        is_wide,
+    ) = carray(int64_at(args), (EXPERT_FIELDS,))  # fmt: skip
+    N = T * top_k
+    rows, sorted_N = np.empty(N + 1, np.int64), np.empty(N + 1, np.float32)
+    counts, experts = np.zeros(e + 1, np.int64), np.empty(e + 1, np.int64)
+    y, sums = np.empty(N * D + 1, np.float32), np.zeros(T * D + 1, np.float32)
+    rows_at, sorted_at, y_at = address_of(rows), address_of(sorted_N), address_of(y)
+    counts_at, experts_at, sums_at = address_of(counts), address_of(experts), address_of(sums)
+    group_pairs(ids, weights, local, N, top_k, e, rows_at, sorted_at, counts_at)
+    used, pairs = 0, 0
+    for expert in range(e):
+        if counts[expert]:
+            experts[used], counts[used] = expert, counts[expert]
+            pairs += counts[used]
+            used += 1
+    run_experts(
+        pool, kind, x, rows_at, gate_up, down, experts_at, counts_at, used, D, F,
+        float_of_bits(alpha), float_of_bits(limit), y_at,
+    )  # fmt: skip
+    add_weighted(pool, rows_at, sorted_at, y_at, sums_at, pairs, D)
+    _add_sums(is_wide != 0, hidden, sums, T, D)
+    rows[0] = counts[0] = experts[0] = 0  # they live until here
+    sorted_N[0] = y[0] = _ZERO
+
+
+@compiled
+def _add_sums(wide: bool, hidden: int, sums: Any, T: int, D: int) -> None:
+    size = 4 if wide else 2
+    row = np.empty(D, np.float32)
+    for t in range(T):
+        read_numbers(wide, hidden + t * D * size, D, row)
+        for i in range(D):
+            row[i] += sums[t * D + i]
+        write_numbers(wide, hidden + t * D * size, D, row)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.compiled import bits_of
+from kernels.decode_ops import add_experts
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
 from kernels.panels import add_weighted, run_experts
 from kernels.steps import Steps, zero_tiled
@@ -69,6 +71,49 @@ def expert_steps(
         first = last
         yield
     return out_UD
+
+
+def add_at_once(
+    hidden_TD: Tensor,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    local_of_E: Tensor,
+    gate_up_e: ExpertLinears,
+    down_e: ExpertLinears,
+    clamped: ClampedGate | None = None,
+) -> bool:
+    """Add the weighted sums of few rows' experts to hidden, in one compiled call, if possible.
+
+    local_of_E: as of `group_by_expert` (kernels/routing.py).
+    """
+    kind = gate_up_e.arithmetic
+    is_few = ids_TK.numel() <= RUN_PAIRS and hidden_TD.is_contiguous() and x_TD.is_contiguous()
+    if kind is None or not is_few or hidden_TD.dtype is not x_TD.dtype:
+        return False
+    alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
+    args = np.array(
+        (
+            kind,
+            x_TD.shape[1],
+            gate_up_e.out_features // 2,
+            len(gate_up_e),
+            gate_up_e.addresses.ctypes.data,
+            down_e.addresses.ctypes.data,
+            bits_of(alpha),
+            bits_of(limit),
+            *ids_TK.shape,
+            x_TD.data_ptr(),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
+            local_of_E.data_ptr(),
+            hidden_TD.data_ptr(),
+            hidden_TD.dtype is torch.float32,
+        ),
+        np.int64,
+    )
+    add_experts(shared_pool(), args.ctypes.data)
+    return True
 
 
 def _add_weighted(rows_N: Tensor, weights_N: Tensor, y_ND: Tensor, out_UD: Tensor) -> None:

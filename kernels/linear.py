@@ -48,7 +48,7 @@ def _call_kernels() -> None:
     panels.run_experts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
     panels.add_weighted(*[0] * 7)
     row_ops.group_pairs(*[0] * 9)
-    row_ops.softmax_top_k(True, 0, 0, 0, 0, False, 0, 0)
+    row_ops.softmax_top_k(True, 0, 0, 0, 0, False, 0, 0, False, False)
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0.0, False)
     row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
@@ -57,6 +57,7 @@ def _call_kernels() -> None:
         0, True, 0, 0, 0, 0, 0, 0, nothing.ctypes.data, 0, 1, 1, 0, 0, 0, 0.0, 0
     )
     decode_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
+    decode_ops.add_experts(0, nothing.ctypes.data)
 
 
 class PackedLinear:

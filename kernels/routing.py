@@ -33,10 +33,9 @@ def softmax_top_k(
     """
     if _is_compiled(logits_TE):
         ids_TK = torch.empty((len(logits_TE), top_k), dtype=torch.int64)
-        weights_TK = _compiled_weights(logits_TE, ids_TK, given=False)
-    else:
-        probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
+        return ids_TK, _on_cpu(logits_TE, ids_TK, normalize, round_to, given=False)
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    weights_TK, ids_TK = torch.topk(probs_TE, top_k, dim=-1)
     return ids_TK, _weighted(weights_TK, normalize=normalize, round_to=round_to)
 
 
@@ -45,19 +44,24 @@ def softmax_weights(
 ) -> Tensor:
     """Return [T, K] float32: the weights of `softmax_top_k` for given experts."""
     if _is_compiled(logits_TE):
-        weights_TK = _compiled_weights(logits_TE, ids_TK.contiguous(), given=True)
-    else:
-        probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        weights_TK = probs_TE.gather(1, ids_TK)
-    return _weighted(weights_TK, normalize=normalize, round_to=round_to)
+        return _on_cpu(logits_TE, ids_TK.contiguous(), normalize, round_to, given=True)
+    probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
+    return _weighted(probs_TE.gather(1, ids_TK), normalize=normalize, round_to=round_to)
 
 
 def _is_compiled(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in row_ops.COMPILED_DTYPES and x.is_contiguous()
 
 
-def _compiled_weights(logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tensor:
-    """Return the softmax's weights of the top k, whose ids are written unless `given`."""
+def _on_cpu(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    normalize: bool,
+    round_to: torch.dtype | None,
+    *,
+    given: bool,
+) -> Tensor:
+    """Return the weights of the top k, whose ids are written unless `given`."""
     weights_TK = torch.empty(ids_TK.shape)
     row_ops.softmax_top_k(
         logits_TE.dtype is torch.float32,
@@ -68,6 +72,8 @@ def _compiled_weights(logits_TE: Tensor, ids_TK: Tensor, *, given: bool) -> Tens
         given,
         ids_TK.data_ptr(),
         weights_TK.data_ptr(),
+        normalize,
+        round_to is torch.bfloat16,
     )
     return weights_TK
 

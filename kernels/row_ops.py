@@ -214,11 +214,21 @@ def group_pairs(
 
 @compiled
 def softmax_top_k(
-    wide: bool, logits: int, T: int, E: int, top_k: int, given: bool, ids: int, weights: int
+    wide: bool,
+    logits: int,
+    T: int,
+    E: int,
+    top_k: int,
+    given: bool,
+    ids: int,
+    weights: int,
+    normalize: bool,
+    rounds: bool,
 ) -> None:
     """Write the top k of the softmax over E logits: ids int64 and weights float32 [T, top_k].
 
-    given: read ids instead. Of equal logits the first expert is taken.
+    given: read ids instead. Of equal logits the first expert is taken. normalize: weights of a row
+    sum to 1. rounds: to bfloat16.
     """
     size = 4 if wide else 2
     row = np.empty(E, np.float32)
@@ -236,8 +246,15 @@ def softmax_top_k(
             row[e] = exp(row[e] - largest)
         for e in range(E):
             total += row[e]
+        kept = _ZERO
         for k in range(top_k):
             weights_K[k] = row[chosen[k]] / total
+            kept += weights_K[k]
+        for k in range(top_k):
+            if normalize:
+                weights_K[k] /= kept
+            if rounds:
+                weights_K[k] = from_bfloat16(to_bfloat16(weights_K[k]))
 
 
 @compiled

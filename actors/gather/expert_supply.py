@@ -33,7 +33,7 @@ from kernels.routing import local_index
 from kernels.steps import Steps, add_tiled
 from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore, split_layers
-from models.experts.expert_half import ExpertHalf, expert_sum_steps
+from models.experts.expert_half import ExpertHalf, add_expert_sums
 from models.experts.expert_layout import ExpertLayout
 from models.experts.expert_store import ExpertSource, ExpertStore, ResidentStore
 from models.experts.host_experts import CheckpointParts, HostSource, open_host_source
@@ -117,8 +117,7 @@ class StoredBackend(ExpertBackend[StoredPending]):
         start_s, layer = self._clock(), pending.key.layer
         held = self._store.fetch(layer)
         self._note_exposed(pending, start_s)
-        sums_TD = yield from expert_sum_steps(pending.routed, held, self._local_of_E)
-        yield from add_tiled(hidden_TD, sums_TD)
+        yield from add_expert_sums(hidden_TD, pending.routed, held, self._local_of_E)
         if shared_TD is not None:
             yield from add_tiled(hidden_TD, shared_TD)
         self._pending.remove(pending)

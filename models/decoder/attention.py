@@ -27,6 +27,7 @@ from kernels.norm_rope import apply_rope, rms_norm
 from kernels.steps import Steps, map_tiles, row_tiles
 from kernels.thread_pool import shared_pool
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMetadata
+from models.experts.router import RoutedTokens
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_tensors
@@ -90,13 +91,18 @@ class KvPool:
                 pool.index_copy_(0, batch.copies.to_C, copied)
 
 
-class DecodeNorms(NamedTuple):
-    """The norms before attention and before the MLP of a layer."""
+class DecodeNeighbors(NamedTuple):
+    """The norms around a layer's attention, and its router's fields of `attend_layer`."""
 
-    attention_D: Tensor
-    mlp_D: Tensor
-    eps: float
+    attention_norm_D: Tensor
+    mlp_norm_D: Tensor
     rounds_once: bool
+    router: tuple[int, ...]
+
+    @property
+    def top_k(self) -> int:
+        """0: `attend_layer` does not route."""
+        return self.router[3]
 
 
 class GroupedQueryAttention:
@@ -106,7 +112,7 @@ class GroupedQueryAttention:
         weight_specs = attention_tensors(spec, layer)
         self._layer = layer
         self._H, self._G, self._d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._eps = spec.rms_norm_eps
+        self._eps, self._scale_bits = spec.rms_norm_eps, bits_of(spec.head_dim**-0.5)
         self._window = spec.sliding_windows[layer]
         qkv, biased = ("q", "k", "v"), spec.attention_bias
         self._qkv = loader.linear(
@@ -172,16 +178,20 @@ class GroupedQueryAttention:
         batch: AttentionBatch,
         metadata: AttentionMetadata,
         kv: KvPool,
-        norms: DecodeNorms,
-    ) -> Tensor:
-        """Add attention to hidden_TD in place, in one compiled call; return the MLP's input."""
+        neighbors: DecodeNeighbors,
+    ) -> tuple[Tensor, RoutedTokens | None]:
+        """Add attention to hidden_TD in place, in one compiled call.
+
+        Returns the MLP's input, and the routed tokens if the call could route them.
+        """
         rows, (k_pool, v_pool) = metadata.plans[self._window].rows, kv.entries(self._layer)
         assert rows is not None
         if self._decode_layer is None:
-            self._decode_layer = self._layer_fields(norms)
-        x_TD = torch.empty_like(hidden_TD)
+            self._decode_layer = self._layer_fields(neighbors)
+        x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
+        ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
         fields = (
-            len(hidden_TD),
+            T,
             hidden_TD.data_ptr(),
             metadata.cos.data_ptr(),
             metadata.sin.data_ptr(),
@@ -190,19 +200,21 @@ class GroupedQueryAttention:
             k_pool.data_ptr(),
             v_pool.data_ptr(),
             x_TD.data_ptr(),
+            ids_TK.data_ptr(),
+            weights_TK.data_ptr(),
             hidden_TD.dtype is torch.float32,
-            bits_of(self._d**-0.5),
+            self._scale_bits,
         )
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), self._decode_layer.ctypes.data, called.ctypes.data)
-        return x_TD
+        return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
 
-    def _layer_fields(self, norms: DecodeNorms) -> NDArray[np.int64]:
+    def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
         """Return the fields of `attend_layer` that do not change."""
         assert self._qkv.arithmetic is not None
-        addresses = [
+        qk_norm, sinks = (
             0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)
-        ]
+        )
         return np.array(
             (
                 self._qkv.arithmetic,
@@ -210,15 +222,16 @@ class GroupedQueryAttention:
                 self._H,
                 self._G,
                 self._d,
-                bits_of(norms.eps),
-                norms.rounds_once,
-                norms.attention_D.data_ptr(),
+                bits_of(self._eps),
+                neighbors.rounds_once,
+                neighbors.attention_norm_D.data_ptr(),
                 *self._qkv.addresses,
-                addresses[0],
+                qk_norm,
                 *self._o.addresses,
-                addresses[1],
-                norms.mlp_D.data_ptr(),
+                sinks,
+                neighbors.mlp_norm_D.data_ptr(),
                 self._window or 0,
+                *neighbors.router,
             ),
             np.int64,
         )

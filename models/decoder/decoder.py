@@ -20,7 +20,7 @@ from kernels.norm_rope import cos_sin
 from kernels.packed_attention import supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
-    DecodeNorms,
+    DecodeNeighbors,
     GroupedQueryAttention,
     KvPool,
     LatentAttention,
@@ -58,15 +58,18 @@ class _Layer:
         weight_specs = layout.norm_tensors(spec, layer)
         self.attention_norm = loader.load(weight_specs["attention_norm"])
         self.mlp_norm = loader.load(weight_specs["mlp_norm"])
-        self.norms = DecodeNorms(
-            self.attention_norm, self.mlp_norm, spec.rms_norm_eps, spec.family.norm_rounds_once
-        )
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
         self.mlp: ExpertRouter | _Mlp = (
             ExpertRouter(spec, layer, loader)
             if spec.is_moe(layer)
             else _Mlp(layout.dense_tensors(spec, layer), loader)
+        )
+        router = None
+        if isinstance(self.mlp, ExpertRouter):
+            router = self.mlp.decode_fields(self.attention_norm.dtype)
+        self.neighbors = DecodeNeighbors(
+            self.attention_norm, self.mlp_norm, spec.family.norm_rounds_once, router or (0,) * 6
         )
         shared = layout.shared_tensors(spec, layer)
         self.shared = _Mlp(shared, loader) if shared else None
@@ -161,7 +164,10 @@ class AttentionHalf:
             and isinstance(attention, GroupedQueryAttention)
             and attention.decodes_at_once(batch, metadata)
         ):
-            x_TD = attention.decode(hidden_TD, batch, metadata, kv, weights.norms)
+            called = attention.decode(hidden_TD, batch, metadata, kv, weights.neighbors)
+            x_TD, routed = called
+            if routed is not None:
+                return AttentionOutput(hidden_TD, routed)
             return (yield from self._feed_forward(weights, hidden_TD, x_TD))
         x_TD = yield from self._norm_tiles(hidden_TD, weights.attention_norm)
         last_metadata = None

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from contracts.expert_eviction import ExpertKey
-from kernels.experts import expert_steps
+from kernels.experts import add_at_once, expert_steps
 from kernels.gpu_experts import gpu_experts, runs_on_gpu
 from kernels.linear import ExpertLinears
 from kernels.routing import group_by_expert
-from kernels.steps import Steps, run_to_end
+from kernels.steps import Steps, add_tiled, run_to_end
 from models.experts.expert_loading import ExpertLayer, join_layers, load_experts, load_separately
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
@@ -40,6 +40,17 @@ def expert_sum_steps(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor
             routed.x_TD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped
         )
     )
+
+
+def add_expert_sums(
+    hidden_TD: Tensor, routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor
+) -> Steps[None]:
+    """Add `expert_sum_steps` to hidden_TD in place, for few rows in one compiled call."""
+    ids_TK, weights_TK = routed.topk_ids_TK.contiguous(), routed.topk_weights_TK.contiguous()
+    experts = held.gate_up, held.down, held.clamped
+    if not add_at_once(hidden_TD, routed.x_TD, ids_TK, weights_TK, local_of_E, *experts):
+        sums_TD = yield from expert_sum_steps(routed, held, local_of_E)
+        yield from add_tiled(hidden_TD, sums_TD)
 
 
 def expert_sums(routed: RoutedTokens, held: ExpertLayer, local_of_E: Tensor) -> Tensor:

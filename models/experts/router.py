@@ -41,7 +41,7 @@ class ExpertRouter:
             loader.load(weight_specs["correction"]) if "correction" in weight_specs else None
         )
         self.experts = spec.num_experts
-        self._top_k = spec.top_k
+        self.top_k = spec.top_k
         self._routing = spec.routing
         self._plain = spec.family.routing == "plain"
         self._rounds = spec.family.rounds_topk_weights
@@ -61,6 +61,14 @@ class ExpertRouter:
         ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
         return RoutedTokens(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
 
+    def decode_fields(self, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Return the router's fields of `attend_layer` for rows of a dtype, or None."""
+        if not self._plain or dtype is not self._dtype or self._scores.arithmetic is None:
+            return None
+        rounds = self._rounds and dtype is torch.bfloat16
+        normalize = self._routing.normalize
+        return *self._scores.addresses, self.experts, self.top_k, normalize, rounds
+
     def logits(self, x_TD: Tensor) -> Tensor:
         """Return [T, E]."""
         return self._scores(x_TD.to(self._dtype))
@@ -71,7 +79,7 @@ class ExpertRouter:
         if self._plain:
             ids_TK, weights_TK = softmax_top_k(
                 logits_TE,
-                self._top_k,
+                self.top_k,
                 normalize=routing.normalize,
                 round_to=self._round_to(logits_TE),
             )
@@ -79,7 +87,7 @@ class ExpertRouter:
         limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
         ids_TK, weights_TK = limited_top_k(
             self._scored(logits_TE),
-            self._top_k,
+            self.top_k,
             limit,
             bias_E=self._correction,
             normalize=routing.normalize,
