@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from actors.batching.batch_builder import ScheduledBatch
-from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
+from actors.batching.decode_coalescing import DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
@@ -27,6 +27,7 @@ from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recordi
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
+    decode_coalescer,
     kv_pool_blocks,
     load_half,
     prepare_process,
@@ -96,7 +97,8 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
         spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s, sample
     )
     priorities = Priorities(config.priority, telemetry, spec.name)
-    due_times, coalescer = DueTimes(config.priority, monotonic_s), _coalescer(spec, scheduler)
+    due_times = DueTimes(config.priority, monotonic_s)
+    coalescer = decode_coalescer(config.priority, scheduler, config.schedule.max_batch_sequences)
     preempting = coalesce_decodes(coalescer.slack_s, coalescer.free_places)
     by_default = preempting if config.priority.preempt else one_at_a_time
 
@@ -156,11 +158,6 @@ def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> Routing
     shape = len(model.moe_layers), model.top_k
     send = planning.report_routing
     return RoutingSample(spec.name, placing.sample_tokens, shape, monotonic_s, send)
-
-
-def _coalescer(spec: RankSpec, scheduler: Scheduler) -> DecodeCoalescer:
-    tbt_s, max_sequences = spec.config.priority.ls_tbt_s, spec.config.schedule.max_batch_sequences
-    return DecodeCoalescer(scheduler, monotonic_s, tbt_s=tbt_s, max_sequences=max_sequences)
 
 
 def _experts(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actors.batching.decode_coalescing import DueTimes
+from actors.batching.decode_coalescing import DecodeCoalescer, DueTimes
 from actors.batching.finisher import Finisher
 from actors.batching.observer import LoopControl, Observer
 from actors.batching.scheduler import Scheduler
@@ -31,6 +31,7 @@ from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
     ServedModel,
+    decode_coalescer,
     kv_pool_blocks,
     load_half,
     prefill_limits,
@@ -55,7 +56,7 @@ from models.decoder.decoder import AttentionHalf
 from planner.routing.open_requests import work_of
 from planner.scheduling.batching import (
     BatchingPolicy,
-    by_class,
+    coalesce_decodes,
     one_at_a_time,
     preempt_if_profitable,
 )
@@ -100,6 +101,7 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     backend = supply.backend(half)
     parts = ExecutorParts(spec.name, half, kv, backend, finisher, recorded.timeline, monotonic_s)
     priorities = Priorities(config.priority, telemetry, spec.name)
+    coalescer = decode_coalescer(config.priority, scheduler, schedule.max_batch_sequences)
     executor = Executor(
         parts,
         chunk_cost=lambda start, stop: float(stop - start),
@@ -115,8 +117,9 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
         watch,
         plan_of=lambda batch: WHOLE,
         close=supply.close,
-        observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s)],
-        batching=batching or priorities.batching(_batching(spec.name, backend, config.priority)),
+        observers=[prefill_log, reference, DueTimes(config.priority, monotonic_s), coalescer],
+        batching=batching
+        or priorities.batching(_batching(spec.name, backend, config.priority, coalescer)),
     )
     hooks = RankHooks(lambda addresses: _connect(spec.name, supply, addresses))
     return serving_rank(
@@ -135,7 +138,9 @@ def _load_engine(path: str) -> Callable[[RankSpec], Rank]:
     return engine
 
 
-def _batching(rank: str, backend: ExpertBackend[Any], config: PriorityConfig) -> BatchingPolicy:
+def _batching(
+    rank: str, backend: ExpertBackend[Any], config: PriorityConfig, coalescer: DecodeCoalescer
+) -> BatchingPolicy:
     if config.preempt and not backend.interleaves:
         event(
             log, "preemption_disabled", rank=rank, reason="a step of all_to_all is of all workers"
@@ -143,7 +148,7 @@ def _batching(rank: str, backend: ExpertBackend[Any], config: PriorityConfig) ->
     if not config.preempt or not backend.interleaves:
         return one_at_a_time
     return (
-        by_class
+        coalesce_decodes(coalescer.slack_s, coalescer.free_places)
         if backend.yields
         else preempt_if_profitable(lambda: backend.copy_s, config.be_share)
     )

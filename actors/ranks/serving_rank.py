@@ -17,7 +17,9 @@ import torch
 from llguidance import LLTokenizer
 
 from actors.batching.admission import QueueDrain, RankAdmission
+from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.observer import BatchTraces
+from actors.batching.scheduler import Scheduler
 from actors.channels.factory import spin_seconds
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
@@ -182,6 +184,14 @@ class Priorities:
     def _failed(self, reason: str) -> None:
         self._telemetry.count(metrics.POLICY_FALLBACKS)
         event(log, "policy_fallback", logging.WARNING, rank=self._rank, reason=reason)
+
+
+def decode_coalescer(
+    config: PriorityConfig, scheduler: Scheduler, max_sequences: int
+) -> DecodeCoalescer:
+    return DecodeCoalescer(
+        scheduler, monotonic_s, tbt_s=config.ls_tbt_s, max_sequences=max_sequences
+    )
 
 
 class ServedModel(NamedTuple):

@@ -372,4 +372,6 @@ def _model_card(model: ModelInfo) -> response_types.ModelCard:
         owned_by="tandem",
         max_model_len=model.max_context_tokens,
         expert_execution=model.expert_execution,
+        colocated=model.colocated,
+        colocated_gain=model.colocated_gain,
     )

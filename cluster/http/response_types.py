@@ -212,6 +212,8 @@ class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     max_model_len: tokens of prompt and answer together.
     expert_execution: whether experts are those that routers choose, or predicted ones.
+    colocated: whether each rank that generates has all weights. colocated_gain: the planner's
+    prediction of how many times faster that generates one sequence; null without planner.hardware.
     """
 
     id: str
@@ -220,6 +222,8 @@ class ModelCard(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):
     owned_by: str
     max_model_len: int
     expert_execution: Literal["exact", "speculated"]
+    colocated: bool
+    colocated_gain: float | None
 
 
 class ModelList(_Shape, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -499,3 +499,5 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling(max_tokens=0)
     created: int = 0
     expert_execution: Literal["exact", "speculated"] = "exact"
+    colocated: bool = False
+    colocated_gain: float | None = None

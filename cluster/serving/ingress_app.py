@@ -14,6 +14,7 @@ from actors.channels.handshake import Identity
 from actors.planning.planner_inputs import shape_of
 from actors.telemetry.telemetry import Telemetry
 from cluster.fleet.codec import Directory, decode_directory
+from cluster.fleet.colocation import colocated_gain
 from cluster.fleet.model_folder import public_name, resolve_model_folder
 from cluster.http.app import App, build_app
 from cluster.http.authenticator import ApiKeyReloader
@@ -59,6 +60,8 @@ def served_model(config: TandemConfig) -> tuple[ModelInfo, Tokenizer]:
         sampling=Sampling(max_tokens=0) if ignored else read_sampling(folder),
         created=int(time.time()),
         expert_execution=config.experts.speculative,
+        colocated=config.groups.attention_ranks == 0,
+        colocated_gain=colocated_gain(config, spec),
     )
     return model, tokenizer
 

@@ -14,6 +14,7 @@ import httpx
 from ray.serve.handle import DeploymentHandle
 
 from cluster.fleet.codec import Directory, decode_directory
+from cluster.fleet.colocation import colocate
 from cluster.fleet.model_folder import check_tokenizer, resolve_model_folder
 from cluster.fleet.placements import check_placement_file
 from cluster.http.server import bind, check_public, check_tls
@@ -26,6 +27,7 @@ from contracts.config import TandemConfig
 from contracts.errors import ConfigError, LaunchError
 from contracts.keys_file import read_keys
 from contracts.logs import set_up_logging
+from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint
 from planner.scheduling.user_policy import load_policy
 
@@ -103,12 +105,11 @@ def prepare(config: TandemConfig, environment: Mapping[str, str]) -> TandemConfi
     `tandem serve` and `deploy.app:build` both start here.
     """
     config = with_variables(with_absolute_paths(config, Path.cwd()), environment)
-    preflight(config)
-    return config
+    return colocate(config, preflight(config))
 
 
-def preflight(config: TandemConfig) -> None:
-    """Check everything that takes only milliseconds. Raises TandemError."""
+def preflight(config: TandemConfig) -> ModelSpec:
+    """Check everything that takes only milliseconds, and return the model. Raises TandemError."""
     folder = resolve_model_folder(config.model.path)
     model = check_checkpoint(folder)
     check_tokenizer(folder)
@@ -126,6 +127,7 @@ def preflight(config: TandemConfig) -> None:
     if config.http.front == "direct":
         check_public(config.http)
         bind(config.http.host, config.http.port).close()
+    return model
 
 
 def _wait_healthy(url: str, deployed: application.DeployedApp, timeout_s: float) -> None:

@@ -23,6 +23,11 @@ class GroupsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill_ranks: NonNegative = 0
     """Workers of the prefill pipeline, which serves classification, scores and completions of one
     token."""
+    colocated: Literal["never", "auto"] = "never"
+    """Generation in one process per attention rank, which has all weights and sends no packets.
+    "auto": prefill workers with resident experts take the place of attention and expert ranks where
+    their weights fit half of this machine's free memory, and planner.hardware, if given, predicts
+    that it is faster. Each gets the threads of the ranks it replaces."""
     ingress_replicas: Count = 1
     """HTTP server processes. With http.front=direct they share one port, and the kernel distributes
     connections. Limits on connections, memory and keys apply to each replica; schedule.max_waiting

@@ -62,6 +62,14 @@ class StageModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"{name}: alpha_ms=0 and beta_ms=0: a stage that computes takes time"
                 )
 
+    def colocated_gain(self, samples: float, tokens_per_expert: float) -> float:
+        """Return how many times faster one process passes a layer than two groups in turn."""
+        computed_ms = self.attention.at(samples) + self.expert.at(tokens_per_expert)
+        if self.shared is not None:
+            computed_ms += self.shared.at(samples)
+        sent_ms = self.a2e.at(tokens_per_expert) + self.e2a.at(tokens_per_expert)
+        return (computed_ms + sent_ms) / computed_ms
+
 
 class PlanSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One planning problem.
