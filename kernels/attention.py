@@ -100,8 +100,10 @@ class Masks:
 
     def __init__(self, tiles: Sequence[Tile], window: int | None, device: torch.device) -> None:
         masked = [tile for tile in tiles if not tile.causal]
-        rows = max((tile.q_last - tile.q_first for tile in masked), default=0)
-        self._offset = max((tile.offset for tile in masked), default=0)
+        if not masked:
+            return
+        rows = max(tile.q_last - tile.q_first for tile in masked)
+        self._offset = max(tile.offset for tile in masked)
         distance = torch.arange(rows).unsqueeze(1) + self._offset
         distance = distance - torch.arange(self._offset + rows)
         hidden = distance < 0

@@ -35,9 +35,9 @@ class TokenSampler:
 
     def __init__(self, logits_RV: torch.Tensor) -> None:
         self._logits_RV = logits_RV
-        best_R = logits_RV.argmax(-1)  # in a row with a NaN: the NaN's index
+        peaks_R, best_R = logits_RV.max(-1)  # in a row with a NaN: the NaN
         self._best: list[int] = best_R.tolist()
-        self._peaks: list[float] = logits_RV.gather(-1, best_R.unsqueeze(-1))[:, 0].tolist()
+        self._peaks: list[float] = peaks_R.tolist()
 
     def sample(self, row: int, sequence: Sequence) -> tuple[int, TokenLogprob | None]:
         """Return the next token and, if requested, its log-probability under the model.

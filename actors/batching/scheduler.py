@@ -165,7 +165,7 @@ class Scheduler:
                 batch, (s for s in running if _is_prompt(s) and s.priority is priority)
             )
             batch.budget.reserve_tokens(0)
-            if all_started and limit != 0:
+            if all_started and limit != 0 and len(self._waiting[priority]):
                 all_started = self._admit(batch, priority, limit)
             batch.budget.reserve_tokens(reserved_tokens)
 
