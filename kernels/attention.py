@@ -1,9 +1,9 @@
 """Causal attention over a ragged batch with keys and values in a paged pool.
 
-A plan is made once per micro-batch and window, and used at every layer. Sequences with one new
-token (decode) are attended in place by a compiled call on the CPU, and padded to groups of similar
-context elsewhere. Short ones are padded to groups too (kernels/packed_attention.py); all others are
-attended one by one.
+A plan is made once per micro-batch and window, and used at every layer. On the CPU a compiled call
+attends to keys and values in place (kernels/attention_ops.py). Elsewhere sequences with one new
+token (decode) are padded to groups of similar context, short ones are padded to groups too
+(kernels/packed_attention.py), and all others are attended one by one.
 
 Shapes: T new tokens, H query heads, G KV heads, R = H / G, d head dim, S context, P pool slots. KV
 heads are never repeated in memory: R query heads share one through a stride-0 view.
@@ -12,7 +12,7 @@ heads are never repeated in memory: R query heads share one through a stride-0 v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.decode_ops import attend_decode
-from kernels.linear import linear
+from kernels.attention_ops import attend
 from kernels.packed_attention import (
     Keys,
     PackedPart,
@@ -41,8 +40,6 @@ from kernels.steps import Steps
 from kernels.thread_pool import shared_pool
 
 _TILE_ROWS = 128  # smaller tiles skip more but need more calls
-_LONG_SCORES = 1 << 18  # of one KV head: a step of its own, a millisecond or more
-_FUSED_SCORES = 1 << 15  # of one KV head; below, the fused kernel is cheaper
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,54 +127,11 @@ def tile_steps(
     scale: float,
     sinks_GR: Tensor | None = None,
 ) -> Steps[None]:
-    """Write one sequence's attention of [T, G, R, d] to out_TGRd; large tiles by KV head."""
-    largest = max(tiles, key=_scores)
+    """Write one sequence's attention of [T, G, R, d] to out_TGRd."""
     if sinks_GR is not None:
         yield from _with_sinks(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale, sinks_GR)
-    elif q_TGRd.device.type == "cpu" and q_TGRd.shape[2] * _scores(largest) >= _FUSED_SCORES:
-        yield from _head_by_head(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
     else:
         yield from _fused(q_TGRd, k_SGd, v_SGd, tiles, out_TGRd, scale)
-
-
-def _scores(tile: Tile) -> int:
-    return (tile.q_last - tile.q_first) * (tile.k_last - tile.k_first)
-
-
-def _head_by_head(
-    q_TGRd: Tensor,
-    k_SGd: Tensor,
-    v_SGd: Tensor,
-    tiles: tuple[Tile, ...],
-    out_TGRd: Tensor,
-    scale: float,
-) -> Steps[None]:
-    """Stack the R queries of a KV head: one product per tile and head."""
-    R, d = q_TGRd.shape[2:]
-    k_GSd = k_SGd.transpose(0, 1).float().contiguous()
-    v_GSd = v_SGd.transpose(0, 1).contiguous()
-    if k_SGd.numel() >= _LONG_SCORES:
-        yield
-    for tile in tiles:
-        rows, keys = tile.rows, tile.keys
-        q_GRTd = q_TGRd[rows].permute(1, 2, 0, 3).float() * scale
-        T, S = tile.q_last - tile.q_first, tile.k_last - tile.k_first
-        for head, (q_RTd, k_Sd, v_Sd) in enumerate(zip(q_GRTd, k_GSd, v_GSd, strict=True)):
-            scores = linear(q_RTd.reshape(R * T, d), k_Sd[keys])
-            if tile.mask is not None:
-                scores.view(R, T, S).add_(tile.mask)
-            probs = torch.softmax(scores, dim=-1)
-            attended = _weighted(probs, v_Sd[keys])
-            out_TGRd[rows, head] = attended.view(R, T, -1).transpose(0, 1)
-            if R * T * S >= _LONG_SCORES:
-                yield
-        yield
-
-
-def _weighted(probs_NS: Tensor, v_Sd: Tensor) -> Tensor:
-    if v_Sd.dtype is torch.float32:
-        return linear(probs_NS, v_Sd.t().contiguous())
-    return torch.mm(probs_NS.to(v_Sd.dtype), v_Sd)
 
 
 def _fused(
@@ -233,7 +187,8 @@ def _with_sinks(
         yield
 
 
-_STEP_KEYS = 1 << 14  # of decode rows between two yields: a millisecond or more
+_STEP_SCORES = 1 << 14  # of a head between two yields: a millisecond or more
+_ENTRY_QUERIES = 256  # of a KV head: rows times query heads
 _MIN_FILL = 0.75  # smallest fraction of a decode group that is not padding
 _GROUP_SLOTS = 4096  # bound of a group's gathered keys, for the cache
 
@@ -259,11 +214,11 @@ class DecodePart:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """Sequences with one new token, for `row_ops.attend_decode`.
+class CompiledRows:
+    """Rows of sequences for `attention_ops.attend`.
 
-    table: int64 [B, DECODE_COLUMNS]. slots: the tensors whose addresses it has. steps: bounds of
-    sequences that are attended between two yields. window 0: none.
+    table: int64 [B, ENTRY_COLUMNS]. slots: the tensors whose addresses it has. steps: bounds of
+    entries that are attended between two yields. window 0: none.
     """
 
     table: NDArray[np.int64]
@@ -276,7 +231,7 @@ class DecodeRows:
 class AttentionPlan:
     prefill: tuple[PrefillPart, ...]
     decode: tuple[DecodePart, ...]
-    rows: DecodeRows | None = None  # on the CPU, in place of `decode`
+    rows: CompiledRows | None = None  # on the CPU, in place of `decode` and, if `plain`, `prefill`
     short: tuple[ShortPart, ...] = ()
     packed: PackedPart | None = None  # then all other parts are empty
 
@@ -287,15 +242,20 @@ def plan_attention(
     window: int | None,
     dtype: torch.dtype,
     device: torch.device,
+    group: int = 0,
     short_together: bool = False,
     packed: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of a batch.
 
-    window W: position p sees p-W+1 .. p; None: all positions up to p. dtype: of the queries.
-    short_together: pad short sequences to groups (not with sinks or latents). packed: one call for
-    all sequences (not with sinks); requires `supports_packed`.
+    window W: position p sees p-W+1 .. p; None: all positions up to p. dtype: of the queries. group:
+    query heads of a KV head, 0 with latents. short_together: pad short sequences to groups (not
+    with sinks or latents). packed: one call for all sequences (not with sinks); requires
+    `supports_packed`.
     """
+    is_compiled = device.type == "cpu" and dtype in COMPILED_DTYPES
+    if is_compiled and group:
+        return AttentionPlan((), (), compiled_rows(sequences, window, group))
     if packed:
         return AttentionPlan((), (), packed=packed_part(sequences, window, device))
     groups, others = split_short(sequences, window) if short_together else ([], sequences)
@@ -316,8 +276,8 @@ def plan_attention(
     )
     singles = [seq for seq in sequences if seq.count == 1]
     short = tuple(short_part(group, dtype, device) for group in groups)
-    if singles and device.type == "cpu" and dtype in COMPILED_DTYPES:
-        return AttentionPlan(prefill, (), _decode_rows(singles, window), short)
+    if singles and is_compiled:
+        return AttentionPlan(prefill, (), compiled_rows(singles, window, _ENTRY_QUERIES), short)
     decode = tuple(
         _decode_part(group, window, dtype, device) for group in _decode_groups(singles, window)
     )
@@ -366,15 +326,15 @@ def attention_steps(
         out_TGRd.index_copy_(0, group.rows_B, attended)
         yield
     if plan.rows is not None:
-        yield from decode_steps(q_THd, k_pool_PGd, v_pool_PGd, plan.rows, out_THd, scale, sinks_H)
+        yield from row_steps(q_THd, k_pool_PGd, v_pool_PGd, plan.rows, out_THd, scale, sinks_H)
     return out_THd
 
 
-def decode_steps(
+def row_steps(
     q_THd: Tensor,
     k_pool_PGd: Tensor,
     v_pool_PGd: Tensor,
-    rows: DecodeRows,
+    rows: CompiledRows,
     out_THd: Tensor,
     scale: float,
     sinks_H: Tensor | None = None,
@@ -384,7 +344,7 @@ def decode_steps(
         q_THd = q_THd.contiguous()
     H, G = q_THd.shape[1], k_pool_PGd.shape[1]
     for begin, end in rows.steps:
-        attend_decode(
+        attend(
             shared_pool(),
             q_THd.dtype is torch.float32,
             q_THd.data_ptr(),
@@ -392,6 +352,7 @@ def decode_steps(
             k_pool_PGd.data_ptr(),
             v_pool_PGd.data_ptr(),
             k_pool_PGd.stride(0),
+            v_pool_PGd.stride(0),
             out_THd.data_ptr(),
             rows.table[begin:].ctypes.data,
             end - begin,
@@ -425,34 +386,53 @@ def _decode(
     ).squeeze(3)
 
 
-def _decode_rows(singles: Sequence[SequenceRows], window: int | None) -> DecodeRows:
-    rows, slots = [], []
-    steps, first, keys = [], 0, 0
-    for index, seq in enumerate(singles):
-        width = _width(seq, window)
-        if keys and keys + width > _STEP_KEYS:
-            steps.append((first, index))
-            first, keys = index, 0
-        keys += width
+def compiled_rows(
+    sequences: Sequence[SequenceRows], window: int | None, group: int
+) -> CompiledRows:
+    """Cut sequences into entries of `attention_ops.attend`, and these into steps.
+
+    group: query heads of a KV head.
+    """
+    entries, slots = list[tuple[int, int, int, int, int]](), list[Tensor]()
+    steps, begin, scores = list[tuple[int, int]](), 0, 0
+    for seq in sequences:
+        start, address = 0, 0
         if isinstance(seq.slots_S, slice):
-            rows.append((seq.first, seq.context, seq.slots_S.start, 0))
+            start = seq.slots_S.start
         else:
             slots.append(seq.slots_S)
-            rows.append((seq.first, seq.context, 0, seq.slots_S.data_ptr()))
-    steps.append((first, len(singles)))
-    return DecodeRows(np.array(rows, np.int64), tuple(slots), tuple(steps), window or 0)
+            address = seq.slots_S.data_ptr()
+        for first, count in _pieces(seq, window, group):
+            width = _width(seq.start + first + count, window)
+            if scores and scores + count * width > _STEP_SCORES:
+                steps.append((begin, len(entries)))
+                begin, scores = len(entries), 0
+            scores += count * width
+            entries.append((seq.first + first, count, seq.start + first + count, start, address))
+    steps.append((begin, len(entries)))
+    return CompiledRows(np.array(entries, np.int64), tuple(slots), tuple(steps), window or 0)
 
 
-def _width(seq: SequenceRows, window: int | None) -> int:
-    return seq.context if window is None else min(seq.context, window)
+def _pieces(seq: SequenceRows, window: int | None, group: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of the rows of each entry of a sequence."""
+    first = 0
+    while first < seq.count:
+        width = _width(seq.start + first + 1, window)
+        most = max(1, min(_ENTRY_QUERIES // group, _STEP_SCORES // width))
+        yield first, min(most, seq.count - first)
+        first += most
+
+
+def _width(context: int, window: int | None) -> int:
+    return context if window is None else min(context, window)
 
 
 def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[list[SequenceRows]]:
     """Sort by width, longest first, and cut into groups that are padded to their longest."""
     groups: list[list[SequenceRows]] = []
     longest = 0
-    for seq in sorted(singles, key=lambda seq: -_width(seq, window)):
-        width = _width(seq, window)
+    for seq in sorted(singles, key=lambda seq: -_width(seq.context, window)):
+        width = _width(seq.context, window)
         fits = groups and (len(groups[-1]) + 1) * longest <= _GROUP_SLOTS
         if fits and width >= _MIN_FILL * longest:
             groups[-1].append(seq)
@@ -465,7 +445,7 @@ def _decode_groups(singles: Sequence[SequenceRows], window: int | None) -> list[
 def _decode_part(
     group: Sequence[SequenceRows], window: int | None, dtype: torch.dtype, device: torch.device
 ) -> DecodePart:
-    widths = [_width(seq, window) for seq in group]
+    widths = [_width(seq.context, window) for seq in group]
     width = widths[0]
     rows_B = torch.tensor([seq.first for seq in group], device=device)
     newest = [_newest(seq.slots_S, width) for seq, width in zip(group, widths, strict=True)]

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention_ops import add_experts
 from kernels.compiled import bits_of
-from kernels.decode_ops import add_experts
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
 from kernels.panels import add_weighted, run_experts
 from kernels.steps import Steps, zero_tiled
 from kernels.thread_pool import shared_pool
 
 RUN_PAIRS = 512  # pairs of a run of experts
+TILE_PAIRS = 128  # of an expert in a run: a part for a thread
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def expert_steps(
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
     is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.arithmetic is not None
-    for experts, counts in _runs_of(counts_e, cut=x_UD.device.type == "cpu"):
+    most = (TILE_PAIRS if is_compiled else RUN_PAIRS) if x_UD.device.type == "cpu" else None
+    for experts, counts in _runs_of(counts_e, most):
         last = first + sum(counts)
         rows_r, weights_r = rows_N[first:last], weights_N[first:last]
         if is_compiled:
@@ -200,17 +202,17 @@ def panel_run(
     return y_ND
 
 
-def _runs_of(counts_e: Sequence[int], *, cut: bool) -> Iterator[tuple[list[int], list[int]]]:
+def _runs_of(counts_e: Sequence[int], most: int | None) -> Iterator[tuple[list[int], list[int]]]:
     """Split experts with pairs into runs of (experts, pair counts).
 
-    A run is large enough for an operation, and its temporaries fit into the cache. cut: split
-    experts with more pairs, so that steps stay short.
+    A run is large enough for an operation, and its temporaries fit into the cache. most: pairs of
+    an expert at a time, so that steps stay short; None: all.
     """
     experts: list[int] = []
     counts: list[int] = []
     for expert, count in enumerate(counts_e):
         while count:
-            piece = min(count, RUN_PAIRS) if cut else count
+            piece = count if most is None else min(count, most)
             if counts and sum(counts) + piece > RUN_PAIRS:
                 yield experts, counts
                 experts, counts = [], []

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import AttentionPlan, Tile, decode_steps, tile_steps
+from kernels.attention import AttentionPlan, Tile, compiled_rows, row_steps, tile_steps
 from kernels.linear import linear
-from kernels.packed_attention import take
+from kernels.packed_attention import SequenceRows, take
+from kernels.row_ops import COMPILED_DTYPES
 from kernels.steps import Steps
 
 
@@ -71,7 +72,7 @@ def latent_attention_steps(
         q_THC = torch.zeros((T, H, pool_P1C.shape[2]), dtype=q_THd.dtype)
         q_THC[rows_B] = _to_entries(q_THd[rows_B], up).squeeze(1)
         attended_THr = torch.empty((T, H, up.weight.shape[2]), dtype=q_THd.dtype)
-        yield from decode_steps(q_THC, pool_P1C, pool_P1C, plan.rows, attended_THr, scale)
+        yield from row_steps(q_THC, pool_P1C, pool_P1C, plan.rows, attended_THr, scale)
         out_THv[rows_B] = _to_values(attended_THr[rows_B].unsqueeze(1), up)
     return out_THv
 
@@ -98,7 +99,11 @@ def _expanded(
     turned_SHp = entries_S1C[..., r:].expand(S, H, p)
     k_SHd = torch.cat((kv_SHnv[..., : up.nope_dim], turned_SHp), dim=-1)
     v_SHv = kv_SHnv[..., up.nope_dim :]
-    yield from tile_steps(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
+    if _is_compiled(q_THd, tiles):
+        rows = compiled_rows([_whole(q_THd, S)], None, 1)
+        yield from row_steps(q_THd, k_SHd, v_SHv.contiguous(), rows, out_THv, scale)
+    else:
+        yield from tile_steps(q_THd.unsqueeze(2), k_SHd, v_SHv, tiles, out_THv.unsqueeze(2), scale)
 
 
 def _absorbed_chunk(
@@ -112,8 +117,24 @@ def _absorbed_chunk(
     """Attend with the entries as keys and values of all heads (see `_to_values`)."""
     q_T1HC = _to_entries(q_THd, up)
     attended_T1HC = torch.empty_like(q_T1HC)
+    if _is_compiled(q_THd, tiles):
+        rows = compiled_rows([_whole(q_THd, len(entries_S1C))], None, q_THd.shape[1])
+        attended_THC, q_THC = attended_T1HC.squeeze(1), q_T1HC.squeeze(1)
+        yield from row_steps(q_THC, entries_S1C, entries_S1C, rows, attended_THC, scale)
+        out_THv.copy_(_to_values(attended_T1HC, up))
+        return
     yield from tile_steps(q_T1HC, entries_S1C, entries_S1C, tiles, attended_T1HC, scale)
     out_THv.copy_(_to_values(attended_T1HC, up))
+
+
+def _is_compiled(q_THd: Tensor, tiles: tuple[Tile, ...]) -> bool:
+    has_window = any(tile.k_first for tile in tiles)
+    return q_THd.device.type == "cpu" and q_THd.dtype in COMPILED_DTYPES and not has_window
+
+
+def _whole(q_THd: Tensor, context: int) -> SequenceRows:
+    """Return the rows of q as the last ones of keys 0 .. context-1."""
+    return SequenceRows(0, len(q_THd), context - len(q_THd), slice(0, context))
 
 
 def _to_entries(q_BHd: Tensor, up: LatentUp) -> Tensor:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import decode_ops, panels, row_ops, thread_pool
+from kernels import attention_ops, panels, row_ops, thread_pool
 from kernels.compiled import LANES, compile_on_disk, processor_has
 from kernels.thread_pool import shared_pool
 
@@ -52,12 +52,10 @@ def _call_kernels() -> None:
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0.0, False)
     row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
-    nothing = np.zeros(decode_ops.LAYER_FIELDS, np.int64)
-    decode_ops.attend_decode(
-        0, True, 0, 0, 0, 0, 0, 0, nothing.ctypes.data, 0, 1, 1, 0, 0, 0, 0.0, 0
-    )
-    decode_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
-    decode_ops.add_experts(0, nothing.ctypes.data)
+    nothing = np.zeros(attention_ops.LAYER_FIELDS, np.int64)
+    attention_ops.attend(0, True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0.0, 0)
+    attention_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
+    attention_ops.add_experts(0, nothing.ctypes.data)
 
 
 class PackedLinear:

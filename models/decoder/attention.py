@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.attention import attention_steps
+from kernels.attention_ops import attend_layer
 from kernels.compiled import bits_of
-from kernels.decode_ops import attend_layer
 from kernels.fused_ops import norm_and_rope, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear

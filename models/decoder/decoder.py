@@ -92,6 +92,7 @@ class AttentionHalf:
             self._layers.append(_Layer(spec, layer, loader))
             loader.finish_layer()
         self._inv_freq = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
+        self._group = 0 if spec.latent else spec.num_heads // spec.num_kv_heads
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
     @staticmethod
@@ -121,6 +122,7 @@ class AttentionHalf:
                     window=window,
                     dtype=self.dtype,
                     device=self.device,
+                    group=self._group,
                     short_together=plain,
                     packed=plain and supports_packed(self.dtype, self.device, self.spec.head_dim),
                 )

@@ -34,6 +34,7 @@ def run_ragged(
     dtype: torch.dtype = torch.float32,
     sinks: bool = False,
     short_together: bool = False,
+    is_compiled: bool = False,
 ) -> float:
     """Return the largest difference to the reference over (count, start, consecutive)."""
     generator = torch.Generator().manual_seed(len(shapes) * 31 + shapes[0][0])
@@ -56,7 +57,12 @@ def run_ragged(
     slots_T = torch.cat(new_slots)
     device = torch.device("cpu")
     plan = plan_attention(
-        sequences, window=window, dtype=dtype, device=device, short_together=short_together
+        sequences,
+        window=window,
+        dtype=dtype,
+        device=device,
+        group=share if is_compiled else 0,
+        short_together=short_together,
     )
     sinks_H = torch.randn(G * share, generator=generator) if sinks else None
     k_TGd, v_TGd = k_pool[slots_T], v_pool[slots_T]
@@ -84,19 +90,27 @@ def run_ragged(
     st.lists(SHAPE, min_size=1, max_size=9),
     st.none() | st.integers(1, 25),
     st.integers(1, 3),
-    st.sampled_from(["plain", "sinks", "groups", "filled groups", "tiles", "head by head"]),
+    st.sampled_from(["plain", "sinks", "groups", "filled groups", "tiles"]),
+    st.sampled_from([0, 1, 5, 256]),
 )
 def test_any_ragged_batch_equals_reference(
-    shapes: list[tuple[int, int, bool]], window: int | None, share: int, way: str
+    shapes: list[tuple[int, int, bool]], window: int | None, share: int, way: str, queries: int
 ) -> None:
+    """queries: of a compiled entry; 0: torch."""
     grouped, sinks = "groups" in way, way == "sinks"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_attention, "_MIN_FILL", 0.75 if way == "filled groups" else 0.1)
-        if way in ("tiles", "head by head"):
+        if way == "tiles":
             patch.setattr(attention, "_TILE_ROWS", 4)
-        if way == "head by head":
-            patch.setattr(attention, "_FUSED_SCORES", 0)
-        worst = run_ragged(shapes, window=window, share=share, sinks=sinks, short_together=grouped)
+        patch.setattr(attention, "_ENTRY_QUERIES", queries or 256)
+        worst = run_ragged(
+            shapes,
+            window=window,
+            share=share,
+            sinks=sinks,
+            short_together=grouped,
+            is_compiled=queries > 0,
+        )
     assert worst < 2e-6
 
 
@@ -163,10 +177,10 @@ def test_sinks_of_long_prompt_allocate_at_most_query_size(window: int | None, st
     assert made.elements == q_THd.numel()  # the result
 
 
-@pytest.mark.parametrize("fused", [0, 1 << 30])
-def test_bfloat16_error_stays_within_rounding(fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_FUSED_SCORES", fused)
-    assert run_ragged([(40, 9, False), (1, 9, False)], window=None, dtype=torch.bfloat16) < 3e-2
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_bfloat16_error_stays_within_rounding(is_compiled: bool) -> None:
+    shapes = [(40, 9, False), (1, 9, False), (200, 300, False)]
+    assert run_ragged(shapes, window=None, dtype=torch.bfloat16, is_compiled=is_compiled) < 3e-2
 
 
 LATENT_SHAPE = st.tuples(st.integers(1, 7), st.integers(0, 9))  # new tokens, cached ones

@@ -141,7 +141,13 @@ class Decodes:
     def attend(self, rows: list[int], window: int | None, *, sinks: bool) -> Tensor:
         chosen = [self.sequences[row] for row in rows]
         chosen = [SequenceRows(n, 1, seq.start, seq.slots_S) for n, seq in enumerate(chosen)]
-        plan = plan_attention(chosen, window=window, dtype=self.q.dtype, device=torch.device("cpu"))
+        plan = plan_attention(
+            chosen,
+            window=window,
+            dtype=self.q.dtype,
+            device=torch.device("cpu"),
+            group=self.q.shape[1] // self.k.shape[1],
+        )
         q = self.q[rows]
         fresh = self.k[: len(rows)], self.v[: len(rows)]
         return run_to_end(

@@ -1,4 +1,4 @@
-"""Decode attention of the CPU, and the attention half of a layer of a decode batch, compiled.
+"""Attention of the CPU, and whole calls for a layer of a decode batch, compiled.
 
 Each row is computed by itself in a fixed order, so its bits do not depend on the batch or on
 threads. Numbers are float32 or bfloat16 (`wide` False), and computed in float32.
@@ -41,7 +41,7 @@ from kernels.row_ops import (
 from kernels.thread_pool import register_part, run_parts
 
 TILE_KEYS: Final = 64  # of a sequence, at multiples of their position
-DECODE_COLUMNS: Final = 4
+ENTRY_COLUMNS: Final = 5
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LEAST: Final = np.float32(-np.inf)
 
@@ -65,76 +65,94 @@ def _copy_vector(_: Any, wide: Any, source: Any, target: Any) -> Any:
 
 @compiled
 def _attend_part(args: int, begin: int, end: int) -> None:
-    """Attend units [begin, end): unit n is KV head n % G of sequence n // G.
+    """Attend units [begin, end): unit n is KV head n % G of entry n // G.
 
-    args: those of `attend_decode`.
+    args: those of `attend`.
     """
     (
-        is_wide, q, q_stride, k_pool, v_pool, pool_stride, out, sequences, H, G, d, dv, window,
+        is_wide, q, q_stride, k_pool, v_pool, k_stride, v_stride, out, entries, H, G, d, dv, window,
         scale_bits, sinks,
-    ) = carray(int64_at(args), (15,))  # fmt: skip
+    ) = carray(int64_at(args), (16,))  # fmt: skip
     wide, scale = is_wide != 0, np.float32(float_of_bits(scale_bits))
-    size, R = 4 if wide else 2, H // G
-    d_vectors, dv_panels = -(-d // LANES), -(-dv // LANES)
-    table = carray(int64_at(sequences), (end, DECODE_COLUMNS))
-    queries = np.zeros((R, d_vectors * LANES), np.float32)
-    key = np.zeros(d_vectors * LANES, np.float32)
-    sums = np.empty((R, dv_panels * LANES), np.float32)
-    more = np.empty((R, dv_panels * LANES), np.float32)
-    most, total = np.empty(R, np.float32), np.empty(R, np.float32)
-    scores = np.empty((R, TILE_KEYS), np.float32)
+    size, R, dv_panels = 4 if wide else 2, H // G, -(-dv // LANES)
+    table = carray(int64_at(entries), (end, ENTRY_COLUMNS))
+    most_rows = 0
+    for unit in range(begin, end):
+        most_rows = max(most_rows, R * table[unit // G, 1])
+    queries, scores = (
+        np.empty((most_rows, d), np.float32),
+        np.empty((most_rows, TILE_KEYS), np.float32),
+    )
+    sums = np.empty((most_rows, dv_panels * LANES), np.float32)
+    more = np.empty((most_rows, dv_panels * LANES), np.float32)
+    most, total = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
+    keys = np.zeros((TILE_KEYS // LANES, d, LANES), np.float32)
     values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
-    sinks_H = np.empty(H, np.float32)
+    key, sinks_H = np.empty(d, np.float32), np.empty(H, np.float32)
     if sinks:
         read_numbers(wide, sinks, H, sinks_H)
     for unit in range(begin, end):
         g = unit % G
-        row, context, start, listed = table[unit // G]
+        first_row, rows, context, start, listed = table[unit // G]
         slots = carray(int64_at(listed), (context if listed else 0,))
-        oldest = max(0, context - window) if window else 0
-        for r in range(R):
-            head = g * R + r
-            read_numbers(wide, q + (row * q_stride + head * d) * size, d, queries[r])
+        position = context - rows  # of the first row
+        for n in range(rows * R):
+            head = g * R + n % R
+            at = q + ((first_row + n // R) * q_stride + head * d) * size
+            read_numbers(wide, at, d, queries[n])
             for i in range(d):
-                queries[r, i] *= scale
-            most[r], total[r] = (sinks_H[head], _ONE) if sinks else (_LEAST, _ZERO)
+                queries[n, i] *= scale
+            most[n], total[n] = (sinks_H[head], _ONE) if sinks else (_LEAST, _ZERO)
             for i in range(sums.shape[1]):
-                sums[r, i] = _ZERO
-        tile = oldest - oldest % TILE_KEYS
+                sums[n, i] = _ZERO
+        tile = max(0, position + 1 - window) if window else 0
+        tile -= tile % TILE_KEYS
         while tile < context:
-            begin_key, count = max(tile, oldest), min(tile + TILE_KEYS, context) - max(tile, oldest)
+            # The rows that see any of the tile's keys.
+            first = max(0, tile - position) * R
+            last = min(rows, tile + TILE_KEYS - 1 + window - position) * R if window else rows * R
+            count = min(TILE_KEYS, context - tile)
             for n in range(count):
-                slot = slots[begin_key + n] if listed else start + begin_key + n
-                k_at = k_pool + (slot * pool_stride + g * d) * size
-                _score(wide, queries, k_at, d, key, scores, n)
-                v_at = v_pool + (slot * pool_stride + g * dv) * size
-                _read_value(wide, v_at, dv, values, n)
-            for r in range(R):
-                _soften(scores[r], count, most, total, sums[r], r)
+                slot = slots[tile + n] if listed else start + tile + n
+                read_numbers(wide, k_pool + (slot * k_stride + g * d) * size, d, key)
+                for i in range(d):
+                    keys[n // LANES, i, n % LANES] = key[i]
+                _read_value(wide, v_pool + (slot * v_stride + g * dv) * size, dv, values, n)
             for panel in range(dv_panels):
-                to, stride = more.ctypes.data + 4 * LANES * panel, more.shape[1] * 4
-                weights, panel_at = scores.ctypes.data, values[panel].ctypes.data
-                multiply_block(0, weights, 4 * TILE_KEYS, R, panel_at, count, 1, to, stride)
-            for r in range(R):
+                for n in range(count, TILE_KEYS):
+                    for lane in range(LANES):
+                        values[panel, n, lane] = _ZERO
+            q_at, scores_at = address_of(queries[first:]), address_of(scores[first:])
+            k_panels, v_panels = address_of(keys), address_of(values)
+            panels = TILE_KEYS // LANES
+            multiply_block(
+                0, q_at, 4 * d, last - first, k_panels, d, panels, scores_at, 4 * TILE_KEYS
+            )
+            for n in range(first, last):
+                newest = position + n // R - tile
+                oldest = max(0, newest + 1 - window) if window else 0
+                _soften(scores[n], oldest, min(TILE_KEYS, newest + 1), most, total, sums[n], n)
+            to, stride = address_of(more[first:]), more.shape[1] * 4
+            multiply_block(
+                0,
+                scores_at,
+                4 * TILE_KEYS,
+                last - first,
+                v_panels,
+                TILE_KEYS,
+                dv_panels,
+                to,
+                stride,
+            )
+            for n in range(first, last):
                 for i in range(sums.shape[1]):
-                    sums[r, i] += more[r, i]
+                    sums[n, i] += more[n, i]
             tile += TILE_KEYS
-        for r in range(R):
+        for n in range(rows * R):
             for i in range(dv):
-                sums[r, i] /= total[r]
-            write_numbers(wide, out + ((row * H + g * R + r) * dv) * size, dv, sums[r])
-
-
-@compiled
-def _score(wide: bool, queries: Any, k_at: int, d: int, key: Any, scores: Any, n: int) -> None:
-    """Set column n of the scores of R queries. key: zeros after d numbers."""
-    is_whole = d % LANES == 0
-    if not is_whole:
-        read_numbers(wide, k_at, d, key)
-        k_at = key.ctypes.data
-    vectors = queries.shape[1] // LANES
-    for r in range(queries.shape[0]):
-        scores[r, n] = dot(wide or not is_whole, queries[r].ctypes.data, k_at, vectors)
+                sums[n, i] /= total[n]
+            to_row, head = first_row + n // R, g * R + n % R
+            write_numbers(wide, out + (to_row * H + head) * dv * size, dv, sums[n])
 
 
 @compiled
@@ -149,19 +167,22 @@ def _read_value(wide: bool, v_at: int, dv: int, values: Any, n: int) -> None:
 
 
 @compiled
-def _soften(scores: Any, count: int, most: Any, total: Any, sums: Any, r: int) -> None:
-    """Turn a tile's scores of query r into weights, and fade the sums of earlier tiles."""
-    steps = -(-count // LANES) * LANES
-    for n in range(count, steps):
-        scores[n] = _LEAST
-    largest = _largest(scores, steps, most[r])
-    fade = exp(most[r] - largest) if most[r] > _LEAST else _ZERO
-    most[r] = largest
-    for n in range(steps):
+def _soften(
+    scores: Any, oldest: int, stop: int, most: Any, total: Any, sums: Any, row: int
+) -> None:
+    """Turn a row's scores of a tile into weights of keys [oldest, stop), and fade earlier sums."""
+    for n in range(TILE_KEYS):
+        if n < oldest or n >= stop:
+            scores[n] = _LEAST
+    largest = _largest(scores, TILE_KEYS, most[row])
+    fade = exp(most[row] - largest) if most[row] > _LEAST else _ZERO
+    most[row] = largest
+    for n in range(TILE_KEYS):
         scores[n] = exp(scores[n] - largest)
-    for n in range(count, steps):
-        scores[n] = _ZERO
-    total[r] = total[r] * fade + _sum(scores, steps)
+    for n in range(TILE_KEYS):
+        if n < oldest or n >= stop:
+            scores[n] = _ZERO
+    total[row] = total[row] * fade + _sum(scores, TILE_KEYS)
     for i in range(sums.shape[0]):
         sums[i] *= fade
 
@@ -189,16 +210,17 @@ _ATTEND: Final = register_part(_attend_part)
 
 
 @compiled
-def attend_decode(
+def attend(
     pool: int,
     wide: bool,
     q: int,
     q_stride: int,
     k_pool: int,
     v_pool: int,
-    pool_stride: int,
+    k_stride: int,
+    v_stride: int,
     out: int,
-    sequences: int,
+    entries: int,
     count: int,
     H: int,
     G: int,
@@ -208,15 +230,16 @@ def attend_decode(
     scale: float,
     sinks: int,
 ) -> None:
-    """Attend one row of each sequence to its context, in the pool's threads.
+    """Attend the last rows of each entry to its context, in the pool's threads.
 
-    q [T, H, d], out [T, H, dv] contiguous; q_stride and pool_stride: elements between rows.
-    sequences: int64 [count, DECODE_COLUMNS]: row, context, first pool slot, address of int64 slots
-    (0: consecutive). window 0: none. sinks: address of H numbers, or 0.
+    q [T, H, d], out [T, H, dv] contiguous. Strides: elements between rows of q and slots of K and
+    V. entries: int64 [count, ENTRY_COLUMNS]: first row, rows, context up to the last one, first
+    pool slot, address of int64 slots (0: consecutive). window 0: none. sinks: address of H numbers,
+    or 0.
     """
     # fmt: off
     args = np.array((
-        np.int64(wide), q, q_stride, k_pool, v_pool, pool_stride, out, sequences, H, G, d, dv,
+        np.int64(wide), q, q_stride, k_pool, v_pool, k_stride, v_stride, out, entries, H, G, d, dv,
         window, float_bits(scale), sinks,
     ))
     # fmt: on
@@ -237,15 +260,15 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     norms round once; addresses of the attention norm, q/k/v and its bias, q/k norm, o and its bias,
     sinks, MLP norm; window; addresses of the router (0: none) and its bias, E, top_k, whether its
     weights are normalized and rounded. batch: int64 T; addresses of hidden, cos, sin, slots,
-    sequences, K pool, V pool, and of the results: the second norm's output [T, D], ids and weights
-    [T, top_k]; whether numbers are float32; bits of scale.
+    entries (`attend`), K pool, V pool, and of the results: the second norm's output [T, D], ids and
+    weights [T, top_k]; whether numbers are float32; bits of scale.
     """
     (
         kind, D, H, G, d, eps_bits, once, norm, qkv, qkv_bias, qk_norm, o, o_bias, sinks, mlp_norm,
         window, router, router_bias, E, top_k, normalize, rounds,
     ) = carray(int64_at(layer), (LAYER_FIELDS,))  # fmt: skip
     (
-        T, hidden, cos, sin, slots, sequences, k_pool, v_pool, out, ids, weights, is_wide, scale,
+        T, hidden, cos, sin, slots, entries, k_pool, v_pool, out, ids, weights, is_wide, scale,
     ) = carray(int64_at(batch), (BATCH_FIELDS,))  # fmt: skip
     wide, eps, all_heads = is_wide != 0, float_of_bits(eps_bits), H + 2 * G
     size = 4 if wide else 2
@@ -259,8 +282,8 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
     keys, values = qk_at + H * d * size, fresh_at + (H + G) * d * size
     write_rows(size, keys, (H + G) * d, slots, k_pool, T, G * d)
     write_rows(size, values, all_heads * d, slots, v_pool, T, G * d)
-    attend_decode(
-        pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, x_at, sequences, T, H, G, d, d,
+    attend(
+        pool, wide, qk_at, (H + G) * d, k_pool, v_pool, G * d, G * d, x_at, entries, T, H, G, d, d,
         window, float_of_bits(scale), sinks,
     )  # fmt: skip
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
