@@ -94,6 +94,33 @@ def test_greedy_tokens_equal_transformers_over_64_decode_steps(
             assert tokens == oracle.greedy_choices(ids, tokens)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_streams_beside_other_load_are_those_of_an_idle_group(
+    tiny_checkpoint: Checkpoints, family: str
+) -> None:
+    """In bfloat16, where one changed bit soon changes a token."""
+    folder = tiny_checkpoint(family)
+    streams = prompts(5, [3 + 7 * n % 61 for n in range(24)])
+    config = group_config(
+        1,
+        2,
+        model={"dtype": "bfloat16"},
+        schedule={"max_batch_tokens": 48},
+        kv={"prefix_cache": False},
+    )
+    with ThreadGroup(folder, config) as group, group.client() as client:
+        idle = [client.generated(client.submit(ids, sampling=greedy(24)))[0] for ids in streams]
+        others = prompts(6, [1 + 11 * n % 71 for n in range(40)])
+        for ids in others[:20]:
+            client.submit(ids, sampling=greedy(9))
+        requests = []
+        for ids, other in zip(streams, others[16:], strict=True):
+            requests.append(client.submit(ids, sampling=greedy(24)))
+            client.submit(other, candidates=[1, 2])
+        found = [client.generated(request)[0] for request in requests]
+    assert found == idle
+
+
 # Every plan with shared experts (S tasks of their own under ASAS and AASS), then a few of each kind
 # for the other families and the other channel.
 PLANS_BY_FAMILY_AND_CHANNEL = [
