@@ -13,6 +13,7 @@ from benchmarks.page import PAGE, build_page
 CASES = {
     "machine": "machine",
     "beside_transformers": "beside_transformers",
+    "engines": "engines",
     "prefill_beside_transformers": "prefill_beside_transformers",
     "beside_checkout": "beside_checkout",
     "http_overhead": "http_overhead",
