@@ -59,7 +59,7 @@ def compile_on_disk(call_all: Callable[[], None]) -> None:
 
     One process at a time: numba mixes up the files of functions that two processes save.
     """
-    with _code_folder() as folder:
+    with _locked_folder() as folder:
         if folder is not None:
             numba.config.CACHE_DIR = str(folder)
             for function in _functions:
@@ -78,9 +78,8 @@ def _leave_disk() -> None:
         function._cache = NullCache()
 
 
-@contextlib.contextmanager
-def _code_folder() -> Iterator[Path | None]:
-    """Lock and yield the folder of compiled code, or None without one that can be written.
+def code_folder() -> Path | None:
+    """Create and return the folder of compiled code; None if no folder can be written.
 
     Its name depends on the processor and on all sources: numba itself does not notice changes of
     the functions that a function calls.
@@ -94,8 +93,15 @@ def _code_folder() -> Iterator[Path | None]:
             folder = parent.expanduser() / name
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(folder, os.W_OK) and _is_ours(folder) and _is_ours(folder.parent):
-                break
-    else:
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def _locked_folder() -> Iterator[Path | None]:
+    """Lock and yield the folder of compiled code, or None without one that can be locked."""
+    folder = code_folder()
+    if folder is None:
         yield None
         return
     opened = os.open(folder, os.O_RDONLY)
@@ -130,6 +136,11 @@ _PROCESSOR = (
     numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name(),
     numba.config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten(),
 )
+
+
+def processor_name() -> str:
+    """Return the processor that code is compiled for, by LLVM's name."""
+    return str(_PROCESSOR[0])
 
 
 def processor_has(feature: str) -> bool:

@@ -21,6 +21,7 @@ from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import TandemError
 from contracts.import_path import shadowed_packages
+from kernels.compiled import code_folder, processor_name
 from models.decoder.attention import kv_bytes_per_token
 from models.spec.model import ModelSpec
 from models.weights.checkpoint import check_checkpoint, resolve_dtype
@@ -109,6 +110,14 @@ def check_descriptors() -> Finding:
     return Finding("descriptors", "ok", found)
 
 
+def check_kernels() -> Finding:
+    folder, found = code_folder(), f"compiled for {processor_name()}"
+    if folder is None:
+        advice = "no folder for compiled code: each start compiles for some 15 s; set HOME"
+        return Finding("kernels", "warning", found, advice)
+    return Finding("kernels", "ok", f"{found}, kept in {folder.parent}")
+
+
 def check_niceness() -> Finding:
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice > 0:
@@ -150,6 +159,7 @@ def check_config(config: TandemConfig, environment: Mapping[str, str]) -> list[F
         _port(config),
         check_keys(config),
         check_descriptors(),
+        check_kernels(),
         check_niceness(),
         _hardware(config),
         check_current_folder(),
