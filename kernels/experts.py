@@ -56,6 +56,8 @@ def expert_steps(
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
     is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.arithmetic is not None
+    if is_compiled:
+        _check_pairs(rows_N, counts_e, len(x_UD))
     most = (TILE_PAIRS if is_compiled else RUN_PAIRS) if x_UD.device.type == "cpu" else None
     for experts, counts in _runs_of(counts_e, most):
         last = first + sum(counts)
@@ -73,6 +75,16 @@ def expert_steps(
         first = last
         yield
     return out_UD
+
+
+def _check_pairs(rows_N: Tensor, counts_e: Sequence[int], rows: int) -> None:
+    """Raise IndexError for pairs that compiled code would look for outside of the tensors."""
+    if len(rows_N) != sum(counts_e) or min(counts_e, default=0) < 0:
+        raise IndexError(f"{len(rows_N)} pairs, but counts of {sum(counts_e)}")
+    if len(rows_N):
+        least, most = (int(each) for each in torch.aminmax(rows_N))
+        if least < 0 or most >= rows:
+            raise IndexError(f"pairs of rows {least} to {most}, but {rows} rows")
 
 
 def add_at_once(

@@ -126,36 +126,11 @@ class PackedLinear:
         return out_TN
 
 
-class PlainLinear:
-    """A product whose weight is not moved, so that its memory may be overwritten between calls.
-
-    Bits equal those of `PackedLinear`; each call reorders the weight. oneDNN computes a single row
-    in another way with other bits, so it gets two.
-    """
-
-    __slots__ = ("_bias", "_product", "_weight")
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
-        self._weight, self._bias = weight_NK, bias_N
-        self._product = _product_of(weight_NK)
-
-    def packed(self) -> PackedLinear:
-        return PackedLinear(self._weight, self._bias)
-
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        """Return [T, N] in x's dtype, which must be the weight's."""
-        if _arithmetic(x_TK.dtype, x_TK.device) is not None:
-            return self.packed()(x_TK)
-        rows = x_TK.shape[0]
-        spare = 1 if rows == 1 else _missing(rows)
-        if rows == 0 or spare == 0 or self._product is not _onednn:
-            return self._product(x_TK, self._weight, self._bias)
-        padded = functional.pad(x_TK, (0, 0, 0, spare))
-        return self._product(padded, self._weight, self._bias)[:rows]
-
-
 class ConvertedLinear:
-    """A product whose weight [N, K] and bias [N] or None `make` converts at each use."""
+    """A product whose weight [N, K] and bias [N] or None `make` returns at each use.
+
+    Their memory may be overwritten between calls. Bits equal those of `PackedLinear`.
+    """
 
     __slots__ = ("_make",)
 
@@ -232,7 +207,12 @@ def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
 
 
 def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
-    products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
+    """Return products of weights that are not moved, so that their memory may be overwritten."""
+
+    def plain(weight_NK: Tensor, bias_N: Tensor | None) -> ConvertedLinear:
+        return ConvertedLinear(lambda: (weight_NK, bias_N))
+
+    products = list(map(plain, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if bias_eN is None else None)
 
 

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from contracts.config import BUNDLED
 from contracts.messages import Cancel, Submit
 from contracts.plan import Plan
 from contracts.requests import Priority
-from kernels.linear import PackedLinear, PlainLinear
+from kernels.linear import PackedLinear
 from models.decoder.batch import AttentionBatch
 from models.experts.expert_store import ResidentStore
 from planner.scheduling.preemption import LatencyPass, Preemption, W
@@ -162,15 +161,13 @@ def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows of every product with a weight, as they are made."""
     rows: list[int] = []
-    for kind in (PackedLinear, PlainLinear):
-        product = kind.__call__
+    product = PackedLinear.__call__
 
-        def counted(self: Any, x_TK: torch.Tensor, product: Any = product) -> torch.Tensor:
-            rows.append(x_TK.shape[0])
-            result: torch.Tensor = product(self, x_TK)
-            return result
+    def counted(self: PackedLinear, x_TK: torch.Tensor) -> torch.Tensor:
+        rows.append(x_TK.shape[0])
+        return product(self, x_TK)
 
-        monkeypatch.setattr(kind, "__call__", counted)
+    monkeypatch.setattr(PackedLinear, "__call__", counted)
     return rows
 
 

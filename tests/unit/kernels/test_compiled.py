@@ -86,6 +86,16 @@ def test_experts_of_a_token_keep_their_bits_in_any_batch(
         assert torch.equal(run(slice(first, last)), whole[first:last])
 
 
+@pytest.mark.parametrize(
+    ("rows", "counts"), [([0, 3], [1, 1]), ([0, -1], [2, 0]), ([0], [1, 1]), ([0, 1], [3, -1])]
+)
+def test_pairs_outside_of_the_rows_are_refused(rows: list[int], counts: list[int]) -> None:
+    gate_up, down = (linears(numbers(2, *shape, seed=1)) for shape in ((8, 16), (16, 4)))
+    pairs = torch.tensor(rows), torch.ones(len(rows)), counts
+    with pytest.raises(IndexError):
+        run_to_end(expert_steps(numbers(3, 16, seed=2), gate_up, down, *pairs))
+
+
 def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     x, product = numbers(9, 640, seed=0), PackedLinear(numbers(5000, 640, seed=1))
     alone = product(x)

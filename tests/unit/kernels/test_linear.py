@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kernels import experts, fused_ops, gpu_experts
 from kernels.gpu_experts import Pairs, grouped_products, single_products
-from kernels.linear import PackedLinear, PlainLinear, is_packed, linear, linears, plain_linears
+from kernels.linear import PackedLinear, is_packed, linear, linears, plain_linears
 from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
@@ -63,7 +63,7 @@ def test_plain_linear_has_bits_of_packed_linear(dtype: torch.dtype, N: int, K: i
     generator = torch.Generator().manual_seed(N + K)
     x = torch.randn(80, K, generator=generator).to(dtype)
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((N, K), (N,)))
-    packed, plain = PackedLinear(weight, bias), PlainLinear(weight, bias)
+    packed, plain = PackedLinear(weight, bias), plain_linears(weight[None], bias[None])[0]
     for rows in (0, 1, 2, 3, 7, 17, 33, 80):
         assert torch.equal(plain(x[:rows]), packed(x[:rows])), rows
 
