@@ -79,16 +79,15 @@ def _attend_part(args: int, begin: int, end: int) -> None:
     most_rows = 0
     for unit in range(begin, end):
         most_rows = max(most_rows, R * table[unit // G, 1])
-    queries, scores = (
-        np.empty((most_rows, d), np.float32),
-        np.empty((most_rows, TILE_KEYS), np.float32),
-    )
+    queries = np.empty((most_rows, d), np.float32)
+    scores = np.empty((most_rows, TILE_KEYS), np.float32)
     sums = np.empty((most_rows, dv_panels * LANES), np.float32)
     more = np.empty((most_rows, dv_panels * LANES), np.float32)
     most, total = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
     keys = np.zeros((TILE_KEYS // LANES, d, LANES), np.float32)
     values = np.zeros((dv_panels, TILE_KEYS, LANES), np.float32)
     key, sinks_H = np.empty(d, np.float32), np.empty(H, np.float32)
+    q_step, s_step, sum_step = 4 * d, 4 * TILE_KEYS, 4 * sums.shape[1]  # bytes of a row
     if sinks:
         read_numbers(wide, sinks, H, sinks_H)
     for unit in range(begin, end):
@@ -114,36 +113,19 @@ def _attend_part(args: int, begin: int, end: int) -> None:
             count = min(TILE_KEYS, context - tile)
             for n in range(count):
                 slot = slots[tile + n] if listed else start + tile + n
-                read_numbers(wide, k_pool + (slot * k_stride + g * d) * size, d, key)
-                for i in range(d):
-                    keys[n // LANES, i, n % LANES] = key[i]
+                _read_key(wide, k_pool + (slot * k_stride + g * d) * size, key, keys, n)
                 _read_value(wide, v_pool + (slot * v_stride + g * dv) * size, dv, values, n)
-            for panel in range(dv_panels):
-                for n in range(count, TILE_KEYS):
-                    for lane in range(LANES):
-                        values[panel, n, lane] = _ZERO
-            q_at, scores_at = address_of(queries[first:]), address_of(scores[first:])
-            k_panels, v_panels = address_of(keys), address_of(values)
-            panels = TILE_KEYS // LANES
-            multiply_block(
-                0, q_at, 4 * d, last - first, k_panels, d, panels, scores_at, 4 * TILE_KEYS
-            )
+            _zero_values(values, count)
+            used, at = last - first, address_of(scores[first:])
+            panels, panels_at = TILE_KEYS // LANES, address_of(keys)
+            q_at, more_at = address_of(queries[first:]), address_of(more[first:])
+            multiply_block(0, q_at, q_step, used, panels_at, d, panels, at, s_step)
             for n in range(first, last):
                 newest = position + n // R - tile
                 oldest = max(0, newest + 1 - window) if window else 0
                 _soften(scores[n], oldest, min(TILE_KEYS, newest + 1), most, total, sums[n], n)
-            to, stride = address_of(more[first:]), more.shape[1] * 4
-            multiply_block(
-                0,
-                scores_at,
-                4 * TILE_KEYS,
-                last - first,
-                v_panels,
-                TILE_KEYS,
-                dv_panels,
-                to,
-                stride,
-            )
+            panels_at = address_of(values)
+            multiply_block(0, at, s_step, used, panels_at, TILE_KEYS, dv_panels, more_at, sum_step)
             for n in range(first, last):
                 for i in range(sums.shape[1]):
                     sums[n, i] += more[n, i]
@@ -153,6 +135,23 @@ def _attend_part(args: int, begin: int, end: int) -> None:
                 sums[n, i] /= total[n]
             to_row, head = first_row + n // R, g * R + n % R
             write_numbers(wide, out + (to_row * H + head) * dv * size, dv, sums[n])
+
+
+@compiled
+def _read_key(wide: bool, k_at: int, key: Any, keys: Any, n: int) -> None:
+    """Copy a key [d] to column n of the panels [TILE_KEYS / 16, d, 16]."""
+    read_numbers(wide, k_at, key.shape[0], key)
+    for i in range(key.shape[0]):
+        keys[n // LANES, i, n % LANES] = key[i]
+
+
+@compiled
+def _zero_values(values: Any, first: int) -> None:
+    """Zero the rows from `first` on: a weight of 0 does not remove a NaN that another tile left."""
+    for panel in range(values.shape[0]):
+        for n in range(first, TILE_KEYS):
+            for lane in range(LANES):
+                values[panel, n, lane] = _ZERO
 
 
 @compiled

@@ -32,9 +32,10 @@ class ChannelConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connect_timeout_s: Seconds = 10.0
     """Seconds that a connection, a handshake or a blocked send may take."""
     spin_s: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Seconds after a payload during which a waiting rank polls without sleeping, since a wake-up
-    takes longer than a short wait. null: 0.005 if the node has a core for each thread of
-    each rank (groups.torch_threads), otherwise 0."""
+    """Seconds after a payload during which a waiting rank polls without sleeping, and after a
+    product during which its other threads do, since a wake-up takes longer than a short wait. null:
+    0.005 if the node has a core for each thread of each rank (groups.torch_threads), otherwise
+    0."""
     segment_bytes: Annotated[int, Meta(ge=4096)] = 8 << 20
     """Initial bytes of a link's memory segment with shm and ipc. It is doubled until a payload
     fits."""
