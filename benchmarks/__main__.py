@@ -12,7 +12,6 @@ from benchmarks.page import PAGE, build_page
 # Module of benchmarks/cases/ by case, in the order of the results page.
 CASES = {
     "machine": "machine",
-    "beside_transformers": "beside_transformers",
     "engines": "engines",
     "prefill_beside_transformers": "prefill_beside_transformers",
     "beside_checkout": "beside_checkout",

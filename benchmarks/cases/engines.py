@@ -2,6 +2,9 @@
 `transformers`, with all cores for each engine, interleaved in one run.
 
     pip install -e '.[bench,engines]' && python -m benchmarks engines --dtype bfloat16
+
+llama.cpp takes part with the medium model, if its packages are installed. `transformers` runs its
+fastest implementation of each phase.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import os
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,23 +24,28 @@ from typing import Any
 import torch
 
 from actors.channels.handshake import Identity
-from benchmarks.cases.beside_transformers import ATTENTION, EXPERTS, timed
+from benchmarks.cases.machine import core_rates
 from benchmarks.harness import Case, Measured, Table
 from benchmarks.support.llama_cpp import LlamaCpp, write_gguf
+from benchmarks.support.model_work import Rates, one_pass
 from benchmarks.support.others import wait_for_idle
 from benchmarks.support.random_checkpoint import MEDIUM, write_random_checkpoint
 from benchmarks.support.sides import DECODE_STEPS, Implementation, Ours, Theirs
 from cluster.routing.rank_client import RankClient
 from contracts.config import TandemConfig
 from contracts.loading import load_config
+from models.spec.model import ModelSpec, read_spec
 from tests.support.local_group import LocalGroup
 
-ENGINES = ("two ranks", "colocated", "llama.cpp", "transformers")
+BUNDLED = Path(__file__).parents[2] / "models" / "bundled"
+# Rows and tokens of each.
 PHASES = {"decode, 16 streams": (16, 32), "decode, 1 stream": (1, 32), "prefill, 8 x 512": (8, 512)}
 RANKS = {
     "two ranks": [],
     "colocated": ["groups.attention_ranks=0", "groups.expert_ranks=0", "groups.prefill_ranks=1"],
 }
+# "batched_mm" copies the expert weights for every token.
+IMPLEMENTATIONS = [Implementation(e, a) for e in ("eager", "grouped_mm") for a in ("sdpa", "eager")]
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
 AGREEMENT = {"float32": 0.9, "bfloat16": 0.4}  # of first tokens; weights are random
 
@@ -47,54 +57,66 @@ def _config(options: argparse.Namespace, engine: str) -> TandemConfig:
     return load_config(None, [dtype, cache, pool, threads, *RANKS[engine]])
 
 
-async def _client(group: LocalGroup) -> RankClient:
+async def _ours(group: LocalGroup) -> Ours:
     ((name, address),) = group.client_addresses.items()
     client = RankClient(name, address, Identity(name="bench", token=group.token, epoch=None))
     client.start()
     await client.wait_until(lambda ready: ready.problem is None)
-    return client
+    return Ours(client)
 
 
-async def _measure(options: argparse.Namespace, folder: Path) -> Measured:
-    dtype, cores = getattr(torch, options.dtype), os.cpu_count() or 1
+async def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> Measured:
+    dtype, spec = getattr(torch, options.dtype), read_spec(folder)
     samples: dict[str, dict[str, list[float]]] = {phase: defaultdict(list) for phase in PHASES}
     with contextlib.ExitStack() as opened:
         sides: dict[str, Any] = {}
         for engine in RANKS:
             group = opened.enter_context(LocalGroup(str(folder), _config(options, engine)))
-            sides[engine] = Ours(await _client(group))
-        path = write_gguf(folder, folder.parent / "model.gguf", dtype)
-        sides["llama.cpp"] = LlamaCpp(path, threads=cores, streams=16, context=1024)
-        opened.callback(sides["llama.cpp"].close)
+            sides[engine] = await _ours(group)
+        if options.model == "medium" and importlib.util.find_spec("xllamacpp"):
+            path = write_gguf(folder, folder.parent / "model.gguf", dtype)
+            cores = os.cpu_count() or 1
+            sides["llama.cpp"] = LlamaCpp(path, threads=cores, streams=16, context=1024)
+            opened.callback(sides["llama.cpp"].close)
         sides["transformers"] = Theirs(folder, dtype)
         generator = torch.Generator().manual_seed(0)
-        implementations: dict[str, Implementation] = {}
+        fastest: dict[str, Implementation] = {}
         for number in range(options.rounds + 1):  # the first round warms up, and checks
             for phase, (rows, tokens) in PHASES.items():
-                batch = torch.randint(1, MEDIUM["vocab_size"], (rows, tokens), generator=generator)
+                batch = torch.randint(1, spec.vocab_size, (rows, tokens), generator=generator)
                 run, answers = phase.partition(",")[0], {}
-                for engine in ENGINES:
+                for engine, side in sides.items():
                     if engine == "transformers":
-                        if phase not in implementations:
-                            implementations[phase] = await _fastest(sides[engine], run, batch)
-                        sides[engine].use(implementations[phase])
+                        fastest[phase] = fastest.get(phase) or await _fastest(side, run, batch)
+                        side.use(fastest[phase])
                     wait_for_idle([os.getpid()], limit_s=IDLE_WAIT_S, cores=QUIET_CORES)
-                    seconds, answers[engine] = await timed(getattr(sides[engine], run), batch)
-                    counted = rows * (DECODE_STEPS if run == "decode" else tokens)
+                    seconds, answers[engine] = await _timed(side, run, batch)
                     if number:
+                        counted = rows * (DECODE_STEPS if run == "decode" else tokens)
                         samples[phase][engine].append(counted / seconds)
                 if run == "decode":
                     _check(phase, answers, options.dtype)
     summary = {phase: _medians(found) for phase, found in samples.items()}
-    return Measured(samples, summary, {"model_config": MEDIUM}, f"_medium_{options.dtype}")
+    for phase, row in summary.items():
+        row["limit"] = _limit(spec, dtype, phase, rates)
+        row["implementation"] = ", ".join(fastest[phase])
+    settings = {"model_config": MEDIUM if options.model == "medium" else "models/bundled"}
+    settings |= {"one_core": rates._asdict()}
+    return Measured(samples, summary, settings, f"_{options.model}_{options.dtype}")
+
+
+async def _timed(side: Any, run: str, batch: torch.Tensor) -> tuple[float, list[int]]:
+    started_s = time.monotonic()
+    answers = await getattr(side, run)(batch)
+    return time.monotonic() - started_s, answers
 
 
 async def _fastest(theirs: Theirs, run: str, batch: torch.Tensor) -> Implementation:
     seconds = {}
-    for choice in (Implementation(e, a) for e in EXPERTS for a in ATTENTION):
+    for choice in IMPLEMENTATIONS:
         theirs.use(choice)
-        await timed(getattr(theirs, run), batch)
-        seconds[choice], _ = await timed(getattr(theirs, run), batch)
+        await _timed(theirs, run, batch)
+        seconds[choice], _ = await _timed(theirs, run, batch)
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -108,33 +130,67 @@ def _check(phase: str, answers: dict[str, list[int]], dtype: str) -> None:
 
 
 def _medians(found: dict[str, list[float]]) -> dict[str, Any]:
-    """Return medians of tokens/s, and of the ratios to llama.cpp and `transformers` by round."""
-    row: dict[str, Any] = {engine: statistics.median(found[engine]) for engine in ENGINES}
-    for other in ("llama.cpp", "transformers"):
+    """Return medians of tokens/s, and of the ratios to the other engines by round."""
+    row: dict[str, Any] = {engine: statistics.median(rates) for engine, rates in found.items()}
+    for other in found.keys() - RANKS.keys():
         for engine in RANKS:
             ratios = [a / b for a, b in zip(found[engine], found[other], strict=True)]
             row[f"{engine} / {other}"] = statistics.median(ratios)
     return row
 
 
+def _limit(spec: ModelSpec, dtype: torch.dtype, phase: str, rates: Rates) -> float:
+    """Return tokens/s if all cores multiplied, or read weights and cache, at the rate of one."""
+    rows, tokens = PHASES[phase]
+    passes, made = [one_pass(spec, dtype, rows=rows, new_tokens=tokens, context=0)], tokens
+    if phase.startswith("decode"):
+        made = DECODE_STEPS
+        passes += [
+            one_pass(spec, dtype, rows=rows, new_tokens=1, context=tokens + step)
+            for step in range(DECODE_STEPS - 1)
+        ]
+    seconds = sum(part.seconds(rates) for each in passes for part in each)
+    return rows * made * (os.cpu_count() or 1) / seconds
+
+
 def tables(summary: dict[str, Any]) -> list[Table]:
-    rates = [[phase, *(f"{row[e]:,.0f}" for e in ENGINES)] for phase, row in summary.items()]
-    names = [f"{engine} / {other}" for other in ("llama.cpp", "transformers") for engine in RANKS]
-    ratios = [[phase, *(f"{row[name]:.2f}" for name in names)] for phase, row in summary.items()]
+    rows = list(summary.items())
+    others = [name for name in ("llama.cpp", "transformers") if name in rows[0][1]]
+    engines, limit = [*RANKS, *others], "colocated / limit"
+    ratios = [f"{engine} / {other}" for other in others for engine in RANKS]
     return [
-        Table("Tokens/s, medians", ["phase", *ENGINES], rates),
-        Table("Medians of ratios by round", ["phase", *names], ratios),
+        Table(
+            "Tokens/s, medians",
+            ["phase", *engines, limit],
+            [
+                [
+                    phase,
+                    *(f"{row[e]:,.0f}" for e in engines),
+                    f"{row['colocated'] / row['limit']:.0%}",
+                ]
+                for phase, row in rows
+            ],
+        ),
+        Table(
+            "Medians of ratios by round",
+            ["phase", *ratios],
+            [[phase, *(f"{row[name]:.2f}" for name in ratios)] for phase, row in rows],
+        ),
     ]
 
 
 def measure(options: argparse.Namespace) -> Measured:
+    rates = core_rates(getattr(torch, options.dtype))
     torch.set_num_threads(os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
-        folder = write_random_checkpoint(Path(scratch) / "model", MEDIUM)
-        return asyncio.run(_measure(options, folder))
+        folder = BUNDLED
+        if options.model == "medium":
+            folder = write_random_checkpoint(Path(scratch) / "model", MEDIUM)
+        return asyncio.run(_measure(options, folder, rates))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=("medium", "bundled"), default="medium")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
 
@@ -144,7 +200,8 @@ CASES = [
         "engines",
         "Beside llama.cpp and transformers",
         "Tokens/s of two ranks and of a colocated one beside llama.cpp (xllamacpp) and "
-        "`transformers`, all cores for each.",
+        "`transformers`, all cores for each. limit: the model's products at the rates of one core "
+        "(GEMM, memory reads), times the cores.",
         measure,
         tables,
         add_options,

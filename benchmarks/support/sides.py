@@ -1,4 +1,4 @@
-"""The two sides of `benchmarks.cases.beside_transformers`, with the same two methods: `prefill`
+"""The two sides of `benchmarks.cases.engines`, with the same two methods: `prefill`
 runs rows as prompts, `decode` continues them greedily."""
 
 from __future__ import annotations
