@@ -208,14 +208,23 @@ class _Pool:
         words[_THREADS // 8] = threads if _HAS_FUTEX else 1
         for job, part in enumerate(PARTS):
             words[_JOBS // 8 + job] = _address(part)
+        spins = int(_spin_s / _pause_s())
         for n in range(1, threads if _HAS_FUTEX else 1):
-            arguments = self.address, int(_spin_s / _pause_s())
-            threading.Thread(target=_serve, args=arguments, name=f"kernel-{n}", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(spins,), daemon=True)
+            thread.name = f"kernel-{n}"
+            thread.start()
+
+    def _serve(self, spins: int) -> None:
+        """Run a thread, which keeps the state: it outlives the pool."""
+        _serve(self.address, spins)
 
 
 @functools.cache
 def _pool(process: int, threads: int) -> _Pool:
-    """Return the pool of a process: a forked one has none of its parent's threads."""
+    """Return the pool of a process: a forked one has none of its parent's threads.
+
+    Threads that call at once may make several, of which one is used from then on.
+    """
     return _Pool(threads)
 
 

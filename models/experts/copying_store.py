@@ -94,11 +94,6 @@ class CopyingStore:
         """Copy time that compute did not hide; on a GPU, only the GPU's waits."""
         return self._lane.exposed_s if self._queues else self._host_waited_s
 
-    @property
-    def num_bytes(self) -> int:
-        held = [] if self._held is None else [self._held[1]]
-        return sum(lease.buffer.num_bytes for lease in [*self._free, *self._filled.values(), *held])
-
     def is_ready(self, layer: int) -> bool:
         if layer in self._resident or layer in self._filled:
             return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import compiled, row_ops
+from kernels import compiled, row_ops, thread_pool
 from kernels.attention import attention_steps, plan_attention
 from kernels.compiled import (
     compile_on_disk,
@@ -111,6 +113,14 @@ def test_threads_serve_one_of_several_callers_at_a_time(monkeypatch: pytest.Monk
     with ThreadPoolExecutor(4) as callers:
         found = list(callers.map(lambda _: product(x), range(400)))
     assert all(torch.equal(each, alone) for each in found)
+
+
+def test_threads_keep_the_state_of_their_pool() -> None:
+    pool = thread_pool._Pool(2)
+    left = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert left() is not None, "the thread reads it"
 
 
 def test_exp_and_bfloat16_equal_references() -> None:

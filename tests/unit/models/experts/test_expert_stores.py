@@ -105,8 +105,6 @@ def test_next_layers_are_copied_ahead(model: ModelSpec) -> None:
             assert [weight_of(store.fetch(layer)) for layer in range(5)] == [0, 1, 2, 3, 4]
         store.fetch(0)
         source.wait_for_copies(1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
-        two_buffers = 2 * ExpertBuffer(ExpertLayout(model, torch.float32, CPU)).num_bytes
-        assert store.num_bytes == two_buffers
     assert source.closed
 
 
