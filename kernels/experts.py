@@ -55,7 +55,7 @@ def expert_steps(
     """
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
-    is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.arithmetic is not None
+    is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.kind is not None
     if is_compiled:
         _check_pairs(rows_N, counts_e, len(x_UD))
     most = (TILE_PAIRS if is_compiled else RUN_PAIRS) if x_UD.device.type == "cpu" else None
@@ -101,7 +101,7 @@ def add_at_once(
 
     local_of_E: as of `group_by_expert` (kernels/routing.py).
     """
-    kind = gate_up_e.arithmetic
+    kind = gate_up_e.kind
     is_few = ids_TK.numel() <= RUN_PAIRS and hidden_TD.is_contiguous() and x_TD.is_contiguous()
     if kind is None or not is_few or hidden_TD.dtype is not x_TD.dtype:
         return False
@@ -148,9 +148,9 @@ def weighted_run(
     """Return [N, D]: the weighted outputs of r experts with counts_r pairs; x_ND may be longer."""
     is_kept = isinstance(gate_up_r[0], PackedLinear)
     if not is_kept and is_packed(x_ND.dtype, x_ND.device):
-        return _converted_run(x_ND, gate_up_r, down_r, counts_r, weights_N, clamped)
+        return _plain_run(x_ND, gate_up_r, down_r, counts_r, weights_N, clamped)
     gate_up, down = ExpertLinears(gate_up_r, None), ExpertLinears(down_r, None)
-    if gate_up.arithmetic is not None:
+    if gate_up.kind is not None:
         rows_N = torch.arange(len(weights_N))
         y_ND = panel_run(x_ND, gate_up, down, range(len(gate_up)), rows_N, counts_r, clamped)
         return y_ND.mul_(weights_N.unsqueeze(1))
@@ -161,7 +161,7 @@ def weighted_run(
     return y_ND.mul_(weights_N1) if y_ND.dtype is torch.float32 else y_ND * weights_N1
 
 
-def _converted_run(
+def _plain_run(
     x_ND: Tensor,
     gate_up_r: Sequence[Product],
     down_r: Sequence[Product],
@@ -169,7 +169,7 @@ def _converted_run(
     weights_N: Tensor,
     clamped: ClampedGate | None,
 ) -> Tensor:
-    """Return `weighted_run` of experts that are converted at each use, one at a time."""
+    """Return `weighted_run` of experts that are packed at each use, one at a time."""
     pieces, first = [], 0
     for gate_up, down, count in zip(gate_up_r, down_r, counts_r, strict=True):
         pairs = slice(first, first + count)
@@ -189,8 +189,8 @@ def panel_run(
     clamped: ClampedGate | None = None,
 ) -> Tensor:
     """Return [N, D] float32: unweighted outputs of experts with panels for rows of x."""
-    assert gate_up_e.arithmetic is not None
-    D, F2, kind = x_UD.shape[1], gate_up_e.out_features, int(gate_up_e.arithmetic)
+    assert gate_up_e.kind is not None
+    D, F2, kind = x_UD.shape[1], gate_up_e.out_features, gate_up_e.kind
     x_UD, rows_N = x_UD.contiguous(), rows_N.long().contiguous()
     y_ND = torch.empty((len(rows_N), D))
     experts, counts = np.array(experts_r), np.array(counts_r)

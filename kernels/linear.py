@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from kernels import attention_ops, panels, row_ops, thread_pool
 from kernels.compiled import LANES, compile_on_disk, processor_has
+from kernels.stored import StoredWeight
 from kernels.thread_pool import shared_pool
 
 Product = Callable[[Tensor], Tensor]
@@ -65,25 +66,37 @@ class PackedLinear:
     weight's of equal shape.
     """
 
-    __slots__ = ("_bias", "_product", "_weight", "arithmetic", "shape")
+    __slots__ = ("_bias", "_product", "_weight", "kind", "shape")
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None = None) -> None:
         self._bias = bias_N
         self._product = _product_of(weight_NK)
         self.shape = tuple(weight_NK.shape)
-        self.arithmetic = _arithmetic(weight_NK.dtype, weight_NK.device)
+        self.kind = _kind(weight_NK.dtype, weight_NK.device)  # of panels; None: other layouts
         self._weight = weight_NK
-        if self.arithmetic is not None:
+        if self.kind is not None:
             compile_kernels()
             self._weight = panels.pack_panels(weight_NK)
         elif self._product is _onednn:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._weight = reorder(weight_NK, _PACK_FOR_ROWS)
 
+    @staticmethod
+    def of_panels(weight: StoredWeight, dtype: torch.dtype, bias_N: Tensor | None) -> PackedLinear:
+        """Return the product with a stored weight, for rows of a dtype that has panels."""
+        compile_kernels()
+        product = PackedLinear.__new__(PackedLinear)
+        product._bias, product._weight = bias_N, weight.panels
+        product._product, product.shape = functional.linear, weight.shape
+        arithmetic = panels.arithmetic_of(dtype)
+        assert arithmetic is not None
+        product.kind = panels.kind_of(arithmetic, weight.storage)
+        return product
+
     @property
     def memory(self) -> Tensor:
         """The elements of a packed weight in its layout, padding included: 1-D, no copy."""
-        if self.arithmetic is not None:
+        if self.kind is not None:
             return self._weight
         num_bytes = torch.ops.mkldnn._nbytes(self._weight)
         raw = (ctypes.c_char * num_bytes).from_address(torch.ops.mkldnn.data_ptr(self._weight))
@@ -102,15 +115,15 @@ class PackedLinear:
     @property
     def layout(self) -> bytes:
         """Description of a packed weight; weights with equal ones can swap `memory`."""
-        if self.arithmetic is not None:
-            return f"panels of {LANES}, {self._weight.dtype}, {self.shape}".encode()
+        if self.kind is not None:
+            return f"panels of {LANES}, {self.kind}, {self._weight.dtype}, {self.shape}".encode()
         description: Tensor = torch.ops.mkldnn._get_mkldnn_serialized_md(self._weight)
         return description.numpy().tobytes()
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
-        if self.arithmetic is not None:
-            return self._multiply(x_TK.contiguous(), self.arithmetic)
+        if self.kind is not None:
+            return self._multiply(x_TK.contiguous(), self.kind)
         rows = x_TK.shape[0]
         spare = _missing(rows)
         if spare == 0 or self._product is not _onednn:
@@ -118,27 +131,27 @@ class PackedLinear:
         padded = functional.pad(x_TK, (0, 0, 0, spare))
         return self._product(padded, self._weight, self._bias)[:rows]
 
-    def _multiply(self, x_TK: Tensor, arithmetic: panels.Arithmetic) -> Tensor:
-        (N, K), T, kind = self.shape, x_TK.shape[0], int(arithmetic)
+    def _multiply(self, x_TK: Tensor, kind: int) -> Tensor:
+        (N, K), T = self.shape, x_TK.shape[0]
         out_TN = torch.empty((T, N), dtype=x_TK.dtype)
         x, out = x_TK.data_ptr(), out_TN.data_ptr()
         panels.multiply(shared_pool(), kind, x, *self.addresses, out, T, K, N)
         return out_TN
 
 
-class ConvertedLinear:
-    """A product whose weight [N, K] and bias [N] or None `make` returns at each use.
+class PlainLinear:
+    """A product whose weight [N, K] and bias [N] or None are not moved, and packed at each use.
 
     Their memory may be overwritten between calls. Bits equal those of `PackedLinear`.
     """
 
-    __slots__ = ("_make",)
+    __slots__ = ("_bias", "_weight")
 
-    def __init__(self, make: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
-        self._make = make
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self._weight, self._bias = weight_NK, bias_N
 
     def packed(self) -> PackedLinear:
-        return PackedLinear(*self._make())
+        return PackedLinear(self._weight, self._bias)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         """Return [T, N] in x's dtype, which must be the weight's."""
@@ -148,9 +161,14 @@ class ConvertedLinear:
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a `PackedLinear` keeps its weight in a separate layout with `memory`."""
     reachable = hasattr(torch.ops.mkldnn, "data_ptr")
-    if _arithmetic(dtype, device) is not None:
+    if _kind(dtype, device) is not None:
         return True
     return reachable and device.type == "cpu" and _ONEDNN.get(dtype, False)
+
+
+def has_panels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a `PackedLinear` keeps its weight in panels."""
+    return _kind(dtype, device) is not None
 
 
 def rounded_up(rows: int) -> int:
@@ -170,11 +188,13 @@ class ExpertLinears(Sequence[Product]):
         self._products = tuple(products)
         self.weight_eNK = weight_eNK
         self._addresses: NDArray[np.int64] | None = None
+        kinds = {getattr(product, "kind", None) for product in self._products}
+        self._kind = kinds.pop() if len(kinds) == 1 else None
 
     @property
-    def arithmetic(self) -> panels.Arithmetic | None:
-        """Arithmetic of the products; None: they have no panels."""
-        return getattr(self._products[0], "arithmetic", None) if self._products else None
+    def kind(self) -> int | None:
+        """Kind of the products, if they all have panels of one kind."""
+        return self._kind
 
     @property
     def out_features(self) -> int:
@@ -208,11 +228,7 @@ def linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
 
 def plain_linears(weight_eNK: Tensor, bias_eN: Tensor | None = None) -> ExpertLinears:
     """Return products of weights that are not moved, so that their memory may be overwritten."""
-
-    def plain(weight_NK: Tensor, bias_N: Tensor | None) -> ConvertedLinear:
-        return ConvertedLinear(lambda: (weight_NK, bias_N))
-
-    products = list(map(plain, weight_eNK, _rows(weight_eNK, bias_eN)))
+    products = list(map(PlainLinear, weight_eNK, _rows(weight_eNK, bias_eN)))
     return ExpertLinears(products, weight_eNK if bias_eN is None else None)
 
 
@@ -249,11 +265,12 @@ def _usable() -> dict[torch.dtype, bool]:
 _ONEDNN = _usable()
 
 
-def _arithmetic(dtype: torch.dtype, device: torch.device) -> panels.Arithmetic | None:
-    """Return the arithmetic of products in panels, or None."""
+def _kind(dtype: torch.dtype, device: torch.device) -> int | None:
+    """Return the kind of products with panels of numbers of a dtype, or None."""
     if device.type != "cpu" or (dtype is torch.bfloat16 and _HAS_MATRIX_UNITS):
         return None
-    return panels.arithmetic_of(dtype)
+    arithmetic = panels.arithmetic_of(dtype)
+    return None if arithmetic is None else panels.kind_of(arithmetic)
 
 
 _HAS_MATRIX_UNITS = processor_has("amx-bf16") and _ONEDNN[torch.bfloat16]

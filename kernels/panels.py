@@ -14,6 +14,8 @@ Shapes: T rows, K inputs, N outputs; experts: N (token, expert) pairs, D model d
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -30,6 +32,7 @@ from kernels.compiled import (
     INTEGERS,
     LANES,
     VECTOR,
+    address_of,
     compiled,
     copy_bits,
     exp,
@@ -44,6 +47,16 @@ from kernels.compiled import (
     vector_function,
     write_numbers,
 )
+from kernels.stored import (
+    HAS_PAIRS,
+    BFloat,
+    Storage,
+    paired,
+    panel_bytes,
+    rounded,
+    unpack_panel,
+    unpacked_pair,
+)
 from kernels.thread_pool import register_part, run_parts
 
 
@@ -55,9 +68,9 @@ class Arithmetic(enum.IntEnum):
     PAIRS = 2  # bfloat16 weights and rows, dot products of the processor
 
 
-_HAS_PAIRS: Final = processor_has("avx512bf16") and processor_has("avx512f")
-_BFLOAT16: Final = Arithmetic.PAIRS if _HAS_PAIRS else Arithmetic.WIDENED
+_BFLOAT16: Final = Arithmetic.PAIRS if HAS_PAIRS else Arithmetic.WIDENED
 _FLOAT32, _WIDENED, _PAIRS = (int(each) for each in Arithmetic)
+_ZERO: Final = np.float32(0.0)
 
 
 def arithmetic_of(dtype: torch.dtype) -> Arithmetic | None:
@@ -67,6 +80,25 @@ def arithmetic_of(dtype: torch.dtype) -> Arithmetic | None:
     if dtype is torch.bfloat16:
         return _BFLOAT16
     return None
+
+
+# What `_stored_block` is compiled for. bfloat16 is unpacked for float32 rows only.
+_STORED_KINDS = (
+    *(
+        (kind, each)
+        for each in (Storage.MXFP4, Storage.FP8)
+        for kind in (Arithmetic.FLOAT32, _BFLOAT16)
+    ),
+    (Arithmetic.FLOAT32, Storage.BFLOAT16),
+)
+
+
+def kind_of(arithmetic: Arithmetic, storage: Storage = Storage.PLAIN) -> int:
+    """Return the kind of a product: what its rows are multiplied with, and how it is stored."""
+    return int(arithmetic) | storage << _STORAGE_SHIFT
+
+
+_ARITHMETIC_MASK, _STORAGE_SHIFT = 3, 2
 
 
 def pack_panels(weight_NK: Tensor) -> Tensor:
@@ -82,18 +114,7 @@ def pack_panels(weight_NK: Tensor) -> Tensor:
 _STEP_BYTES = 4 * LANES  # of a panel
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has none
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+_BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def _block(rows: int, panels: int) -> Any:
@@ -122,7 +143,8 @@ def _block(rows: int, panels: int) -> Any:
             for kind in (Arithmetic.FLOAT32, _BFLOAT16):
                 chosen = builder.icmp_signed("==", arithmetic, I64(int(kind)))
                 with builder.if_then(chosen):
-                    sums = _sums(builder, kind, x_rows, w_panels, steps)
+                    weights = functools.partial(_plain_weights, builder, kind, w_panels)
+                    sums = _sums(builder, x_rows, panels, weights, steps)
                     outs = _addresses(builder, out, out_stride, rows)
                     for to, vectors in zip(outs, sums, strict=True):
                         for panel, vector in enumerate(vectors):
@@ -135,6 +157,35 @@ def _block(rows: int, panels: int) -> Any:
     return block
 
 
+def _stored_block(rows: int) -> Any:
+    """Return the intrinsic that multiplies `rows` rows by one stored panel.
+
+    Arguments: kind; address and stride of the rows; address of the panel; pairs of inputs; address
+    and stride of the float32 outputs. Strides are in bytes.
+    """
+
+    @intrinsic
+    def block(
+        _: Any, kind: Any, x: Any, x_stride: Any, w: Any, pairs: Any, out: Any, to: Any
+    ) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            code, x, x_stride, w, pairs, out, out_stride = args
+            x_rows = _addresses(builder, x, x_stride, rows)
+            outs = _addresses(builder, out, out_stride, rows)
+            for kind, storage in _STORED_KINDS:
+                chosen = builder.icmp_signed("==", code, I64(kind_of(kind, storage)))
+                with builder.if_then(chosen):
+                    weights = functools.partial(_stored_weights, builder, kind, storage, w, pairs)
+                    sums = _sums(builder, x_rows, 1, weights, pairs)
+                    for to, (vector,) in zip(outs, sums, strict=True):
+                        builder.store(vector, pointer(builder, to, VECTOR), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), generate
+
+    return block
+
+
 def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> list[Any]:
     found = [first]
     while len(found) < count:
@@ -142,8 +193,47 @@ def _addresses(builder: ir.IRBuilder, first: Any, stride: Any, count: int) -> li
     return found
 
 
+_Weights = list[tuple[int, list[Any]]]
+"""By element of x of a step, in bytes from the first: a vector of each panel. Vectors of integers
+are pairs of bfloat16, for the processor's dot products."""
+
+
+def _plain_weights(
+    builder: ir.IRBuilder, kind: Arithmetic, w_panels: list[Any], step: Any
+) -> _Weights:
+    """Emit the weights of a step."""
+    offset = builder.mul(step, I64(_STEP_BYTES))
+    words = [
+        builder.load(pointer(builder, builder.add(w, offset), INTEGERS), align=4) for w in w_panels
+    ]
+    if kind is Arithmetic.PAIRS:
+        return [(0, words)]
+    if kind is Arithmetic.FLOAT32:
+        return [(0, [builder.bitcast(each, VECTOR) for each in words])]
+    shift, mask = (INTEGERS([n] * LANES) for n in (16, 0xFFFF0000))
+    low = [builder.bitcast(builder.shl(each, shift), VECTOR) for each in words]
+    high = [builder.bitcast(builder.and_(each, mask), VECTOR) for each in words]
+    return [(0, low), (4, high)]
+
+
+def _stored_weights(
+    builder: ir.IRBuilder, kind: Arithmetic, storage: Storage, panel: Any, pairs: Any, pair: Any
+) -> _Weights:
+    """Emit the weights of a step of a stored panel."""
+    numbers = unpacked_pair(builder, storage, panel, pairs, pair)
+    if kind is Arithmetic.PAIRS:
+        return [(0, [paired(builder, numbers)])]
+    if kind is Arithmetic.WIDENED:
+        numbers = rounded(builder, storage, numbers)
+    return [(4 * place, [number]) for place, number in enumerate(numbers)]
+
+
 def _sums(
-    builder: ir.IRBuilder, kind: Arithmetic, x_rows: list[Any], w_panels: list[Any], steps: Any
+    builder: ir.IRBuilder,
+    x_rows: list[Any],
+    panels: int,
+    weights_of: Callable[[Any], _Weights],
+    steps: Any,
 ) -> list[list[Any]]:
     """Emit the loop over steps (at least one); return a vector for each row and panel."""
     before, loop = builder.block, builder.append_basic_block("steps")
@@ -152,18 +242,12 @@ def _sums(
     builder.position_at_end(loop)
     step = builder.phi(I64)
     step.add_incoming(I64(0), before)
-    sums = [[builder.phi(VECTOR) for _ in w_panels] for _ in x_rows]
-    w_offset = builder.mul(step, I64(_STEP_BYTES))
-    weights = [
-        builder.load(pointer(builder, builder.add(w, w_offset), INTEGERS), align=4)
-        for w in w_panels
-    ]
-    row_bytes = 8 if kind is Arithmetic.WIDENED else 4
-    x_offset = builder.mul(step, I64(row_bytes))
+    sums = [[builder.phi(VECTOR) for _ in range(panels)] for _ in x_rows]
+    weights = weights_of(step)
+    x_offset = builder.mul(step, I64(4 * len(weights)))
     ends = []
     for x, row_sums in zip(x_rows, sums, strict=True):
-        address = builder.add(x, x_offset)
-        ends.append(_step(builder, kind, address, weights, row_sums))
+        ends.append(_step(builder, builder.add(x, x_offset), weights, row_sums))
     following = builder.add(step, I64(1))
     step.add_incoming(following, loop)
     for vectors, last in zip(sums, ends, strict=True):
@@ -175,26 +259,21 @@ def _sums(
     return ends
 
 
-def _step(
-    builder: ir.IRBuilder, kind: Arithmetic, x: Any, weights: list[Any], sums: list[Any]
-) -> list[Any]:
+def _step(builder: ir.IRBuilder, x: Any, weights: _Weights, sums: list[Any]) -> list[Any]:
     """Emit one step of a row; return the new sums, one for each panel."""
-    if kind is Arithmetic.PAIRS:
-        function = vector_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _BFLOATS)
-        pair = builder.bitcast(_broadcast(builder, x, I32), _BFLOATS)
-        pairs = [builder.bitcast(each, _BFLOATS) for each in weights]
-        return [builder.call(function, [s, pair, w]) for s, w in zip(sums, pairs, strict=True)]
-    fma = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
-    if kind is Arithmetic.FLOAT32:
-        halves = [(0, [builder.bitcast(each, VECTOR) for each in weights])]
-    else:
-        shift, mask = (INTEGERS([n] * LANES) for n in (16, 0xFFFF0000))
-        low = [builder.bitcast(builder.shl(each, shift), VECTOR) for each in weights]
-        high = [builder.bitcast(builder.and_(each, mask), VECTOR) for each in weights]
-        halves = [(0, low), (4, high)]
-    for offset, each in halves:
-        value = _broadcast(builder, builder.add(x, I64(offset)), F32)
-        sums = [builder.call(fma, [value, w, s]) for s, w in zip(sums, each, strict=True)]
+    for offset, vectors in weights:
+        address = builder.add(x, I64(offset))
+        if vectors[0].type == INTEGERS:
+            function = vector_function(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _BFLOATS)
+            value = builder.bitcast(_broadcast(builder, address, I32), _BFLOATS)
+            pairs = [builder.bitcast(each, _BFLOATS) for each in vectors]
+            sums = [builder.call(function, [s, value, w]) for s, w in zip(sums, pairs, strict=True)]
+        else:
+            function = vector_function(builder, f"llvm.fma.v{LANES}f32", VECTOR)
+            value = _broadcast(builder, address, F32)
+            sums = [
+                builder.call(function, [value, w, s]) for s, w in zip(sums, vectors, strict=True)
+            ]
     return sums
 
 
@@ -214,6 +293,8 @@ _blocks_of_most, _block_of_most = _block(_ROWS, _PANELS), _block(_ROWS, 1)
 _blocks_of_4, _block_of_4 = _block(4, _PANELS), _block(4, 1)
 _blocks_of_2, _block_of_2 = _block(2, _PANELS), _block(2, 1)
 _blocks_of_1, _block_of_1 = _block(1, _PANELS), _block(1, 1)
+_stored_block_of_4, _stored_block_of_2, _stored_block_of_1 = map(_stored_block, (4, 2, 1))
+_FEW_ROWS = 4  # for which unpacking into registers is faster than into the cache
 _TILE = 128  # rows whose inputs stay in the cache
 
 
@@ -230,6 +311,74 @@ def multiply_block(
     stride: int,
 ) -> None:
     """Write [rows, panels * 16] float32 to `out`. Strides are in bytes."""
+    arithmetic, storage = kind & _ARITHMETIC_MASK, kind >> _STORAGE_SHIFT
+    if storage == 0:
+        _multiply_plain(arithmetic, x, x_stride, rows, w, steps, panels, out, stride)
+        return
+    is_float32, is_pairs = arithmetic == _FLOAT32, arithmetic == _PAIRS
+    pairs = (steps + 1) // 2 if is_float32 else steps
+    if rows <= _FEW_ROWS and not (is_float32 and steps % 2):
+        _multiply_stored(kind, x, x_stride, rows, w, pairs, panels, out, stride)
+        return
+    plain_kind, plain_steps = (_PAIRS if is_pairs else _FLOAT32), steps
+    if arithmetic == _WIDENED:  # whose rows are float32 already
+        plain_steps = 2 * steps
+    size, stored_size = plain_steps * _STEP_BYTES, panel_bytes(storage, pairs)
+    plain = np.empty((_PANELS * plain_steps + 1) * LANES, np.float32)
+    plain_at = address_of(plain)
+    for first in range(0, panels, _PANELS):
+        count = min(_PANELS, panels - first)
+        for panel in range(count):
+            stored, to = w + (first + panel) * stored_size, plain_at + panel * size
+            unpack_panel(storage, not is_float32, is_pairs, stored, pairs, to)
+        at = out + first * _STEP_BYTES
+        _multiply_plain(plain_kind, x, x_stride, rows, plain_at, plain_steps, count, at, stride)
+    plain[0] = _ZERO  # it lives until here
+
+
+@compiled
+def _multiply_stored(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    pairs: int,
+    panels: int,
+    out: int,
+    stride: int,
+) -> None:
+    """Multiply few rows by stored panels, which are unpacked into registers."""
+    size = panel_bytes(kind >> _STORAGE_SHIFT, pairs)
+    for panel in range(panels):
+        weight, to, x_row, left = w + panel * size, out + panel * _STEP_BYTES, x, rows
+        while left > 0:
+            if left >= 4:
+                taken = 4
+                _stored_block_of_4(kind, x_row, x_stride, weight, pairs, to, stride)
+            elif left >= 2:
+                taken = 2
+                _stored_block_of_2(kind, x_row, x_stride, weight, pairs, to, stride)
+            else:
+                taken = 1
+                _stored_block_of_1(kind, x_row, x_stride, weight, pairs, to, stride)
+            left -= taken
+            x_row += taken * x_stride
+            to += taken * stride
+
+
+@compiled
+def _multiply_plain(
+    kind: int,
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    steps: int,
+    panels: int,
+    out: int,
+    stride: int,
+) -> None:
     w_stride = steps * _STEP_BYTES
     for panel in range(0, panels, _PANELS):
         several = panels - panel >= _PANELS
@@ -272,17 +421,19 @@ def multiply_block(
 def _multiply_part(args: int, first: int, last: int) -> None:
     """Write panels [first, last) of a product; args: kind, x, w, bias, out, T, K, N."""
     kind, x, w, bias, out, T, K, N = carray(int64_at(args), (8,))
-    is_float32, is_pairs = kind == _FLOAT32, kind == _PAIRS
+    arithmetic, storage = kind & _ARITHMETIC_MASK, kind >> _STORAGE_SHIFT
+    is_float32, is_pairs = arithmetic == _FLOAT32, arithmetic == _PAIRS
     size, steps = (4, K) if is_float32 else (2, (K + 1) // 2)
     panels, columns = last - first, min(N, last * LANES) - first * LANES
-    w, out = w + first * steps * _STEP_BYTES, out + first * LANES * size
+    w_size = panel_bytes(storage, (K + 1) // 2) if storage else steps * _STEP_BYTES
+    w, out = w + first * w_size, out + first * LANES * size
     if is_float32 and columns == panels * LANES and bias == 0:
         for row in range(0, T, _TILE):
             x_tile, to, rows = x + row * K * 4, out + row * N * 4, min(_TILE, T - row)
             multiply_block(kind, x_tile, K * 4, rows, w, steps, panels, to, N * 4)
         return
     copied = min(T, _TILE)
-    floats = np.zeros((copied if kind == _WIDENED else 0, 2 * steps), np.float32)
+    floats = np.zeros((copied if arithmetic == _WIDENED else 0, 2 * steps), np.float32)
     bits = np.zeros((copied if is_pairs and K % 2 else 0, 2 * steps), np.uint16)
     sums = np.empty((copied, panels * LANES), np.float32)
     bias_n = np.zeros(panels * LANES, np.float32)
@@ -357,8 +508,8 @@ def _experts_part(args: int, begin: int, end: int) -> None:
     for index in range(begin, end):
         pairs += counts_r[index]
         tile = max(tile, min(_TILE, counts_r[index]))
-    rows_N = carray(int64_at(rows), (pairs,))
-    is_float32, is_pairs = kind == _FLOAT32, kind == _PAIRS
+    rows_N, arithmetic = carray(int64_at(rows), (pairs,)), kind & _ARITHMETIC_MASK
+    is_float32, is_pairs = arithmetic == _FLOAT32, arithmetic == _PAIRS
     size, pair = (4, 1) if is_float32 else (2, 2)  # of x and of the biases
     D_steps, F_steps = (D + pair - 1) // pair, (F + pair - 1) // pair
     D_panels, F2_panels = (D + LANES - 1) // LANES, (2 * F + LANES - 1) // LANES

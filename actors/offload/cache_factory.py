@@ -21,7 +21,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.device_lanes import device_lane
 from models.experts.device_tier import DeviceFormat, DeviceSlots, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
+from models.experts.expert_format import slot_format
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import open_expert_memory
 from models.prediction.expert_predictor import ExpertPredictor, Speculation
@@ -80,27 +80,22 @@ def expert_cache(
             f"{spec.name}: expert ranks keep all of their experts on {spec.device}: leave "
             "experts.slots and experts.bytes out, or set groups.device=cpu"
         )
-    slot_format = _form(spec, layout)
-    slots = slot_count(config.experts, sum(slot_format.sizes), model, own)
+    folder = Path(spec.model_folder)
+    form = slot_format(Checkpoint(folder), layout, config.experts.storage_format)
+    slots = slot_count(config.experts, sum(form.sizes), model, own)
     where = config.prefill.host_store
     file = open_expert_file(
-        Path(spec.model_folder),
-        slot_format,
+        folder,
+        form,
         store=None if where is None else Path(where),
         deadline_s=config.groups.ready_timeout_s,
         direct_io=config.experts.direct_io,
     )
     order = eviction(config.experts.eviction_policy)
     deadline_s = config.channel.connect_timeout_s
-    cache = ExpertCache(FileTier(file), slot_format, slots, order, pays, deadline_s=deadline_s)
+    cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=deadline_s)
     show(cache, spec.name, telemetry)
     return cache
-
-
-def _form(spec: RankSpec, layout: ExpertLayout) -> ExpertFormat:
-    if not spec.config.experts.storage_format:
-        return ComputeFormat(layout)
-    return CheckpointFormat(Checkpoint(Path(spec.model_folder)), layout.spec, layout.dtype)
 
 
 def show(cache: ExpertCache, name: str, telemetry: Telemetry) -> None:

@@ -133,7 +133,14 @@ def _load_experts(
     checkpoint = Checkpoint(folder)
     loaded = fingerprint(folder)
     half = ExpertHalf.load(
-        checkpoint, model, own, dtype=dtype, device=device, progress=progress, separate=moves
+        checkpoint,
+        model,
+        own,
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        separate=moves,
+        keeps_stored=spec.config.experts.storage_format is not False,
     )
     resident = ResidentExperts(half, generation)
     layout = ExpertLayout(model, dtype, device)

@@ -134,9 +134,16 @@ class PacedLoader(Loader):
     """Copies in pieces at a limited rate."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, limiter: RateLimiter
+        self,
+        checkpoint: Checkpoint,
+        layout: ExpertLayout,
+        limiter: RateLimiter,
+        *,
+        keeps_stored: bool,
     ) -> None:
-        super().__init__(checkpoint, dtype, device, None, 0)
+        super().__init__(
+            checkpoint, layout.dtype, layout.device, None, 0, keeps_stored=keeps_stored
+        )
         self._limiter = limiter
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
@@ -144,7 +151,9 @@ class PacedLoader(Loader):
         for first in range(0, len(out), rows):
             piece = out[first : first + rows]
             super().copy(stored[first : first + rows], piece)
-            self._limiter.acquire(piece.nbytes)
+
+    def count(self, num_bytes: int) -> None:
+        self._limiter.acquire(num_bytes)
 
 
 class CachedExpertLoader(ExpertLoader[dict[int, tuple[int, ...]]]):
@@ -277,7 +286,8 @@ class _LoadTask:
         if self._checkpoint is None:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
             self._check_same()
-        loader = PacedLoader(self._checkpoint, self._layout.dtype, self._layout.device, limiter)
+        keeps_stored = self._spec.config.experts.storage_format is not False
+        loader = PacedLoader(self._checkpoint, self._layout, limiter, keeps_stored=keeps_stored)
         layer, expert = key
         read = load_separately(self._checkpoint, self._layout.spec, layer, [expert], loader)
         self._checkpoint.release()

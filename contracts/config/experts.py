@@ -11,7 +11,7 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Experts that do not fit into memory.
 
     The section applies to expert ranks if `slots` or `bytes` is set, and to prefill workers with
-    prefill.experts=cached.
+    prefill.experts=cached; `storage_format` also to resident experts.
     """
 
     slots: Count | None = None
@@ -19,10 +19,10 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bytes: Count | None = None
     """Bytes of experts that a worker keeps in memory. null: see `slots`. If both are null, an
     expert rank keeps all of its experts."""
-    storage_format: bool = False
-    """Keep and read experts in the checkpoint's format (fp8, MXFP4, bfloat16) and convert them at
-    each use. More experts fit, each use takes longer, answers are equal. `bytes` then counts
-    stored bytes."""
+    storage_format: bool | None = None
+    """Keep experts on the CPU in the checkpoint's format (fp8, MXFP4, bfloat16 for float32), which
+    products unpack: more experts fit, generation reads fewer bytes, answers are equal. `bytes`
+    counts stored bytes. null: unless the processor has matrix units for model.dtype."""
     eviction_policy: Literal["walk", "lru"] = "walk"
     """Expert to evict first. "walk": the least recently used one of the layer whose next use is
     farthest away. "lru": least recently used."""

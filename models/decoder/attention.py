@@ -165,7 +165,7 @@ class GroupedQueryAttention:
         """Return whether `decode` can run a batch: few sequences, with one new token each."""
         rows = metadata.plans[self._window].rows
         return (
-            self._qkv.arithmetic is not None
+            self._qkv.kind is not None
             and batch.copies is None
             and rows is not None
             and len(rows.table) == batch.num_tokens
@@ -211,13 +211,13 @@ class GroupedQueryAttention:
 
     def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
         """Return the fields of `attend_layer` that do not change."""
-        assert self._qkv.arithmetic is not None
+        assert self._qkv.kind is not None
         qk_norm, sinks = (
             0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)
         )
         return np.array(
             (
-                self._qkv.arithmetic,
+                self._qkv.kind,
                 self._qkv.shape[1],
                 self._H,
                 self._G,

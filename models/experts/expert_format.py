@@ -1,8 +1,8 @@
 """Formats of an expert in a cache slot, and in the file that fills it.
 
-`ComputeFormat`: as multiplied with; no work at its use. `CheckpointFormat`: as stored (fp8 blocks,
-MXFP4, bfloat16 for float32 compute); up to eight times as many experts fit, and each use converts.
-Values are equal, and so bits.
+`ComputeFormat`: as multiplied with elsewhere. `CheckpointFormat`: as stored (fp8 blocks, MXFP4,
+bfloat16 for float32 compute), which products unpack (kernels/stored.py); up to eight times as many
+experts fit. Values are equal, and so bits.
 
 `ExpertTier` is the interface of the slower tier from which slots are filled.
 """
@@ -16,14 +16,10 @@ import torch
 from torch import Tensor
 
 from contracts.errors import CheckpointError
-from kernels.linear import ConvertedLinear, Product
+from kernels.linear import PackedLinear, Product, has_panels
+from kernels.stored import StoredWeight
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_loading import (
-    StoredLayer,
-    lay_out_down,
-    lay_out_gate_up,
-    lay_out_gate_up_bias,
-)
+from models.experts.expert_loading import StoredLayer, stored_biases, stored_weights
 from models.experts.expert_store import ExpertBuffer
 from models.experts.host_experts import CheckpointParts
 from models.spec.model import ModelSpec
@@ -103,85 +99,98 @@ class ComputeSlots:
 
 
 class CheckpointFormat:
-    """Experts as stored, all alike. Raises CheckpointError."""
+    """Experts in panels as they are stored, all alike. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> None:
         self.spec, self._dtype = spec, dtype
-        self._like = self._stored(StoredLayer(checkpoint, spec, spec.moe_layers[0]), 0)
-        self.sizes = [tensor.nbytes for tensor in self._like.values()]
-        self.name = "stored"
+        self._folder = checkpoint.folder
+        first = StoredLayer(checkpoint, spec, spec.moe_layers[0])
+        self._kinds, self._like = _kinds_of(first.expert(0)), self._packed(first, 0)
+        storage = self._like.weights[0].storage.name
+        self.sizes = [tensor.nbytes for tensor in self._like.tensors]
+        self.name = f"stored {storage} {dtype} {self.sizes}"
 
     def slots(self, count: int) -> CheckpointSlots:
-        return CheckpointSlots(self._like, self.spec, self._dtype, count)
+        return CheckpointSlots(self._like, self._dtype, count)
 
     def pieces(self, checkpoint: Checkpoint) -> Pieces:
         layers = {each: StoredLayer(checkpoint, self.spec, each) for each in self.spec.moe_layers}
-        self._check(checkpoint, layers)
+        for number, layer in layers.items():
+            for expert in range(self.spec.num_experts):
+                if _kinds_of(layer.expert(expert)) != self._kinds:
+                    raise self._differs(number, expert)
 
         def read_expert(layer: int, expert: int) -> Iterator[memoryview]:
-            for tensor in self._stored(layers[layer], expert).values():
-                yield _bytes_of(tensor.contiguous())
+            yield from map(_bytes_of, self._packed(layers[layer], expert).tensors)
             checkpoint.release()
 
         return read_expert
 
-    def _check(self, checkpoint: Checkpoint, layers: Mapping[int, StoredLayer]) -> None:
-        like = list(map(_kind_of, self._like.items()))
-        for number, layer in layers.items():
-            for expert in range(self.spec.num_experts):
-                if list(map(_kind_of, self._stored(layer, expert).items())) != like:
-                    raise CheckpointError(
-                        f"{checkpoint.folder}: expert {expert} of layer {number} is stored "
-                        "differently from the first one: set experts.storage_format to false"
-                    )
+    def _packed(self, layer: StoredLayer, expert: int) -> PackedExpert:
+        stored = layer.expert(expert)
+        weights = stored_weights(stored, self.spec, self._dtype)
+        if weights is None:
+            raise self._differs(layer.number, expert)
+        biases = stored_biases(stored, self.spec, self._dtype)
+        return PackedExpert(weights, [bias_N for bias_N in biases if bias_N is not None])
 
-    def _stored(self, layer: StoredLayer, expert: int) -> dict[str, Tensor]:
-        return dict(sorted(layer.expert(expert).items()))
+    def _differs(self, layer: int, expert: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: expert {expert} of layer {layer} is stored differently from the "
+            "first one, or cannot be used as stored: set experts.storage_format to false"
+        )
+
+
+class PackedExpert(NamedTuple):
+    """An expert's gate_up and down as stored, and its biases."""
+
+    weights: tuple[StoredWeight, StoredWeight]
+    biases: list[Tensor]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*(weight.panels for weight in self.weights), *self.biases]
 
 
 class CheckpointSlots:
-    def __init__(
-        self, like: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype, count: int
-    ) -> None:
-        """like: one expert's tensors."""
-        self._spec, self._dtype = spec, dtype
-        self._tensors = {
-            role: torch.empty((count, *tensor.shape), dtype=tensor.dtype)
-            for role, tensor in like.items()
-        }
-        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+    def __init__(self, like: PackedExpert, dtype: torch.dtype, count: int) -> None:
+        """like: any expert."""
+        self._weights, self._dtype = like.weights, dtype
+        self._tensors = [
+            torch.empty((count, *tensor.shape), dtype=tensor.dtype) for tensor in like.tensors
+        ]
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
 
     def memory(self, slot: int) -> SlotMemory:
-        return [_bytes_of(tensor[slot]) for tensor in self._tensors.values()]
+        return [_bytes_of(tensor[slot]) for tensor in self._tensors]
 
     def products(self, slot: int) -> tuple[Product, Product]:
-        spec, dtype = self._spec, self._dtype
-        stored = {role: tensor[slot] for role, tensor in self._tensors.items()}
-        D, F, has_bias = spec.hidden_size, spec.expert_ffn_size, "down_bias" in stored
-
-        def gate_up() -> tuple[Tensor, Tensor | None]:
-            weight, bias = torch.empty((2 * F, D), dtype=dtype), None
-            lay_out_gate_up(stored, spec, _copy, weight)
-            if has_bias:
-                bias = torch.empty(2 * F, dtype=dtype)
-                lay_out_gate_up_bias(stored, spec, _copy, bias)
-            return weight, bias
-
-        def down() -> tuple[Tensor, Tensor | None]:
-            weight = torch.empty((D, F), dtype=dtype)
-            lay_out_down(stored, spec, _copy, weight)
-            return weight, stored["down_bias"].to(dtype) if has_bias else None
-
-        return ConvertedLinear(gate_up), ConvertedLinear(down)
+        held = [tensor[slot] for tensor in self._tensors]
+        biases: Sequence[Tensor | None] = held[len(self._weights) :] or [None, None]
+        gate_up, down = (
+            PackedLinear.of_panels(weight._replace(panels=panels), self._dtype, bias_N)
+            for weight, panels, bias_N in zip(self._weights, held, biases, strict=False)
+        )
+        return gate_up, down
 
 
-def _copy(stored: Tensor, into: Tensor) -> None:
-    into.copy_(stored)
+def slot_format(checkpoint: Checkpoint, layout: ExpertLayout, stored: bool | None) -> ExpertFormat:
+    """Return the format of cached experts. stored: None: as stored if bits are equal.
+
+    Raises CheckpointError.
+    """
+    spec, dtype = layout.spec, layout.dtype
+    if stored is False or layout.device.type != "cpu":
+        return ComputeFormat(layout)
+    first = StoredLayer(checkpoint, spec, spec.moe_layers[0]).expert(0)
+    is_usable = stored or has_panels(dtype, layout.device)
+    if not is_usable or stored_weights(first, spec, dtype) is None:
+        return ComputeFormat(layout)
+    return CheckpointFormat(checkpoint, spec, dtype)
 
 
-def _kind_of(stored: tuple[str, Tensor]) -> tuple[str, torch.dtype, tuple[int, ...]]:
-    role, tensor = stored
-    return role, tensor.dtype, tuple(tensor.shape)
+def _kinds_of(stored: Mapping[str, Tensor]) -> list[tuple[str, torch.dtype, torch.Size]]:
+    return sorted((role, tensor.dtype, tensor.shape) for role, tensor in stored.items())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -90,10 +90,12 @@ class ExpertHalf:
         progress: Progress | None = None,
         layers: Sequence[int] | None = None,
         separate: bool = False,
+        keeps_stored: bool = True,
     ) -> ExpertHalf:
         """Read these experts' tensors (slices of fused ones) of `layers` (None: all MoE layers).
 
-        separate: each expert in memory of its own. Raises CheckpointError.
+        separate: each expert in memory of its own. keeps_stored: in the checkpoint's format, where
+        products on the CPU can read it. Raises CheckpointError.
         """
         moe_layers = spec.moe_layers if layers is None else layers
         ids_of = _by_layer(expert_ids, moe_layers)
@@ -105,7 +107,8 @@ class ExpertHalf:
                 )
         elements = sum(map(len, ids_of.values())) * layout.expert_elements(spec)
         whole = elements * dtype.itemsize
-        loader = Loader(checkpoint, dtype, torch.device(device), progress, whole)
+        target = torch.device(device)
+        loader = Loader(checkpoint, dtype, target, progress, whole, keeps_stored=keeps_stored)
         held = {}
         for layer in moe_layers:
             read = load_separately if separate else load_experts

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from kernels.experts import ClampedGate
-from kernels.linear import ExpertLinears, linears
-from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
+from kernels.linear import ExpertLinears, PackedLinear, linears
+from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
+from kernels.stored import StoredWeight, pack_bfloat16, pack_fp8, pack_mxfp4
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint, fused_weight_specs
@@ -35,11 +37,36 @@ def load_experts(
     checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
 ) -> ExpertLayer:
     """Read these experts' tensors (slices of fused ones). Raises CheckpointError."""
+    if loader.keeps_stored and expert_ids:
+        held = _load_stored(checkpoint, spec, layer, expert_ids, loader)
+        if held is not None:
+            return held
     into = tuple(loader.empty(len(expert_ids), *shape) for shape in expert_shapes(spec))
     copy_experts(checkpoint, spec, layer, expert_ids, loader.copy, into)
     gate_up, down, *biases = into
     gate_up_bias, down_bias = biases or (None, None)
     return ExpertLayer(linears(gate_up, gate_up_bias), linears(down, down_bias), clamped_gate(spec))
+
+
+def _load_stored(
+    checkpoint: Checkpoint, spec: ModelSpec, layer: int, expert_ids: Sequence[int], loader: Loader
+) -> ExpertLayer | None:
+    """Read these experts as they are stored, if products can read all of them."""
+    stored_layer = StoredLayer(checkpoint, spec, layer)
+    gate_ups: list[PackedLinear] = []
+    downs: list[PackedLinear] = []
+    for expert in expert_ids:
+        stored = stored_layer.expert(expert)
+        weights = stored_weights(stored, spec, loader.dtype)
+        if weights is None:
+            return None
+        biases = stored_biases(stored, spec, loader.dtype)
+        for products, weight, bias_N in zip((gate_ups, downs), weights, biases, strict=True):
+            products.append(PackedLinear.of_panels(weight, loader.dtype, bias_N))
+        loader.count(layout.expert_elements(spec) * loader.dtype.itemsize)
+    return ExpertLayer(
+        ExpertLinears(gate_ups, None), ExpertLinears(downs, None), clamped_gate(spec)
+    )
 
 
 def load_separately(
@@ -94,7 +121,7 @@ class StoredLayer:
     """A layer's experts as the checkpoint stores them. Raises CheckpointError."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> None:
-        self._checkpoint, self._spec, self._layer = checkpoint, spec, layer
+        self._checkpoint, self._spec, self.number = checkpoint, spec, layer
         fused = fused_weight_specs(checkpoint, spec, layer)
         self._fused = None if fused is None else self._stored(fused)
 
@@ -105,7 +132,7 @@ class StoredLayer:
         ROLE_scales (MXFP4).
         """
         if self._fused is None:
-            return self._stored(layout.expert_tensors(self._spec, self._layer, expert))
+            return self._stored(layout.expert_tensors(self._spec, self.number, expert))
         return {role: tensor[expert] for role, tensor in self._fused.items()}
 
     def _stored(self, weight_specs: layout.WeightSpecs) -> dict[str, Tensor]:
@@ -115,6 +142,71 @@ class StoredLayer:
             if scale is not None:
                 found[f"{role}_scale"] = scale
         return found
+
+
+def stored_weights(
+    stored: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype
+) -> tuple[StoredWeight, StoredWeight] | None:
+    """Return an expert's gate_up and down in panels as they are stored.
+
+    None: rows of `dtype` are not multiplied with such weights, or they are no smaller.
+    """
+    whole = slice(None)
+    if "gate" in stored:
+        gate_up = [("gate", whole), ("up", whole)]
+    elif spec.clamp is None:
+        gate_up = [("gate_up", whole)]
+    else:
+        gate_up = [("gate_up", slice(0, None, 2)), ("gate_up", slice(1, None, 2))]
+    try:
+        weights = [
+            _stored_weight(stored, rows, spec, dtype) for rows in (gate_up, [("down", whole)])
+        ]
+    except ValueError:  # an unusual scale
+        return None
+    found = [weight for weight in weights if weight is not None]
+    is_uniform = len({weight.storage for weight in found}) == 1
+    return (found[0], found[1]) if len(found) == len(weights) and is_uniform else None
+
+
+def _stored_weight(
+    stored: Mapping[str, Tensor],
+    parts: Sequence[tuple[str, slice]],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+) -> StoredWeight | None:
+    """Return rows of roles, one after the other, in panels. Raises ValueError."""
+    if all(f"{role}_blocks" in stored for role, _ in parts):
+        blocks = torch.cat([stored[f"{role}_blocks"][rows] for role, rows in parts])
+        return pack_mxfp4(
+            blocks, torch.cat([stored[f"{role}_scales"][rows] for role, rows in parts])
+        )
+    if any(f"{role}_blocks" in stored for role, _ in parts):
+        return None
+    if all(f"{role}_scale" in stored for role, _ in parts):
+        weight_NK = torch.cat([stored[role][rows].view(torch.uint8) for role, rows in parts])
+        scales = []
+        for role, rows in parts:
+            scale = stored[f"{role}_scale"].to(torch.float32)
+            scales.append(scale.repeat_interleave(FP8_BLOCK, 0)[: len(stored[role])][rows])
+        return pack_fp8(weight_NK, torch.cat(scales))
+    matrices = [stored[role] if spec.clamp is None else stored[role].t() for role, _ in parts]
+    are_narrow = all(matrix.dtype is torch.bfloat16 for matrix in matrices)
+    if dtype is not torch.float32 or not are_narrow:
+        return None
+    rows_of = zip(matrices, parts, strict=True)
+    return pack_bfloat16(torch.cat([matrix[rows] for matrix, (_, rows) in rows_of]))
+
+
+def stored_biases(
+    stored: Mapping[str, Tensor], spec: ModelSpec, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return an expert's biases of gate_up (gate first) and down in `dtype`, if it has any."""
+    if "down_bias" not in stored:
+        return None, None
+    gate_up = torch.empty(2 * spec.expert_ffn_size, dtype=dtype)
+    lay_out_gate_up_bias(stored, spec, lambda bias, into: into.copy_(bias), gate_up)
+    return gate_up, stored["down_bias"].to(dtype, copy=True)
 
 
 def lay_out_gate_up(

@@ -63,7 +63,7 @@ class ExpertRouter:
 
     def decode_fields(self, dtype: torch.dtype) -> tuple[int, ...] | None:
         """Return the router's fields of `attend_layer` for rows of a dtype, or None."""
-        if not self._plain or dtype is not self._dtype or self._scores.arithmetic is None:
+        if not self._plain or dtype is not self._dtype or self._scores.kind is None:
             return None
         rounds = self._rounds and dtype is torch.bfloat16
         normalize = self._routing.normalize

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contracts.clock import Clock, monotonic_s
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, has_panels
 from models.weights.layout import WeightSpec
 
 Progress = Callable[[int, int], None]
@@ -40,9 +40,13 @@ class Loader:
         device: torch.device,
         progress: Progress | None,
         total_bytes: int,
+        *,
+        keeps_stored: bool = False,
     ) -> None:
+        """Set up a loader. keeps_stored: of experts, what products can read as it is stored."""
+        self.keeps_stored = keeps_stored and has_panels(dtype, device)
         self._source = source
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._total_bytes = total_bytes
@@ -64,10 +68,14 @@ class Loader:
 
     def copy(self, stored: Tensor, out: Tensor) -> None:
         out.copy_(stored)
-        self._loaded_bytes += out.numel() * out.dtype.itemsize
+        self.count(out.nbytes)
+
+    def count(self, num_bytes: int) -> None:
+        """Record bytes of `dtype` that were loaded."""
+        self._loaded_bytes += num_bytes
 
     def empty(self, *shape: int, float32: bool = False) -> Tensor:
-        dtype = torch.float32 if float32 else self._dtype
+        dtype = torch.float32 if float32 else self.dtype
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def finish_layer(self) -> None:

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from contracts.errors import CheckpointError
+from kernels.linear import has_panels
+from kernels.panels import Arithmetic, arithmetic_of, kind_of
+from kernels.stored import Storage
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_store import ResidentStore
 from models.prediction.profile_builder import ProfileBuilder
@@ -47,6 +50,7 @@ GROUPED: dict[str, Any] = {
 }
 CLAMPED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 5}
 PROMPT = prompts(3, [50])[0]
+DTYPES: tuple[Literal["bfloat16"], Literal["float32"]] = ("bfloat16", "float32")
 KINDS = ["deepseek_v3", "qwen3_moe", "gpt_oss"]
 
 
@@ -73,9 +77,18 @@ def test_logits_are_those_of_the_dequantised_weights(
 ) -> None:
     quantised, dequantised = pair_of(kind)
     split = [[3, 0], [1, 4, 2] if kind != "deepseek_v3" else [1, 4, 2, 5]]
-    found = LocalModel.load(quantised, dtype="float32", expert_split=split).forward([PROMPT])[0]
-    floats = LocalModel.load(dequantised, dtype="float32", expert_split=split)
-    assert torch.equal(found, floats.forward([PROMPT])[0])
+    for dtype in DTYPES:
+        local, floats = (
+            LocalModel.load(folder, dtype=dtype, expert_split=split)
+            for folder in (quantised, dequantised)
+        )
+        found, arithmetic = local.forward([PROMPT])[0], arithmetic_of(getattr(torch, dtype))
+        assert arithmetic is not None
+        if has_panels(getattr(torch, dtype), torch.device("cpu")):
+            storage = Storage.MXFP4 if kind == "gpt_oss" else Storage.FP8
+            kept = local.experts[0].layer_experts(1).gate_up
+            assert kept.kind == kind_of(arithmetic, storage)
+            assert torch.equal(found, floats.forward([PROMPT])[0])
     expected = Oracle(dequantised).logits(PROMPT)
     assert 0.5 < expected.abs().max() < 20
     assert (found - expected).abs().max() < TOLERANCE
@@ -91,6 +104,20 @@ def test_mxfp4_logits_equal_those_of_transformers_on_the_same_folder(
     expected = Oracle(quantised, quantization_config=as_floats).logits(PROMPT)
     found = LocalModel.load(quantised, dtype="float32").forward([PROMPT])[0]
     assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("scale", "code"), [(128.0, 8), (0.001, 127)])
+def test_unusual_fp8_is_dequantised_when_it_is_loaded(
+    pair_of: Callable[[str], Pair], tmp_path: Path, scale: float, code: int
+) -> None:
+    folder = _changed(pair_of("qwen3_moe")[0], tmp_path)
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.experts.2.up_proj"
+    tensors[f"{name}.weight_scale_inv"].fill_(scale)
+    tensors[f"{name}.weight"].view(torch.uint8)[3, 4] = code
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    local = LocalModel.load(folder, dtype="float32")
+    assert local.experts[0].layer_experts(1).gate_up.kind == kind_of(Arithmetic.FLOAT32)
+    assert local.experts[0].layer_experts(0).gate_up.kind != kind_of(Arithmetic.FLOAT32)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])

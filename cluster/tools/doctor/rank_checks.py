@@ -20,7 +20,8 @@ from cluster.tools.doctor.findings import Level
 from contracts import machine
 from contracts.config import TandemConfig
 from contracts.errors import ConfigError
-from models.experts.expert_format import CheckpointFormat
+from models.experts.expert_format import slot_format
+from models.experts.expert_layout import ExpertLayout
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint, resolve_dtype
@@ -43,7 +44,7 @@ def prefill_weight_bytes(config: TandemConfig, spec: ModelSpec) -> int:
     prefill, workers = config.prefill, config.groups.prefill_ranks
     dtype = resolve_dtype(spec, config.model.dtype)
     expert_bytes = layout.expert_elements(spec) * dtype.itemsize
-    if prefill.experts == "cached":
+    if prefill.experts in ("resident", "all_to_all", "cached"):
         expert_bytes = bytes_per_expert(config, spec)
     layer_bytes = spec.num_experts * expert_bytes
     layers = len(spec.moe_layers)
@@ -73,12 +74,13 @@ def placed_experts(config: TandemConfig, spec: ModelSpec) -> int:
 
 
 def bytes_per_expert(config: TandemConfig, spec: ModelSpec) -> int:
-    """Return the bytes of one expert as a cache stores it. Raises CheckpointError."""
+    """Return the bytes of one expert as a rank keeps it. Raises CheckpointError."""
     dtype = resolve_dtype(spec, config.model.dtype)
-    if config.experts.is_bounded and config.experts.storage_format:
-        checkpoint = Checkpoint(resolve_model_folder(config.model.path))
-        return sum(CheckpointFormat(checkpoint, spec, dtype).sizes)
-    return layout.expert_elements(spec) * dtype.itemsize
+    if config.groups.device == "cuda":
+        return layout.expert_elements(spec) * dtype.itemsize
+    checkpoint, device = Checkpoint(resolve_model_folder(config.model.path)), torch.device("cpu")
+    expert_layout = ExpertLayout(spec, dtype, device)
+    return sum(slot_format(checkpoint, expert_layout, config.experts.storage_format).sizes)
 
 
 def _lockstep_share(config: TandemConfig, spec: ModelSpec) -> float:

@@ -16,11 +16,19 @@ from hypothesis import strategies as st
 
 from kernels import experts, fused_ops, gpu_experts
 from kernels.gpu_experts import Pairs, grouped_products, single_products
-from kernels.linear import PackedLinear, is_packed, linear, linears, plain_linears
+from kernels.linear import (
+    PackedLinear,
+    has_panels,
+    is_packed,
+    linear,
+    linears,
+    plain_linears,
+)
 from kernels.norm_rope import apply_rope, cos_sin, rms_norm
 from kernels.packed_attention import SequenceRows, packed_part
 from kernels.quantization import FP8_BLOCK, dequantize_fp8_blocks, dequantize_mxfp4
 from kernels.routing import GroupLimit, group_by_expert, limited_top_k, local_index, softmax_top_k
+from kernels.stored import pack_bfloat16, pack_fp8, pack_mxfp4
 from models.decoder.decoder import inverse_frequencies
 from models.spec.layer_spec import RopeSpec
 from tests.support import kernel_reference as reference
@@ -30,6 +38,7 @@ from tests.support.kernel_reference import (
     grouped_experts,
 )
 
+STORED = ["mxfp4", "fp8", "bfloat16"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -83,6 +92,48 @@ def test_packed_weight_accepts_bytes_of_another(dtype: torch.dtype, N: int, K: i
     memory = layer.memory
     del layer
     assert torch.equal(memory, expected.memory), "the weight lives as long as its memory"
+
+
+@DTYPES
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 140), st.integers(1, 4), st.integers(1, 12), st.sampled_from(STORED))
+def test_stored_weights_give_the_bits_of_unpacked_ones(
+    dtype: torch.dtype, N: int, groups: int, T: int, kind: str
+) -> None:
+    generator, K = torch.Generator().manual_seed(N + T), 32 * groups + (kind != "mxfp4") * (N % 5)
+    x = torch.randn(T, K, generator=generator).to(dtype)
+    if kind == "mxfp4":
+        blocks = torch.randint(0, 256, (N, groups, 16), generator=generator, dtype=torch.uint8)
+        powers = torch.randint(3, 140, (N, groups), generator=generator, dtype=torch.uint8)
+        weight, stored = dequantize_mxfp4(blocks, powers), pack_mxfp4(blocks, powers)
+    elif kind == "fp8":
+        codes = torch.randint(0, 126, (N, K), generator=generator, dtype=torch.uint8)
+        fp8 = (codes + 128 * (codes % 2)).view(torch.float8_e4m3fn)
+        scales = torch.rand(-(-N // FP8_BLOCK), -(-K // FP8_BLOCK), generator=generator)
+        weight = dequantize_fp8_blocks(fp8, scales)
+        stored = pack_fp8(fp8, scales.repeat_interleave(FP8_BLOCK, 0)[:N])
+    else:
+        dtype, x = torch.float32, x.float()
+        weight = torch.randn(N, K, generator=generator).bfloat16()
+        stored = pack_bfloat16(weight)
+    bias = torch.randn(N, generator=generator).to(dtype)
+    found = PackedLinear.of_panels(stored, dtype, bias)(x)
+    if has_panels(dtype, torch.device("cpu")):
+        assert torch.equal(found, PackedLinear(weight.to(dtype), bias)(x))
+    else:
+        torch.testing.assert_close(found, PackedLinear(weight.to(dtype), bias)(x))
+
+
+def test_scales_and_weights_that_cannot_be_unpacked_are_refused() -> None:
+    fp8 = torch.zeros(2, 8).to(torch.float8_e4m3fn)
+    for scale in (65.0, 1e-31, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="scale"):
+            pack_fp8(fp8, torch.tensor([[1.0], [scale]]))
+    with pytest.raises(ValueError, match="not a number"):
+        pack_fp8(torch.full((1, 4), float("nan")).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    for exponent in (2, 253):
+        with pytest.raises(ValueError, match="exponent"):
+            pack_mxfp4(torch.zeros(1, 1, 16, dtype=torch.uint8), torch.tensor([[exponent]]))
 
 
 @pytest.mark.parametrize(("R", "C"), [(3, 5), (128, 256), (130, 129), (257, 60)])

@@ -38,7 +38,7 @@ from models.experts.cache_requests import USED_HINT, PredictedExpert
 from models.experts.device_lanes import DeviceLane, InlineLane
 from models.experts.device_tier import MAX_HINTS_IN_FLIGHT, DeviceFormat, DeviceTier
 from models.experts.expert_cache import ExpertCache
-from models.experts.expert_format import CheckpointFormat, ComputeFormat, ExpertFormat
+from models.experts.expert_format import CheckpointFormat, slot_format
 from models.experts.expert_half import expert_sums
 from models.experts.expert_layout import ExpertLayout
 from models.experts.host_experts import CheckpointParts, ExpertMemory
@@ -127,14 +127,11 @@ class Rig:
         predictor: ExpertPredictor | None = None,
         stored: bool = False,
     ) -> CachedBackend:
-        slot_format: ExpertFormat = CheckpointFormat(
-            Checkpoint(self._folder), self.spec, torch.float32
-        )
-        if not stored:
-            slot_format = ComputeFormat(ExpertLayout(self.spec, torch.float32, torch.device("cpu")))
-        file = open_expert_file(self._folder, slot_format, store=self._store, deadline_s=20.0)
+        layout = ExpertLayout(self.spec, torch.float32, torch.device("cpu"))
+        form = slot_format(Checkpoint(self._folder), layout, stored)
+        file = open_expert_file(self._folder, form, store=self._store, deadline_s=20.0)
         order = eviction(kind)
-        cache = ExpertCache(FileTier(file), slot_format, slots, order, pays, deadline_s=20.0)
+        cache = ExpertCache(FileTier(file), form, slots, order, pays, deadline_s=20.0)
         half = self.local.attention
         ahead = predictor if seed is None else AnyGuess(half, seed)
         backend = CachedBackend("prefill-0", half, cache, Timeline(10), monotonic_s, ahead)
@@ -217,11 +214,11 @@ def test_expert_with_other_storage_format_is_rejected(
     tensors[name] = tensors[name].to(torch.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     checkpoint = Checkpoint(folder)
-    slot_format = CheckpointFormat(checkpoint, check_checkpoint(folder), torch.float32)
+    form = CheckpointFormat(checkpoint, check_checkpoint(folder), torch.float32)
     with pytest.raises(
         CheckpointError, match=r"expert 2 of layer 1 .* experts.storage_format to false"
     ):
-        open_expert_file(folder, slot_format, store=tmp_path, deadline_s=20.0)
+        open_expert_file(folder, form, store=tmp_path, deadline_s=20.0)
     assert not list(tmp_path.glob("**/*.partial")), "nothing was written"
 
 

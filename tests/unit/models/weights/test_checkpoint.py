@@ -104,7 +104,7 @@ def test_each_half_reads_only_its_own_tensors(
     assert not any(".experts." in name for name in read_names)
     read_names.clear()
     ExpertHalf.load(checkpoint, spec, [6, 2], dtype=torch.float32)
-    assert len(read_names) == 3 * 2 * 3
+    assert len(set(read_names)) == 3 * 2 * 3
     assert all(".experts.6." in name or ".experts.2." in name for name in read_names)
 
 

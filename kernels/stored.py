@@ -1,0 +1,287 @@
+"""Weights in panels as checkpoints store them: MXFP4, fp8 in blocks, bfloat16 for float32 rows.
+
+    panel of 16 outputs    values                        then scales
+    MXFP4                  [K / 2, 16] bytes             [K / 32, 16] exponents
+    fp8                    [ceil(K / 2), 16, 2] bytes    [ceil(K / 128), 16] float32, times 2**120
+    bfloat16               [ceil(K / 2), 16, 2]          none
+
+A product unpacks one panel at a time into the cache, to the numbers of kernels/quantization.py,
+rounded to the dtype of the rows. Bits are those of a product with unpacked weights.
+
+Shapes: N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final, NamedTuple
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.compiled import (
+    F32,
+    I32,
+    I64,
+    INTEGERS,
+    LANES,
+    VECTOR,
+    compiled,
+    intrinsic,
+    pointer,
+    processor_has,
+)
+from kernels.quantization import FP8_BLOCK, MXFP4_GROUP
+
+HAS_PAIRS: Final = processor_has("avx512bf16") and processor_has("avx512f")
+
+
+class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has none
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+class Storage(enum.IntEnum):
+    """Storage of a weight. PLAIN: panels of the arithmetic's numbers."""
+
+    PLAIN = 0
+    MXFP4 = 1
+    FP8 = 2
+    BFLOAT16 = 3
+
+
+class StoredWeight(NamedTuple):
+    """A weight [N, K]. panels: its bytes, 1-D."""
+
+    panels: Tensor
+    shape: tuple[int, int]
+    storage: Storage
+
+
+def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> StoredWeight:
+    """Return panels of [N, K / 32, 16] and [N, K / 32] uint8 (`dequantize_mxfp4`).
+
+    Raises ValueError for an exponent whose power float32 has not, or not exactly.
+    """
+    if exponents.numel() and not 3 <= int(exponents.min()) <= int(exponents.max()) <= 252:
+        raise ValueError("an exponent of MXFP4 is outside 3 to 252")
+    shape = blocks.shape[0], blocks.shape[1] * MXFP4_GROUP
+    return StoredWeight(_panels(blocks.flatten(1), exponents), shape, Storage.MXFP4)
+
+
+def pack_fp8(weight_NK: Tensor, scale_NS: Tensor) -> StoredWeight:
+    """Return panels of fp8 blocks. scale_NS: float32, of each row's S blocks of FP8_BLOCK inputs.
+
+    Raises ValueError for a weight or a scale that is not finite, or too large or small to unpack.
+    """
+    sizes = scale_NS.abs()
+    if not ((sizes == 0) | ((sizes >= 2.0**-100) & (sizes <= 2.0**6))).all():
+        raise ValueError("a scale of fp8 is outside 2**-100 to 2**6")
+    codes = functional.pad(weight_NK.view(torch.uint8), (0, weight_NK.shape[1] % 2))
+    if (codes & 127 == 127).any():
+        raise ValueError("a weight of fp8 is not a number")
+    panels = _panels(codes.contiguous().view(torch.int16), scale_NS * _FP8_POWER)
+    return StoredWeight(panels, _shape(weight_NK), Storage.FP8)
+
+
+def pack_bfloat16(weight_NK: Tensor) -> StoredWeight:
+    """Return panels of bfloat16, for float32 rows."""
+    padded = functional.pad(weight_NK, (0, weight_NK.shape[1] % 2)).contiguous()
+    return StoredWeight(_panels(padded.view(torch.int32)), _shape(weight_NK), Storage.BFLOAT16)
+
+
+def _shape(weight_NK: Tensor) -> tuple[int, int]:
+    N, K = weight_NK.shape
+    return N, K
+
+
+def _panels(*rows: Tensor) -> Tensor:
+    """Return, for each 16 rows, their transposed elements, of one tensor after the other."""
+    parts = []
+    for each in rows:
+        padded = functional.pad(each, (0, 0, 0, -each.shape[0] % LANES)).contiguous()
+        panels = padded.view(-1, LANES, padded.shape[1]).transpose(1, 2).contiguous()
+        parts.append(panels.view(torch.uint8).flatten(1))
+    return torch.cat(parts, 1).flatten()
+
+
+# --- unpacking
+
+_WORD: Final = 4 * LANES  # bytes
+_FP8_POWER: Final = 2.0**120  # of the bits of e4m3 as bits of a float32
+_FP4: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_HALF = ir.VectorType(F32, 8)
+_HALF_INTEGERS = ir.VectorType(I32, 8)
+
+
+def _integers(value: int) -> ir.Constant:
+    return INTEGERS([value] * LANES)
+
+
+def _from_fp4(builder: ir.IRBuilder, codes: Any) -> Any:
+    """Emit float32 numbers of the lower four bits: sign, two bits of exponent, one of mantissa."""
+    if processor_has("avx512f"):
+        table = VECTOR([*_FP4, *(-each for each in _FP4)])
+        kind = ir.FunctionType(VECTOR, [VECTOR, INTEGERS])
+        name = "llvm.x86.avx512.permvar.sf.512"
+        return builder.call(
+            cgutils.get_or_insert_function(builder.module, kind, name), [table, codes]
+        )
+    sign = builder.shl(builder.and_(codes, _integers(8)), _integers(28))
+    if processor_has("avx2"):
+        kind = ir.FunctionType(_HALF, [_HALF, _HALF_INTEGERS])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+        halves = []
+        for first in (0, 8):
+            lanes = ir.VectorType(I32, 8)(list(range(first, first + 8)))
+            half = builder.shuffle_vector(codes, codes, lanes)
+            halves.append(builder.call(function, [_HALF(list(_FP4)), half]))
+        sizes = builder.shuffle_vector(*halves, INTEGERS(list(range(LANES))))
+        bits = builder.bitcast(sizes, INTEGERS)
+    else:
+        size = builder.and_(codes, _integers(7))
+        normal = builder.add(builder.shl(size, _integers(22)), _integers(126 << 23))
+        small = builder.mul(size, _integers(0x3F000000))  # 0 and 0.5
+        bits = builder.select(builder.icmp_unsigned(">", size, _integers(1)), normal, small)
+    return builder.bitcast(builder.or_(bits, sign), VECTOR)
+
+
+def _from_fp8(builder: ir.IRBuilder, words: Any, place: int) -> Any:
+    """Emit the e4m3 byte 0 or 1 of each word as a float32 that is too small by _FP8_POWER."""
+    size = builder.and_(builder.shl(words, _integers(20 - 8 * place)), _integers(0x07F00000))
+    sign = builder.and_(builder.shl(words, _integers(24 - 8 * place)), _integers(0x80000000))
+    return builder.bitcast(builder.or_(size, sign), VECTOR)
+
+
+def _load(builder: ir.IRBuilder, address: Any, bits: int) -> Any:
+    kind = ir.VectorType(ir.IntType(bits), LANES)
+    loaded = builder.load(pointer(builder, address, kind), align=1)
+    return loaded if bits == 32 else builder.zext(loaded, INTEGERS)
+
+
+def unpacked_pair(
+    builder: ir.IRBuilder, storage: Storage, panel: Any, pairs: Any, pair: Any
+) -> list[Any]:
+    """Emit the float32 numbers of two neighbours in K; panel: the address of `pairs` pairs."""
+    bits, shift, scale_bytes = _LAYOUTS[storage]
+    values = builder.add(panel, builder.mul(pair, I64(bits * LANES // 8)))
+    words = _load(builder, values, bits)
+    if storage is Storage.BFLOAT16:
+        low = builder.shl(words, _integers(16))
+        high = builder.and_(words, _integers(0xFFFF0000))
+        return [builder.bitcast(each, VECTOR) for each in (low, high)]
+    scales = builder.add(panel, builder.mul(pairs, I64(bits * LANES // 8)))
+    scales = builder.add(scales, builder.mul(builder.lshr(pair, I64(shift)), I64(scale_bytes)))
+    if storage is Storage.MXFP4:
+        power = builder.bitcast(builder.shl(_load(builder, scales, 8), _integers(23)), VECTOR)
+        both = words, builder.lshr(words, _integers(4))
+        return [builder.fmul(_from_fp4(builder, each), power) for each in both]
+    scale = builder.load(pointer(builder, scales, VECTOR), align=4)
+    return [builder.fmul(_from_fp8(builder, words, place), scale) for place in range(2)]
+
+
+# By storage: bits of a pair, log2 of the pairs with one scale, bytes of a panel's scales of those.
+_LAYOUTS: Final = {
+    Storage.MXFP4: (8, (MXFP4_GROUP // 2).bit_length() - 1, LANES),
+    Storage.FP8: (16, (FP8_BLOCK // 2).bit_length() - 1, _WORD),
+    Storage.BFLOAT16: (32, 0, 0),
+}
+
+
+def rounded(builder: ir.IRBuilder, storage: Storage, numbers: list[Any]) -> list[Any]:
+    """Emit float32 numbers of a storage rounded to bfloat16, ties to even."""
+    if storage is not Storage.FP8:
+        return numbers  # they are exact
+    found = []
+    for each in numbers:
+        bits = builder.bitcast(each, INTEGERS)
+        odd = builder.and_(builder.lshr(bits, _integers(16)), _integers(1))
+        near = builder.add(bits, builder.add(odd, _integers(0x7FFF)))
+        found.append(builder.bitcast(builder.and_(near, _integers(0xFFFF0000)), VECTOR))
+    return found
+
+
+def paired(builder: ir.IRBuilder, numbers: list[Any]) -> Any:
+    """Emit words of two numbers rounded to bfloat16, for a processor that `HAS_PAIRS`."""
+    kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), [VECTOR])
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    shorts = ir.VectorType(ir.IntType(16), LANES)
+    halves = [builder.bitcast(builder.call(function, [each]), shorts) for each in numbers]
+    low, high = (builder.zext(each, INTEGERS) for each in halves)
+    return builder.or_(low, builder.shl(high, _integers(16)))
+
+
+def _unpack(storage: Storage) -> Any:
+    """Return the intrinsic that unpacks a pair.
+
+    Arguments: whether numbers are rounded to bfloat16, and whether they are stored as words of two
+    (`HAS_PAIRS`); address, pairs and pair of the panel; address of the result.
+    """
+
+    @intrinsic
+    def unpack(
+        _: Any, rounds: Any, as_pairs: Any, panel: Any, pairs: Any, pair: Any, to: Any
+    ) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
+            rounds, as_pairs, panel, pairs, pair, to = args
+            exact = unpacked_pair(builder, storage, panel, pairs, pair)
+            with builder.if_else(as_pairs) as (then, otherwise):
+                with then:
+                    if HAS_PAIRS:
+                        word = pointer(builder, to, INTEGERS)
+                        builder.store(paired(builder, exact), word, align=4)
+                with otherwise:
+                    near = rounded(builder, storage, exact)
+                    for number, both in enumerate(zip(near, exact, strict=True)):
+                        place = builder.add(to, I64(number * _WORD))
+                        vector = builder.select(rounds, *both)
+                        builder.store(vector, pointer(builder, place, VECTOR), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.boolean] * 2, *[types.int64] * 4), generate
+
+    return unpack
+
+
+_MXFP4, _FP8, _BFLOAT16 = (int(each) for each in _LAYOUTS)
+_unpack_mxfp4, _unpack_fp8, _unpack_bfloat16 = map(_unpack, _LAYOUTS)
+
+
+@compiled
+def panel_bytes(storage: int, pairs: int) -> int:
+    """Return the bytes of a stored panel of `pairs` pairs of inputs."""
+    if storage == _MXFP4:
+        return (pairs + pairs // (MXFP4_GROUP // 2)) * LANES
+    if storage == _FP8:
+        return 2 * pairs * LANES + (2 * pairs + FP8_BLOCK - 1) // FP8_BLOCK * _WORD
+    return pairs * _WORD
+
+
+@compiled
+def unpack_panel(
+    storage: int, rounds: bool, as_pairs: bool, panel: int, pairs: int, to: int
+) -> None:
+    """Write a panel's numbers as float32 [2 * pairs, 16], or bfloat16 [pairs, 16, 2].
+
+    rounds: to bfloat16.
+    """
+    step = _WORD if as_pairs else 2 * _WORD
+    for pair in range(pairs):
+        at = to + pair * step
+        if storage == _MXFP4:
+            _unpack_mxfp4(rounds, as_pairs, panel, pairs, pair, at)
+        elif storage == _FP8:
+            _unpack_fp8(rounds, as_pairs, panel, pairs, pair, at)
+        else:
+            _unpack_bfloat16(rounds, as_pairs, panel, pairs, pair, at)
