@@ -48,7 +48,7 @@ from models.text.tokenizer import Tokenizer
 
 CALL_ID_CHARACTERS = 9  # Mistral's templates accept no others
 PROMPT_END_TOKENS = 16  # that show whether the answer begins inside a tag
-_NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call"})
+_NO_TEMPLATES = frozenset({"refusal", "annotations", "audio", "function_call", "tool_calls"})
 _RESERVED = frozenset(
     {"self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )

@@ -168,8 +168,10 @@ class SequenceText:
                 self._pending.append(ShownToken(token_id, self._decoded, logprob))
             if is_hidden:
                 continue
-            decoded = self._detokenizer.push((token_id,)) + self._tags.get(token_id, "")
-            self._add(decoded, pieces, self._markers.get(token_id, ""))
+            decoded, marker = self._detokenizer.push((token_id,)), self._markers.get(token_id, "")
+            if marker or token_id in self._tags:  # what the detokenizer holds back precedes it
+                decoded += self._detokenizer.flush() + self._tags.get(token_id, "")
+            self._add(decoded, pieces, marker)
             if self._stops.hit:
                 return True
         return False

@@ -7,7 +7,7 @@ error is an error about `messages`, never a crash.
 from __future__ import annotations
 
 import json
-import re
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -62,19 +62,31 @@ Message = Mapping[str, Any]
 STEP_PIECES = 1000
 MAX_REPEATED = 1 << 20  # entries of a string or list that a template multiplies
 MAX_EXPONENT = 64
+MAX_SHOWN_CHARACTERS = 300  # of a template's error, which may quote a message
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # its space shows whether the template trims
 
-_TESTS_FOR_NONE = re.compile(r"content['\"]?\]? is none")
+# What a template is tried with. A list that it prints as it is shows also _UNREAD.
+_TEXTS, _CALLED, _UNREAD = ("first0text", "second0text"), "called0function", "unread0key"
+_TEXT = " ".join(_TEXTS)
+_PARTS = [{"type": "text", "text": text, _UNREAD: ""} for text in _TEXTS]
 _USER: Message = {"role": "user", "content": "C"}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-_CALLING: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-# By role: messages before and after one with text parts, in an order that templates accept.
-_AROUND_PARTS: dict[str, tuple[list[Message], list[Message]]] = {
+_FUNCTION = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+_TOOL = {"type": "function", "function": _FUNCTION}
+_BARE_TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def _calling(content: str | None, arguments: object) -> Message:
+    function = {"name": _CALLED, "arguments": arguments}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+# By role: messages before and after one that is tried, in an order that templates accept.
+_AROUND: dict[str, tuple[list[Message], list[Message]]] = {
     "system": ([], [_USER]),
     "developer": ([], [_USER]),
     "assistant": ([_USER], [_USER]),
-    "tool": ([_USER, _CALLING], []),
+    "tool": ([_USER, _calling("", {})], []),
 }
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -108,12 +120,21 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self.has_developer_role = "developer" in source
         self.has_tools = "tools" in source
-        self._takes: dict[tuple[str, bool], bool] = {}  # parts, by role and whether with tools
-        self._tests_for_none = _TESTS_FOR_NONE.search(source) is not None
+        self._tried: dict[tuple[str, str, bool], bool] = {}
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"chat template: {error}") from None
+        shown = [
+            (len(text), content is None)
+            for content in ("", None)
+            for arguments in (dict[str, object](), "{}")
+            if _CALLED in (text := self._try([_USER, _calling(content, arguments)], [_TOOL]))
+        ]
+        # DeepSeek's templates show calls only, or without an empty turn, beside None
+        self._empty_is_none = min(shown, default=(0, False))[1]
+        bare, whole = (self._try([_USER], [tool]) for tool in (_BARE_TOOL, _TOOL))
+        self._needs_whole_tools = bool(whole) and not bare
 
     def _context(
         self, messages: Sequence[Message], variables: Mapping[str, object]
@@ -121,8 +142,8 @@ class ChatTemplate:
         """Return the template's variables.
 
         As in `transformers`, keys with the value None are omitted, and `variables` override special
-        tokens. A `developer` message becomes `system` if the template has no such role (most would
-        drop it).
+        tokens. A `developer` message becomes `system` if the template has no such role or does not
+        show it.
         """
         return {
             "tools": None,
@@ -145,7 +166,11 @@ class ChatTemplate:
         `transformers`. Raises RequestError about `messages`, TooLongError for more than
         max_characters.
         """
-        has_tools = bool(variables.get("tools"))
+        tools: Any = variables.get("tools")
+        has_tools = bool(tools)
+        if has_tools and self._needs_whole_tools:  # OpenAI's may lack a description or parameters
+            whole = [{**tool, "function": {**_FUNCTION, **tool["function"]}} for tool in tools]
+            variables = {**variables, "tools": whole}
         shown = [self._plain(message, has_tools) for message in messages]
         continues = variables.get("continue_final_message")
         if continues:
@@ -166,41 +191,45 @@ class ChatTemplate:
                 if len(pieces) % STEP_PIECES == 0:
                     yield 0
         except _TEMPLATE_FAULTS as error:
-            raise RequestError(f"the chat template refuses this: {error}", "messages") from None
+            reason = textwrap.shorten(str(error), MAX_SHOWN_CHARACTERS)
+            raise RequestError(f"the chat template refuses this: {reason}", "messages") from None
         text = "".join(pieces)
         return _before_mark(text) if continues else text
 
     def _plain(self, message: Message, has_tools: bool) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
-        if plain.get("role") == "developer" and not self.has_developer_role:
-            plain["role"] = "system"
-        content = plain.get("content")
-        if isinstance(content, list) and not self._takes_parts(plain.get("role", ""), has_tools):
+        role, content = plain.get("role", ""), plain.get("content")
+        if role == "developer" and not (
+            self.has_developer_role and self._shows(role, _TEXT, has_tools)
+        ):
+            plain["role"] = role = "system"
+        if isinstance(content, list) and not self._shows(role, _PARTS[: len(content)], has_tools):
             plain["content"] = "\n".join(part["text"] for part in content)
-        if self._tests_for_none and plain.get("tool_calls") and plain.get("content") == "":
-            plain["content"] = None  # DeepSeek's templates show calls only then
+        if self._empty_is_none and plain.get("tool_calls") and content == "":
+            plain["content"] = None
         return plain
 
-    def _takes_parts(self, role: str, has_tools: bool) -> bool:
-        """Return whether messages of `role` show text parts as one text; tried once.
+    def _shows(self, role: str, content: str | list[Any], has_tools: bool) -> bool:
+        """Return whether a message of `role` shows its content, one of ours; tried once.
 
         has_tools: with tools, a template may treat a message in another way (Llama 4).
         """
-        key = role, has_tools
-        if key not in self._takes:
-            parts = [{"type": "text", "text": text} for text in ("A", "B")]
-            before, after = _AROUND_PARTS.get(role, ([], []))
-            with_text, with_parts = (
-                [*before, {"role": role, "content": content}, *after] for content in ("AB", parts)
-            )
-            variables = self._context([], {"tools": [_TOOL]} if has_tools else {})
-            try:
-                expected = self._template.render({**variables, "messages": with_text})
-                shown = self._template.render({**variables, "messages": with_parts})
-                self._takes[key] = shown == expected
-            except _TEMPLATE_FAULTS:
-                self._takes[key] = False
-        return self._takes[key]
+        key = role, str(content), has_tools
+        if key not in self._tried:
+            before, after = _AROUND.get(role, ([], []))
+            message = {"role": role, "content": content, "tool_call_id": "call00000"}
+            messages = [*before, message, *after]
+            shown = self._try(messages, [_TOOL] if has_tools else None)
+            texts = [text for text in _TEXTS if text in key[1]]
+            self._tried[key] = all(text in shown for text in texts) and _UNREAD not in shown
+        return self._tried[key]
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str:
+        """Return the prompt of `messages`; empty if the template refuses them."""
+        try:
+            return self._template.render(self._context(messages, {"tools": tools}))
+        except _TEMPLATE_FAULTS:
+            return ""
 
 
 def _with_mark(content: Any) -> Any:

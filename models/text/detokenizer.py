@@ -22,7 +22,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """The results of all pushes and the final flush, joined, are the text of all ids."""
+    """The results of all pushes and a flush at the end, joined, are the text of all ids."""
 
     def skip(self, token_ids: Sequence[int]) -> None:
         """Start behind these ids, whose text is known. Call before the first push.
@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
         """Return the text that these ids complete. Ids outside the vocabulary are skipped."""
 
     def flush(self) -> str:
-        """Return the rest; an unfinished character becomes U+FFFD. Call once, at the end."""
+        """Return what is held back; an unfinished character becomes U+FFFD."""
 
 
 class ByteDetokenizer:

@@ -196,3 +196,4 @@ def test_template_gets_reasoning_by_all_names(name: str, calls: list[Any], conte
     message = _template_message(0, msgspec.convert(given, ChatMessage), account)
     assert (message["reasoning_content"], message["reasoning"]) == ("Hm.", "Hm.")
     assert message.get("thinking") == (None if calls and content else "Hm.")
+    assert ("tool_calls" in message) == bool(calls), "templates take an empty list for calls"

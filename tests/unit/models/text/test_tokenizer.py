@@ -74,6 +74,8 @@ def test_chat_prompt_equals_transformers_and_template_is_found(tmp_path: Path) -
     assert Tokenizer.load(folder).encode_chat(MESSAGES) == expected
     prompt = Tokenizer.load(folder).render_chat([{"role": "developer", "content": "Do."}])
     assert "<|im_start|>system\nDo." in prompt, "a developer message is a system message"
+    template = ChatTemplate("By developers{% if messages[0].role == 'system' %}!{% endif %}", {})
+    assert finish(template.render_steps([{"role": "developer"}], {})) == "By developers!"
     named = [
         {"name": "tool_use", "template": "tools"},
         {"name": "default", "template": "{{ eos_token }}{{ messages[0].content | tojson }}"},
@@ -117,6 +119,7 @@ def test_continued_message_equals_transformers(tmp_path: Path, content: str, giv
         "{{ messages[0].content + 1 }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('cannot use ' + 'this\ntext' * 999) }}",
     ],
 )
 def test_failing_template_raises_request_error(tmp_path: Path, template: str) -> None:
@@ -124,6 +127,7 @@ def test_failing_template_raises_request_error(tmp_path: Path, template: str) ->
     with pytest.raises(RequestError) as caught:
         tokenizer.render_chat(MESSAGES)
     assert caught.value.param == "messages"
+    assert str(caught.value) == " ".join(str(caught.value)[:400].split())
 
 
 def test_model_without_template_rejects_chat_with_remedy(tmp_path: Path) -> None:
@@ -374,15 +378,28 @@ def test_special_tokens_are_hidden_or_shown_as_requested(byte_level: Tokenizer) 
     assert shown.push(ids) + shown.flush() == "a<|im_end|>b"
 
 
-def test_template_that_tests_content_for_none_shows_calls_without_text() -> None:
-    template = ChatTemplate(
-        "{% for m in messages %}{% if m['content'] is none %}{{ m['tool_calls'][0] }}"
-        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}",
-        {},
-    )
-    called: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": ["f()"]}
-    messages = [{"role": "user", "content": ""}, called, {**called, "content": "text"}]
-    assert finish(template.render_steps(messages, {})) == "f()text"
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        ("{% if m.content is none %}NAME{% else %}{{ m.content }}{% endif %}", "f;hi;"),
+        ("{% if m.content is none %}{% endif %}NAME{{ m.content | length }}", "f0;f2;"),
+        ("NAME{% if m.content is not none %}({{ m.content }}){% endif %}", "f;f(hi);"),
+    ],
+)
+def test_call_without_text_has_content_that_template_takes(shown: str, expected: str) -> None:
+    shown = shown.replace("NAME", "{{ m.tool_calls[0].function.name }}")
+    template = ChatTemplate(f"{{% for m in messages if m.tool_calls %}}{shown};{{% endfor %}}", {})
+    called: Any = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    messages = [{**called, "content": ""}, {**called, "content": "hi"}]
+    assert finish(template.render_steps(messages, {})) == expected
+
+
+@pytest.mark.parametrize("field", ["description + '!'", "parameters.properties | length", "name"])
+def test_tool_has_fields_that_template_needs(field: str) -> None:
+    source = f"{{% for t in tools or [] %}}{{{{ t.function.{field} }}}}{{{{ t }}}}{{% endfor %}}"
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    text = finish(ChatTemplate(source, {}).render_steps(MESSAGES, {"tools": tools}))
+    assert ("parameters" in text) == (field != "name")
 
 
 @pytest.mark.parametrize(
@@ -391,6 +408,7 @@ def test_template_that_tests_content_for_none_shows_calls_without_text() -> None
         ("m.content", "A\nB"),
         ("m.content if m.content is string else ''", "A\nB"),
         ("m.content if m.content is string else m.content | map(attribute='text') | join", "AB"),
+        ("m.content if m.content is string else m.content | join('+', 'text')", "A+B"),
         ("m.content if m.content is string or m.role == 'tool' else m.content[0].text", "A\nB"),
     ],
 )
@@ -403,9 +421,9 @@ def test_text_parts_go_to_templates_that_take_lists(
     parts: list[Any] = [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]
     chat: list[Any] = [{"role": role, "content": parts}, {"role": "user", "content": "C"}]
     assert Tokenizer.load(folder).render_chat(chat) == f"{expected};C;"
-    if expected == "AB":
+    if expected != "A\nB":
         oracle = PreTrainedTokenizerFast.from_pretrained(folder)
-        assert oracle.apply_chat_template(chat, tokenize=False) == "AB;C;"
+        assert oracle.apply_chat_template(chat, tokenize=False) == f"{expected};C;"
 
 
 def test_text_parts_in_a_branch_of_tools(tmp_path: Path) -> None:
