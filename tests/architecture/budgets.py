@@ -60,9 +60,9 @@ def budgets() -> list[Budget]:
         # tasks 2,400; bench 450; inputs 450) and issue 31's operation (600; spans 250); issue 32's
         # compiled kernels, threads, colocation 2,200 and weights as stored 550. Benchmarks: 12,350
         # without engines
-        Budget("product: lines", _lines(PRODUCT), 73_150),
+        Budget("product: lines", _lines(PRODUCT), 73_300),
         Budget("  of which cluster/tools and dashboards", _lines(TOOLS), 9_000),
-        Budget("tests: lines", _lines(("tests",)), 49_700),
+        Budget("tests: lines", _lines(("tests",)), 49_800),
         Budget("benchmarks: lines", _lines(("benchmarks",)), 12_410),
         Budget("docs and README: words", _words(), 42_500),
         Budget("class names with two definitions", len(repeated_classes()), 0),
