@@ -8,6 +8,7 @@ Shapes: T rows, D model dim, H heads, G KV heads, R = H / G, d head dim, S conte
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import numpy as np
@@ -343,6 +344,27 @@ def add_experts(pool: int, args: int) -> None:
     _add_sums(is_wide != 0, hidden, sums, T, D)
     rows[0] = counts[0] = experts[0] = 0  # they live until here
     sorted_N[0] = y[0] = _ZERO
+
+
+CLOCK_FIELDS: Final = 4
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
+
+
+@compiled
+def decode_layers(
+    pool: int, layers: int, batches: int, experts: int, clock: int, first: int, last: int
+) -> None:
+    """Run `attend_layer` and `add_experts` for layers [first, last), of tables with a row for each.
+
+    clock: int64 [L, 4], seconds and nanoseconds at the end of both.
+    """
+    for layer in range(first, last):
+        now = clock + layer * CLOCK_FIELDS * 8
+        attend_layer(pool, layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8)
+        _clock_gettime(_MONOTONIC, now)
+        add_experts(pool, experts + layer * EXPERT_FIELDS * 8)
+        _clock_gettime(_MONOTONIC, now + 16)
 
 
 @compiled

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention_ops import add_experts
+from kernels.attention_ops import EXPERT_FIELDS, add_experts
 from kernels.compiled import bits_of
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
 from kernels.panels import add_weighted, run_experts
@@ -101,33 +102,43 @@ def add_at_once(
 
     local_of_E: as of `group_by_expert` (kernels/routing.py).
     """
-    kind = gate_up_e.kind
     is_few = ids_TK.numel() <= RUN_PAIRS and hidden_TD.is_contiguous() and x_TD.is_contiguous()
-    if kind is None or not is_few or hidden_TD.dtype is not x_TD.dtype:
+    is_compiled = gate_up_e.kind is not None and gate_up_e.kind == down_e.kind
+    if not is_compiled or not is_few or hidden_TD.dtype is not x_TD.dtype:
         return False
-    alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
-    args = np.array(
-        (
-            kind,
-            x_TD.shape[1],
-            gate_up_e.out_features // 2,
-            len(gate_up_e),
-            gate_up_e.addresses.ctypes.data,
-            down_e.addresses.ctypes.data,
-            bits_of(alpha),
-            bits_of(limit),
-            *ids_TK.shape,
-            x_TD.data_ptr(),
-            ids_TK.data_ptr(),
-            weights_TK.data_ptr(),
-            local_of_E.data_ptr(),
-            hidden_TD.data_ptr(),
-            hidden_TD.dtype is torch.float32,
-        ),
-        np.int64,
+    args = expert_fields(gate_up_e, down_e, clamped)
+    args[8:] = (
+        ids_TK.shape[0],
+        ids_TK.shape[1],
+        x_TD.data_ptr(),
+        ids_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        local_of_E.data_ptr(),
+        hidden_TD.data_ptr(),
+        hidden_TD.dtype is torch.float32,
     )
     add_experts(shared_pool(), args.ctypes.data)
     return True
+
+
+def expert_fields(
+    gate_up_e: ExpertLinears, down_e: ExpertLinears, clamped: ClampedGate | None
+) -> NDArray[np.int64]:
+    """Return the arguments of `add_experts`, with those of experts that have panels."""
+    assert gate_up_e.kind is not None
+    alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
+    args = np.zeros(EXPERT_FIELDS, np.int64)
+    args[:8] = (
+        gate_up_e.kind,
+        down_e.out_features,
+        gate_up_e.out_features // 2,
+        len(gate_up_e),
+        gate_up_e.addresses.ctypes.data,
+        down_e.addresses.ctypes.data,
+        bits_of(alpha),
+        bits_of(limit),
+    )
+    return args
 
 
 def _add_weighted(rows_N: Tensor, weights_N: Tensor, y_ND: Tensor, out_UD: Tensor) -> None:

@@ -93,6 +93,7 @@ class Executor:
         self._half = parts.half
         self._kv = parts.kv
         self._backend = parts.backend
+        self._layer_decoder = parts.backend.layer_decoder(parts.kv)
         self._sample = parts.sample
         self._sink = parts.sink
         self._timeline = parts.timeline
@@ -251,7 +252,7 @@ class Executor:
                 self._spans.close()
         if self._choice is None:
             return
-        ended = None if micro_batch.steps is not None else task.stage
+        ended = None if micro_batch.steps is not None or micro_batch.layer < 0 else task.stage
         self._times.ran(micro_batch, end_s - start_s, ended)
         self._choice.ran(task, start_s, end_s)
 
@@ -267,8 +268,40 @@ class Executor:
             yield from self._add_experts(micro_batch)
         if micro_batch.stage is TaskStage.FINISH:
             yield from self._finish(micro_batch)
+        elif self._decodes_at_once(micro_batch):
+            yield from self._decode(micro_batch)
+            yield from self._finish(micro_batch)
         else:
             yield from self._attend(micro_batch)
+
+    def _decodes_at_once(self, micro_batch: MicroBatch) -> bool:
+        inputs, decoder = micro_batch.inputs, self._layer_decoder
+        if decoder is None or inputs is None or inputs.num_tokens > len(micro_batch.chunks):
+            return False
+        is_alone = not micro_batch.after and micro_batch.previous is None
+        return is_alone and decoder.accepts(inputs)
+
+    def _decode(self, micro_batch: MicroBatch) -> Steps[None]:
+        """Run the remaining layers, with a yield about every POLL_INTERVAL_S."""
+        inputs, decoder, tokens = micro_batch.inputs, self._layer_decoder, micro_batch.tokens
+        assert inputs is not None
+        assert decoder is not None
+        if micro_batch.hidden_TD is None:
+            micro_batch.hidden_TD = self._half.embed(inputs)
+        while micro_batch.layer < self.layers:
+            first, last = micro_batch.layer, self.layers
+            if self._choice is not None:
+                layer_s = self._times.layer_s(tokens)
+                last = min(last, first + max(1, int(POLL_INTERVAL_S / layer_s) if layer_s else 1))
+            start_s = self._clock()
+            ends = decoder.run(first, last, micro_batch.hidden_TD, inputs)
+            self._times.ran_layers(last - first, tokens, self._clock() - start_s)
+            for layer, (attention_s, experts_s) in enumerate(ends, first):
+                self._spans.end(micro_batch, Stage.ATTENTION, layer, attention_s)
+                self._spans.end(micro_batch, Stage.EXPERT, layer, experts_s)
+            micro_batch.layer, micro_batch.attended = last, last - 1
+            yield
+        micro_batch.stage = TaskStage.FINISH
 
     def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
         """Build the inputs that all layers share."""

@@ -184,6 +184,15 @@ class PassTimes:
         if ended is TaskStage.ATTENTION:
             self._times.add("attention", micro_batch.tokens, micro_batch.ran_s)
 
+    def ran_layers(self, count: int, tokens: int, seconds: float) -> None:
+        """Record layers of a decode batch with their experts."""
+        self._times.add("attention", tokens, seconds / count)
+        self._times.add("away", tokens, 0.0)
+
+    def layer_s(self, tokens: int) -> float:
+        """Predict the seconds of a layer with its experts; 0: unknown."""
+        return self._times.predict("attention", tokens) + self._times.predict("away", tokens)
+
     def returned(self, micro_batch: MicroBatch, now_s: float) -> None:
         """Record the time between dispatch and combine."""
         self._times.add("away", micro_batch.tokens, now_s - micro_batch.sent_s)
@@ -205,9 +214,7 @@ class PassTimes:
     def _left_s(self, micro_batch: MicroBatch) -> float:
         if micro_batch.layer < 0:
             return 0.0
-        tokens = micro_batch.tokens
-        layer_s = self._times.predict("attention", tokens) + self._times.predict("away", tokens)
-        return (self._layers - micro_batch.layer) * layer_s
+        return (self._layers - micro_batch.layer) * self.layer_s(micro_batch.tokens)
 
 
 class TaskSpans:
@@ -232,6 +239,11 @@ class TaskSpans:
     def note(self, micro_batch: MicroBatch) -> None:
         """Record the end of what it is `doing`."""
         self._add(micro_batch, self._clock())
+
+    def end(self, micro_batch: MicroBatch, stage: Stage, layer: int, end_s: float) -> None:
+        """Record that a stage of a layer ended at a time."""
+        micro_batch.doing = stage, layer
+        self._add(micro_batch, end_s)
 
     def close(self) -> None:
         """Record the span of the suspended task, before another one runs."""

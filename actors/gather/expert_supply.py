@@ -31,7 +31,9 @@ from contracts.traces import Stage, TaskSpan
 from kernels.device import LaunchLimiter
 from kernels.routing import local_index
 from kernels.steps import Steps, add_tiled
+from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
+from models.decoder.layer_decoder import LayerDecoder
 from models.experts.copying_store import CopyingStore, split_layers
 from models.experts.expert_half import ExpertHalf, add_expert_sums
 from models.experts.expert_layout import ExpertLayout
@@ -68,6 +70,7 @@ class StoredBackend(ExpertBackend[StoredPending]):
         self, name: str, half: AttentionHalf, store: ExpertStore, timeline: Timeline, clock: Clock
     ) -> None:
         self._name = name
+        self._half = half
         self._store = store
         self._timeline = timeline
         self._clock = clock
@@ -81,6 +84,15 @@ class StoredBackend(ExpertBackend[StoredPending]):
     def wake(self) -> None:
         self._woken.set()
         self._store.wake()
+
+    def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
+        half = self._half
+        if self._store.is_streamed or len(half.spec.moe_layers) < half.spec.num_layers:
+            return None
+        experts = [self._store.fetch(layer) for layer in half.spec.moe_layers]
+        if not LayerDecoder.supports(half, experts):
+            return None
+        return LayerDecoder(half, experts, self._local_of_E, kv)
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan

@@ -19,6 +19,8 @@ from contracts.plan import Plan
 from contracts.requests import Priority
 from contracts.traces import Stage
 from kernels.steps import Steps
+from models.decoder.attention import KvPool
+from models.decoder.layer_decoder import LayerDecoder
 from models.experts.router import RoutedTokens
 from planner.placement.slots import ExpertPlacement
 
@@ -131,6 +133,10 @@ class ExpertBackend(Generic[P]):
     def is_engaged(self) -> bool:
         """True while the backend computes for other workers, so that no batch may start."""
         return False
+
+    def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
+        """Return what runs several layers of a decode batch at once; None: layers are tasks."""
+        return None
 
     def prepare(self, key: TaskKey, token_ids_T: Tensor) -> None:
         """Announce a micro-batch that is about to run; key.layer is 0. Raises ChannelError."""

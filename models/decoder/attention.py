@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import attention_steps
+from kernels.attention import AttentionPlan, attention_steps
 from kernels.attention_ops import attend_layer
 from kernels.compiled import bits_of
 from kernels.fused_ops import norm_and_rope, write_slots
@@ -105,6 +105,17 @@ class DecodeNeighbors(NamedTuple):
         return self.router[3]
 
 
+def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
+    """Return whether a batch has few sequences with one new token each, for one call."""
+    rows = plan.rows
+    return (
+        rows is not None
+        and batch.copies is None
+        and len(rows.table) == batch.num_tokens
+        and len(rows.steps) == 1
+    )
+
+
 class GroupedQueryAttention:
     """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product."""
 
@@ -161,16 +172,10 @@ class GroupedQueryAttention:
             yield
             hidden_TD[tile].add_(self._o(attended_TD[tile]))
 
-    def decodes_at_once(self, batch: AttentionBatch, metadata: AttentionMetadata) -> bool:
-        """Return whether `decode` can run a batch: few sequences, with one new token each."""
-        rows = metadata.plans[self._window].rows
-        return (
-            self._qkv.kind is not None
-            and batch.copies is None
-            and rows is not None
-            and len(rows.table) == batch.num_tokens
-            and len(rows.steps) == 1
-        )
+    @property
+    def decodes(self) -> bool:
+        """True if `decode` can run batches for which `decodes_at_once`."""
+        return self._qkv.kind is not None
 
     def decode(
         self,
@@ -186,8 +191,7 @@ class GroupedQueryAttention:
         """
         rows, (k_pool, v_pool) = metadata.plans[self._window].rows, kv.entries(self._layer)
         assert rows is not None
-        if self._decode_layer is None:
-            self._decode_layer = self._layer_fields(neighbors)
+        layer = self.decode_fields(neighbors)
         x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
         ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
         fields = (
@@ -206,11 +210,16 @@ class GroupedQueryAttention:
             self._scale_bits,
         )
         called = np.array(fields, np.int64)
-        attend_layer(shared_pool(), self._decode_layer.ctypes.data, called.ctypes.data)
+        attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
         return x_TD, RoutedTokens(x_TD, ids_TK, weights_TK) if top_k else None
 
+    def decode_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
+        """Return the fields of `attend_layer` that do not change, the same array each time."""
+        if self._decode_layer is None:
+            self._decode_layer = self._layer_fields(neighbors)
+        return self._decode_layer
+
     def _layer_fields(self, neighbors: DecodeNeighbors) -> NDArray[np.int64]:
-        """Return the fields of `attend_layer` that do not change."""
         assert self._qkv.kind is not None
         qk_norm, sinks = (
             0 if weight is None else weight.data_ptr() for weight in (self._qk_norm_Hd, self._sinks)

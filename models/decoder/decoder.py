@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,6 +26,7 @@ from models.decoder.attention import (
     GroupedQueryAttention,
     KvPool,
     LatentAttention,
+    decodes_at_once,
 )
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.experts.router import ExpertRouter, RoutedTokens
@@ -164,7 +167,8 @@ class AttentionHalf:
         if (
             last is None
             and isinstance(attention, GroupedQueryAttention)
-            and attention.decodes_at_once(batch, metadata)
+            and attention.decodes
+            and decodes_at_once(batch, metadata.plans[self.spec.sliding_windows[layer]])
         ):
             called = attention.decode(hidden_TD, batch, metadata, kv, weights.neighbors)
             x_TD, routed = called
@@ -193,6 +197,33 @@ class AttentionHalf:
             hidden_TD[tile].add_(weights.mlp(x_TD[tile]))
             yield
         return AttentionOutput(hidden_TD, None)
+
+    def decode_table(self) -> NDArray[np.int64] | None:
+        """Return the fields of `attend_layer` of each layer, [L, LAYER_FIELDS].
+
+        None: a layer has other steps in decode: no experts, shared ones, or latent attention.
+        """
+        rows = []
+        for each in self._layers:
+            attention, has_shared = each.attention, each.shared is not None
+            if has_shared or not isinstance(attention, GroupedQueryAttention):
+                return None
+            if not attention.decodes or not each.neighbors.top_k:
+                return None
+            rows.append(attention.decode_fields(each.neighbors))
+        return np.stack(rows)
+
+    def decodes_at_once(self, batch: AttentionBatch) -> bool:
+        """Return whether a batch has few sequences with one new token each."""
+        return all(decodes_at_once(batch, plan) for plan in self.prepare(batch).plans.values())
+
+    def entries(self, batch: AttentionBatch) -> list[int]:
+        """Return the address of the entries of `attend` for each layer."""
+        plans = self.prepare(batch).plans
+        tables = {
+            window: plan.rows.table.ctypes.data for window, plan in plans.items() if plan.rows
+        }
+        return [tables[window] for window in self.spec.sliding_windows]
 
     def router(self, layer: int) -> ExpertRouter | None:
         """Return the router of a layer, or None if it is dense."""

@@ -14,6 +14,7 @@ from tests.support.group_harness import (
     ThreadGroup,
     greedy,
     group_config,
+    loop_of,
     meeting,
     prefill_config,
 )
@@ -101,6 +102,8 @@ def test_a_prefill_worker_generates_what_the_attention_expert_group_does(
         # the last prompt in three chunks
         config = config_of({**mode, "max_batch_tokens": 64}, tmp_path)
         with PrefillThreads(folder, config) as prefill, prefill.client() as client:
+            decoder = loop_of(prefill.workers[0]).executor._layer_decoder
+            assert (decoder is not None) is (not mode and family != "deepseek_v3")
             ids = [client.submit(seq, sampling=greedy(24)) for seq in sequences]
             assert [client.generated(request)[0] for request in ids] == expected, mode
     config = prefill_config(prefill={"max_batch_tokens": 64, "disable_kv_cache": True})
