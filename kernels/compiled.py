@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shutil
 import stat
 import sys
 import time
@@ -46,6 +47,7 @@ numba.config.OPT = type(numba.config.OPT)(2)
 
 _functions: list[Any] = []
 _LOCK_S = 120.0  # for another process to compile
+_KEPT_S = 30 * 86400.0  # after the last start that used it
 
 
 def compiled(function: Function) -> Function:
@@ -106,9 +108,21 @@ def _locked_folder() -> Iterator[Path | None]:
         return
     opened = os.open(folder, os.O_RDONLY)
     try:
-        yield folder if _locked(opened) else None
+        is_locked = _locked(opened)
+        if is_locked:
+            _remove_unused(folder)
+        yield folder if is_locked else None
     finally:
         os.close(opened)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Mark a folder as used, and remove others of earlier versions that no process uses."""
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+        for other in folder.parent.glob("compiled-*"):
+            if other != folder and time.time() - other.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -249,9 +249,22 @@ def test_folder_that_others_can_write_is_not_used(tmp_path: Path) -> None:
     assert not compiled._is_ours(tmp_path)
 
 
+def test_code_that_no_start_has_used_for_long_is_removed(tmp_path: Path) -> None:
+    used, old, new = (tmp_path / f"compiled-{name}" for name in ("used", "old", "new"))
+    for folder in (used, old, new):
+        folder.mkdir()
+    for folder in (used, old):
+        os.utime(folder, (0, 0))
+    compiled._remove_unused(used)
+    assert sorted(tmp_path.iterdir()) == [new, used]
+    assert used.stat().st_mtime > 0
+
+
 CODE = """
 import torch
 from kernels.linear import PackedLinear
+from kernels.quantization import dequantize_fp8_blocks, dequantize_mxfp4
+from kernels.stored import pack_fp8, pack_mxfp4
 torch.manual_seed(0)
 x, weight = torch.randn(13, 70), torch.randn(40, 70)
 for dtype in (torch.float32, torch.bfloat16):
@@ -260,6 +273,18 @@ for dtype in (torch.float32, torch.bfloat16):
     assert torch.equal(product(x[:1].to(dtype)), out[:1])
     torch.testing.assert_close(out.float(), x @ weight.t(), atol=0.2, rtol=0.02)
     print(out.float().sum().item())
+    blocks, powers = torch.arange(256).repeat(4).view(32, 2, 16), torch.arange(90, 154).view(32, 2)
+    blocks, powers = blocks.to(torch.uint8), powers.to(torch.uint8)
+    codes = torch.arange(126, dtype=torch.uint8).repeat(20).view(40, 63)
+    fp8, scales = (codes + 128 * (codes % 2)).view(torch.float8_e4m3fn), torch.full((40, 1), 0.3)
+    for stored, plain in (
+        (pack_mxfp4(blocks, powers), dequantize_mxfp4(blocks, powers)),
+        (pack_fp8(fp8, scales), dequantize_fp8_blocks(fp8, scales[:1])),
+    ):
+        some = x[:, : plain.shape[1]].to(dtype)
+        for rows in (1, 3, 13):
+            unpacked = PackedLinear(plain.to(dtype))(some[:rows])
+            assert torch.equal(PackedLinear.of_panels(stored, dtype, None)(some[:rows]), unpacked)
 """
 
 
