@@ -24,6 +24,7 @@ log = logging.getLogger("tandem.front")
 DEFAULT_CONNECTIONS = 8192  # with 16 KiB of headers each: 128 MiB
 MIN_OTHER_DESCRIPTORS = 256  # ranks, logs, Ray, closing connections
 CLOSING_S = 5.0  # for the client to read the last answer and close
+HALF_CLOSED_S = 0.5  # between checks of a client that sent FIN and awaits its answer
 LOG_EVERY_S = 10.0
 MAX_PER_SWEEP = 200  # bounds the time of one sweep
 
@@ -36,6 +37,7 @@ class WaitState(enum.Enum):
     REST = "the rest of a body that is already answered"
     READER = "its answer to be read"
     CLOSING = "its end"
+    HALF_CLOSED = "a check whether a client that sent FIN still reads"
 
 
 class Connection(Protocol):
@@ -177,6 +179,7 @@ def connection_timeouts(http: HttpConfig) -> dict[WaitState, float]:
         WaitState.REST: http.header_timeout_s,
         WaitState.READER: http.write_timeout_s,
         WaitState.CLOSING: CLOSING_S,
+        WaitState.HALF_CLOSED: HALF_CLOSED_S,
     }
 
 

@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection: uvicorn's protocol with bounds on what a client may send and how slowly.
 
     accepted ─ HEAD ─> request at work ─> IDLE ─> HEAD ─> ...           (see `WaitState`)
-                        │         └ READER: the answer is not read
+                        │         ├ READER: the answer is not read
+                        │         └ HALF_CLOSED: FIN came before the answer's end
                         └ answered before its body is complete: REST
 
 Bytes that complete neither a head nor a piece of a body (an incomplete head, chunk extensions,
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import socket
 import sys
 import termios
 from collections.abc import Callable
@@ -73,6 +75,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_served = False
         self._is_over = False  # stopped reading
         self._is_lost = False
+        self._is_half_closed = self._is_probed = False
+        self._running: Any = None  # the cycle at work; `cycle` is the last one of the pipeline
         self._is_advancing = False
         self._is_resuming = False  # a parser is reading the head that frames the body
         self._idle_bytes = 0  # that completed neither a head nor a piece of a body
@@ -96,6 +100,32 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_over = self._is_lost = True
         self._connections.leave(self)
         self._watch(self._on_disconnect)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether to keep the connection: its client may await an answer (RFC 9112, 9.6).
+
+        TLS has no half-closed connections in asyncio.
+        """
+        at_work = self.cycle is not None and not (self.cycle.response_complete or self._in_body)
+        self._is_half_closed = at_work and not self._is_over and self.scheme == "http"
+        if self._is_half_closed:
+            self._stop_reading()
+            self._update_wait()
+        return self._is_half_closed
+
+    def _check_half_closed(self) -> None:
+        """Send bytes without effect, once: the kernel of a client that is gone resets them."""
+        cycle = self._running
+        line = self.transport.get_extra_info("socket")
+        is_reset = line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if is_reset or cycle.scope["http_version"] == "1.0":  # it knows no interim answers
+            self.drop()
+        elif not self._is_probed:
+            self._is_probed = True
+            if cycle.chunked_encoding:
+                self.transport.write(b"0")  # a leading zero of the next chunk's size
+            elif not cycle.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def data_received(self, data: bytes) -> None:
         if self._is_over:
@@ -198,6 +228,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self._is_open:
             self._prove()
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_response_complete(self) -> None:
         """Continue as uvicorn does, without its timer: the table has all deadlines."""
         self.server_state.total_requests += 1
@@ -276,7 +310,7 @@ class HttpProtocol(HttpToolsProtocol):
         if wait is self.wait:
             return
         if wait is WaitState.IDLE:  # free the last request's head
-            self.scope = self.headers = self.cycle = None  # type: ignore[assignment]
+            self.scope = self.headers = self.cycle = self._running = None  # type: ignore[assignment]
         if wait in (WaitState.READER, WaitState.CLOSING):
             self._unsent_bytes = self._count_unsent()
         self._connections.wait_for(self, wait)
@@ -285,7 +319,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             return WaitState.READER
         if self.cycle is not None and not self.cycle.response_complete:
-            return WaitState.CLOSING if self.transport.is_closing() else None
+            if self.transport.is_closing():
+                return WaitState.CLOSING
+            return WaitState.HALF_CLOSED if self._is_half_closed else None
         if self._is_over or self.transport.is_closing():
             return WaitState.CLOSING
         if self._in_body:
@@ -307,6 +343,8 @@ class HttpProtocol(HttpToolsProtocol):
             )
         elif wait in (WaitState.HEAD, WaitState.IDLE) and self.transport is not None:
             self.transport.close()
+        elif wait is WaitState.HALF_CLOSED:
+            self._check_half_closed()
         elif wait is WaitState.REST or not self._is_read_within(limit_s):
             self.drop()
             return

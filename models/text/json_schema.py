@@ -15,6 +15,8 @@ MAX_DEPTH = 64  # of nested objects and arrays of a schema
 DEFINITIONS = ("$defs", "definitions")
 _NAMED = ("properties", "patternProperties", *DEFINITIONS)
 _DATA = ("const", "enum", "default", "examples")
+_COMBINED = ("allOf", "oneOf", "not", "if", "dependentSchemas", "unevaluatedProperties")
+_OPEN = ("additionalProperties", "patternProperties", "minProperties")
 _NO_FORMATS = (  # of the specification, but not of the library; all others mean nothing
     *("uri-reference", "iri", "iri-reference", "uri-template", "idn-email", "idn-hostname"),
     *("json-pointer", "relative-json-pointer", "regex"),
@@ -46,7 +48,10 @@ class SchemaError(ValueError):
 
 
 def prepare_schema(schema: Any) -> dict[str, Any]:
-    """Return an equal schema that the library reads as meant. Raises SchemaError."""
+    """Return the schema as the library reads it as meant. Raises SchemaError.
+
+    Objects with named properties get no others, as of vLLM and llama.cpp: models ramble there.
+    """
     place = _too_deep(schema)
     if place:
         raise SchemaError(f"nested deeper than {MAX_DEPTH} at {place}")
@@ -57,7 +62,28 @@ def prepare_schema(schema: Any) -> dict[str, Any]:
     if "x-guidance" in schema:
         raise SchemaError("at /x-guidance: not supported")
     prepared: dict[str, Any] = _prepared(schema, "", are_names=False)
+    if not _is_combined(schema):
+        _close_objects(prepared)
     return prepared
+
+
+def _is_combined(value: Any) -> bool:
+    """Return whether one object may have to match several schemas."""
+    if not isinstance(value, dict):
+        return isinstance(value, list) and any(map(_is_combined, value))
+    keys = (*_COMBINED, "$ref", "anyOf") if "properties" in value else _COMBINED
+    return any(key in value for key in keys) or any(map(_is_combined, value.values()))
+
+
+def _close_objects(schema: dict[str, Any]) -> None:
+    names, required = schema.get("properties"), schema.get("required")
+    required = set(map(str, required)) if isinstance(required, list) else set()
+    is_open = any(key in schema for key in _OPEN)
+    if isinstance(names, dict) and required <= names.keys() and not is_open:
+        schema["additionalProperties"] = False
+    for place, inner in subschemas(schema):
+        if isinstance(inner, dict) and place.split("/")[1] not in _DATA:
+            _close_objects(inner)
 
 
 def below_root(schema: Any, root: str, *, are_names: bool = False) -> Any:

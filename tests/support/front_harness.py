@@ -30,8 +30,8 @@ class App:
     """An application for tests of the server.
 
     Routes: /echo returns the body's length; /open answers before reading it; /key also proves the
-    client; /upload proves it and reads; /hold waits for a disconnect or `release`; /stream writes
-    forever.
+    client; /upload proves it and reads; /hold waits for a disconnect or `release`; /silent does so
+    between two pieces; /stream writes forever.
 
     left: set when a client disconnects.
     """
@@ -57,6 +57,13 @@ class App:
             await self._hold(receive)
         elif path == "/stream":
             await self._stream(receive, send)
+            return
+        elif path == "/silent":
+            await self._read(receive)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+            await self._hold(receive)
+            await send({"type": "http.response.body", "body": b"x"})
             return
         self.headers = list(scope["headers"])
         await send({"type": "http.response.start", "status": 200, "headers": [_length(body)]})

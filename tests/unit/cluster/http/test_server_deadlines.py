@@ -109,6 +109,29 @@ def test_slow_reader_receives_whole_answer() -> None:
         assert not front.app.left.is_set()
 
 
+def test_half_closed_client_gets_its_answer_and_closed_one_is_noticed(front: Front) -> None:
+    front.loop.call(front.app.release.clear)
+    for path, version in (("/hold", b"1.1"), ("/hold", b"1.0"), ("/silent", b"1.1")):
+        front.app.left.clear()
+        with front.connect() as line:
+            line.sendall(post(path, b"a").replace(b"1.1", version, 1))
+        assert front.app.left.wait(TIMEOUT_S)
+    with front.connect() as line, front.connect() as stream:
+        line.sendall(post("/hold", b"a"))
+        line.shutdown(socket.SHUT_WR)
+        stream.sendall(post("/silent", b"a"))
+        stream.shutdown(socket.SHUT_WR)
+        assert read_answer(line).status == 100, "shows whether the client still reads"
+        assert read_answer(stream).status == 200
+        data = b""
+        while data[-1:] != b"0":  # shows the same
+            data += stream.recv(64)
+        front.release()
+        data += b"".join(iter(lambda: stream.recv(64), b""))
+        assert data == b"1\r\nx\r\n01\r\nx\r\n0\r\n\r\n"
+        assert read_answer(line).headers["connection"] == "close"
+
+
 def test_incomplete_body_gets_408_naming_limit(tmp_path: Path) -> None:
     http = HttpConfig(body_timeout_s=SHORT_S)
     folder = write_byte_level(tmp_path)

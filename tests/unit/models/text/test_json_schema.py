@@ -33,11 +33,14 @@ def compiled(tokenizer: LLTokenizer, schema: Any) -> tuple[str, str]:
     ("schema", "accepted", "refused"),
     [
         (True, ["1", '{"a":[null]}'], ["{"]),
+        (NAMED, ['{"a":1}', "{}"], ['{"a":"x"}', '{"b":1}']),
         (
-            NAMED,
+            {**NAMED, "additionalProperties": True},
             ['{"a":1}', '{"b":"x"}'],
             ['{"a":"x"}', '{"\\u0061":"x"}', '{"a":1,"\\u0061":"x"}'],
         ),
+        ({"items": {"anyOf": [NAMED]}}, ['[{"a":1}]'], ['[{"b":1}]']),
+        ({"allOf": [NAMED, {"properties": {"b": {}}}]}, ['{"a":1,"b":"x"}'], ['{"a":"x"}']),
         ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
         (
             {"type": "object", "required": ["a"], "minProperties": 2},
@@ -59,11 +62,7 @@ def compiled(tokenizer: LLTokenizer, schema: Any) -> tuple[str, str]:
             ['"2020-02-29T23:59:59Z"'],
             ['"2020-02-29T23:59:60Z"', '"2021-02-29T00:00:00Z"', '"1999-01-01T00:00:00Z"'],
         ),
-        (
-            {"type": "string", "format": "email"},
-            [f'"{"a" * 64}@b.de"'],
-            [f'"{"a" * 65}@b.de"', '"a"'],
-        ),
+        ({"format": "email"}, [f'"{"a" * 64}@b.de"'], [f'"{"a" * 65}@b.de"', '"a"']),
         ({"type": "string", "format": "password", "maxLength": 2}, ['"ab"'], ['"abc"']),
         (
             {"properties": {"format": {"format": "date"}}},
