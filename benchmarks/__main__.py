@@ -23,6 +23,7 @@ CASES = {
     "router_decision": "router_decision",
     "router_simulation": "router_simulation",
     "priorities_paper": "priorities",
+    "stored_experts": "stored_experts",
     "offloaded_decode": "offloaded_decode",
     "placement": "placement",
     "batch_kills": "batch_kills",

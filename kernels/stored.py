@@ -5,8 +5,9 @@
     fp8                    [ceil(K / 2), 16, 2] bytes    [ceil(K / 128), 16] float32, times 2**120
     bfloat16               [ceil(K / 2), 16, 2]          none
 
-A product unpacks one panel at a time into the cache, to the numbers of kernels/quantization.py,
-rounded to the dtype of the rows. Bits are those of a product with unpacked weights.
+A product of few rows unpacks weights in registers, one of many rows a panel at a time into the
+cache: to the numbers of kernels/quantization.py, rounded to the dtype of the rows. Bits are those
+of a product with unpacked weights.
 
 Shapes: N outputs, K inputs.
 """
