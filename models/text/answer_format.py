@@ -6,7 +6,8 @@
     think      <think>REASONING</think>CONTENT (Qwen3, DeepSeek-R1, GLM, MiniMax); the prompt may
                end with <think>
     calls      <tool_call>{"name": NAME, "arguments": {...}}</tool_call> and its XML variants
-               (Qwen, GLM), [TOOL_CALLS] (Mistral), <｜tool▁call▁begin｜> (DeepSeek)
+               (Qwen, GLM), [TOOL_CALLS] (Mistral), <｜tool▁call▁begin｜> (DeepSeek),
+               <|tool_call_begin|> (Kimi-K2)
 
 A parser receives text in which the tags of its format are shown. What is not in the format is
 content, unchanged.
@@ -61,6 +62,12 @@ CALL_FORMATS = (
         "<｜tool▁call▁end｜>",
         ("<｜tool▁sep｜>",),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ),
+    CallFormat(
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        ("<|tool_call_argument_begin|>",),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
 )
 

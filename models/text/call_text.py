@@ -35,6 +35,9 @@ def read_calls(body: str, tools: Schemas) -> list[tuple[str, str]]:
     if "<arg_key>" in text:
         name = text.partition("<arg_key>")[0].strip()
         return [(name, _typed(_PAIR.findall(text), tools.get(name, {})))]
+    call_id, found, rest = text.partition("<|tool_call_argument_begin|>")
+    if found:  # Kimi-K2: functions.NAME:NUMBER
+        return _separated(call_id.partition(":")[0].rpartition(".")[2], rest)
     for separator in ("<｜tool▁sep｜>", "[ARGS]"):
         head, found, rest = text.partition(separator)
         if found:

@@ -29,6 +29,10 @@ DEEPSEEK = [
     *("<think>", "</think>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
 ]
+KIMI = [
+    *("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+]
 TOOLS: dict[str, dict[str, Any]] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "s": {"type": "string"}}},
     "say": {"properties": {"s": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
@@ -52,6 +56,8 @@ V3 = (
     '{"a":1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 V31 = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a":1}<｜tool▁call▁end｜>'
+K2 = '<|tool_call_begin|>functions.add:%d<|tool_call_argument_begin|>{"a":1}<|tool_call_end|>'
+K2_CALLS = f"<|tool_calls_section_begin|>{K2 % 0}{K2 % 1}<|tool_calls_section_end|>"
 # tags, end of the prompt, answer, its content, reasoning and calls
 ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
     (HERMES, "", "<think>\nHm.\n</think>\n\nYes. ", "Yes. ", "Hm.", []),
@@ -104,6 +110,15 @@ ANSWERS: list[tuple[list[str], str, str, str, str, list[tuple[str, str]]]] = [
     (MISTRAL, "", '[TOOL_CALLS][{"name":"ad', '[TOOL_CALLS][{"name":"ad', "", []),
     (DEEPSEEK, "", f"Hm.{V3}", "Hm.", "", ADD),
     (DEEPSEEK, "<think>", f"Hm.</think>{V31}", "", "Hm.", ADD),
+    (KIMI, "", f"Hm.{K2_CALLS}", "Hm.", "", [*ADD, *ADD]),
+    (
+        KIMI,
+        "<think>",
+        f"Hm.</think>{(K2 % 0).replace('1}', '')}",
+        (K2 % 0).replace("1}", ""),
+        "Hm.",
+        [],
+    ),
     ([*HARMONY_TAGS], "<|start|>assistant", "not the format", "not the format", "", []),
     ([*HARMONY_TAGS], "", f"{HEAD}<|channel|>final<|message|>Yes.", None, "", []),  # type: ignore[list-item]
     *[
@@ -183,10 +198,10 @@ def test_no_text_is_lost_or_made_up(parts: list[str]) -> None:
     assert sum(text.count("a") for text in (*whole[:2], *map(str, whole[2]))) == letters
 
 
-MARKS = [*HERMES, *MISTRAL, *DEEPSEEK, "<｜tool▁sep｜>", *HARMONY_TAGS]
+MARKS = [*HERMES, *MISTRAL, *DEEPSEEK, *KIMI, "<｜tool▁sep｜>", *HARMONY_TAGS]
 TEXTS = ['{"a": "', "}", "\\", '"', " ", "\n", "<", "a", "final", " to=functions.add", "x" * 250]
 WORDS = [*MARKS, *TEXTS, XML, PAIRS, V3, HEAD, CALL]
-FORMATS = [find_format(tags) for tags in (HERMES, MISTRAL, DEEPSEEK, HARMONY_TAGS)]
+FORMATS = [find_format(tags) for tags in (HERMES, MISTRAL, DEEPSEEK, KIMI, HARMONY_TAGS)]
 KINDS = product(FORMATS, ("", THINK, HARMONY_PROMPT), (TOOLS, {}), (False, True))
 PARSERS: list[Callable[[], AnswerParser]] = [
     *(made for form, *how, on in KINDS if (made := form.new_parser(*how, continues=on))),
