@@ -21,6 +21,7 @@ from kernels.compiled import (
     address_of,
     compiled,
     exp,
+    float32_at,
     float_bits,
     float_of_bits,
     int64_at,
@@ -325,25 +326,74 @@ def add_experts(pool: int, args: int) -> None:
     ) = carray(int64_at(args), (EXPERT_FIELDS,))  # fmt: skip
     N = T * top_k
     rows, sorted_N = np.empty(N + 1, np.int64), np.empty(N + 1, np.float32)
-    counts, experts = np.zeros(e + 1, np.int64), np.empty(e + 1, np.int64)
+    counts = np.zeros(e + 1, np.int64)
     y, sums = np.empty(N * D + 1, np.float32), np.zeros(T * D + 1, np.float32)
     rows_at, sorted_at, y_at = address_of(rows), address_of(sorted_N), address_of(y)
-    counts_at, experts_at, sums_at = address_of(counts), address_of(experts), address_of(sums)
-    group_pairs(ids, weights, local, N, top_k, e, rows_at, sorted_at, counts_at)
-    used, pairs = 0, 0
+    sums_at = address_of(sums)
+    group_pairs(ids, weights, local, N, top_k, e, rows_at, sorted_at, address_of(counts))
+    _run_grouped(
+        pool, kind, D, F, e, gate_up, down, alpha, limit, x, rows_at, sorted_at, counts, y_at,
+        sums_at,
+    )  # fmt: skip
+    _add_sums(is_wide != 0, hidden, sums, T, D)
+    rows[0] = 0  # they live until here
+    sorted_N[0] = y[0] = _ZERO
+
+
+@compiled
+def _run_grouped(
+    pool: int, kind: int, D: int, F: int, e: int, gate_up: int, down: int, alpha: int, limit: int,
+    x: int, rows: int, weights: int, counts: Any, y: int, sums: int,
+) -> None:  # fmt: skip
+    """Add weighted outputs of pairs, counts[i] of expert i, to sums. Changes counts [e + 1].
+
+    y: room for [N, D] float32.
+    """
+    experts, used, pairs = np.empty(e + 1, np.int64), 0, 0
     for expert in range(e):
         if counts[expert]:
             experts[used], counts[used] = expert, counts[expert]
             pairs += counts[used]
             used += 1
     run_experts(
-        pool, kind, x, rows_at, gate_up, down, experts_at, counts_at, used, D, F,
-        float_of_bits(alpha), float_of_bits(limit), y_at,
+        pool, kind, x, rows, gate_up, down, address_of(experts), address_of(counts), used, D, F,
+        float_of_bits(alpha), float_of_bits(limit), y,
     )  # fmt: skip
-    add_weighted(pool, rows_at, sorted_at, y_at, sums_at, pairs, D)
-    _add_sums(is_wide != 0, hidden, sums, T, D)
-    rows[0] = counts[0] = experts[0] = 0  # they live until here
-    sorted_N[0] = y[0] = _ZERO
+    add_weighted(pool, rows, weights, y, sums, pairs, D)
+    counts[e] = experts[e] = 0  # they live until here
+
+
+@compiled
+def sum_experts(pool: int, args: int) -> bool:
+    """Write the weighted sums of pairs that are sorted by expert to out [U, D] float32.
+
+    args: as of `add_experts` up to limit; U, N; addresses of x [U, D], rows int64 [N], weights
+    float32 [N], counts int64 [e], out. Returns False if pairs are outside of the rows.
+    """
+    (
+        kind, D, F, e, gate_up, down, alpha, limit, U, N, x, rows, weights, given, out, _,
+    ) = carray(int64_at(args), (EXPERT_FIELDS,))  # fmt: skip
+    rows_N, given_e = carray(int64_at(rows), (N,)), carray(int64_at(given), (e,))
+    counts, left = np.zeros(e + 1, np.int64), N
+    for expert in range(e):
+        counts[expert] = given_e[expert]
+        left -= counts[expert]
+        if counts[expert] < 0:
+            return False
+    for n in range(N):
+        if rows_N[n] < 0 or rows_N[n] >= U:
+            return False
+    if left:
+        return False
+    sums, y = carray(float32_at(out), (U * D,)), np.empty(N * D + 1, np.float32)
+    for i in range(U * D):
+        sums[i] = _ZERO
+    _run_grouped(
+        pool, kind, D, F, e, gate_up, down, alpha, limit, x, rows, weights, counts,
+        address_of(y), out,
+    )  # fmt: skip
+    y[0] = _ZERO  # it lives until here
+    return True
 
 
 CLOCK_FIELDS: Final = 4

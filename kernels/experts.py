@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention_ops import EXPERT_FIELDS, add_experts
+from kernels.attention_ops import EXPERT_FIELDS, add_experts, sum_experts
 from kernels.compiled import bits_of
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
 from kernels.panels import add_weighted, run_experts
@@ -54,9 +54,14 @@ def expert_steps(
     gate_up_e: D -> 2F, down_e: F -> D. The first counts_e[0] pairs belong to expert 0, and so on;
     sums are float32 in that order.
     """
+    is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.kind is not None
+    if is_compiled and len(rows_N) <= RUN_PAIRS:
+        assert isinstance(gate_up_e, ExpertLinears)
+        assert isinstance(down_e, ExpertLinears)
+        if gate_up_e.kind == down_e.kind:
+            return _sum_at_once(x_UD, gate_up_e, down_e, rows_N, weights_N, counts_e, clamped)
     out_UD = yield from zero_tiled(torch.empty_like(x_UD, dtype=torch.float32))
     first = 0
-    is_compiled = isinstance(gate_up_e, ExpertLinears) and gate_up_e.kind is not None
     if is_compiled:
         _check_pairs(rows_N, counts_e, len(x_UD))
     most = (TILE_PAIRS if is_compiled else RUN_PAIRS) if x_UD.device.type == "cpu" else None
@@ -75,6 +80,28 @@ def expert_steps(
             out_UD.index_add_(0, rows_r, weighted_run(x_ND, *products, counts, weights_r, clamped))
         first = last
         yield
+    return out_UD
+
+
+def _sum_at_once(
+    x_UD: Tensor,
+    gate_up_e: ExpertLinears,
+    down_e: ExpertLinears,
+    rows_N: Tensor,
+    weights_N: Tensor,
+    counts_e: Sequence[int],
+    clamped: ClampedGate | None,
+) -> Tensor:
+    """Return `expert_steps` of few pairs in one compiled call. Raises IndexError."""
+    x_UD, rows_N, weights_N = x_UD.contiguous(), rows_N.long().contiguous(), weights_N.contiguous()
+    out_UD, counts = torch.empty(x_UD.shape), np.array(counts_e, np.int64)
+    args = expert_fields(gate_up_e, down_e, clamped)
+    tensors = x_UD, rows_N, weights_N
+    args[8:10] = x_UD.shape[0], rows_N.shape[0]
+    args[10:13] = [tensor.data_ptr() for tensor in tensors]
+    args[13:15] = counts.ctypes.data, out_UD.data_ptr()
+    if not sum_experts(shared_pool(), args.ctypes.data):
+        _check_pairs(rows_N, counts_e, len(x_UD))
     return out_UD
 
 

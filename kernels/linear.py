@@ -57,6 +57,7 @@ def _call_kernels() -> None:
     attention_ops.attend(0, True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0.0, 0)
     attention_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)
     attention_ops.add_experts(0, nothing.ctypes.data)
+    attention_ops.sum_experts(0, nothing.ctypes.data)
     attention_ops.decode_layers(*[0] * 7)
 
 
