@@ -120,6 +120,7 @@ def _panel(spec: PanelSpec, number: int, place: GridPos) -> stat.Panel | timeser
         .description(spec.description)
         .datasource(_SOURCE)
         .unit(spec.unit.grafana)
+        .no_value("No traffic, or the feature is off")
         .thresholds(
             dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(_steps(spec.levels))
         )

@@ -63,7 +63,7 @@ def test_every_panel_has_a_description_a_unit_and_an_action(board: Board) -> Non
         assert re.fullmatch(
             r"[A-Z].+\. Unit: .+\. What to do: .+\.", panel["description"], re.DOTALL
         ), title
-        assert defaults["unit"], title
+        assert all(defaults[key] for key in ("unit", "noValue")), title
         values = [step["value"] for step in defaults["thresholds"]["steps"]]
         assert values[0] is None, title
         assert values[1:] == sorted(values[1:]), title
