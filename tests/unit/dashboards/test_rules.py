@@ -257,6 +257,14 @@ _ONE_LATE = {
     f'tandem_time_to_first_token_seconds_bucket{{{_BE}, le="{le}"}}': "0+0x20 " + values
     for le, values in (("60", "0+0x90"), ("120", "1+0x90"), ("300", "1+0x90"), ("+Inf", "1+0x90"))
 }
+
+
+def deployed(number: int) -> dict[str, str]:
+    """Return the series of one of several deployments, each for 25 minutes, 5 beside the next."""
+    series = server(Phase(20 * number + 1, up=None), Phase(25), Phase(60, up=None))
+    return {name.replace("{", f'{{pod="{number}", ', 1): v for name, v in series.items()}
+
+
 ORDINARY = {
     "idle after an hour of traffic": server(Phase(60), Phase(120, 0.0, error=0.8)),
     "restart with a larger pool": server(Phase(30), Phase(2, up=None), Phase(60, blocks=900)),
@@ -272,6 +280,11 @@ ORDINARY = {
     "one best-effort request of a minute": server(Phase(110)) | _ONE_LATE,
     "many callers with short prompts": server(Phase(120, 240.0)),
     "a failed scrape": server(Phase(30), Phase(1, up=0), Phase(60)),
+    "rolling deployments": {name: v for n in range(6) for name, v in deployed(n).items()},
+    "clock goes forward, then back": {
+        name: re.sub(r" (\S+) \S+ ", r" _x40 \1 _x40 ", values)
+        for name, values in server(*4 * [Phase(40)]).items()
+    },
 }
 
 
