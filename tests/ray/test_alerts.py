@@ -1,14 +1,12 @@
 """Alerts on a real Prometheus, with the rules at 15 times their pace, that scrapes a server.
 
 The tests run in order and take minutes. Causes: a missing scrape, a killed rank, a flapping epoch,
-an attention rank that delays first tokens, and latency-sensitive load that delays best effort. For
-the other alerts see test_alerts_of_hours.py.
+and an attention rank that delays first tokens. For the other alerts see test_alerts_of_hours.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +30,6 @@ pytestmark = [
 QUICK = TimeScale(faster=15.0, interval_s=0.5)
 AT_ONCE = 8  # requests
 LATE_S = 1.6  # the objective has 1 s
-BE_MAX_WAIT_S = 2.0
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -70,9 +67,7 @@ def world(
         *app_settings,
         "groups.prefill_ranks=2",
         "priority.ls_max_wait_s=60",
-        "priority.ls_ttft_s=0",  # best effort waits while any prompt of the other class runs,
-        "priority.be_share=0",  # and has no claim
-        f"priority.be_max_wait_s={BE_MAX_WAIT_S}",
+        "priority.be_max_wait_s=1.8",  # LATE_S is near it
         "channel.heartbeat_timeout_s=10",  # a rank that stands still for LATE_S is not lost
     ]
     watched = Watched(QUICK, targets=[f"127.0.0.1:{other_port}"])
@@ -102,42 +97,18 @@ def test_flapping_epoch_alert_fires_and_resolves(world: World) -> None:
     world.resolves("TandemEpochFlaps")
 
 
-def test_late_first_tokens_alert_fires_and_resolves(world: World) -> None:
+@pytest.mark.parametrize(
+    ("name", "priority"), [("TandemTtftBurnsFast", "ls"), ("TandemBestEffortNearBound", "be")]
+)
+def test_late_first_tokens_alert_fires_and_resolves(world: World, name: str, priority: str) -> None:
     pid = world.pids()["attention-0"]
 
-    def fires() -> bool:
+    def all_late() -> None:
         with ThreadPoolExecutor(AT_ONCE) as pool, stopped(pid, LATE_S):
             for _ in range(AT_ONCE):
-                pool.submit(world.complete, "ls")
-        return "TandemTtftBurnsFast" in world.prometheus.firing()
+                pool.submit(world.complete, priority)
 
-    until(fires, "it has not fired")
-
-    def in_time() -> bool:
-        world.complete("ls")
-        return "TandemTtftBurnsFast" not in world.prometheus.firing()
-
-    until(in_time, "it has not resolved")
-
-
-def test_best_effort_near_limit_alert_fires_under_ls_load(world: World) -> None:
-    def fires() -> bool:
-        with ThreadPoolExecutor(1) as best_effort, busy(world, BE_MAX_WAIT_S):
-            best_effort.submit(world.complete, "be")
-        return "TandemBestEffortNearBound" in world.prometheus.firing()
-
-    until(fires, "it has not fired")
-
-    def in_time() -> bool:
-        world.complete("be")
-        return "TandemBestEffortNearBound" not in world.prometheus.firing()
-
-    until(in_time, "it has not resolved")
-
-
-@contextlib.contextmanager
-def busy(world: World, seconds: float) -> Iterator[None]:
-    """Inside there are always prompts of latency-sensitive requests, for so long in all."""
-    with again_and_again(lambda: world.complete("ls"), AT_ONCE):
-        yield
-        time.sleep(seconds)
+    with again_and_again(all_late):
+        world.fires(name)
+    with again_and_again(lambda: world.complete(priority)):
+        world.resolves(name)

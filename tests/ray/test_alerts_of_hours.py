@@ -1,16 +1,18 @@
 """Alerts that take hours or a planted fault, with the rules at 120 times their pace.
 
-The tests run in order and take minutes. Causes: attention ranks that pause, so that objectives burn
-slowly and predictions fail; a rank that hangs until requests time out; a saturation threshold that
-is too high; and leaked blocks, by a policy (docs/policies.md) that disables the block manager's
-`release` while a file exists.
+The tests run in order and take minutes. Causes: ranks that stand still, for moments or until
+requests time out; a saturation threshold that is too high; and faults that a policy
+(docs/policies.md) plants while a file exists: batches that pause before they sample, for a random
+time, and a block manager that does not release.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
+import os
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,20 +35,22 @@ AT_ONCE = 8  # requests
 REQUEST_S = 5.0  # longer than a rank may hang: it is replaced, and its requests end before that
 STILL_S = 1.2  # late is a first token after 1 s, another one after 0.25 s
 BETWEEN_CPU_S = 0.04  # of some steps
-MEAN_S = 0.5  # of one that stops as it likes
 ROWS = ["It broke after two days, and nobody has answered since. " * 12] * 32
-LEAKS = """
+FAULTS = """
+import random
+import time
 from pathlib import Path
 
+from actors.batching.finisher import TokenSampler
 from actors.kv.block_manager import BlockManager
 from planner.scheduling.task_order import by_plan
 
-FILE = Path({file!r})
-release, kept = BlockManager.release, []
+FOLDER = Path(__file__).parent
+release, start, kept = BlockManager.release, TokenSampler.__init__, []
 
 
 def leak(blocks, released, **of):
-    if FILE.exists():
+    if (FOLDER / "leak").exists():
         kept.append((released, of))
         return
     while kept:
@@ -55,28 +59,35 @@ def leak(blocks, released, **of):
     release(blocks, released, **of)
 
 
-class Leaks:
+def pause(sampler, logits_RV):
+    if (FOLDER / "pause").exists():
+        time.sleep(10 ** random.uniform(-3, -0.5))
+    start(sampler, logits_RV)
+
+
+class Faults:
     def pick(self, tasks):
         return by_plan(tasks)
 
 
-BlockManager.release = leak
+BlockManager.release, TokenSampler.__init__ = leak, pause
 """
 
 
 @pytest.fixture(scope="module")
-def leak_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While it is there blocks leak."""
-    return tmp_path_factory.mktemp("leak") / "now"
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the policy, in which a file "leak" or "pause" plants a fault."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "planted.py").write_text(FAULTS)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator[World]:
-    (leak_file.parent / "leaking.py").write_text(LEAKS.format(file=str(leak_file)))
+def world(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[World]:
     settings = [
         "groups.prefill_ranks=1",
         "priority.ls_max_wait_s=60",
-        "priority.policy=leaking:Leaks",
+        "priority.policy=planted:Faults",
         "prefill.saturation=1000000000000000",
         "planner.report_interval_s=0",
         f"http.request_timeout_s={REQUEST_S}",
@@ -85,8 +96,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
     ]
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.syspath_prepend(leak_file.parent)
-        patch.setenv("PYTHONPATH", str(leak_file.parent))  # a cluster of its own inherits it
+        patch.syspath_prepend(faults)
+        patch.setenv("PYTHONPATH", str(faults), prepend=os.pathsep)  # its own cluster inherits it
         stack.enter_context(own_ray(tmp_path_factory.mktemp("state")))
         folder = tmp_path_factory.mktemp("prometheus")
         yield World(stack, folder, Watched(PACE, scrape_s=0.5), settings)
@@ -95,22 +106,16 @@ def world(tmp_path_factory: pytest.TempPathFactory, leak_file: Path) -> Iterator
 def test_slow_burn_alerts_fire_for_a_rank_that_pauses(world: World) -> None:
     alerts = {"TandemTtftBurnsSlow", "TandemTbtBurnsSlow", "TandemTbtBurnsFast"}
     with still_now_and_then(world, BETWEEN_CPU_S, STILL_S):
-        world.fire(alerts)
+        world.fires(*alerts)
     with again_and_again(lambda: complete(world)):
-        world.all_resolve(alerts)
+        world.resolves(*alerts)
 
 
-def test_paused_rank_raises_prediction_alert(world: World) -> None:
-    source = random.Random(0)
-
-    def stand_still() -> None:
-        pid = world.compute("attention-0", source.expovariate(1 / MEAN_S))
-        with stopped(pid, source.expovariate(1 / MEAN_S)):
-            pass
-
+def test_batches_of_random_length_raise_prediction_alert(world: World, faults: Path) -> None:
     with again_and_again(lambda: world.complete("ls", "and so on", tokens=24), AT_ONCE):
-        with again_and_again(stand_still):
-            world.fires("TandemPredictionsOff")
+        (faults / "pause").touch()
+        world.fires("TandemPredictionsOff")
+        (faults / "pause").unlink()
         world.resolves("TandemPredictionsOff")
 
 
@@ -118,23 +123,36 @@ def test_timeouts_burn_the_answers_objective(world: World) -> None:
     """A rank that hangs for so long is replaced, and then the next one hangs."""
     alerts = {"TandemAnswersBurnsFast", "TandemAnswersBurnsSlow"}
     with still_now_and_then(world, BETWEEN_CPU_S, REQUEST_S):
-        world.fire(alerts)
+        world.fires(*alerts)
     with again_and_again(lambda: complete(world)):
-        world.all_resolve(alerts)
+        world.resolves(*alerts)
 
 
 def test_saturation_lost_alert_fires_if_the_threshold_is_too_high(world: World) -> None:
+    """Prompts wait for a worker that stands still after some answers, however fast it is."""
     body = {"model": "bundled", "input": ROWS, "labels": [" no", " yes"]}
-    with again_and_again(lambda: world.http.post("/v1/classify", json=body), AT_ONCE):
+    post, pid = partial(world.http.post, "/v1/classify", json=body), world.pids()["prefill-0"]
+    answers: list[object] = []
+
+    def stand_still() -> None:
+        enough = len(answers) + AT_ONCE // 2
+        while len(answers) < enough:
+            time.sleep(0.002)
+        for _ in range(4):
+            time.sleep(0.01)  # in which it is scraped
+            with stopped(pid, STILL_S / 3):
+                pass
+
+    with again_and_again(lambda: answers.append(post()), AT_ONCE), again_and_again(stand_still):
         world.fires("TandemSaturationLost")
     world.resolves("TandemSaturationLost")
 
 
-def test_block_leak_alert_fires_and_resolves(world: World, leak_file: Path) -> None:
-    leak_file.touch()
+def test_block_leak_alert_fires_and_resolves(world: World, faults: Path) -> None:
+    (faults / "leak").touch()
     world.complete("ls")
     world.fires("TandemBlocksLeak")
-    leak_file.unlink()
+    (faults / "leak").unlink()
     world.complete("ls")  # with which the planted fault gives back what it has kept
     world.resolves("TandemBlocksLeak")
 

@@ -90,24 +90,18 @@ class World:
             self._known = self.pids()
         return self._known[name]
 
-    def fires(self, name: str) -> None:
-        until(lambda: name in self.prometheus.firing(), f"{name} has not fired")
-
-    def fire(self, names: set[str]) -> None:
-        """Each at some time."""
+    def fires(self, *names: str) -> None:
+        """Wait until each has fired, not necessarily at the same time."""
         seen: set[str] = set()
 
         def have_fired() -> bool:
             seen.update(self.prometheus.firing())
-            return names <= seen
+            return seen.issuperset(names)
 
-        until(have_fired, f"of {sorted(names)} some have not fired")
+        until(have_fired, f"{names} have not fired")
 
-    def all_resolve(self, names: set[str]) -> None:
-        until(lambda: not names & self.prometheus.firing(), f"{sorted(names)} have not resolved")
-
-    def resolves(self, name: str) -> None:
-        until(lambda: name not in self.prometheus.firing(), f"{name} has not resolved")
+    def resolves(self, *names: str) -> None:
+        until(lambda: not self.prometheus.firing() & set(names), f"{names} have not resolved")
 
 
 def until(is_so: Callable[[], bool], otherwise: str) -> None:
