@@ -24,6 +24,7 @@ import yaml
 from benchmarks.support.bulk_rows import RowsDone, check, write_rows
 from cluster.http.server import free_port
 from cluster.serving.settings import KEY_VARIABLE
+from tests.support.otlp_collector import Collector
 from tests.support.ray_head import BIN, ENVIRONMENT, ROOT, RayHead, ray_head
 from tests.support.waiting import wait_until
 
@@ -60,12 +61,6 @@ class File:
     def without_applications(self) -> Path:
         """Return the same file, by which `serve deploy` removes all applications."""
         return self._changed("none.yaml", {**self._document(), "applications": []})
-
-    def with_model_named(self, name: str) -> Path:
-        """Return the same file with another argument, by which `serve deploy` redeploys it."""
-        document = self._document()
-        document["applications"][0]["args"]["model"]["name"] = name
-        return self._changed("anew.yaml", document)
 
     def with_changes(self, changes: dict[str, Any], **application: Any) -> Path:
         """Return the same file with other keys of the arguments and of the application."""
@@ -183,7 +178,7 @@ def test_redeployed_or_removed_application_completes_answers(
     assert file.answers()
     assert "RUNNING" in run(cluster, "serve", "status", "--address", cluster.dashboard)
     with file.long_answer() as lines:
-        run(cluster, *deploy, os.fspath(file.with_model_named("anew")))
+        run(cluster, *deploy, os.fspath(file.with_changes({"model.name": "anew"})))
         check_complete(lines)
     until(lambda: file.answers("anew"), "the redeployed application does not answer")
     until(lambda: len(cluster.running("Groups")) == 1, "the replaced ranks have not ended")
@@ -225,12 +220,13 @@ def test_bulk_job_continues_with_ranks_of_redeployed_application(
 KEY = {"authorization": "Bearer secret"}
 COMPLETION = {"model": "bundled", "prompt": "The", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+PATHS = (
+    *("/health", "/version", "/openapi.json", "/load", "/metrics", "/status", "/scale", "/nope"),
+    *("/v1/models", "/v1/models/a%2Fb", "/v1/completions", "/v1/files", "/v1/batches/x", "/v1//x/"),
+)
 SURFACE: list[tuple[str, str, Any]] = [
-    *((method, "/health", None) for method in ("GET", "HEAD", "POST", "DELETE")),
-    *(("GET", f"/{path}", None) for path in ("version", "openapi.json", "load", "metrics")),
-    *(("GET", f"/{path}", None) for path in ("status", "trace?seconds=x", "scale", "", "nope")),
-    *(("GET", f"/v1/{path}", None) for path in ("models", "models/a%2Fb", "completions")),
-    ("GET", "/health?" + "x" * 3000, None),
+    *((method, path, None) for path in PATHS for method in ("GET", "HEAD", "OPTIONS", "DELETE")),
+    *(("GET", path, None) for path in ("/trace?seconds=x", "/health?" + "x" * 3000)),
     *(("POST", "/v1/completions", body) for body in (COMPLETION, b"{", b"", b"x" * (9 << 20))),
     ("POST", "/v1/completions", {**COMPLETION, "stream": True}),
     ("POST", "/v1/completions", {**COMPLETION, "model": "x"}),
@@ -239,7 +235,10 @@ SURFACE: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", {**CHAT, "temperature": 0, "stream": True}),
     ("POST", "/v1/classify", {"model": "bundled", "input": ["a"], "labels": [" no", " yes"]}),
     ("POST", "/tokenize", {"model": "bundled", "prompt": "Hello"}),
-    ("POST", "/scale", {}),
+    *(
+        ("POST", f"/{path}", {})
+        for path in ("scale", "health", "detokenize", "v1/score", "v1/files")
+    ),
 ]
 
 
@@ -250,7 +249,7 @@ def answer_of(client: httpx.Client, method: str, path: str, body: Any) -> tuple[
     text = re.sub(r'"(id|created)":("[^"]*"|\d+)', "", answer.text)
     if path == "/metrics":
         text = "\n".join(re.findall("^# HELP .*", text, re.M))
-    elif path == "/status":
+    elif path == "/status" and text:
         text = str(sorted(answer.json()))
     elif (
         isinstance(body, dict) and "stream" in body
@@ -264,7 +263,12 @@ def answer_of(client: httpx.Client, method: str, path: str, body: Any) -> tuple[
 
 def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) -> None:
     file, port = File(tmp_path), free_port()
-    args = {"kv.pool_tokens": 4096, "groups.attention_ranks": 1, "groups.expert_ranks": 1}
+    collector, spans = Collector(), list[bytes]()
+    args: dict[str, Any] = {"groups.attention_ranks": 1, "groups.expert_ranks": 1}
+    args |= {
+        "kv.pool_tokens": 4096,
+        "trace.otlp_endpoint": f"http://127.0.0.1:{collector.server_port}",
+    }
     environment = {"env_vars": {KEY_VARIABLE: "secret"}}
     path = os.fspath(file.with_changes(args, runtime_env=environment))
     run(cluster, "serve", "deploy", "--address", cluster.dashboard, path)
@@ -279,6 +283,7 @@ def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) 
     )
     headers = {**KEY, "x-request-id": "mine", "content-type": "application/json"}
     with server, contextlib.ExitStack() as stack:
+        stack.callback(collector.shutdown)
         stack.callback(server.send_signal, signal.SIGINT)
         assert server.stdout is not None
         assert any(line.startswith("ready in ") for line in server.stdout)
@@ -288,6 +293,8 @@ def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) 
             )
             for one in (file.port, port)
         )
+        for client, one in ((behind, file.port), (direct, port)):
+            client.headers["traceparent"] = f"00-{one:032x}-{1:016x}-01"
         for request in SURFACE:
             answer = answer_of(behind, *request)
             assert answer == answer_of(direct, *request), request[:2]
@@ -300,6 +307,12 @@ def test_http_surface_is_that_of_tandem_serve(cluster: RayHead, tmp_path: Path) 
             ):
                 pass  # leave
             until(functools.partial(has_stopped, client), "it goes on without its client")
+
+        def are_exported() -> bool:
+            spans.append(collector.received.get(timeout=DEADLINE_S)[1])
+            return all(one.to_bytes(16, "big") in b"".join(spans) for one in (file.port, port))
+
+        until(are_exported, "spans of the clients' traces are missing")
 
 
 def has_stopped(client: httpx.Client) -> bool:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
@@ -20,6 +17,7 @@ from contracts.config import TandemConfig, TraceConfig
 from contracts.errors import ConfigError
 from tests.support.api_harness import MODEL, TIMEOUT_S, Api, serve_api
 from tests.support.fake_rank import FakeRank
+from tests.support.otlp_collector import Collector
 from tests.support.tiny_tokenizer import write_byte_level
 from tests.support.waiting import wait_until
 
@@ -195,29 +193,6 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TandemConfig(trace=TraceConfig(otlp_endpoint="http://127.0.0.1:9"))
     with pytest.raises(ConfigError, match=r"pip install 'tandem-moe\[otel\]'"):
         build_tracer(config, MODEL)
-
-
-class Collector(ThreadingHTTPServer):
-    """A receiver of OTLP/HTTP. hangs: it accepts requests and never answers."""
-
-    daemon_threads = True
-
-    def __init__(self, *, hangs: bool) -> None:
-        received = self.received = SimpleQueue[tuple[str, bytes]]()
-        self.released = released = threading.Event()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                if hangs:
-                    released.wait(TIMEOUT_S)
-                received.put((self.path, self.rfile.read(int(self.headers["content-length"]))))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
 @pytest.mark.parametrize("state", ["works", "hangs", "absent"])
