@@ -16,8 +16,16 @@ from tests.support.ray_head import RayHead, ray_head
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the modules of the shared cluster one after another, after those with their own."""
-    items.sort(key=lambda item: "ray_cluster" in getattr(item, "fixturenames", ()))
+    """Run modules with processes of their own, then those of the shared cluster, then the others.
+
+    After a local cluster Serve's handles in this process reach no application of another one.
+    """
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        has_local = hasattr(getattr(item, "module", None), "own_ray")
+        return has_local, "ray_cluster" in getattr(item, "fixturenames", ())
+
+    items.sort(key=order)
 
 
 @pytest.fixture(scope="package")
