@@ -47,7 +47,8 @@ RANKS = {
 # "batched_mm" copies the expert weights for every token.
 IMPLEMENTATIONS = [Implementation(e, a) for e in ("eager", "grouped_mm") for a in ("sdpa", "eager")]
 QUIET_CORES, IDLE_WAIT_S = 0.15, 2.0
-AGREEMENT = {"float32": 0.9, "bfloat16": 0.4}  # of first tokens; weights are random
+# Of first tokens: weights are random, and llama.cpp keeps K and V in float16.
+AGREEMENT = {"float32": 0.8, "bfloat16": 0.4}
 
 
 def _config(options: argparse.Namespace, engine: str) -> TandemConfig:
