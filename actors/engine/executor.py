@@ -289,10 +289,9 @@ class Executor:
         if micro_batch.hidden_TD is None:
             micro_batch.hidden_TD = self._half.embed(inputs)
         while micro_batch.layer < self.layers:
-            first, last = micro_batch.layer, self.layers
-            if self._choice is not None:
-                layer_s = self._times.layer_s(tokens)
-                last = min(last, first + max(1, int(POLL_INTERVAL_S / layer_s) if layer_s else 1))
+            first, layer_s = micro_batch.layer, self._times.layer_s(tokens)
+            count = int(POLL_INTERVAL_S / layer_s) if layer_s else 1
+            last = min(self.layers, first + max(1, count))
             start_s = self._clock()
             ends = decoder.run(first, last, micro_batch.hidden_TD, inputs)
             self._times.ran_layers(last - first, tokens, self._clock() - start_s)

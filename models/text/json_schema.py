@@ -38,8 +38,20 @@ _CONTROL = r"(?:[\x00-\x07\x0b\x0e-\x1f\x7f]|\\[av]|\\c.|\\(?:x|u00|[xu]\{0*)(?:
 _IN_CLASS = re.compile(rf"\[\^(?:\\.|[^\]\\])*\]|{_CONTROL}-{_CONTROL}", re.DOTALL)  # no matter
 _IN_PATTERN = re.compile(rf"{_CONTROL}|\[\^(?:\]|--)", re.DOTALL)
 # A negated class without " or \\ accepts their escapes, unless it is without control characters too
-_NEGATED = re.compile(r"\\P(\{[^}]*\}|[^{])|\[:\^(\w+):\]|\[\^(?!\]|--)|\\.", re.DOTALL)
+_RESTATED = re.compile(
+    r"\\P(\{[^}]*\}|[^{])|\[:\^(\w+):\]|\[\^(?!\]|--)|\\p\{digit\}|\\.", re.DOTALL
+)
 _NO_CONTROL = r"[^[\x00-\x07]"
+_SPACE = r"\t\n\v\f\r \u00a0\u2028\u2029\ufeff\p{Zs}"
+_ECMASCRIPT = {  # classes that the library's dialect takes otherwise
+    r"\d": "[0-9]",
+    r"\w": "[0-9A-Z_a-z]",
+    r"\s": f"[{_SPACE}]",
+    r"\p{digit}": r"\p{Nd}",
+    r"\D": f"{_NO_CONTROL}0-9]",
+    r"\W": f"{_NO_CONTROL}0-9A-Z_a-z]",
+    r"\S": f"{_NO_CONTROL}{_SPACE}]",
+}
 _IN_JSON = re.compile(r"\\u00|\x7f")
 
 
@@ -147,22 +159,24 @@ def _with_exact_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_restated_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """Leave control characters, which are never written, out of negated classes."""
+    """Restate classes as of ECMAScript, and without control characters, which are never written."""
     pattern, named = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str):
-        schema = {**schema, "pattern": _NEGATED.sub(_without_control, pattern)}
+        schema = {**schema, "pattern": _RESTATED.sub(_restated, pattern)}
     if isinstance(named, dict):
-        restated = {_NEGATED.sub(_without_control, key): value for key, value in named.items()}
+        restated = {_RESTATED.sub(_restated, key): value for key, value in named.items()}
         schema = {**schema, "patternProperties": restated}
     return schema
 
 
-def _without_control(match: re.Match[str]) -> str:
+def _restated(match: re.Match[str]) -> str:
     if match[0] == "[^":
         return _NO_CONTROL
     if match[1]:
         return rf"{_NO_CONTROL}\p{match[1]}]"
-    return f"{_NO_CONTROL}[:{match[2]}:]]" if match[2] else match[0]
+    if match[2]:
+        return f"{_NO_CONTROL}[:{match[2]}:]]"
+    return _ECMASCRIPT.get(match[0], match[0])
 
 
 def _check(schema: dict[str, Any], place: str) -> None:
