@@ -72,7 +72,7 @@ class StoredWeight(NamedTuple):
 def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> StoredWeight:
     """Return panels of [N, K / 32, 16] and [N, K / 32] uint8 (`dequantize_mxfp4`).
 
-    Raises ValueError for an exponent whose power float32 has not, or not exactly.
+    Raises ValueError for an exponent whose numbers are not normal float32 numbers.
     """
     if exponents.numel() and not 3 <= int(exponents.min()) <= int(exponents.max()) <= 252:
         raise ValueError("an exponent of MXFP4 is outside 3 to 252")
