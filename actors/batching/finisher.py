@@ -52,8 +52,8 @@ class TokenSampler:
         logits_V = chosen_by_V = self._logits_RV[row]
         if sequence.logits_processor is not None:
             chosen_by_V = sequence.logits_processor.process(logits_V, sequence.token_ids)
-            token = int(chosen_by_V.argmax())
-            peak = float(chosen_by_V[token])
+            largest, place = chosen_by_V.max(-1)
+            token, peak = int(place), float(largest)
             if not math.isfinite(peak):
                 raise SamplingError("no token is left that the request's fields allow")
         if sampling.temperature >= GREEDY_BELOW:

@@ -5,22 +5,27 @@
     masking                                                     | masks of all     |
 
 A mask depends on the last token only, so it is made while the model computes the next logits.
+Masks that take less time than another thread needs to start are made when they are needed.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from numpy.typing import NDArray
 
 from contracts.errors import RequestError
 from models.text.grammar import error_of, new_matcher
 
 _MAX_COMPILED = 16  # grammars kept for later sequences
+_NEWEST = 0.1  # weight of the latest time
+_SHORT_S = 1e-4  # of all masks of a batch
 _MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
@@ -40,6 +45,7 @@ class GrammarMatchers:
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._executor: LLExecutor | None = None
+        self._mask_s = _SHORT_S  # mean time of a mask
         self._compiled: dict[str, LLMatcher] = {}  # the latest last
 
     def start(self, grammar: str, generated: Sequence[int]) -> GrammarMatcher:
@@ -69,12 +75,29 @@ class GrammarMatchers:
         matcher.consume_tokens(generated)
         return matcher
 
-    def prepare_masks(self, matchers: Sequence[GrammarMatcher]) -> Future[torch.Tensor]:
-        """Start to make the next masks of some matchers, a row for each."""
+    def prepare_masks(self, matchers: Sequence[GrammarMatcher]) -> None:
+        """Start to make the next masks of some matchers, a row for each, unless they are quick."""
+        if len(matchers) * self._mask_s < _SHORT_S:
+            return
         masks = self._masking.submit(self._forbidden, [matcher.inner for matcher in matchers])
         for row, matcher in enumerate(matchers):
             matcher.set_mask(masks, row)
-        return masks
+
+    def forbidden(self, matcher: LLMatcher) -> torch.Tensor:
+        """Return the tokens that cannot come next."""
+        start_s = time.perf_counter()
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        found = self._unpacked(allowed[None])[0]
+        self._note_time(time.perf_counter() - start_s)
+        return found
+
+    def _note_time(self, mask_s: float) -> None:
+        self._mask_s += _NEWEST * (mask_s - self._mask_s)
+
+    def _unpacked(self, masks: NDArray[np.uint8]) -> torch.Tensor:
+        # a model may have more logits than its tokenizer has tokens
+        allowed = np.unpackbits(masks, axis=1, count=self._vocabulary, bitorder="little")
+        return torch.from_numpy(allowed == 0)
 
     def _forbidden(self, matchers: list[LLMatcher]) -> torch.Tensor:
         """Return the tokens that cannot come next, a row for each matcher."""
@@ -83,14 +106,13 @@ class GrammarMatchers:
             self._executor = LLExecutor(_MASK_THREADS)
         masks = np.zeros((len(matchers), -(-self._tokenizer.vocab_size // 32)), np.int32)
         rows = [(matcher, row) for row, matcher in enumerate(matchers)]
+        start_s = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(
             rows, masks.ctypes.data, masks.shape[1] * masks.itemsize, len(rows)
         )
-        # a model may have more logits than its tokenizer has tokens
-        allowed = np.unpackbits(
-            masks.view(np.uint8), axis=1, count=self._vocabulary, bitorder="little"
-        )
-        return torch.from_numpy(allowed == 0)
+        found = self._unpacked(masks.view(np.uint8))
+        self._note_time((time.perf_counter() - start_s) / len(matchers))
+        return found
 
 
 class GrammarMatcher:
@@ -132,8 +154,10 @@ class GrammarMatcher:
 
     def forbid(self, logits_V: torch.Tensor) -> None:
         """Mask, in place, the tokens that cannot come next. Raises RequestError."""
-        masks = self._masks or self.owner.prepare_masks([self])
-        forbidden_V = masks.result()[self._row]
+        if self._masks is None:
+            forbidden_V = self.owner.forbidden(self.inner)
+        else:
+            forbidden_V = self._masks.result()[self._row]
         error = error_of(self.inner)
         if error:
             raise RequestError(f"grammar: {error}", "grammar")
