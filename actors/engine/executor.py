@@ -286,6 +286,7 @@ class Executor:
         inputs, decoder, tokens = micro_batch.inputs, self._layer_decoder, micro_batch.tokens
         assert inputs is not None
         assert decoder is not None
+        micro_batch.last = None  # the call computes all rows
         if micro_batch.hidden_TD is None:
             micro_batch.hidden_TD = self._half.embed(inputs)
         while micro_batch.layer < self.layers:

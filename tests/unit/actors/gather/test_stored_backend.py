@@ -25,7 +25,7 @@ from models.decoder.decoder import AttentionHalf
 from models.experts.copying_store import CopyingStore
 from models.experts.expert_half import ExpertHalf
 from models.experts.expert_layout import ExpertLayout
-from models.experts.expert_store import ExpertBuffer
+from models.experts.expert_store import ExpertBuffer, ResidentStore
 from models.experts.host_experts import open_host_source
 from models.weights.checkpoint import Checkpoint, check_checkpoint
 from planner.scheduling.task_order import TaskPolicy, by_layer, by_plan
@@ -176,3 +176,29 @@ def test_store_failure_ends_worker_and_is_named(opened: Callable[..., Rig], hang
     assert ("layer 1 did not arrive within 0.3 s" if hangs else "prefill-1 is gone") in failure
     assert [batch.number for batch in rig.executor.fail_all()] == [0]
     assert not rig.executor.live
+
+
+def test_single_tokens_of_prompts_are_decoded_like_others(folder: Path) -> None:
+    spec, checkpoint = check_checkpoint(folder), Checkpoint(folder)
+    half = AttentionHalf.load(checkpoint, spec, dtype=torch.float32)
+    experts = ExpertHalf.load(checkpoint, spec, range(spec.num_experts), dtype=torch.float32)
+    timeline, finisher = Timeline(10), Finisher(half, max_context_tokens=64)
+    backend = StoredBackend("prefill-0", half, ResidentStore(experts), timeline, monotonic_s)
+    pool = KvPool(spec, 4, BLOCK, torch.float32, CPU)
+    parts = ExecutorParts("prefill-0", half, pool, backend, finisher, timeline, monotonic_s)
+    executor = Executor(parts, chunk_cost=lambda a, b: float(b - a), last_rows_only=True)
+    for number, prompts in enumerate(([[5, 6], [7]], [[7]])):  # the longer one is not complete
+        chunks = []
+        for place, ids in enumerate(prompts):
+            submit = Submit(request_id=number, token_ids=ids, sampling=None, candidates=[1, 2, 3])
+            sequence = Sequence((place, number), submit, BLOCK)
+            sequence.block_table = [place]
+            chunks.append(Chunk(sequence, 0, 1, frozenset()))
+        executor.submit(ScheduledBatch(number, Priority.LS, chunks), Plan())
+        with torch.inference_mode():
+            while executor.live:
+                executor.step(0.01)
+    (_, beside), (_, lone) = finisher.answers
+    assert isinstance(beside, Scored)
+    assert isinstance(lone, Scored)
+    assert beside.candidate_logits == lone.candidate_logits
