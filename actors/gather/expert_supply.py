@@ -293,7 +293,7 @@ def _lockstep(
         dtype=dtype,
         device=device,
         progress=progress_line(spec.name, sys.stderr),
-        keeps_stored=spec.config.experts.storage_format is not False,
+        keeps_stored=spec.config.experts.keeps_stored,
     )
     endpoint = rank_endpoint(spec, device, monotonic_s)
     address = endpoint.listen(spec.host)
@@ -348,5 +348,5 @@ def _load(
         device=torch.device(spec.device),
         progress=progress_line(spec.name, sys.stderr),
         layers=layers,
-        keeps_stored=spec.config.experts.storage_format is not False,
+        keeps_stored=spec.config.experts.keeps_stored,
     )

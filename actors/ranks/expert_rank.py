@@ -140,7 +140,7 @@ def _load_experts(
         device=device,
         progress=progress,
         separate=moves,
-        keeps_stored=spec.config.experts.storage_format is not False,
+        keeps_stored=spec.config.experts.keeps_stored,
     )
     resident = ResidentExperts(half, generation)
     layout = ExpertLayout(model, dtype, device)

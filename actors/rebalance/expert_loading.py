@@ -286,7 +286,7 @@ class _LoadTask:
         if self._checkpoint is None:
             self._checkpoint = Checkpoint(Path(self._spec.model_folder))
             self._check_same()
-        keeps_stored = self._spec.config.experts.storage_format is not False
+        keeps_stored = self._spec.config.experts.keeps_stored
         loader = PacedLoader(self._checkpoint, self._layout, limiter, keeps_stored=keeps_stored)
         layer, expert = key
         read = load_separately(self._checkpoint, self._layout.spec, layer, [expert], loader)

@@ -50,6 +50,11 @@ class ExpertsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """True if the number of experts in memory is limited."""
         return self.slots is not None or self.bytes is not None
 
+    @property
+    def keeps_stored(self) -> bool:
+        """True if resident experts stay as stored, where products can read them."""
+        return self.storage_format is not False
+
     def __post_init__(self) -> None:
         if self.slots is not None and self.bytes is not None:
             raise ValueError(
