@@ -8,7 +8,6 @@ Shapes: T rows, D model dim, H heads, G KV heads, R = H / G, d head dim, S conte
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +25,7 @@ from kernels.compiled import (
     float_of_bits,
     int64_at,
     intrinsic,
+    now_ns,
     pointer,
     read_numbers,
     write_numbers,
@@ -288,7 +288,7 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
         window, float_of_bits(scale), sinks,
     )  # fmt: skip
     multiply(pool, kind, x_at, o, o_bias, fresh_at, T, H * d, D)
-    _add_rows(wide, hidden, fresh_at, T, D)
+    add_rows(wide, hidden, fresh_at, T, D)
     rms_norm(wide, hidden, mlp_norm, out, T, D, eps, once != 0)
     if router:
         multiply(pool, kind, out, router, router_bias, fresh_at, T, D, E)
@@ -297,7 +297,7 @@ def attend_layer(pool: int, layer: int, batch: int) -> None:
 
 
 @compiled
-def _add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
+def add_rows(wide: bool, total: int, part: int, T: int, D: int) -> None:
     """Add part to total, both [T, D]."""
     size = 4 if wide else 2
     left, right = np.empty(D, np.float32), np.empty(D, np.float32)
@@ -396,9 +396,7 @@ def sum_experts(pool: int, args: int) -> bool:
     return True
 
 
-CLOCK_FIELDS: Final = 4
-_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
-_MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
+CLOCK_FIELDS: Final = 2  # ends of attention and experts
 
 
 @compiled
@@ -407,14 +405,14 @@ def decode_layers(
 ) -> None:
     """Run `attend_layer` and `add_experts` for layers [first, last), of tables with a row for each.
 
-    clock: int64 [L, 4], seconds and nanoseconds at the end of both.
+    clock: int64 [L, CLOCK_FIELDS] ns.
     """
     for layer in range(first, last):
-        now = clock + layer * CLOCK_FIELDS * 8
+        ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
         attend_layer(pool, layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8)
-        _clock_gettime(_MONOTONIC, now)
+        ends[0] = now_ns()
         add_experts(pool, experts + layer * EXPERT_FIELDS * 8)
-        _clock_gettime(_MONOTONIC, now + 16)
+        ends[1] = now_ns()
 
 
 @compiled

@@ -239,6 +239,18 @@ def address_of(array: Any) -> Any:
     return np.int64(array.ctypes.data)
 
 
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+_MONOTONIC = np.int32(time.CLOCK_MONOTONIC)
+
+
+@compiled
+def now_ns() -> Any:
+    """Return the nanoseconds of Python's monotonic clock."""
+    now = np.empty(2, np.int64)
+    _clock_gettime(_MONOTONIC, address_of(now))
+    return now[0] * 1_000_000_000 + now[1]
+
+
 @compiled
 def exp(x: Any) -> Any:
     """Return e to the power of a float32, within 2 units in the last place (Cephes)."""

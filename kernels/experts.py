@@ -18,7 +18,7 @@ from torch.nn import functional
 from kernels.attention_ops import EXPERT_FIELDS, add_experts, sum_experts
 from kernels.compiled import bits_of
 from kernels.linear import ExpertLinears, PackedLinear, Product, is_packed, rounded_up
-from kernels.panels import add_weighted, run_experts
+from kernels.panels import add_weighted, reads_float32, run_experts
 from kernels.steps import Steps, zero_tiled
 from kernels.thread_pool import shared_pool
 
@@ -134,7 +134,7 @@ def add_at_once(
     if not is_compiled or not is_few or hidden_TD.dtype is not x_TD.dtype:
         return False
     args = expert_fields(gate_up_e, down_e, clamped)
-    args[8:] = (
+    args[8:15] = (
         ids_TK.shape[0],
         ids_TK.shape[1],
         x_TD.data_ptr(),
@@ -142,7 +142,6 @@ def add_at_once(
         weights_TK.data_ptr(),
         local_of_E.data_ptr(),
         hidden_TD.data_ptr(),
-        hidden_TD.dtype is torch.float32,
     )
     add_experts(shared_pool(), args.ctypes.data)
     return True
@@ -153,6 +152,7 @@ def expert_fields(
 ) -> NDArray[np.int64]:
     """Return the arguments of `add_experts`, with those of experts that have panels."""
     assert gate_up_e.kind is not None
+    assert down_e.kind == gate_up_e.kind
     alpha, limit = (0.0, 0.0) if clamped is None else (clamped.alpha, clamped.limit)
     args = np.zeros(EXPERT_FIELDS, np.int64)
     args[:8] = (
@@ -165,6 +165,7 @@ def expert_fields(
         bits_of(alpha),
         bits_of(limit),
     )
+    args[15] = reads_float32(gate_up_e.kind)
     return args
 
 

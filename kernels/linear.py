@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import attention_ops, panels, row_ops, thread_pool
+from kernels import attention_ops, direct_calls, panels, row_ops, thread_pool
 from kernels.compiled import LANES, compile_on_disk, processor_has
 from kernels.stored import StoredWeight
 from kernels.thread_pool import shared_pool
@@ -59,6 +59,10 @@ def _call_kernels() -> None:
     attention_ops.add_experts(0, nothing.ctypes.data)
     attention_ops.sum_experts(0, nothing.ctypes.data)
     attention_ops.decode_layers(*[0] * 7)
+    tables = np.zeros(direct_calls.CALLER_FIELDS, np.int64)
+    tables[5] = nothing.ctypes.data
+    direct_calls.decode_remote_layers(0, tables.ctypes.data, 0, 0, False, 0, 0)
+    direct_calls.serve_calls(*[0] * 11)
 
 
 class PackedLinear:

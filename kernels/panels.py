@@ -101,6 +101,11 @@ def kind_of(arithmetic: Arithmetic, storage: Storage = Storage.PLAIN) -> int:
 _ARITHMETIC_MASK, _STORAGE_SHIFT = 3, 2
 
 
+def reads_float32(kind: int) -> bool:
+    """Return whether the rows and results of a kind of product are float32, not bfloat16."""
+    return kind & _ARITHMETIC_MASK == Arithmetic.FLOAT32
+
+
 def pack_panels(weight_NK: Tensor) -> Tensor:
     """Return the panels of a weight, padded with zeros: 1-D, a copy."""
     pair = 1 if weight_NK.dtype is torch.float32 else 2

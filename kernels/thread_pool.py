@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from kernels.compiled import I8, I32, I64, compiled, intrinsic, pointer
 
-_FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
-_HAS_FUTEX: Final = sys.platform == "linux" and _FUTEX != 0
+FUTEX: Final = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_HAS_FUTEX: Final = sys.platform == "linux" and FUTEX != 0
 _WAIT, _WAKE = 128, 129  # of this process only
 _PARTS_PER_THREAD = 4
 _MOST_PARTS = 1 << 12
@@ -50,7 +50,7 @@ def _add(_: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _read(_: Any, address: Any) -> Any:
+def atomic_read(_: Any, address: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
         return builder.load_atomic(pointer(builder, args[0], I64), "seq_cst", 8)
 
@@ -58,7 +58,7 @@ def _read(_: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _write(_: Any, address: Any, value: Any) -> Any:
+def atomic_write(_: Any, address: Any, value: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, __: Any, args: Any) -> Any:
         builder.store_atomic(args[1], pointer(builder, args[0], I64), "seq_cst", 8)
         return context.get_dummy_value()
@@ -97,8 +97,8 @@ def _call(_: Any, function: Any, args: Any, first: Any, last: Any) -> Any:
     return types.void(*[types.int64] * 4), generate
 
 
-_syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
-_yield = types.ExternalFunction("sched_yield", types.int32())
+syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 5))
+yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 @compiled
@@ -109,9 +109,9 @@ def _take_parts(pool: int) -> Any:
         part, parts = ticket & 0xFFFF, (ticket >> 16) & 0xFFFF
         if part >= parts:
             return ticket >> 32
-        count = _read(pool + _COUNT)
+        count = atomic_read(pool + _COUNT)
         first, last = count * part // parts, count * (part + 1) // parts
-        _call(_read(pool + _FUNCTION), _read(pool + _ARGS), first, last)
+        _call(atomic_read(pool + _FUNCTION), atomic_read(pool + _ARGS), first, last)
         _add(pool + _DONE, 1)
 
 
@@ -119,15 +119,15 @@ def _take_parts(pool: int) -> Any:
 def _serve(pool: int, spins: int) -> None:
     """Take parts of every call, in a thread of its own, as long as the pool has threads."""
     seen, turns = 0, 0
-    while _read(pool + _THREADS):
-        if _read(pool + _TICKET) >> 32 != seen:
+    while atomic_read(pool + _THREADS):
+        if atomic_read(pool + _TICKET) >> 32 != seen:
             seen, turns = _take_parts(pool), 0
         elif turns < spins:
             turns += 1
             _pause()
         else:
             _add(pool + _SLEEPING, 1)
-            _syscall(_FUTEX, pool + _WORD, _WAIT, seen, 0)
+            syscall(FUTEX, pool + _WORD, _WAIT, seen, 0)
             _add(pool + _SLEEPING, -1)
             turns = 0
 
@@ -140,30 +140,30 @@ def run_parts(pool: int, job: int, args: Any, count: int, least: int) -> None:
     """
     if count <= 0:
         return
-    function, threads = _read(pool + _JOBS + 8 * job), _read(pool + _THREADS)
+    function, threads = atomic_read(pool + _JOBS + 8 * job), atomic_read(pool + _THREADS)
     parts = min(threads * _PARTS_PER_THREAD, count // max(1, least), _MOST_PARTS)
     if threads == 1 or parts <= 1 or _add(pool + _BUSY, 1):
         if threads > 1 and parts > 1:
             _add(pool + _BUSY, -1)
         _call(function, args.ctypes.data, 0, count)
         return
-    call = ((_read(pool + _TICKET) >> 32) + 1) & 0x7FFFFFFF
-    _write(pool + _FUNCTION, function)
-    _write(pool + _ARGS, args.ctypes.data)
-    _write(pool + _COUNT, count)
-    _write(pool + _DONE, 0)
-    _write(pool + _WORD, call)
-    _write(pool + _TICKET, call << 32 | parts << 16)
-    if _read(pool + _SLEEPING):
-        _syscall(_FUTEX, pool + _WORD, _WAKE, threads, 0)
+    call = ((atomic_read(pool + _TICKET) >> 32) + 1) & 0x7FFFFFFF
+    atomic_write(pool + _FUNCTION, function)
+    atomic_write(pool + _ARGS, args.ctypes.data)
+    atomic_write(pool + _COUNT, count)
+    atomic_write(pool + _DONE, 0)
+    atomic_write(pool + _WORD, call)
+    atomic_write(pool + _TICKET, call << 32 | parts << 16)
+    if atomic_read(pool + _SLEEPING):
+        syscall(FUTEX, pool + _WORD, _WAKE, threads, 0)
     _take_parts(pool)
     turns = 0
-    while _read(pool + _DONE) < parts:
+    while atomic_read(pool + _DONE) < parts:
         turns += 1
         if turns < 1000:
             _pause()
         else:
-            _yield()
+            yield_core()
     _add(pool + _BUSY, -1)
 
 

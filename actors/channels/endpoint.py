@@ -32,7 +32,7 @@ from actors.channels.base import (
 )
 from actors.channels.handshake import Identity
 from actors.channels.heartbeat import HeartbeatThread
-from actors.channels.link import Link, LinkSockets, Reservation
+from actors.channels.link import CallArea, Link, LinkSockets, Reservation
 from actors.channels.link_setup import LinkSetup
 from actors.channels.loop_watchdog import LoopWatchdog
 from contracts.clock import Clock
@@ -73,6 +73,8 @@ class Endpoint(abc.ABC):
         self.clock = clock
         self.device = device
         self._links: dict[str, Link] = {}
+        self.accepts_calls = False  # else areas that peers open are closed
+        self._areas: dict[Link, CallArea] = {}
         self._by_fd: dict[int, Link] = {}
         self._lost: dict[str, PeerError] = {}
         self._inbox: deque[Packet | Link | _Loss] = deque()
@@ -92,7 +94,7 @@ class Endpoint(abc.ABC):
         self._closed = False
         self._moved = [0, 0]  # sent and received bytes of closed links
         self._maintained_s = clock()
-        self._spin_s = config.spin_s or 0.0
+        self.spin_s = config.spin_s or 0.0
         self._spin_until_s = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
@@ -223,6 +225,30 @@ class Endpoint(abc.ABC):
         if link.pending and link.poll_fd is not None:
             self._epoll.modify(link.poll_fd, select.EPOLLIN | select.EPOLLOUT)
 
+    def open_call_area(self, peer: str, num_bytes: int) -> CallArea | None:
+        """Share memory for direct calls with a peer. Raises as `reserve`.
+
+        None: the backend has none.
+        """
+        link = self._link(peer)
+        try:
+            area = link.open_call_area(num_bytes)
+        except OSError as error:
+            raise ChannelError(f"cannot call {peer}: {error}") from None
+        if area is not None:
+            self._areas[link] = area
+        return area
+
+    @property
+    def call_areas(self) -> tuple[CallArea, ...]:
+        """Return the areas of links that are up."""
+        return tuple(self._areas.values())
+
+    @property
+    def epoll_fd(self) -> int:
+        """Return a descriptor that is ready if `poll` has work, or at a direct call."""
+        return self._epoll.fileno()
+
     def drop(self, peer: str, reason: str) -> None:
         """End the link to `peer`; `poll` returns PeerLost with this reason."""
         link = self._links.get(peer)
@@ -262,7 +288,7 @@ class Endpoint(abc.ABC):
             self._handle(self._inbox.popleft(), channel_events)
         now_s = self.clock()
         if channel_events:
-            self._spin_until_s = now_s + self._spin_s
+            self._spin_until_s = now_s + self.spin_s
         if now_s - self._maintained_s >= _MAINTAIN_PERIOD_S:
             self._maintained_s = now_s
             self._maintain(now_s, channel_events)
@@ -311,6 +337,8 @@ class Endpoint(abc.ABC):
             return
         for packet in packets:
             self._deliver(packet, channel_events)
+        if link.opened_area is not None:
+            self._take_area(link, link.opened_area)
 
     def _deliver(self, packet: Packet, channel_events: list[ChannelEvent]) -> None:
         link = self._links.get(packet.peer)
@@ -319,6 +347,14 @@ class Endpoint(abc.ABC):
             return
         packet.sent_s -= link.clock_offset_s
         channel_events.append(packet)
+
+    def _take_area(self, link: Link, area: CallArea) -> None:
+        link.opened_area = None
+        if self.accepts_calls and link not in self._areas:
+            self._areas[link] = area
+            self._epoll.register(area.event, select.EPOLLIN | select.EPOLLET)  # nobody reads it
+        else:
+            area.close()
 
     def _handle(self, item: Packet | Link | _Loss, channel_events: list[ChannelEvent]) -> None:
         if isinstance(item, Packet):
@@ -355,6 +391,11 @@ class Endpoint(abc.ABC):
         if fd is not None and self._by_fd.get(fd) is link:
             del self._by_fd[fd]
             self._epoll.unregister(fd)
+        area = self._areas.pop(link, None)
+        if area is not None:
+            with contextlib.suppress(FileNotFoundError):  # an area of our own is not registered
+                self._epoll.unregister(area.event)
+            area.close()
         self._moved[0] += link.sent_bytes
         self._moved[1] += link.received_bytes
         link.monitor.close()
@@ -397,6 +438,11 @@ class Endpoint(abc.ABC):
             self._moved[0] + sum(link.sent_bytes for link in links),
             self._moved[1] + sum(link.received_bytes for link in links),
         )
+
+    def count_bytes(self, sent: int, received: int) -> None:
+        """Count the payload of direct calls."""
+        self._moved[0] += sent
+        self._moved[1] += received
 
     def close(self) -> None:
         """Close every link, end every thread, remove every file. May be called twice."""

@@ -47,14 +47,28 @@ class LinkSockets(msgspec.Struct, frozen=True, kw_only=True):
         self.heartbeat.close()
 
 
+class CallArea:
+    """Memory of direct calls (kernels/direct_calls.py) to or from a peer, and the event of a call.
+
+    memory: uint8 [num_bytes], mapped as long as it is held.
+    """
+
+    def __init__(self, peer: str, memory: torch.Tensor, event: int) -> None:
+        self.peer, self.memory, self.event = peer, memory, event
+
+    def close(self) -> None:
+        os.close(self.event)
+
+
 class Link(abc.ABC):
     """One end of a link, used by the endpoint's owner unless a method says otherwise.
 
     poll_fd: the descriptor that the owner polls; None: the link's threads report instead. epoch:
-    the peer's.
+    the peer's. opened_area: a call area that the peer has opened, until the owner takes it.
     """
 
     poll_fd: int | None = None
+    opened_area: CallArea | None = None
 
     def __init__(self, link_sockets: LinkSockets, clock: Clock) -> None:
         self.peer, self.epoch = link_sockets.peer, link_sockets.epoch
@@ -92,6 +106,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def commit(self, reservation: Reservation, header: Header) -> None: ...
+
+    def open_call_area(self, num_bytes: int) -> CallArea | None:
+        """Share memory for direct calls with the peer; None: the backend has none."""
+        return None
 
     @abc.abstractmethod
     def receive(self) -> list[Packet]:

@@ -13,6 +13,7 @@ import torch
 from actors.channels.base import Header, Packet, TensorSpec
 from actors.channels.endpoint import Endpoint
 from actors.channels.link import (
+    CallArea,
     FrameLink,
     Link,
     LinkSockets,
@@ -66,7 +67,14 @@ class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag=2):
     segment: int
 
 
-_decode = msgspec.msgpack.Decoder(Announce | Payload | Withdraw).decode
+class AnnounceArea(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A call area: its memory comes with this frame, its event with the next one of the kind."""
+
+    num_bytes: int = 0
+
+
+_Message = Announce | Payload | Withdraw | AnnounceArea
+_decode = msgspec.msgpack.Decoder(_Message).decode
 
 
 class SharedMemoryLink(FrameLink):
@@ -79,6 +87,7 @@ class SharedMemoryLink(FrameLink):
         self._device = device
         self._segments = SegmentAllocator(config.segment_bytes, self._new_memory)
         self._peer_segments = PeerSegments(link_sockets.peer)
+        self._area_memory: HostMemory | None = None  # of a call area without its event
 
     def reserve(self, parts: Sequence[TensorSpec]) -> Reservation:
         parts = tuple(parts)
@@ -97,6 +106,19 @@ class SharedMemoryLink(FrameLink):
         self.sent_bytes += reservation.layout.num_bytes
         reservation.tensors = ()
 
+    def open_call_area(self, num_bytes: int) -> CallArea:
+        fd, event = create_memfd(num_bytes), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            area = CallArea(self.peer, HostMemory(fd, num_bytes).views.memory, event)
+            self._frames.send(encode(AnnounceArea(num_bytes)), fd)
+            self._frames.send(encode(AnnounceArea()), event)
+        except BaseException:
+            os.close(event)
+            raise
+        finally:
+            os.close(fd)
+        return area
+
     def maintain(self, now_s: float) -> None:
         with contextlib.suppress(PeerDeadError):  # `receive` finds the end of the stream
             for number in self._segments.idle(now_s):
@@ -107,11 +129,13 @@ class SharedMemoryLink(FrameLink):
         self._segments.close()
         self._peer_segments.close()
 
-    def _handle(self, message: Announce | Payload | Withdraw) -> Packet | None:
+    def _handle(self, message: _Message) -> Packet | None:
         if isinstance(message, Payload):
             return self._packet(message)
         if isinstance(message, Announce):
             self._peer_segments.add(message.segment, self._map(message))
+        elif isinstance(message, AnnounceArea):
+            self._map_area(message)
         else:
             self._peer_segments.drop(message.segment)
         return None
@@ -129,6 +153,15 @@ class SharedMemoryLink(FrameLink):
         self.received_bytes += layout.num_bytes
         return Packet(self.peer, message.header, tensors, now_s, release)
 
+    def _map_area(self, message: AnnounceArea) -> None:
+        if self.opened_area is not None:
+            raise PeerError(f"{self.peer} opened a call area twice", self.peer)
+        if self._area_memory is None:
+            self._area_memory = self._map_memfd(message.num_bytes)
+        else:
+            memory, self._area_memory = self._area_memory, None
+            self.opened_area = CallArea(self.peer, memory.views.memory, self._frames.take_fd())
+
     # --- replaced for device memory
 
     def _new_memory(self, number: int, num_bytes: int) -> SegmentMemory:
@@ -143,11 +176,14 @@ class SharedMemoryLink(FrameLink):
 
     def _map(self, message: Announce) -> SegmentMemory:
         """Map a segment that the peer announced. Raises PeerError."""
+        return self._map_memfd(message.num_bytes)
+
+    def _map_memfd(self, num_bytes: int) -> HostMemory:
         fd = self._frames.take_fd()
         try:
-            if not check_memfd(fd, message.num_bytes):
+            if not check_memfd(fd, num_bytes):
                 raise PeerError(f"{self.peer} sent an invalid segment", self.peer)
-            return HostMemory(fd, message.num_bytes)
+            return HostMemory(fd, num_bytes)
         except OSError as error:
             raise PeerError(f"cannot map a segment of {self.peer}: {error}", self.peer) from None
         finally:

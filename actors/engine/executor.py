@@ -33,6 +33,7 @@ from kernels.steps import Steps
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
+from models.decoder.layer_decoder import CallOwner
 from models.experts.router import RoutedTokens
 from planner.scheduling.batching import LiveBatch
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
@@ -252,7 +253,8 @@ class Executor:
                 self._spans.close()
         if self._choice is None:
             return
-        ended = None if micro_batch.steps is not None or micro_batch.layer < 0 else task.stage
+        is_ended = micro_batch.steps is None and 0 <= micro_batch.layer <= task.layer + 1
+        ended = task.stage if is_ended else None
         self._times.ran(micro_batch, end_s - start_s, ended)
         self._choice.ran(task, start_s, end_s)
 
@@ -270,7 +272,8 @@ class Executor:
             yield from self._finish(micro_batch)
         elif self._decodes_at_once(micro_batch):
             yield from self._decode(micro_batch)
-            yield from self._finish(micro_batch)
+            if micro_batch.layer == self.layers and micro_batch.pending is None:
+                yield from self._finish(micro_batch)
         else:
             yield from self._attend(micro_batch)
 
@@ -278,30 +281,55 @@ class Executor:
         inputs, decoder = micro_batch.inputs, self._layer_decoder
         if decoder is None or inputs is None or inputs.num_tokens > len(micro_batch.chunks):
             return False
-        is_alone = not micro_batch.after and micro_batch.previous is None
-        return is_alone and decoder.accepts(inputs)
+        if micro_batch.after or micro_batch.previous is not None:
+            return False
+        if decoder.uses_loop and (len(self._runs) > 1 or len(micro_batch.batch.micro_batches) > 1):
+            return False
+        return decoder.accepts(inputs)
 
     def _decode(self, micro_batch: MicroBatch) -> Steps[None]:
-        """Run the remaining layers, with a yield about every POLL_INTERVAL_S."""
+        """Run the remaining layers, with a yield about every POLL_INTERVAL_S.
+
+        Returns early where the decoder accepts the batch no more, or a layer's experts have to be
+        dispatched.
+        """
         inputs, decoder, tokens = micro_batch.inputs, self._layer_decoder, micro_batch.tokens
         assert inputs is not None
         assert decoder is not None
         micro_batch.last = None  # the call computes all rows
         if micro_batch.hidden_TD is None:
             micro_batch.hidden_TD = self._half.embed(inputs)
-        while micro_batch.layer < self.layers:
-            first, layer_s = micro_batch.layer, self._times.layer_s(tokens)
-            count = int(POLL_INTERVAL_S / layer_s) if layer_s else 1
-            last = min(self.layers, first + max(1, count))
-            start_s = self._clock()
-            ends = decoder.run(first, last, micro_batch.hidden_TD, inputs)
-            self._times.ran_layers(last - first, tokens, self._clock() - start_s)
-            for layer, (attention_s, experts_s) in enumerate(ends, first):
-                self._spans.end(micro_batch, Stage.ATTENTION, layer, attention_s)
-                self._spans.end(micro_batch, Stage.EXPERT, layer, experts_s)
-            micro_batch.layer, micro_batch.attended = last, last - 1
-            yield
-        micro_batch.stage = TaskStage.FINISH
+        scheduled = micro_batch.batch.scheduled
+        owner = CallOwner(scheduled.number, micro_batch.index, scheduled.priority)
+        try:
+            while micro_batch.layer < self.layers:
+                first, layer_s = micro_batch.layer, self._times.layer_s(tokens)
+                count = int(POLL_INTERVAL_S / layer_s) if layer_s else 1
+                last = min(self.layers, first + max(1, count))
+                start_s = self._clock()
+                is_alone = len(self._runs) == 1
+                done = decoder.run(
+                    (first, last), micro_batch.hidden_TD, inputs, owner, is_alone=is_alone
+                )
+                if done.ends:
+                    self._times.ran_layers(len(done.ends), tokens, self._clock() - start_s)
+                for layer, ends in enumerate(done.ends, first):
+                    for stage, end_s in ends:
+                        self._spans.end(micro_batch, stage, layer, end_s)
+                micro_batch.layer += len(done.ends)
+                micro_batch.attended = micro_batch.layer - 1
+                if done.routed is not None:
+                    self._begin_experts(micro_batch, micro_batch.layer, done.routed)
+                    micro_batch.attended = micro_batch.layer
+                    self._advance(micro_batch)
+                    return
+                yield
+                if not decoder.waits and not self._decodes_at_once(micro_batch):
+                    return
+            micro_batch.stage = TaskStage.FINISH
+        finally:
+            if decoder.waits:
+                decoder.cancel()
 
     def _prepare(self, micro_batch: MicroBatch) -> Steps[None]:
         """Build the inputs that all layers share."""

@@ -33,7 +33,7 @@ from kernels.routing import local_index
 from kernels.steps import Steps, add_tiled
 from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
-from models.decoder.layer_decoder import LayerDecoder
+from models.decoder.layer_decoder import LayerDecoder, ResidentLayerDecoder
 from models.experts.copying_store import CopyingStore, split_layers
 from models.experts.expert_half import ExpertHalf, add_expert_sums
 from models.experts.expert_layout import ExpertLayout
@@ -90,9 +90,9 @@ class StoredBackend(ExpertBackend[StoredPending]):
         if self._store.is_streamed or len(half.spec.moe_layers) < half.spec.num_layers:
             return None
         experts = [self._store.fetch(layer) for layer in half.spec.moe_layers]
-        if not LayerDecoder.supports(half, experts):
+        if not ResidentLayerDecoder.supports(half, experts):
             return None
-        return LayerDecoder(half, experts, self._local_of_E, kv)
+        return ResidentLayerDecoder(half, experts, self._local_of_E, kv)
 
     def dispatch(
         self, key: TaskKey, hidden_TD: Tensor, routed: RoutedTokens, plan: Plan

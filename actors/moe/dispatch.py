@@ -248,16 +248,37 @@ class DispatchCounts:
     def add(self, layer: int, tokens: int, slices: Sequence[RankSlice], placed: LayerSlots) -> None:
         """Count the packets of one micro-batch and layer."""
         self.tokens += tokens
-        known = self._layers.get(layer)
-        if known is None or known.placed is not placed:
-            known = self._layers[layer] = _LayerPairs(placed, known)
-            self._ranks = len(placed.bounds)
-            self.pairs_R += [0] * (self._ranks - len(self.pairs_R))
+        known = self._pairs_of(layer, placed)
         for piece in slices:
             if piece.rank != self._own_rank:
                 self.copies += piece.num_rows
             self.pairs_R[piece.rank] += len(piece.index_N)
             known.pairs_of_ranks[piece.rank] += piece.counts_e
+
+    def add_direct(
+        self,
+        layer: int,
+        tokens: int,
+        ids_N: NDArray[np.int64],
+        rows_R: NDArray[np.int64],
+        placed: LayerSlots,
+    ) -> None:
+        """Count a direct call of each rank: its rows, and experts without replicas."""
+        self.tokens += tokens
+        self.copies += int(rows_R.sum())
+        known = self._pairs_of(layer, placed)
+        pairs_S = np.bincount(placed.of_pairs(ids_N), minlength=placed.count)
+        for rank, (low, high) in enumerate(placed.bounds):
+            self.pairs_R[rank] += int(pairs_S[low:high].sum())
+            known.pairs_of_ranks[rank] += pairs_S[low:high]
+
+    def _pairs_of(self, layer: int, placed: LayerSlots) -> _LayerPairs:
+        known = self._layers.get(layer)
+        if known is None or known.placed is not placed:
+            known = self._layers[layer] = _LayerPairs(placed, known)
+            self._ranks = len(placed.bounds)
+            self.pairs_R += [0] * (self._ranks - len(self.pairs_R))
+        return known
 
     def show(self, telemetry: Telemetry, rank: str) -> None:
         """Register the metrics."""

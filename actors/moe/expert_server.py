@@ -28,11 +28,13 @@ from actors.channels.base import (
     transfers,
 )
 from actors.channels.endpoint import Endpoint, send_tensors
+from actors.moe.direct_calls import CallServer
 from actors.moe.rank_experts import MergedPairs, RankExperts
 from actors.telemetry.telemetry import Timeline
 from contracts.clock import Clock
 from contracts.errors import ChannelError, PeerError
 from contracts.logs import event
+from contracts.requests import Priority
 from contracts.traces import Stage, TaskSpan
 from planner.scheduling.measured_rates import TaskTimes
 from planner.scheduling.preemption import POLL_INTERVAL_S, Preemption
@@ -161,7 +163,10 @@ class ExpertServer:
         self._last_s = self._since_s = 0.0
 
     def step(self, timeout_s: float) -> None:
-        """Receive messages and run a slice of a merged call, or wait for messages."""
+        """Serve direct calls, receive messages and run a slice of a merged call, or wait."""
+        if self._experts.calls is not None and self._endpoint.call_areas:
+            self._serve_calls(self._experts.calls, timeout_s)
+            timeout_s = 0.0
         for channel_event in self._poll(timeout_s):
             if isinstance(channel_event, Packet):
                 self._take(channel_event)
@@ -185,6 +190,22 @@ class ExpertServer:
                 packet.release()
         self._running.clear()
         self._queues.clear()
+
+    def _serve_calls(self, calls: CallServer, timeout_s: float) -> None:
+        """Serve direct calls, except those of a lower class than work that waits."""
+        keys = [*self._queues, *(call.key for call in self._running.values())]
+        priority = min((key.priority for key in keys), default=int(Priority.BE))
+        name, timeline, end_s = self._endpoint.name, self._timeline, self._clock()
+        for call in calls.serve(priority, 0.0 if keys else timeout_s):
+            numbers = call.batch, call.layer, call.micro_batch, 0, call.rows
+            peers = ((call.peer, call.batch),)
+            timeline.add(TaskSpan(name, Stage.WAIT, end_s, call.start_s))
+            timeline.record_wait(end_s, call.start_s, [(call.sent_s, call.start_s)])
+            transfer = f"{call.peer}>{name}"
+            timeline.add(TaskSpan(transfer, Stage.A2E, call.sent_s, call.start_s, *numbers))
+            timeline.add(TaskSpan(name, Stage.EXPERT, call.start_s, call.done_s, *numbers, peers))
+            timeline.add(TaskSpan(name, Stage.SEND, call.done_s, call.done_s, *numbers, peers))
+            end_s = call.done_s
 
     def _poll(self, timeout_s: float) -> list[ChannelEvent]:
         if (self._queues or self._running) and not self._lacks_experts:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from actors.channels.base import Header, Packet
+from actors.moe.direct_calls import CallServer
 from kernels.experts import ClampedGate
 from kernels.steps import Steps
 from models.experts.cache_requests import ExpertRequest, PredictedExpert
@@ -47,7 +48,12 @@ class Computation:
 
 
 class RankExperts:
-    """Interface with the defaults of resident experts. Owned by the server's thread."""
+    """Interface with the defaults of resident experts. Owned by the server's thread.
+
+    calls: serves direct calls with these experts, if they can be.
+    """
+
+    calls: CallServer | None = None
 
     def holds(self, generation: int) -> bool:
         """Return True if the experts of that generation can be used."""
@@ -85,8 +91,12 @@ class RankExperts:
 class ResidentExperts(RankExperts):
     """One half per generation, sharing common experts. on_free: receives halves that are freed."""
 
-    def __init__(self, half: ExpertHalf, generation: int = 0) -> None:
+    def __init__(
+        self, half: ExpertHalf, generation: int = 0, calls: CallServer | None = None
+    ) -> None:
         self._halves = {generation: half}
+        self.calls = calls
+        self._halves_changed()
         self.on_free: Callable[[ExpertHalf], None] = lambda half: None
 
     def holds(self, generation: int) -> bool:
@@ -94,9 +104,16 @@ class ResidentExperts(RankExperts):
 
     def place(self, generation: int, half: ExpertHalf) -> None:
         self._halves[generation] = half
+        self._halves_changed()
 
     def free(self, generation: int) -> None:
-        self.on_free(self._halves.pop(generation))
+        half = self._halves.pop(generation)
+        self._halves_changed()
+        self.on_free(half)
+
+    def _halves_changed(self) -> None:
+        if self.calls is not None:
+            self.calls.place(self._halves)
 
     def nearest(self, ids_of: Mapping[int, Sequence[int]]) -> ExpertHalf:
         """Return the half that lacks the fewest of these experts. Thread-safe."""
@@ -107,6 +124,10 @@ class ResidentExperts(RankExperts):
         """Number of distinct experts. Thread-safe."""
         halves = list(self._halves.values())
         return len({(n, e) for half in halves for n, ids in half.expert_ids.items() for e in ids})
+
+    def close(self) -> None:
+        if self.calls is not None:
+            self.calls.close()
 
     def begin(self, packets: Sequence[Packet], pairs: MergedPairs) -> Computation:
         header = packets[0].header

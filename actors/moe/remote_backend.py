@@ -26,6 +26,7 @@ from actors.channels.base import (
 )
 from actors.channels.endpoint import Endpoint, send_tensors
 from actors.moe.backend import ExpertBackend, TaskKey, Topology, TopologySource
+from actors.moe.direct_calls import DirectCalls, RemoteLayerDecoder
 from actors.moe.dispatch import DispatchCounts, RankSlice, add_slice, plan_dispatch, send_slice
 from actors.moe.prefetcher import make_prefetcher
 from actors.moe.remote_pending import RemotePending
@@ -37,6 +38,9 @@ from contracts.errors import ChannelError, PeerError, PeerHungError, RecoveryTim
 from contracts.plan import Plan
 from contracts.traces import Stage, TaskSpan
 from kernels.steps import Steps, add_tiled, row_tiles, zero_tiled
+from models.decoder.attention import KvPool
+from models.decoder.decoder import AttentionHalf
+from models.decoder.layer_decoder import LayerDecoder
 from models.experts.cache_requests import PredictedExpert
 from models.experts.router import RoutedTokens
 from models.prediction.expert_predictor import ExpertPredictor
@@ -71,8 +75,9 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         sample: RoutingSample | None = None,
         placement_client: TopologySource | None = None,
         counts: DispatchCounts | None = None,
+        half: AttentionHalf | None = None,
     ) -> None:
-        """Set up a backend. expert_ranks: names by rank number.
+        """Set up a backend. expert_ranks: names by rank number. half: enables direct calls.
 
         A connected rank without any reply for reply_timeout_s is dropped. Requests wait up to
         recovery_timeout_s for a lost rank.
@@ -83,6 +88,8 @@ class RemoteBackend(ExpertBackend[RemotePending]):
         self._reply_timeout_s, self._recovery_timeout_s = reply_timeout_s, recovery_timeout_s
         self._last_reply_s: dict[str, float] = {}  # by expert rank
         self._placement_client = placement_client
+        self._half = half
+        self._decoder: RemoteLayerDecoder | None = None
         if placement_client is None:
             self._use(Topology(0, placement, tuple(expert_ranks)))
         else:
@@ -95,6 +102,18 @@ class RemoteBackend(ExpertBackend[RemotePending]):
     def _use(self, topology: Topology) -> None:
         self._topology = topology
         self._rank_of = {name: rank for rank, name in enumerate(topology.experts)}
+        if self._decoder is not None:
+            self._decoder.use(topology)
+
+    def layer_decoder(self, kv: KvPool) -> LayerDecoder | None:
+        half = self._half
+        if half is None or self._prefetcher.is_enabled or not RemoteLayerDecoder.supports(half):
+            return None
+        parts = DirectCalls(
+            self._endpoint, half, self._counts, self._timeline, self._sample, self._placement_client
+        )
+        self._decoder = RemoteLayerDecoder(parts, kv, self._topology)
+        return self._decoder
 
     def wake(self) -> None:
         self._endpoint.wake()

@@ -191,6 +191,7 @@ def _experts(
         sample=sample,
         placement_client=client,
         counts=counts,
+        half=half,
     )
     return backend, client
 

@@ -13,6 +13,7 @@ import torch
 
 from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
+from actors.moe.direct_calls import CallServer
 from actors.moe.expert_server import ExpertServer
 from actors.moe.rank_experts import CachedExperts, RankExperts, ResidentExperts
 from actors.offload.cache_factory import expert_cache
@@ -142,7 +143,8 @@ def _load_experts(
         separate=moves,
         keeps_stored=spec.config.experts.keeps_stored,
     )
-    resident = ResidentExperts(half, generation)
+    calls = CallServer(endpoint) if device.type == "cpu" else None
+    resident = ResidentExperts(half, generation, calls)
     layout = ExpertLayout(model, dtype, device)
     urgent_loader = ResidentExpertLoader(spec, layout, resident, loaded, urgent=True)
     loader = ResidentExpertLoader(spec, layout, resident, loaded)

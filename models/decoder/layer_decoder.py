@@ -1,16 +1,20 @@
-"""Layers of a decode batch with resident experts, in one compiled call.
+"""Layers of a decode batch in one compiled call.
 
 Shapes: L layers, T rows, D model dim, K top-k.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from contracts.traces import Stage
 from kernels.attention_ops import BATCH_FIELDS, CLOCK_FIELDS, decode_layers
 from kernels.compiled import bits_of
 from kernels.experts import RUN_PAIRS, expert_fields
@@ -19,35 +23,99 @@ from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
 from models.experts.expert_loading import ExpertLayer
+from models.experts.router import RoutedTokens
 
 
-class LayerDecoder:
-    """Runs layers of batches that it `accepts`, all experts of which are resident."""
+class CallOwner(NamedTuple):
+    """The micro-batch of a call."""
+
+    batch: int
+    micro_batch: int
+    priority: int
+
+
+class DecodedLayers(NamedTuple):
+    """Result of a call.
+
+    ends: the stages of each complete layer with the monotonic clock's seconds at their ends.
+    routed: of the layer that follows, if its attention is complete and the call cannot compute its
+    experts.
+    """
+
+    ends: Sequence[Sequence[tuple[Stage, float]]]
+    routed: RoutedTokens | None = None
+
+
+class LayerDecoder(abc.ABC):
+    """Tables of a call with a row for each layer, and room for its results.
+
+    uses_loop: True if other batches could run while a call waits for another process. waits: True
+    if the last call ended before the experts of the layer that it had reached.
+    """
+
+    uses_loop = waits = False
+
+    def __init__(self, half: AttentionHalf, kv: KvPool) -> None:
+        """Set up tables; `half.decode_table` must have rows."""
+        spec, dtype, L = half.spec, half.dtype, half.spec.num_layers
+        table = half.decode_table()
+        assert table is not None
+        self._half, self._kv, self._layers = half, kv, table
+        self._most_rows = RUN_PAIRS // spec.top_k
+        self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
+        self._ids_LTK = torch.empty((L, self._most_rows, spec.top_k), dtype=torch.int64)
+        self._weights_TK = torch.empty((self._most_rows, spec.top_k))
+        self._batches = np.zeros((L, BATCH_FIELDS), np.int64)
+        self._batches[:, 6:8] = [[each.data_ptr() for each in kv.entries(n)] for n in range(L)]
+        self._batches[:, 8] = self._x_TD.data_ptr()
+        self._batches[:, 9] = [ids_TK.data_ptr() for ids_TK in self._ids_LTK]
+        self._batches[:, 10] = self._weights_TK.data_ptr()
+        self._batches[:, 11:] = dtype is torch.float32, bits_of(spec.head_dim**-0.5)
+
+    def accepts(self, batch: AttentionBatch) -> bool:
+        """Return whether a batch has few sequences, with one new token each."""
+        return batch.num_tokens <= self._most_rows and self._half.decodes_at_once(batch)
+
+    @abc.abstractmethod
+    def run(
+        self,
+        layers: tuple[int, int],
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        owner: CallOwner,
+        *,
+        is_alone: bool,
+    ) -> DecodedLayers:
+        """Run layers [first, last) of an accepted batch on hidden_TD in place.
+
+        is_alone: no other batch needs the loop.
+        """
+
+    def cancel(self) -> None:  # noqa: B027 - most calls do not wait
+        """Forget a call that waits, because its batch was dropped."""
+
+    def _fill(self, hidden_TD: Tensor, batch: AttentionBatch) -> None:
+        metadata = self._half.prepare(batch)
+        tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
+        self._batches[:, :5] = len(hidden_TD), *(tensor.data_ptr() for tensor in tensors)
+        self._batches[:, 5] = self._half.entries(batch)
+
+
+class ResidentLayerDecoder(LayerDecoder):
+    """Runs layers whose experts are all resident in this process."""
 
     def __init__(
         self, half: AttentionHalf, experts: Sequence[ExpertLayer], local_of_E: Tensor, kv: KvPool
     ) -> None:
-        """Set up tables with a row for each layer, which `supports` its call."""
-        spec, dtype, L = half.spec, half.dtype, half.spec.num_layers
-        self._half, self._kept = half, (experts, local_of_E, kv)
-        self._most_rows = RUN_PAIRS // spec.top_k
-        shape = self._most_rows, spec.top_k
-        self._x_TD = torch.empty((self._most_rows, spec.hidden_size), dtype=dtype)
-        self._ids_TK, self._weights_TK = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
-        results = [tensor.data_ptr() for tensor in (self._x_TD, self._ids_TK, self._weights_TK)]
-        numbers = dtype is torch.float32
-        table = half.decode_table()
-        assert table is not None
-        self._layers = table
-        self._batches = np.zeros((L, BATCH_FIELDS), np.int64)
-        self._batches[:, 6:8] = [[each.data_ptr() for each in kv.entries(n)] for n in range(L)]
-        self._batches[:, 8:] = *results, numbers, bits_of(spec.head_dim**-0.5)
+        """Set up tables; `supports` must be true."""
+        super().__init__(half, kv)
+        self._kept = experts, local_of_E
         self._experts = np.stack(
             [expert_fields(each.gate_up, each.down, each.clamped) for each in experts]
         )
-        self._experts[:, 9:14] = spec.top_k, *results, local_of_E.data_ptr()
-        self._experts[:, 15] = numbers
-        self._clock = np.zeros((L, CLOCK_FIELDS), np.int64)
+        self._experts[:, 9], self._experts[:, 13] = half.spec.top_k, local_of_E.data_ptr()
+        self._experts[:, 10:13] = self._batches[:, 8:11]
+        self._clock = np.zeros((len(experts), CLOCK_FIELDS), np.int64)
 
     @staticmethod
     def supports(half: AttentionHalf, experts: Sequence[ExpertLayer]) -> bool:
@@ -56,25 +124,26 @@ class LayerDecoder:
         are_compiled = all(one is not None and one == other for one, other in kinds)
         return are_compiled and half.decode_table() is not None
 
-    def accepts(self, batch: AttentionBatch) -> bool:
-        """Return whether a batch has few sequences, with one new token each."""
-        return batch.num_tokens <= self._most_rows and self._half.decodes_at_once(batch)
-
     def run(
-        self, first: int, last: int, hidden_TD: Tensor, batch: AttentionBatch
-    ) -> list[tuple[float, float]]:
-        """Run layers [first, last) on hidden_TD in place.
-
-        Returns the monotonic clock's seconds at the end of each one's attention and experts.
-        """
-        metadata = self._half.prepare(batch)
-        T, hidden = len(hidden_TD), hidden_TD.data_ptr()
-        tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
-        self._batches[:, :5] = T, *(tensor.data_ptr() for tensor in tensors)
-        self._batches[:, 5] = self._half.entries(batch)
-        self._experts[:, 8], self._experts[:, 14] = T, hidden
+        self,
+        layers: tuple[int, int],
+        hidden_TD: Tensor,
+        batch: AttentionBatch,
+        owner: CallOwner,
+        *,
+        is_alone: bool,
+    ) -> DecodedLayers:
+        self._fill(hidden_TD, batch)
+        self._experts[:, 8], self._experts[:, 14] = len(hidden_TD), hidden_TD.data_ptr()
         tables = self._layers, self._batches, self._experts, self._clock
-        layers, batches, experts, clock = (table.ctypes.data for table in tables)
-        decode_layers(shared_pool(), layers, batches, experts, clock, first, last)
-        seconds = self._clock[first:last, ::2] + self._clock[first:last, 1::2] * 1e-9
-        return [(attention_s, experts_s) for attention_s, experts_s in seconds.tolist()]
+        table, batches, experts, clock = (each.ctypes.data for each in tables)
+        decode_layers(shared_pool(), table, batches, experts, clock, *layers)
+        stages = Stage.ATTENTION, Stage.EXPERT
+        return DecodedLayers(stage_ends(stages, self._clock[slice(*layers)]))
+
+
+def stage_ends(
+    stages: Sequence[Stage], ends_ns: NDArray[np.int64]
+) -> list[tuple[tuple[Stage, float], ...]]:
+    """Return each layer's stages with the seconds of their ends."""
+    return [tuple(zip(stages, ends_s, strict=True)) for ends_s in (ends_ns * 1e-9).tolist()]

@@ -1,0 +1,351 @@
+"""Direct calls: experts of another process of this machine, called from compiled code.
+
+    caller (attention rank)                      server (expert rank)
+    rows and pairs, in the call area
+    request += 1, event  ──────────────────────> `serve_calls` waits in epoll
+                                                 weighted sums, in the call area
+    `decode_remote_layers` waits (futex)  <───── reply = request
+
+Neither side runs the interpreter between layers. A call area is memory that both processes map; one
+call at a time uses it. A reply that is late, or a call that the server declines, returns to the
+caller's interpreter, which can use packets instead.
+
+Shapes: T rows of a batch, U of them sent to one rank, N pairs, D model dim, K top-k, E experts, e
+of one rank, R ranks, L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import carray, types
+
+from kernels.attention_ops import (
+    BATCH_FIELDS,
+    EXPERT_FIELDS,
+    LAYER_FIELDS,
+    add_rows,
+    attend_layer,
+    sum_experts,
+)
+from kernels.compiled import (
+    address_of,
+    compiled,
+    float32_at,
+    int32_at,
+    int64_at,
+    now_ns,
+    read_numbers,
+    write_numbers,
+)
+from kernels.thread_pool import FUTEX, atomic_read, atomic_write, syscall, yield_core
+
+DONE, LATE, DECLINED = 0, 1, 2  # of a decode call; a server answers DONE or DECLINED
+
+# Bytes of a call area: words that one side writes and the other one reads, in lines of their own.
+REQUEST, REPLY, READY, _CALL, _ANSWER, _DATA = 0, 64, 128, 192, 256, 320
+CALL_FIELDS: Final = 7  # generation, layer, U, N, batch, micro-batch, priority
+ANSWER_FIELDS: Final = 2  # status, when it was complete
+_SENT: Final = _CALL + 8 * CALL_FIELDS
+PLACE_FIELDS: Final = 6  # area, addresses of x, rows, weights, counts, y
+PEER_FIELDS: Final = PLACE_FIELDS + 2  # caller: event, e. server: most rows, most pairs
+RECORD_FIELDS: Final = 9  # peer, batch, micro-batch, layer, U, N; when sent, started, complete
+CLOCK_FIELDS: Final = 3  # ends of attention, sending, waiting
+SERVED_AT_ONCE_NS: Final = 5_000_000  # then the server's interpreter runs
+
+_EVENTS: Final = 8  # of a wait; which ones does not matter
+_EVENT_BYTES: Final = 16  # at most
+_WAIT_SHARED, _WAKE_SHARED = 0, 1
+_epoll_wait = types.ExternalFunction(
+    "epoll_wait", types.int32(types.int32, types.int64, types.int32, types.int32)
+)
+_eventfd_write = types.ExternalFunction("eventfd_write", types.int32(types.int32, types.uint64))
+_SECOND: Final = 1_000_000_000
+
+
+class AreaLayout(NamedTuple):
+    """Offsets and size of a call area, in bytes.
+
+    x [U, D], rows int64 [N], weights float32 [N], counts int64 [e], y [U, D].
+    """
+
+    x: int
+    rows: int
+    weights: int
+    counts: int
+    y: int
+    num_bytes: int
+
+    @staticmethod
+    def of(most_rows: int, most_pairs: int, row_bytes: int, experts: int) -> AreaLayout:
+        """Return the layout for calls of at most this size."""
+        ends = [_DATA]
+        sizes = most_rows * row_bytes, 8 * most_pairs, 4 * most_pairs, 8 * experts
+        for size in (*sizes, most_rows * row_bytes):
+            ends.append(-(-(ends[-1] + size) // 64) * 64)
+        return AreaLayout(*ends)
+
+    def place(self, area: int) -> tuple[int, ...]:
+        """Return the first PLACE_FIELDS of a peer whose area is at an address."""
+        return area, *(area + offset for offset in self[:-1])
+
+
+@compiled
+def _wait_for(area: int, number: int, until_ns: int, spin_ns: int) -> bool:
+    """Wait for the reply to a request, awake at first; return False if it is late."""
+    time_left, spin_until_ns = np.empty(2, np.int64), now_ns() + spin_ns
+    while True:
+        seen = atomic_read(area + REPLY)
+        if seen == number:
+            return True
+        now = now_ns()
+        left_ns = until_ns - now
+        if left_ns <= 0:
+            return False
+        if now < spin_until_ns:
+            yield_core()
+            continue
+        time_left[0], time_left[1] = left_ns // _SECOND, left_ns % _SECOND
+        syscall(FUTEX, area + REPLY, _WAIT_SHARED, seen, address_of(time_left))
+
+
+@compiled
+def _send_rows(
+    peer: int, rank: int, size: int, T: int, D: int, K: int, x: int, ids: int, weights: int,
+    rank_of: int, local_of: int, call: int, sent_rows: Any,
+) -> int:  # fmt: skip
+    """Send a rank the rows and pairs of its experts, and return the number of rows U.
+
+    Pairs are sorted by local expert, then by row. sent_rows [T]: set to the rows of the batch.
+    """
+    area, x_at, rows_at, weights_at, counts_at, _, event, e = carray(int64_at(peer), (PEER_FIELDS,))
+    ids_N, weights_N = carray(int64_at(ids), (T * K,)), carray(float32_at(weights), (T * K,))
+    rank_E, local_E = int64_at(rank_of), int64_at(local_of)
+    counts, next_of = carray(int64_at(counts_at), (e,)), np.zeros(e + 1, np.int64)
+    counts[:] = 0
+    U = N = 0
+    for t in range(T):
+        is_sent = False
+        for n in range(t * K, t * K + K):
+            if rank_E[ids_N[n]] == rank:
+                counts[local_E[ids_N[n]]] += 1
+                N += 1
+                is_sent = True
+        if is_sent:
+            sent_rows[U] = t
+            U += 1
+    if not U:
+        return 0
+    for expert in range(e):
+        next_of[expert + 1] = next_of[expert] + counts[expert]
+    to_rows, to_weights = carray(int64_at(rows_at), (N,)), carray(float32_at(weights_at), (N,))
+    for u in range(U):
+        t = sent_rows[u]
+        source = carray(int32_at(x + t * D * size), (D * size // 4,))
+        target = carray(int32_at(x_at + u * D * size), (D * size // 4,))
+        for i in range(D * size // 4):
+            target[i] = source[i]
+        for n in range(t * K, t * K + K):
+            if rank_E[ids_N[n]] == rank:
+                at = next_of[local_E[ids_N[n]]]
+                next_of[local_E[ids_N[n]]] += 1
+                to_rows[at], to_weights[at] = u, weights_N[n]
+    fields, given = carray(int64_at(area + _CALL), (CALL_FIELDS,)), int64_at(call)
+    for i in range(CALL_FIELDS):
+        fields[i] = given[i]
+    fields[2], fields[3] = U, N
+    carray(int64_at(area + _SENT), (1,))[0] = now_ns()
+    atomic_write(area + REQUEST, atomic_read(area + REQUEST) + 1)
+    _eventfd_write(np.int32(event), np.uint64(1))
+    return U
+
+
+@compiled
+def _add_replies(
+    peers: int, R: int, wide: bool, T: int, D: int, hidden: int, sent: Any, sent_U: Any
+) -> None:
+    """Add the replies of all ranks to hidden, in the order of ranks.
+
+    One rank's are added as they are, those of several are summed in float32 and rounded once.
+    """
+    peer_R = carray(int64_at(peers), (R, PEER_FIELDS))
+    if R == 1:
+        add_rows(wide, hidden, peer_R[0, 5], T, D)
+        return
+    size = 4 if wide else 2
+    total, row = np.zeros(T * D + 1, np.float32), np.empty(D, np.float32)
+    for rank in range(R):
+        for u in range(sent_U[rank]):
+            first = sent[rank, u] * D
+            read_numbers(wide, peer_R[rank, 5] + u * D * size, D, row)
+            for i in range(D):
+                total[first + i] += row[i]
+    for t in range(T):
+        write_numbers(wide, address_of(row), D, total[t * D : t * D + D])
+        add_rows(wide, hidden + t * D * size, address_of(row), 1, D)
+    total[0] = row[0] = np.float32(0.0)  # they live until here
+
+
+CALLER_FIELDS: Final = 10
+
+
+@compiled
+def decode_remote_layers(
+    pool: int, tables: int, first: int, last: int, resumes: bool, wait_ns: int, spin_ns: int
+) -> int:
+    """Run `attend_layer` and remote experts for layers [first, last); return the layer reached.
+
+    tables: int64 R, and addresses of int64 tables: layers and batches as of `attend_layer`; places
+    [L, 2], addresses of each expert's rank and local index [E]; peers [R, PEER_FIELDS]; the call,
+    CALL_FIELDS and the status, which is set if a layer's experts are not complete: LATE after
+    wait_ns, or DECLINED; sent [L, R], rows sent to each rank; sent_rows [R, T]; answered [L, R] and
+    ends [L, CLOCK_FIELDS], in ns. resumes: the first layer's experts have been called. spin_ns:
+    time to wait awake.
+    """
+    R, layers, batches, places, peers, call, sent, sent_rows, answered, clock = carray(
+        int64_at(tables), (CALLER_FIELDS,)
+    )
+    fields, peer_R = int64_at(call), carray(int64_at(peers), (R, PEER_FIELDS))
+    fields[CALL_FIELDS] = DONE
+    for layer in range(first, last):
+        batch = carray(int64_at(batches + layer * BATCH_FIELDS * 8), (BATCH_FIELDS,))
+        fixed = carray(int64_at(layers + layer * LAYER_FIELDS * 8), (LAYER_FIELDS,))
+        T, hidden, x, ids, weights, wide = (
+            batch[0], batch[1], batch[8], batch[9], batch[10], batch[11] != 0,
+        )  # fmt: skip
+        D, K, size = fixed[1], fixed[19], 4 if wide else 2
+        ends = carray(int64_at(clock + layer * CLOCK_FIELDS * 8), (CLOCK_FIELDS,))
+        sent_U = carray(int64_at(sent + layer * R * 8), (R,))
+        answered_R = carray(int64_at(answered + layer * R * 8), (R,))
+        sent_RT = carray(int64_at(sent_rows), (R, T))
+        if not resumes or layer > first:
+            attend_layer(
+                pool, layers + layer * LAYER_FIELDS * 8, batches + layer * BATCH_FIELDS * 8
+            )
+            ends[0] = now_ns()
+            fields[1] = layer
+            rank_of, local_of = carray(int64_at(places + layer * 16), (2,))
+            for rank in range(R):
+                sent_U[rank] = _send_rows(
+                    peers + rank * PEER_FIELDS * 8, rank, size, T, D, K, x, ids, weights, rank_of,
+                    local_of, call, sent_RT[rank],
+                )  # fmt: skip
+            ends[1] = now_ns()
+        until_ns = now_ns() + wait_ns
+        for rank in range(R):
+            if sent_U[rank]:
+                area = peer_R[rank, 0]
+                if not _wait_for(area, atomic_read(area + REQUEST), until_ns, spin_ns):
+                    fields[CALL_FIELDS] = LATE
+                    return layer
+                answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
+                answered_R[rank] = answer[1]
+                if answer[0] != DONE:
+                    fields[CALL_FIELDS] = DECLINED
+                    return layer
+        ends[2] = now_ns()
+        _add_replies(peers, R, wide, T, D, hidden, sent_RT, sent_U)
+    return last
+
+
+@compiled
+def _serve(pool: int, peer: int, tables: int, count: int, call: Any) -> int:
+    """Compute a call and write y; return its status."""
+    _, x_at, rows_at, weights_at, counts_at, y_at, most_rows, most_pairs = carray(
+        int64_at(peer), (PEER_FIELDS,)
+    )
+    generation, layer, U, N = call[0], call[1], call[2], call[3]
+    if U < 1 or most_rows < U or N < 1 or most_pairs < N:
+        return DECLINED
+    table_G3 = carray(int64_at(tables), (count, 3))
+    for g in range(count):
+        if table_G3[g, 0] == generation and layer >= 0 and layer < table_G3[g, 2]:
+            at = table_G3[g, 1] + layer * EXPERT_FIELDS * 8
+            args = np.empty(EXPERT_FIELDS, np.int64)
+            given = carray(int64_at(at), (EXPERT_FIELDS,))
+            for i in range(EXPERT_FIELDS):
+                args[i] = given[i]
+            wide, D = args[15] != 0, args[1]
+            if not args[3]:
+                return DECLINED
+            sums = np.empty(1 if wide else U * D, np.float32)
+            out = y_at if wide else address_of(sums)
+            args[8], args[9], args[10], args[11], args[12] = U, N, x_at, rows_at, weights_at
+            args[13], args[14] = counts_at, out
+            if not sum_experts(pool, address_of(args)):
+                return DECLINED
+            if not wide:
+                write_numbers(False, y_at, U * D, sums)
+            args[0], sums[0] = 0, np.float32(0.0)  # they live until here
+            return DONE
+    return DECLINED
+
+
+@compiled
+def serve_calls(
+    pool: int, peers: int, count: int, tables: int, generations: int, priority: int, epoll: int,
+    wait_ms: int, spin_ns: int, records: int, room: int,
+) -> int:  # fmt: skip
+    """Serve calls of priority classes up to `priority`; return how many were served.
+
+    Returns after wait_ms without a call, at any other event of the epoll descriptor, if `room`
+    calls were served, or SERVED_AT_ONCE_NS after the first. peers: int64 [count, PEER_FIELDS].
+    tables: int64 [generations, 3]: number, address of EXPERT_FIELDS of each layer, layers.
+    records: int64 [room, RECORD_FIELDS], written per call.
+    """
+    peer_NF = carray(int64_at(peers), (count, PEER_FIELDS))
+    record_NF = carray(int64_at(records), (room, RECORD_FIELDS))
+    events = np.empty(_EVENTS * _EVENT_BYTES, np.int8)
+    call = np.empty(CALL_FIELDS, np.int64)
+    served, since_ns, spin_until_ns = 0, 0, now_ns() + spin_ns
+    while True:
+        is_idle = True
+        for n in range(count):
+            area = peer_NF[n, 0]
+            number = atomic_read(area + REQUEST)
+            given = carray(int64_at(area + _CALL), (CALL_FIELDS,))
+            for i in range(CALL_FIELDS):
+                call[i] = given[i]
+            if number == atomic_read(area + REPLY) or call[6] > priority:
+                continue
+            is_idle, start_ns = False, now_ns()
+            since_ns = since_ns or start_ns
+            status = _serve(pool, peers + n * PEER_FIELDS * 8, tables, generations, call)
+            done_ns = now_ns()
+            answer = carray(int64_at(area + _ANSWER), (ANSWER_FIELDS,))
+            answer[0], answer[1] = status, done_ns
+            record = record_NF[served]
+            record[0], record[1], record[2], record[3] = n, call[4], call[5], call[1]
+            record[4], record[5] = call[2], call[3]
+            record[6] = carray(int64_at(area + _SENT), (1,))[0]
+            record[7], record[8] = start_ns, done_ns
+            atomic_write(area + REPLY, number)
+            syscall(FUTEX, area + REPLY, _WAKE_SHARED, 1, 0)
+            served += 1
+            spin_until_ns = done_ns + spin_ns
+            if served == room or done_ns - since_ns > SERVED_AT_ONCE_NS:
+                return served
+        if is_idle:
+            if wait_ms <= 0:
+                return served
+            is_awake = now_ns() < spin_until_ns
+            found = _epoll_wait(
+                np.int32(epoll),
+                address_of(events),
+                np.int32(_EVENTS),
+                np.int32(0 if is_awake else wait_ms),
+            )
+            if found == 0 and is_awake:
+                yield_core()
+            elif found <= 0 or _are_idle(peer_NF, count):
+                events[0] = call[0] = 0  # they live until here
+                return served
+
+
+@compiled
+def _are_idle(peer_NF: Any, count: int) -> bool:
+    for n in range(count):
+        if atomic_read(peer_NF[n, 0] + REQUEST) != atomic_read(peer_NF[n, 0] + REPLY):
+            return False
+    return True

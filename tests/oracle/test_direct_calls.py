@@ -1,0 +1,143 @@
+"""Direct calls: the answers of packets to the bit, and packets where a call is not completed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from actors.moe import direct_calls
+from actors.moe.direct_calls import CallServer, RemoteLayerDecoder
+from actors.ranks.rank import Rank
+from contracts.messages import Tokens
+from kernels.direct_calls import (
+    DECLINED,
+    PEER_FIELDS,
+    RECORD_FIELDS,
+    REPLY,
+    REQUEST,
+    AreaLayout,
+    serve_calls,
+)
+from kernels.thread_pool import shared_pool
+from tests.support.group_harness import (
+    RankConnection,
+    ThreadGroup,
+    greedy,
+    group_config,
+    loop_of,
+)
+from tests.support.tiny_models import Checkpoints, prompts
+
+
+def decoder_of(worker: Rank) -> RemoteLayerDecoder:
+    decoder = loop_of(worker).executor._layer_decoder
+    assert isinstance(decoder, RemoteLayerDecoder)
+    return decoder
+
+
+def calls_of(worker: Rank) -> int:
+    """Return the number of direct calls of the first expert rank so far."""
+    return int(decoder_of(worker)._words[0][REQUEST // 8])
+
+
+def streams(client: RankConnection) -> list[Any]:
+    """Return the tokens of three streams, with log-probabilities."""
+    sampling = greedy(24, logprobs=2)
+    requests = [client.submit(ids, sampling=sampling) for ids in prompts(7, [5, 19, 33])]
+    for request in requests:
+        client.wait(request)
+    events = itertools.chain.from_iterable(client.events[request][:-1] for request in requests)
+    return [(event.token_ids, event.logprobs) for event in events if isinstance(event, Tokens)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "experts"), [("qwen3_moe", 1), ("gpt_oss", 2), ("mixtral", 3)])
+def test_answers_and_counters_are_those_of_packets(
+    tiny_checkpoint: Checkpoints, family: str, experts: int, dtype: str
+) -> None:
+    config = group_config(1, experts, model={"dtype": dtype}, kv={"prefix_cache": False})
+    found, counted = [], []
+    for is_direct in (True, False):
+        with ThreadGroup(tiny_checkpoint(family), config) as group, group.client() as client:
+            decoder = decoder_of(group.attention[0])
+            if not is_direct:
+                decoder._most_rows = 0
+            streams(client)
+            found.append(streams(client))
+            counts = decoder._parts.counts
+            counted.append((counts.tokens, counts.copies, counts.pairs_R))
+            assert not is_direct or calls_of(group.attention[0]) > 50
+    assert found[0] == found[1]
+    # Requests may share batches differently, which changes copies to several ranks only.
+    assert counted[0][0] == counted[1][0]
+    assert counted[0][2] == counted[1][2]
+
+
+def test_a_late_or_declined_call_is_replaced_by_packets(tiny_checkpoint: Checkpoints) -> None:
+    config = group_config(1, 2, kv={"prefix_cache": False})
+    with ThreadGroup(tiny_checkpoint("qwen3_moe"), config) as group, group.client() as client:
+        expected, worker = streams(client), group.attention[0]
+        assert streams(client) == expected
+        before = calls_of(worker)
+        with (
+            patch.object(CallServer, "serve", return_value=()),
+            patch.object(direct_calls, "GIVE_UP_S", 0.02),
+        ):
+            assert streams(client) == expected
+        assert calls_of(worker) == before + 1, "one call waits, none is made beside it"
+        assert streams(client) == expected
+        assert calls_of(worker) > before + 50
+        decoder = decoder_of(worker)
+        changed = threading.Timer(0.1, lambda: decoder.use(decoder._topology._replace(missing=())))
+        with (
+            patch.object(CallServer, "serve", return_value=()),
+            patch.object(direct_calls, "GIVE_UP_S", 1e9),
+        ):
+            changed.start()
+            assert streams(client) == expected, "the ranks changed while a call waited"
+        for expert in group.experts:
+            calls = expert.loop.server._experts.calls  # type: ignore[attr-defined]
+            calls._generations[:, 0] += 1
+        assert streams(client) == expected
+
+
+@pytest.fixture
+def area() -> tuple[np.ndarray[Any, Any], AreaLayout]:
+    layout = AreaLayout.of(4, 8, 64, 3)
+    return np.zeros(layout.num_bytes // 8, np.int64), layout
+
+
+GOOD = {"generation": 5, "layer": 0, "rows": 2, "pairs": 4}
+BAD = {
+    "generation": [4, -1],
+    "layer": [-1, 1, 1 << 40],
+    "rows": [0, -1, 5, 1 << 62],
+    "pairs": [0, -1, 9, 1 << 62],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD.items() for value in values]
+)
+def test_a_call_outside_of_its_area_or_of_unknown_experts_is_declined(
+    area: tuple[np.ndarray[Any, Any], AreaLayout], field: str, value: int
+) -> None:
+    words, layout = area
+    call = {**GOOD, field: value}
+    words[24:28] = list(call.values())
+    words[REQUEST // 8] = 1
+    peer = np.array([*layout.place(words.ctypes.data), 4, 8])
+    assert len(peer) == PEER_FIELDS
+    experts = np.zeros((1, 16), np.int64)  # without panels: not even a good call is computed
+    tables = np.array([[5, experts.ctypes.data, 1]])
+    records = np.zeros((2, RECORD_FIELDS), np.int64)
+    arguments = [peer.ctypes.data, 1, tables.ctypes.data, 1, 1, -1, 0, 0, records.ctypes.data, 2]
+    assert serve_calls(shared_pool(), *arguments) == 1
+    assert words[REPLY // 8] == 1
+    assert words[32] == DECLINED
+    assert serve_calls(shared_pool(), *arguments) == 0
