@@ -52,11 +52,23 @@ class SlotCopies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`."""
+    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
+
+    unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T: factor of queries there.
+    """
 
     cos: Tensor
     sin: Tensor
     plans: dict[int | None, AttentionPlan]
+    unrotated: tuple[Tensor, Tensor] | None = None
+    query_scale_T: Tensor | None = None
+
+    def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a layer."""
+        if has_rope:
+            return self.cos, self.sin
+        assert self.unrotated is not None
+        return self.unrotated
 
 
 @dataclasses.dataclass(slots=True)

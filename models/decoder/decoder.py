@@ -47,11 +47,15 @@ class AttentionOutput:
 
 class _Mlp:
     def __init__(self, weight_specs: layout.WeightSpecs, loader: Loader) -> None:
-        self._gate_up = loader.linear(weight_specs["gate"], weight_specs["up"])
+        roles = ("gate_up",) if "gate_up" in weight_specs else ("gate", "up")
+        self._gate_up = loader.linear(*(weight_specs[role] for role in roles))
         self._down = loader.linear(weight_specs["down"])
+        gate = weight_specs.get("output_gate")
+        self._output_gate = None if gate is None else loader.linear(gate)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return swiglu(x_TD, self._gate_up, self._down)
+        y_TD = swiglu(x_TD, self._gate_up, self._down)
+        return y_TD if self._output_gate is None else y_TD * self._output_gate(x_TD).sigmoid_()
 
 
 class _Layer:
@@ -59,8 +63,8 @@ class _Layer:
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = layout.norm_tensors(spec, layer)
-        self.attention_norm = loader.load(weight_specs["attention_norm"])
-        self.mlp_norm = loader.load(weight_specs["mlp_norm"])
+        self.attention_norm = _load_norm(weight_specs, "attention_norm", loader)
+        self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
         self.mlp: ExpertRouter | _Mlp = (
@@ -78,6 +82,12 @@ class _Layer:
         self.shared = _Mlp(shared, loader) if shared else None
 
 
+def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
+    """Return the weight of a norm [D], or weight and bias [2D] of a LayerNorm."""
+    roles = [role, f"{role}_bias"] if f"{role}_bias" in weight_specs else [role]
+    return loader.load(*(weight_specs[each] for each in roles))
+
+
 class AttentionHalf:
     """Embedding, attention, routers, dense and shared MLPs, final norm and head."""
 
@@ -87,14 +97,16 @@ class AttentionHalf:
         self.device = device
         outer = layout.outer_tensors(spec)
         self._embed = loader.load(outer["embed"])
-        self._final_norm = loader.load(outer["final_norm"])
-        self._head = loader.linear(outer["head"]) if "head" in outer else PackedLinear(self._embed)
+        self._final_norm = _load_norm(outer, "final_norm", loader)
+        head = loader.load(outer["head"]) if "head" in outer else self._embed
+        bias = loader.load(outer["head_bias"]) if "head_bias" in outer else None
+        self._head = PackedLinear(head, bias)
         loader.finish_layer()
         self._layers: list[_Layer] = []
         for layer in range(spec.num_layers):
             self._layers.append(_Layer(spec, layer, loader))
             loader.finish_layer()
-        self._inv_freq = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
+        self._inv_freq, self._rope_factor = _angles(spec, device)
         self._group = 0 if spec.latent else spec.num_heads // spec.num_kv_heads
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
@@ -116,8 +128,8 @@ class AttentionHalf:
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
         if batch.metadata is None:
-            factor = self.spec.rope.attention_factor
-            cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
+            positions_T, factor = batch.positions_T, self._rope_factor
+            cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
             plans = {
                 window: plan_attention(
@@ -131,12 +143,17 @@ class AttentionHalf:
                 )
                 for window in self._windows
             }
-            batch.metadata = AttentionMetadata(cos, sin, plans)
+            unrotated = (torch.ones_like(cos), torch.zeros_like(sin))
+            batch.metadata = AttentionMetadata(
+                cos, sin, plans, unrotated if self.spec.unrotated else None
+            )
         return batch.metadata
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
-        return functional.embedding(batch.token_ids_T, self._embed)
+        hidden_TD = functional.embedding(batch.token_ids_T, self._embed)
+        scale = self.spec.embedding_scale
+        return hidden_TD if scale == 1.0 else hidden_TD.mul_(scale)
 
     def attend(
         self,
@@ -249,14 +266,35 @@ class AttentionHalf:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return [R, V] float32 for the given rows (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
-        return self._head(x_RD).float()
+        logits_RV = self._head(x_RD).float()
+        return logits_RV if self.spec.logits_scale == 1.0 else logits_RV * self.spec.logits_scale
 
     def _norm_tiles(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
         return map_tiles(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
 
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec
+        if spec.family.layer_norm:
+            D, eps = spec.hidden_size, spec.rms_norm_eps
+            return functional.layer_norm(x, (D,), weight_D[:D], weight_D[D:], eps)
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
+
+
+def _angles(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:
+    """Return radians per position of a head's pairs, and the factor of cos and sin.
+
+    Grouped-query attention rotates whole heads; pairs that rope does not rotate have the angle 0.
+    """
+    inv_freq, factor = inverse_frequencies(spec.rope, spec.rope_dim), spec.rope.attention_factor
+    missing = 0 if spec.latent else (spec.head_dim - spec.rope_dim) // 2
+    if not missing:
+        return inv_freq.to(device), factor
+    factors = torch.full_like(inv_freq, factor)
+    padded = (
+        functional.pad(inv_freq, (0, missing)),
+        functional.pad(factors, (0, missing), value=1.0),
+    )
+    return padded[0].to(device), padded[1].to(device)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels.linear import PackedLinear
-from kernels.routing import GroupLimit, limited_top_k, score_weights, softmax_top_k, softmax_weights
+from kernels.routing import (
+    GroupLimit,
+    limited_top_k,
+    score_weights,
+    softmax_top_k,
+    softmax_weights,
+    sparsemixer,
+    sparsemixer_weights,
+)
 from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -38,12 +46,14 @@ class ExpertRouter:
             router, loader.load(weight_specs["bias"]) if "bias" in weight_specs else None
         )
         self._correction = (
-            loader.load(weight_specs["correction"]) if "correction" in weight_specs else None
+            loader.load(weight_specs["correction"]).flatten()
+            if "correction" in weight_specs
+            else None
         )
         self.experts = spec.num_experts
         self.top_k = spec.top_k
         self._routing = spec.routing
-        self._plain = spec.family.routing == "plain"
+        self._plain = spec.family.routing == "softmax"
         self._rounds = spec.family.rounds_topk_weights
 
     def __call__(self, x_TD: Tensor) -> RoutedTokens:
@@ -84,6 +94,8 @@ class ExpertRouter:
                 round_to=self._round_to(logits_TE),
             )
             return RoutedTokens(x_TD, ids_TK, weights_TK)
+        if routing.score == "sparsemixer":
+            return RoutedTokens(x_TD, *sparsemixer(logits_TE, routing.jitter, self.top_k))
         limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
         ids_TK, weights_TK = limited_top_k(
             self._scored(logits_TE),
@@ -102,12 +114,15 @@ class ExpertRouter:
                 logits_TE, ids_TK, normalize=routing.normalize, round_to=self._round_to(logits_TE)
             )
             return RoutedTokens(x_TD, ids_TK, weights_TK)
+        if routing.score == "sparsemixer":
+            weights_TK = sparsemixer_weights(logits_TE, ids_TK, routing.jitter)
+            return RoutedTokens(x_TD, ids_TK, weights_TK)
         scores_TE = self._scored(logits_TE)
         weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
         return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
 
     def _scored(self, logits_TE: Tensor) -> Tensor:
-        is_sigmoid = self._routing.score == "sigmoid"
+        is_sigmoid, logits_TE = self._routing.score == "sigmoid", logits_TE.float()
         return logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
 
     def _round_to(self, logits_TE: Tensor) -> torch.dtype | None:

@@ -40,16 +40,22 @@ def outer_tensors(spec: ModelSpec) -> WeightSpecs:
     }
     if not spec.tie_word_embeddings:
         weight_specs["head"] = _one(HEAD, V, D)
+    if spec.head_bias:
+        weight_specs["head_bias"] = _one(HEAD.replace("weight", "bias"), V)
+    if spec.family.layer_norm:
+        weight_specs["final_norm_bias"] = _one("model.norm.bias", D)
     return weight_specs
 
 
 def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return attention_norm and mlp_norm [D] of a layer."""
-    at = f"model.layers.{layer}"
-    return {
-        "attention_norm": _one(f"{at}.input_layernorm.weight", spec.hidden_size),
-        "mlp_norm": _one(f"{at}.post_attention_layernorm.weight", spec.hidden_size),
-    }
+    """Return attention_norm and mlp_norm [D] of a layer, and their biases if it has LayerNorms."""
+    weight_specs, kinds = {}, ("weight", "bias") if spec.family.layer_norm else ("weight",)
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    for role, name in names.items():
+        for kind in kinds:
+            key = role if kind == "weight" else f"{role}_bias"
+            weight_specs[key] = _one(f"model.layers.{layer}.{name}.{kind}", spec.hidden_size)
+    return weight_specs
 
 
 def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
@@ -62,13 +68,17 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     weight_specs = {}
     for role, rows, columns in (("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
         weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
-        if spec.attention_bias:
+        if spec.attention_bias and (role != "o" or spec.family.has_output_bias):
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
     if spec.family.sinks:
         weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
-    if spec.qk_norm:
-        weight_specs["q_norm"] = _one(f"{at}.self_attn.q_norm.weight", d)
-        weight_specs["k_norm"] = _one(f"{at}.self_attn.k_norm.weight", d)
+    if spec.family.gates_attention:
+        weight_specs["gate"] = _one(f"{at}.self_attn.gate_proj.weight", q, D)
+    if spec.qk_norm not in ("", "plain_head"):
+        q_norm, k_norm = spec.family.qk_norm_names
+        q, kv = (q, kv) if spec.qk_norm == "projection" else (d, d)
+        weight_specs["q_norm"] = _one(f"{at}.self_attn.{q_norm}.weight", q)
+        weight_specs["k_norm"] = _one(f"{at}.self_attn.{k_norm}.weight", kv)
     return weight_specs
 
 
@@ -115,11 +125,20 @@ def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
 
 
 def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return the tensors of a layer's shared experts, which are one MLP; empty without any."""
-    at = spec.family.shared
-    if at is None or not spec.is_moe(layer):
+    """Return the tensors of a layer's shared experts, which are one MLP; empty without any.
+
+    Gate, up and down, or gate_up [2F, D] and down; output_gate [1, D] if it has one.
+    """
+    D, F = spec.hidden_size, spec.shared_ffn_size
+    if not F or not spec.is_moe(layer):
         return {}
-    return _mlp_tensors(at.format(layer=layer), spec.hidden_size, spec.shared_ffn_size)
+    names, gate = [name.format(layer=layer) for name in spec.family.shared], spec.family.shared_gate
+    if len(names) == 2:
+        return {"gate_up": _one(names[0], 2 * F, D), "down": _one(names[1], D, F)}
+    weight_specs = _mlp_tensors(names[0], D, F)
+    if gate is not None:
+        weight_specs["output_gate"] = _one(gate.format(layer=layer), 1, D)
+    return weight_specs
 
 
 def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
@@ -137,9 +156,10 @@ def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     weight_specs = {"router": WeightSpec(names, (E, spec.hidden_size), family.float32_router)}
     if family.router_bias is not None:
         weight_specs["bias"] = _one(family.router_bias.format(layer=layer), E)
-    if family.correction_bias is not None:
-        name = family.correction_bias.format(layer=layer)
-        weight_specs["correction"] = WeightSpec((name,), (E,), float32=True)
+    if family.correction_bias:
+        names = tuple(name.format(layer=layer) for name in family.correction_bias)
+        shape = (1, E) if family.correction_is_matrix else (E,)
+        weight_specs["correction"] = WeightSpec(names, shape, float32=True)
     return weight_specs
 
 
@@ -148,6 +168,7 @@ def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> WeightSpecs:
     D, F = spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
+    assert names.gate is not None
     return {
         "gate": _one(names.gate.format(layer=layer, expert=expert), F, D),
         "up": _one(names.up.format(layer=layer, expert=expert), F, D),
@@ -160,9 +181,13 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
+    gate_up, down = (
+        tuple(name.format(layer=layer) for name in each)
+        for each in (names.fused_gate_up, names.fused_down)
+    )
     return {
-        "gate_up": _one(names.fused_gate_up.format(layer=layer), E, 2 * F, D),
-        "down": _one(names.fused_down.format(layer=layer), E, D, F),
+        "gate_up": WeightSpec(gate_up, (E, 2 * F, D)),
+        "down": WeightSpec(down, (E, D, F)),
     }
 
 

@@ -84,7 +84,71 @@ _CLASSES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "qwen2_moe": "Qwen2Moe",
+    "olmoe": "Olmoe",
+    "minimax_m2": "MiniMaxM2",
+    "phimoe": "Phimoe",
+    "granitemoe": "GraniteMoe",
+    "granitemoeshared": "GraniteMoeShared",
+    "kimi_k2": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "solar_open": "SolarOpen",
+    "dots1": "Dots1",
+    "exaone_moe": "ExaoneMoe",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "hunyuan_v1_moe": "HunYuanMoEV1",
 }
+_SCORED = {
+    "n_routed_experts": 9,
+    "moe_intermediate_size": 20,
+    "intermediate_size": 56,
+    "n_shared_experts": 1,
+}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "num_experts": 7,
+        "moe_intermediate_size": 20,
+        "intermediate_size": 56,
+        "shared_expert_intermediate_size": 28,
+    },
+    "olmoe": {"num_experts": 7, "intermediate_size": 20, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 7, "intermediate_size": 20, "rotary_dim": 4},
+    "phimoe": {
+        "num_local_experts": 7,
+        "intermediate_size": 20,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.3,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
+    "granitemoe": {
+        "num_local_experts": 7,
+        "intermediate_size": 20,
+        "head_dim": 8,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.5,
+    },
+    "kimi_k2": _FAMILY["deepseek_v3"],
+    "glm4_moe": {**_SCORED, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENT, **_SCORED, "q_lora_rank": 22, "num_experts_per_tok": 3},
+    "solar_open": _SCORED,
+    "dots1": {**_SCORED, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "exaone_moe": {
+        "num_experts": 9,
+        "moe_intermediate_size": 20,
+        "intermediate_size": 56,
+        "sliding_window": 11,
+        "sliding_window_pattern": 2,
+    },
+    "ernie4_5_moe": {"moe_num_experts": 9, "moe_k": 3, "moe_intermediate_size": 20,
+                     "intermediate_size": 56},
+    "hunyuan_v1_moe": {"num_experts": 7, "moe_topk": 3, "intermediate_size": 20},
+}  # fmt: skip
+MORE_FAMILIES["granitemoeshared"] = {**MORE_FAMILIES["granitemoe"], "shared_intermediate_size": 28}
+_FAMILY |= MORE_FAMILIES
 
 
 def make_tiny_checkpoint(
