@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,20 @@ class SequenceRows:
     @property
     def context(self) -> int:
         return self.start + self.count
+
+    def chunks(self, size: int) -> Iterator[SequenceRows]:
+        """Yield the rows of each `size` positions, as a sequence of its own."""
+        stop = self.start + self.count
+        for start in range(self.start - self.start % size, stop, size):
+            first, last = max(self.start, start), min(stop, start + size)
+            base = self.slots_S.start if isinstance(self.slots_S, slice) else 0
+            slots = slice(base + start, base + last)
+            yield SequenceRows(
+                self.first + first - self.start,
+                last - first,
+                first - start,
+                slots if isinstance(self.slots_S, slice) else self.slots_S[slots],
+            )
 
 
 def take(pool_PGd: Tensor, keys: Keys) -> Tensor:

@@ -143,13 +143,19 @@ class GroupedQueryAttention:
         biases = [weight_specs["o_bias"]] if "o_bias" in weight_specs else []
         self._o = loader.linear(weight_specs["o"], bias=biases)
         self._gate = loader.linear(weight_specs["gate"]) if "gate" in weight_specs else None
+        norm = weight_specs.get("out_norm")
+        self._out_norm = None if norm is None else loader.load(norm)
+        self._norm_rounds_once = spec.family.norm_rounds_once
+        self._is_tuned = spec.query_tuning is not None and not self._has_rope
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
         self._decode_layer: NDArray[np.int64] | None = None
         self._qk_norm, self._qk_norm_Hd = spec.qk_norm, self._load_norm(spec, weight_specs, loader)
+        if self._qk_norm == "plain_head" and spec.rope.attention_factor != 1.0:
+            self._qk_norm = "turned_head"  # rope changes the size of a head
         if order is not None and self._qk_norm_Hd is not None:
             self._qk_norm_Hd = self._qk_norm_Hd[:, order].contiguous()
         self._is_usual = self._qk_norm not in ("projection", "turned_head") and not (
-            self._clip or self._gate or spec.family.layer_norm
+            self._clip or self._gate or self._is_tuned or spec.family.layer_norm
         )
 
     def _load_norm(
@@ -197,7 +203,11 @@ class GroupedQueryAttention:
             yield
             if self._gate is not None:
                 attended_TD[tile].mul_(self._gate(x_TD[tile]).sigmoid_())
-            hidden_TD[tile].add_(self._o(attended_TD[tile]))
+            y_TD = self._o(attended_TD[tile])
+            if self._out_norm is not None:
+                once = self._norm_rounds_once
+                y_TD = rms_norm(y_TD, self._out_norm, self._eps, round_once=once)
+            hidden_TD[tile].add_(y_TD)
 
     @property
     def decodes(self) -> bool:
@@ -313,6 +323,14 @@ class GroupedQueryAttention:
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
     ) -> Tensor:
         """Norm and rotate `heads` (query heads, then KV heads) of rows of a batch."""
+        turned_THd = self._normed_and_rotated(x_THd, heads, metadata, rows)
+        if self._is_tuned and metadata.query_scale_T is not None:
+            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T[rows]
+        return turned_THd
+
+    def _normed_and_rotated(
+        self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
+    ) -> Tensor:
         cos, sin = (angles[rows] for angles in metadata.angles(has_rope=self._has_rope))
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
         if weight_Hd is None or self._qk_norm in ("head", "plain_head"):

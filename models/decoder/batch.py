@@ -75,7 +75,8 @@ class AttentionMetadata:
 class AttentionBatch:
     """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
-    `metadata` is set by the half that runs the batch.
+    `metadata` is set by the half that runs the batch, and `unjoined` between layers if the MLP's
+    output is normed: the residual to which that is still to be added, and its norm.
     """
 
     token_ids_T: Tensor
@@ -84,6 +85,7 @@ class AttentionBatch:
     sequences: tuple[SequenceRows, ...]
     copies: SlotCopies | None = None
     metadata: AttentionMetadata | None = None
+    unjoined: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
-from kernels.packed_attention import supports_packed
+from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
     DecodeNeighbors,
@@ -67,6 +68,9 @@ class _Layer:
         self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
+        self.mlp_out_norm: Tensor | None = None
+        if "mlp_out_norm" in weight_specs:
+            self.mlp_out_norm = loader.load(weight_specs["mlp_out_norm"])
         self.mlp: ExpertRouter | _Mlp = (
             ExpertRouter(spec, layer, loader)
             if spec.is_moe(layer)
@@ -133,8 +137,8 @@ class AttentionHalf:
             plain = self.spec.latent is None and not self.spec.family.sinks
             plans = {
                 window: plan_attention(
-                    batch.sequences,
-                    window=window,
+                    self._seen(batch.sequences, window),
+                    window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
                     group=self._group,
@@ -145,9 +149,29 @@ class AttentionHalf:
             }
             unrotated = (torch.ones_like(cos), torch.zeros_like(sin))
             batch.metadata = AttentionMetadata(
-                cos, sin, plans, unrotated if self.spec.unrotated else None
+                cos,
+                sin,
+                plans,
+                unrotated if self.spec.unrotated else None,
+                self._query_scale(positions_T),
             )
         return batch.metadata
+
+    def _seen(
+        self, sequences: Sequence[SequenceRows], window: int | None
+    ) -> Sequence[SequenceRows]:
+        """Return the sequences, cut into chunks that see only themselves if windows are chunks."""
+        if window is None or self.spec.family.windows != "chunks":
+            return sequences
+        return [part for seq in sequences for part in seq.chunks(window)]
+
+    def _query_scale(self, positions_T: Tensor) -> Tensor | None:
+        """Return the factor of queries of layers without rope, [T, 1, 1]."""
+        tuning = self.spec.query_tuning
+        if tuning is None:
+            return None
+        steps_T = torch.floor((positions_T.float() + 1.0) / tuning.tokens)
+        return (torch.log1p(steps_T) * tuning.strength + 1.0)[:, None, None]
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
@@ -180,7 +204,7 @@ class AttentionHalf:
         pool, except blocks that `batch` writes.
         """
         weights, metadata = self._layers[layer], self.prepare(batch)
-        attention = weights.attention
+        attention, hidden_TD = weights.attention, self.residual(hidden_TD, batch)
         if (
             last is None
             and isinstance(attention, GroupedQueryAttention)
@@ -201,7 +225,18 @@ class AttentionHalf:
         yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
         yield
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
+        if weights.mlp_out_norm is not None:
+            target = batch if last is None else last.batch
+            target.unjoined = hidden_TD, weights.mlp_out_norm
+            hidden_TD = torch.zeros_like(hidden_TD)
         return (yield from self._feed_forward(weights, hidden_TD, x_TD))
+
+    def residual(self, hidden_TD: Tensor, batch: AttentionBatch) -> Tensor:
+        """Return the residual after a layer from the sum that `steps` and the experts made."""
+        if batch.unjoined is None:
+            return hidden_TD
+        (residual_TD, norm_D), batch.unjoined = batch.unjoined, None
+        return residual_TD.add_(self._norm(hidden_TD, norm_D))
 
     def _feed_forward(
         self, weights: _Layer, hidden_TD: Tensor, x_TD: Tensor

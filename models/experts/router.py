@@ -28,11 +28,20 @@ from models.weights.loading import Loader
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Input of the experts: x_TD in the model dtype, ids int64, weights float32."""
+    """Input of the experts: x_TD in the model dtype, ids int64, weights float32.
+
+    plain_TD: the router's input, if x_TD is that times the weights.
+    """
 
     x_TD: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
+    plain_TD: Tensor | None = None
+
+    @property
+    def router_input(self) -> Tensor:
+        """Input of the router and of shared experts."""
+        return self.x_TD if self.plain_TD is None else self.plain_TD
 
 
 class ExpertRouter:
@@ -54,10 +63,11 @@ class ExpertRouter:
         self.top_k = spec.top_k
         self._routing = spec.routing
         self._plain = spec.family.routing == "softmax"
+        self._weighs_input = spec.family.weighs_input
         self._rounds = spec.family.rounds_topk_weights
 
     def __call__(self, x_TD: Tensor) -> RoutedTokens:
-        return self.choose(x_TD, self.logits(x_TD))
+        return self._applied(self.choose(x_TD, self.logits(x_TD)))
 
     def steps(self, x_TD: Tensor) -> Steps[RoutedTokens]:
         """Route tile by tile."""
@@ -65,11 +75,19 @@ class ExpertRouter:
         for tile in row_tiles(x_TD, LIGHT_ROWS):
             if chosen:
                 yield
-            chosen.append(self(x_TD[tile]))
-        if len(chosen) == 1:
-            return chosen[0]
+            chosen.append(self.choose(x_TD[tile], self.logits(x_TD[tile])))
         ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
-        return RoutedTokens(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
+        weights_TK = torch.cat([part.topk_weights_TK for part in chosen])
+        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK))
+
+    def _applied(self, routed: RoutedTokens) -> RoutedTokens:
+        """Multiply the input of one expert per token by its weight, where the model does that."""
+        if not self._weighs_input:
+            return routed
+        x_TD, weights_T1 = routed.x_TD, routed.topk_weights_TK
+        return RoutedTokens(
+            x_TD * weights_T1.to(x_TD.dtype), routed.topk_ids_TK, torch.ones_like(weights_T1), x_TD
+        )
 
     def decode_fields(self, dtype: torch.dtype) -> tuple[int, ...] | None:
         """Return the router's fields of `attend_layer` for rows of a dtype, or None."""
@@ -119,7 +137,7 @@ class ExpertRouter:
             return RoutedTokens(x_TD, ids_TK, weights_TK)
         scores_TE = self._scored(logits_TE)
         weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
-        return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale)))
 
     def _scored(self, logits_TE: Tensor) -> Tensor:
         is_sigmoid, logits_TE = self._routing.score == "sigmoid", logits_TE.float()

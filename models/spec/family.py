@@ -47,17 +47,17 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     Feed-forward. `experts` None: only the clamped format exists (layout.clamped_expert_tensors).
     `dense`: which layers have no experts: `none`, `first` (number in `first_moe_key`), or by other
-    fields. `shared`: place of the shared experts' MLP, or of its gate_up and down; `shared_key`:
-    number of experts that it is as large as, `shared_size_key`: its size. `shared_gate`: weight of a
-    sigmoid gate of its output. `expert_ffn_key`: size of an expert.
+    fields. `mlp`: name of a layer's MLP. `shared`: place of the shared experts' MLP, or of its
+    gate_up and down; `shared_key`: number of experts that it is as large as, `shared_size_key`: its
+    size. `shared_gate`: weight of a sigmoid gate of its output.
 
-    Router. `routing`: the rule; all but `softmax` are RoutingSpec's. `float32_router`: it computes
-    in float32. `rounds_topk_weights`: routing weights pass through the model dtype, as in
-    `transformers`.
+    Router. `routing`: the rule; all but `softmax` are RoutingSpec's. `weighs_input`: an expert's
+    input, not its output, is multiplied by the weight. `float32_router`: it computes in float32.
+    `rounds_topk_weights`: routing weights pass through the model dtype, as in `transformers`.
 
     Others. `multipliers`: Granite's four factors count. `embedding_switch_key`: embeddings are
     multiplied by the root of their size if the field is true. `layer_norm`: norms are LayerNorms.
-    `sandwich_norm`: attention's and experts' outputs are normed too. `required`: fields of which one
+    `sandwich_norm`: outputs of attention and MLP are normed too. `required`: fields of which one
     value is supported. `ignored`: names, as regular expressions, of tensors that the logits do not
     need; `has_prediction_layers`: nor those of layers past num_hidden_layers.
     """
@@ -76,6 +76,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     always_norm_topk: bool = False
     default_norm_topk: bool = True
     rounds_topk_weights: bool = False
+    mlp: str = "mlp"
     dense: Literal["none", "qwen", "first", "types", "range", "step"] = "none"
     bias_key: str | None = None
     has_output_bias: bool = True

@@ -52,6 +52,13 @@ class ClampSpec(msgspec.Struct, frozen=True):
     limit: float
 
 
+class QueryTuning(msgspec.Struct, frozen=True):
+    """Factor of queries at position p without rope: 1 + strength * log(1 + (p + 1) // tokens)."""
+
+    strength: float
+    tokens: float
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
@@ -96,6 +103,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     head_bias: bool = False
+    query_tuning: QueryTuning | None = None
 
     @property
     def family(self) -> Family:
@@ -192,6 +200,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         embedding_scale=factors.embedding,
         logits_scale=factors.logits,
         head_bias=_switch(config, family.head_bias_key, default=False),
+        query_tuning=_query_tuning(config) if family.windows == "chunks" else None,
     )
     _check_consistency(config, spec)
     return spec
@@ -253,6 +262,13 @@ def _qk_norm(config: ConfigFields, family: Family) -> QkNorm:
 def _clip(config: ConfigFields, family: Family) -> float | None:
     key = family.clip_key
     return None if key is None or not config.has(key) else config.number(key)
+
+
+def _query_tuning(config: ConfigFields) -> QueryTuning | None:
+    if not config.boolean("attn_temperature_tuning", default=True):
+        return None
+    strength = config.number("attn_scale", default=0.1)
+    return QueryTuning(strength, config.number("floor_scale", default=8192))
 
 
 def _shared_experts(config: ConfigFields, family: Family, expert_ffn_size: int) -> tuple[int, int]:

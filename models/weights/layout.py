@@ -51,6 +51,8 @@ def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return attention_norm and mlp_norm [D] of a layer, and their biases if it has LayerNorms."""
     weight_specs, kinds = {}, ("weight", "bias") if spec.family.layer_norm else ("weight",)
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if spec.family.sandwich_norm:
+        names |= {"mlp_norm": "pre_mlp_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
     for role, name in names.items():
         for kind in kinds:
             key = role if kind == "weight" else f"{role}_bias"
@@ -72,6 +74,8 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
     if spec.family.sinks:
         weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
+    if spec.family.sandwich_norm:
+        weight_specs["out_norm"] = _one(f"{at}.post_attention_layernorm.weight", D)
     if spec.family.gates_attention:
         weight_specs["gate"] = _one(f"{at}.self_attn.gate_proj.weight", q, D)
     if spec.qk_norm not in ("", "plain_head"):
@@ -121,7 +125,8 @@ def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSp
 
 def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return gate and up [F, D], down [D, F] of a dense layer's MLP."""
-    return _mlp_tensors(f"model.layers.{layer}.mlp", spec.hidden_size, spec.dense_ffn_size)
+    at = f"model.layers.{layer}.{spec.family.mlp}"
+    return _mlp_tensors(at, spec.hidden_size, spec.dense_ffn_size)
 
 
 def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
@@ -185,9 +190,10 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
         tuple(name.format(layer=layer) for name in each)
         for each in (names.fused_gate_up, names.fused_down)
     )
+    turn = -1 if names.transposed else 1
     return {
-        "gate_up": WeightSpec(gate_up, (E, 2 * F, D)),
-        "down": WeightSpec(down, (E, D, F)),
+        "gate_up": WeightSpec(gate_up, (E, *(2 * F, D)[::turn])),
+        "down": WeightSpec(down, (E, *(D, F)[::turn])),
     }
 
 

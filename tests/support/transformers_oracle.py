@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ class Oracle:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         import transformers
 
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        known = transformers.AutoModelForCausalLM
+        model_class = transformers.DeepseekV3ForCausalLM if kind == "kimi_k2" else known
+        self._model = model_class.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager", **options
         ).eval()
 
