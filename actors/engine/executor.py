@@ -430,7 +430,7 @@ class Executor:
         inputs = micro_batch.inputs if last is None else last.batch
         assert inputs is not None
         assert micro_batch.hidden_TD is not None
-        hidden_TD = self._half.residual(micro_batch.hidden_TD, inputs)
+        hidden_TD = yield from self._half.residual(micro_batch.hidden_TD, inputs)
         yield from self._sink(micro_batch.chunks, inputs, hidden_TD)
         micro_batch.layer = -1
         micro_batch.hidden_TD = None

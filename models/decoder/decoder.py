@@ -204,7 +204,7 @@ class AttentionHalf:
         pool, except blocks that `batch` writes.
         """
         weights, metadata = self._layers[layer], self.prepare(batch)
-        attention, hidden_TD = weights.attention, self.residual(hidden_TD, batch)
+        attention, hidden_TD = weights.attention, (yield from self.residual(hidden_TD, batch))
         if (
             last is None
             and isinstance(attention, GroupedQueryAttention)
@@ -231,12 +231,12 @@ class AttentionHalf:
             hidden_TD = torch.zeros_like(hidden_TD)
         return (yield from self._feed_forward(weights, hidden_TD, x_TD))
 
-    def residual(self, hidden_TD: Tensor, batch: AttentionBatch) -> Tensor:
+    def residual(self, hidden_TD: Tensor, batch: AttentionBatch) -> Steps[Tensor]:
         """Return the residual after a layer from the sum that `steps` and the experts made."""
         if batch.unjoined is None:
             return hidden_TD
         (residual_TD, norm_D), batch.unjoined = batch.unjoined, None
-        return residual_TD.add_(self._norm(hidden_TD, norm_D))
+        return residual_TD.add_((yield from self._norm_tiles(hidden_TD, norm_D)))
 
     def _feed_forward(
         self, weights: _Layer, hidden_TD: Tensor, x_TD: Tensor

@@ -172,6 +172,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 MORE_FAMILIES["granitemoeshared"] = {**MORE_FAMILIES["granitemoe"], "shared_intermediate_size": 28}
 _FAMILY |= MORE_FAMILIES
+UNUSUAL_FAMILIES = ("olmoe", "afmoe", "llama4_text")  # with steps that no other family has
 
 
 def make_tiny_checkpoint(
