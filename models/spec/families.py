@@ -115,6 +115,7 @@ _PHIMOE = _like(
     routing="sparsemixer",
     layer_norm=True,
     head_bias_key="lm_head_bias",
+    rope_kinds=("default",),
     required=(("num_experts_per_tok", 2),),
 )
 
@@ -160,6 +161,7 @@ _DEEPSEEK_V2 = Family(
     windows="none",
     attention="latent",
     routing="deepseek_v2",
+    scale_key="routed_scaling_factor",
     float32_router=True,
     first_moe_key="first_k_dense_replace",
     shared=(f"{_MLP}.shared_experts",),

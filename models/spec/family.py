@@ -28,6 +28,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     transposed: bool = False
 
 
+SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 QkNorm = Literal["", "head", "projection", "turned_head", "plain_head"]
 
 
@@ -86,6 +87,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rotary_fraction: float | None = None
     rotary_dim_key: str | None = None
     rope_alpha: bool = False
+    rope_kinds: Names = SUPPORTED_ROPE
     windows: Literal["all", "none", "later", "periodic", "chunks"] = "all"
     window_switch_key: str | None = None
     window_period: tuple[str, int] = ("", 0)
@@ -107,7 +109,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     float32_router: bool = False
     correction_bias: Names = ()
     correction_is_matrix: bool = False
-    scale_key: str = "routed_scaling_factor"
+    scale_key: str | None = None
     default_routed_scale: float = 1.0
     default_groups: tuple[int | None, int | None] = (None, None)
     first_moe_key: str | None = None

@@ -207,7 +207,9 @@ def read_routing(config: ConfigFields, family: Family, num_experts: int) -> Rout
     if family.routing == "sparsemixer":
         jitter = config.number("router_jitter_noise", default=0.01)
         return RoutingSpec(score="sparsemixer", normalize=False, jitter=jitter)
-    scale = config.number(family.scale_key, default=family.default_routed_scale)
+    scale, key = family.default_routed_scale, family.scale_key
+    if key is not None:
+        scale = config.number(key, default=scale)
     if family.routing == "scored":
         return RoutingSpec(score=family.score, normalize=normalize, scale=scale)
     _refuse_others(config, family)
@@ -272,7 +274,6 @@ def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int
 
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,9 +330,9 @@ def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     scaling = _rope_fields(config, default_theta)
     theta = _read_theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
-    if kind not in SUPPORTED_ROPE:
+    if kind not in family.rope_kinds:
         raise scaling.error(
-            "rope_type", f"{kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}"
+            "rope_type", f"{kind!r} is not supported; supported: {', '.join(family.rope_kinds)}"
         )
     if kind not in ("default", "yarn") and scaling.raw("mscale_all_dim"):
         raise scaling.error("mscale_all_dim", f"is not supported with rope_type {kind}, only yarn")

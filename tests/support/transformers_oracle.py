@@ -16,10 +16,10 @@ class Oracle:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         import transformers
 
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-        known = transformers.AutoModelForCausalLM
-        model_class = transformers.DeepseekV3ForCausalLM if kind == "kimi_k2" else known
-        self._model = model_class.from_pretrained(
+        if json.loads((folder / "config.json").read_text()).get("model_type") == "kimi_k2":
+            options["config"] = transformers.DeepseekV3Config.from_pretrained(folder)
+            options["config"].model_type = "deepseek_v3"  # all that `transformers` needs
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager", **options
         ).eval()
 
