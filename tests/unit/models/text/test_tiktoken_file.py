@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 
 from contracts.errors import CheckpointError
 from models.text.tiktoken_file import PATTERNS
