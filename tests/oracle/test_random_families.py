@@ -24,13 +24,9 @@ TOLERANCE = 1e-4
 Fields = dict[str, list[Any]]
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}  # fmt: skip
+_ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}
 _ROPES = [
     {"rope_type": "default", "rope_theta": 1e4},
     {"rope_type": "default", "rope_theta": 5e5},
@@ -50,134 +46,76 @@ _COMMON: Fields = {
 _HEADS: Fields = {"head_dim": [8, 12, 16]}
 _BIASES: Fields = {"attention_bias": [False, True]}
 _SCORED: Fields = {
-    "n_routed_experts": [5, 9],
-    "num_experts_per_tok": [1, 3],
-    "norm_topk_prob": [True, False],
-    "routed_scaling_factor": [1.0, 2.5],
-    "n_shared_experts": [1, 2],
+    "n_routed_experts": [5, 9], "num_experts_per_tok": [1, 3], "norm_topk_prob": [True, False],
+    "routed_scaling_factor": [1.0, 2.5], "n_shared_experts": [1, 2],
     "first_k_dense_replace": [0, 1],
-}
+}  # fmt: skip
 _LATENT: Fields = {
     "num_attention_heads, num_key_value_heads, hidden_size": [(6, 6, 48), (3, 3, 45)],
-    "q_lora_rank": [None, 22],
-    "qk_nope_head_dim": [8, 10],
-    "v_head_dim": [5, 14],
-    "rope_interleave": [True, False],
-    "rope_parameters": _LATENT_ROPES,
-}
+    "q_lora_rank": [None, 22], "qk_nope_head_dim": [8, 10], "v_head_dim": [5, 14],
+    "rope_interleave": [True, False], "rope_parameters": _LATENT_ROPES,
+}  # fmt: skip
 _EXPERTS: Fields = {"num_experts": [5, 8], "num_experts_per_tok": [1, 2, 5]}
 _LOCAL: Fields = {"num_local_experts": [5, 8], "num_experts_per_tok": [1, 2, 5]}
 _PERIODS: Fields = {"sliding_window": [3, 11, 100]}
 _GRANITE: Fields = {
-    **_LOCAL,
-    **_BIASES,
-    "embedding_multiplier": [1.0, 12.0],
-    "residual_multiplier": [1.0, 0.22],
-    "attention_multiplier": [0.35, 0.02],
-    "logits_scaling": [1.0, 6.0],
-}
+    **_LOCAL, **_BIASES, "embedding_multiplier": [1.0, 12.0], "residual_multiplier": [1.0, 0.22],
+    "attention_multiplier": [0.35, 0.02], "logits_scaling": [1.0, 6.0],
+}  # fmt: skip
 DRAWN: dict[str, Fields] = {
     "qwen2_moe": {
-        **_HEADS,
-        **_EXPERTS,
-        "norm_topk_prob": [True, False],
-        "qkv_bias": [True, False],
-        "shared_expert_intermediate_size": [12, 40],
-        "decoder_sparse_step": [1, 2],
+        **_HEADS, **_EXPERTS, "norm_topk_prob": [True, False], "qkv_bias": [True, False],
+        "shared_expert_intermediate_size": [12, 40], "decoder_sparse_step": [1, 2],
         "mlp_only_layers": [[], [0]],
     },
     "olmoe": {
-        **_EXPERTS,
-        **_BIASES,
-        "head_dim": [None],
-        "norm_topk_prob": [True, False],
-        "clip_qkv": [None, 0.7],
-        "num_key_value_heads": [None],
+        **_EXPERTS, **_BIASES, "norm_topk_prob": [True, False], "clip_qkv": [None, 0.7],
     },
     "minimax_m2": {**_HEADS, **_LOCAL, "rotary_dim": [2, 4, 8]},
     "phimoe": {
-        **_HEADS,
-        **_BIASES,
-        "num_local_experts": [3, 8],
-        "num_experts_per_tok": [2, 1],
-        "router_jitter_noise": [0.01, 0.3],
-        "lm_head_bias": [True, False],
-        "sliding_window": [None, 9],
-        "rope_parameters": _ROPES[:2],
+        **_HEADS, **_BIASES, "num_local_experts": [3, 8], "num_experts_per_tok": [2, 1],
+        "router_jitter_noise": [0.01, 0.3], "lm_head_bias": [True, False],
+        "sliding_window": [None, 9], "rope_parameters": _ROPES[:2],
     },
     "granitemoe": _GRANITE,
     "granitemoeshared": {**_GRANITE, "shared_intermediate_size": [0, 12]},
     "kimi_k2": {**_LATENT, **_SCORED, "n_group": [1], "topk_group": [1]},
     "glm4_moe": {
-        **_HEADS,
-        **_SCORED,
-        **_BIASES,
-        "use_qk_norm": [True, False],
+        **_HEADS, **_SCORED, **_BIASES, "use_qk_norm": [True, False],
         "partial_rotary_factor": [0.5, 0.25, 1.0],
     },
     "glm4_moe_lite": {
-        **_LATENT,
-        **_SCORED,
-        "first_k_dense_replace": [1],
+        **_LATENT, **_SCORED, "first_k_dense_replace": [1],
         "mlp_layer_types": [None, ["sparse", "dense", "sparse", "sparse"]],
         "num_hidden_layers": [4],
     },
     "solar_open": {**_HEADS, **_SCORED, **_BIASES},
     "dots1": {
-        **_HEADS,
-        **_SCORED,
-        **_BIASES,
-        "sliding_window": [None, 9],
+        **_HEADS, **_SCORED, **_BIASES, "sliding_window": [None, 9],
         "max_window_layers": [0, 1, 62],
     },
     "exaone_moe": {
-        **_HEADS,
-        **_EXPERTS,
-        **_PERIODS,
-        "sliding_window_pattern": [2, 3],
-        "first_k_dense_replace": [0, 1],
-        "num_shared_experts": [1, 2],
-        "n_group": [1],
+        **_HEADS, **_EXPERTS, **_PERIODS, "sliding_window_pattern": [2, 3],
+        "first_k_dense_replace": [0, 1], "num_shared_experts": [1, 2], "n_group": [1],
     },
     "ernie4_5_moe": {
-        **_HEADS,
-        "moe_num_experts": [5, 8],
-        "moe_k": [1, 2, 5],
-        "moe_num_shared_experts": [0, 1, 2],
-        "moe_layer_start_index": [0, 1],
-        "moe_layer_end_index": [-1, 1],
-        "use_bias": [False, False, True],
+        **_HEADS, "moe_num_experts": [5, 8], "moe_k": [1, 2, 5],
+        "moe_num_shared_experts": [0, 1, 2], "moe_layer_start_index": [0, 1],
+        "moe_layer_end_index": [-1, 1], "use_bias": [False, False, True],
     },
     "hunyuan_v1_moe": {
-        **_HEADS,
-        **_BIASES,
-        "num_experts": [5, 8],
-        "moe_topk": [1, 2, 5],
-        "rope_parameters": [
-            *_ROPES,
-            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0},
-        ],
+        **_HEADS, **_BIASES, "num_experts": [5, 8], "moe_topk": [1, 2, 5],
+        "rope_parameters": [*_ROPES, _ALPHA],
     },
     "afmoe": {
-        **_HEADS,
-        **_EXPERTS,
-        **_BIASES,
-        **_PERIODS,
-        "global_attn_every_n_layers": [2, 3],
-        "num_dense_layers": [0, 1],
-        "num_shared_experts": [1, 2],
-        "mup_enabled": [True, False],
+        **_HEADS, **_EXPERTS, **_BIASES, **_PERIODS, "global_attn_every_n_layers": [2, 3],
+        "num_dense_layers": [0, 1], "num_shared_experts": [1, 2], "mup_enabled": [True, False],
         "route_scale": [1.0, 2.8],
     },
     "llama4_text": {
-        **_HEADS,
-        **_BIASES,
-        "num_local_experts": [5, 8],
-        "num_experts_per_tok": [1, 1, 2],
-        "interleave_moe_layer_step": [1, 2],
-        "no_rope_layer_interval": [2, 3],
-        "attention_chunk_size": [5, 16, 100],
-        "use_qk_norm": [True, False],
+        **_HEADS, **_BIASES, "num_local_experts": [5, 8], "num_experts_per_tok": [1, 1, 2],
+        "interleave_moe_layer_step": [1, 2], "no_rope_layer_interval": [2, 3],
+        "attention_chunk_size": [5, 16, 100], "use_qk_norm": [True, False],
         "attn_temperature_tuning": [True, False],
     },
 }  # fmt: skip
