@@ -40,17 +40,14 @@ class SequenceRows:
 
     def chunks(self, size: int) -> Iterator[SequenceRows]:
         """Yield the rows of each `size` positions, as a sequence of its own."""
-        stop = self.start + self.count
-        for start in range(self.start - self.start % size, stop, size):
-            first, last = max(self.start, start), min(stop, start + size)
-            base = self.slots_S.start if isinstance(self.slots_S, slice) else 0
-            slots = slice(base + start, base + last)
-            yield SequenceRows(
-                self.first + first - self.start,
-                last - first,
-                first - start,
-                slots if isinstance(self.slots_S, slice) else self.slots_S[slots],
-            )
+        for start in range(self.start - self.start % size, self.context, size):
+            first, last = max(self.start, start), min(self.context, start + size)
+            row, keys = self.first + first - self.start, self.slots_S
+            if isinstance(keys, slice):
+                slots: Keys = slice(keys.start + start, keys.start + last)
+            else:
+                slots = keys[start:last]
+            yield SequenceRows(row, last - first, first - start, slots)
 
 
 def take(pool_PGd: Tensor, keys: Keys) -> Tensor:

@@ -158,15 +158,13 @@ class GroupedQueryAttention:
             self._clip or self._gate or self._is_tuned or spec.family.layer_norm
         )
 
-    def _load_norm(
-        self, spec: ModelSpec, weight_specs: WeightSpecs, loader: Loader
-    ) -> Tensor | None:
+    def _load_norm(self, spec: ModelSpec, specs: WeightSpecs, loader: Loader) -> Tensor | None:
         """Return the weights of query heads, then KV heads, [H + G, d]; None: not normed."""
         if spec.qk_norm == "plain_head" and self._has_rope:
             return torch.ones_like(loader.empty(self._H + self._G, self._d))
-        if "q_norm" not in weight_specs:
+        if "q_norm" not in specs:
             return None
-        q_norm, k_norm = (loader.load(weight_specs[role]) for role in ("q_norm", "k_norm"))
+        q_norm, k_norm = (loader.load(specs[role]) for role in ("q_norm", "k_norm"))
         if spec.qk_norm == "projection":
             return torch.cat((q_norm, k_norm)).view(-1, self._d)
         return torch.stack([q_norm] * self._H + [k_norm] * self._G)
@@ -324,8 +322,8 @@ class GroupedQueryAttention:
     ) -> Tensor:
         """Norm and rotate `heads` (query heads, then KV heads) of rows of a batch."""
         turned_THd = self._normed_and_rotated(x_THd, heads, metadata, rows)
-        if self._is_tuned and metadata.query_scale_T is not None:
-            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T[rows]
+        if self._is_tuned and metadata.query_scale_T11 is not None:
+            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T11[rows]
         return turned_THd
 
     def _normed_and_rotated(
@@ -338,15 +336,10 @@ class GroupedQueryAttention:
         if self._qk_norm == "turned_head":
             turned_THd = norm_and_rope(x_THd, None, self._eps, cos, sin)
             return rms_norm(turned_THd, weight_Hd, self._eps)
-        count = max(0, self._H - heads.start)  # of query heads
-        parts = [
-            rms_norm(x.flatten(1), weight.flatten(), self._eps).view_as(x)
-            for x, weight in (
-                (x_THd[:, :count], weight_Hd[:count]),
-                (x_THd[:, count:], weight_Hd[count:]),
-            )
-            if x.shape[1]
-        ]
+        queries = max(0, self._H - heads.start)
+        sizes = [size for size in (queries, x_THd.shape[1] - queries) if size]
+        pairs = zip(torch.split(x_THd, sizes, 1), torch.split(weight_Hd, sizes), strict=True)
+        parts = [rms_norm(x.flatten(1), w.flatten(), self._eps).view_as(x) for x, w in pairs]
         return norm_and_rope(self._clipped(torch.cat(parts, 1)), None, self._eps, cos, sin)
 
     def _clipped(self, x_THd: Tensor) -> Tensor:

@@ -54,14 +54,14 @@ class SlotCopies:
 class AttentionMetadata:
     """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
 
-    unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T: factor of queries there.
+    unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T11: their queries' factor.
     """
 
     cos: Tensor
     sin: Tensor
     plans: dict[int | None, AttentionPlan]
     unrotated: tuple[Tensor, Tensor] | None = None
-    query_scale_T: Tensor | None = None
+    query_scale_T11: Tensor | None = None
 
     def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a layer."""

@@ -147,14 +147,10 @@ class AttentionHalf:
                 )
                 for window in self._windows
             }
-            unrotated = (torch.ones_like(cos), torch.zeros_like(sin))
-            batch.metadata = AttentionMetadata(
-                cos,
-                sin,
-                plans,
-                unrotated if self.spec.unrotated else None,
-                self._query_scale(positions_T),
-            )
+            some = self.spec.unrotated
+            unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
+            scale_T11 = self._query_scale(positions_T)
+            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, scale_T11)
         return batch.metadata
 
     def _seen(
@@ -167,11 +163,11 @@ class AttentionHalf:
 
     def _query_scale(self, positions_T: Tensor) -> Tensor | None:
         """Return the factor of queries of layers without rope, [T, 1, 1]."""
-        tuning = self.spec.query_tuning
-        if tuning is None:
+        if self.spec.query_tuning is None:
             return None
-        steps_T = torch.floor((positions_T.float() + 1.0) / tuning.tokens)
-        return (torch.log1p(steps_T) * tuning.strength + 1.0)[:, None, None]
+        strength, tokens = self.spec.query_tuning
+        steps_T = torch.floor((positions_T.float() + 1.0) / tokens)
+        return (torch.log1p(steps_T) * strength + 1.0)[:, None, None]
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
@@ -260,7 +256,7 @@ class AttentionHalf:
             attention, has_shared = each.attention, each.shared is not None
             if has_shared or not isinstance(attention, GroupedQueryAttention):
                 return None
-            if not attention.decodes or not each.neighbors.top_k:
+            if self.spec.unrotated or not attention.decodes or not each.neighbors.top_k:
                 return None
             rows.append(attention.decode_fields(each.neighbors))
         return np.stack(rows)
@@ -324,12 +320,8 @@ def _angles(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float | Tens
     missing = 0 if spec.latent else (spec.head_dim - spec.rope_dim) // 2
     if not missing:
         return inv_freq.to(device), factor
-    factors = torch.full_like(inv_freq, factor)
-    padded = (
-        functional.pad(inv_freq, (0, missing)),
-        functional.pad(factors, (0, missing), value=1.0),
-    )
-    return padded[0].to(device), padded[1].to(device)
+    factors = functional.pad(torch.full_like(inv_freq, factor), (0, missing), value=1.0)
+    return functional.pad(inv_freq, (0, missing)).to(device), factors.to(device)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

@@ -98,9 +98,6 @@ class LayerDecoder(abc.ABC):
         metadata = self._half.prepare(batch)
         tensors = hidden_TD, metadata.cos, metadata.sin, batch.slots_T
         self._batches[:, :5] = len(hidden_TD), *(tensor.data_ptr() for tensor in tensors)
-        for layer in self._half.spec.unrotated:
-            angles = metadata.angles(has_rope=False)
-            self._batches[layer, 2:4] = [tensor.data_ptr() for tensor in angles]
         self._batches[:, 5] = self._half.entries(batch)
 
 

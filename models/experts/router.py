@@ -54,11 +54,8 @@ class ExpertRouter:
         self._scores = PackedLinear(
             router, loader.load(weight_specs["bias"]) if "bias" in weight_specs else None
         )
-        self._correction = (
-            loader.load(weight_specs["correction"]).flatten()
-            if "correction" in weight_specs
-            else None
-        )
+        correction = weight_specs.get("correction")
+        self._correction = None if correction is None else loader.load(correction).flatten()
         self.experts = spec.num_experts
         self.top_k = spec.top_k
         self._routing = spec.routing

@@ -33,7 +33,7 @@ def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tu
         if config.raw("moe_layer_end_index") != -1:
             last = config.count("moe_layer_end_index", default=last)
         return tuple(layer for layer in layers[first : last + 1] if (layer + 1) % step == 0)
-    if family.dense == "step" and config.is_present("moe_layers"):
+    if family.dense == "step" and config.has("moe_layers"):
         return tuple(sorted({*config.int_list("moe_layers")} & {*layers}))
     key = "interleave_moe_layer_step" if family.dense == "step" else "decoder_sparse_step"
     step = config.positive_int(key, default=1)
@@ -87,16 +87,13 @@ def _by_layer_types(config: ConfigFields, family: Family, num_layers: int) -> Wi
     """Return windows by layer_types, or by the family's default for these."""
     kind = _CHUNKED if family.windows == "chunks" else _SLIDING
     key = "attention_chunk_size" if family.windows == "chunks" else "sliding_window"
-    default = None
-    if not config.has("layer_types"):
-        default = [
-            kind if slides else _FULL for slides in _default_slides(config, family, num_layers)
-        ]
+    slides = [] if config.has("layer_types") else _default_slides(config, family, num_layers)
+    default = [kind if each else _FULL for each in slides]
     types = _types_of(config, "layer_types", default, (kind, _FULL), num_layers)
+    if config.is_null(key) and (kind in types or family.ropes_windows_only):
+        raise config.error(key, "null is not supported where layers differ in it")
     if kind not in types:
         return (None,) * num_layers
-    if config.is_null(key):
-        raise config.error(key, "null is not supported where layers differ in it")
     window = config.positive_int(key, default=family.default_window)
     return tuple(window if each == kind else None for each in types)
 
@@ -126,7 +123,7 @@ def _rope_flags(config: ConfigFields, num_layers: int) -> list[bool]:
 
 
 def _types_of(
-    config: ConfigFields, key: str, default: list[str] | None, known: Sequence[str], num_layers: int
+    config: ConfigFields, key: str, default: list[str], known: Sequence[str], num_layers: int
 ) -> list[str]:
     types = config.raw(key) or default
     if not isinstance(types, list) or len(types) != num_layers:
@@ -318,9 +315,7 @@ def read_rotary_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
         fraction = config.positive_int(family.rotary_dim_key) / head_dim
     rotated = int(head_dim * scaling.number(key, default=config.number(key, default=fraction)))
     if rotated % 2 or not 0 < rotated <= head_dim:
-        raise scaling.error(
-            key, f"rotates {rotated} of {head_dim} elements; an even part is needed"
-        )
+        raise scaling.error(key, f"rotates {rotated} of {head_dim} elements, not an even part")
     return rotated
 
 

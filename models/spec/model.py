@@ -52,13 +52,6 @@ class ClampSpec(msgspec.Struct, frozen=True):
     limit: float
 
 
-class QueryTuning(msgspec.Struct, frozen=True):
-    """Factor of queries at position p without rope: 1 + strength * log(1 + (p + 1) // tokens)."""
-
-    strength: float
-    tokens: float
-
-
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder's shape. Sizes in elements; `moe_layers` ascending; `sliding_windows` per layer.
 
@@ -67,6 +60,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     latent attention; `head_dim` is then that of a query, and each head has a KV head. `rope_dim`:
     elements of a head that rope rotates, in all layers but the `unrotated`. `clip_qkv`: limit of
     queries, keys and values. `embedding_scale` multiplies embeddings, `logits_scale` logits.
+    `query_tuning` (s, n): without rope, 1 + s log(1 + (p + 1) // n) multiplies queries.
     """
 
     architecture: str
@@ -103,7 +97,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     head_bias: bool = False
-    query_tuning: QueryTuning | None = None
+    query_tuning: tuple[float, float] | None = None
 
     @property
     def family(self) -> Family:
@@ -264,11 +258,10 @@ def _clip(config: ConfigFields, family: Family) -> float | None:
     return None if key is None or not config.has(key) else config.number(key)
 
 
-def _query_tuning(config: ConfigFields) -> QueryTuning | None:
+def _query_tuning(config: ConfigFields) -> tuple[float, float] | None:
     if not config.boolean("attn_temperature_tuning", default=True):
         return None
-    strength = config.number("attn_scale", default=0.1)
-    return QueryTuning(strength, config.number("floor_scale", default=8192))
+    return config.number("attn_scale", default=0.1), config.number("floor_scale", default=8192)
 
 
 def _shared_experts(config: ConfigFields, family: Family, expert_ffn_size: int) -> tuple[int, int]:
@@ -385,5 +378,5 @@ def _check_consistency(config: ConfigFields, spec: ModelSpec) -> None:
         )
     if not spec.moe_layers:
         raise config.error("num_hidden_layers", f"none of the {spec.num_layers} layers has experts")
-    if spec.head_dim % 2 and spec.latent is None:
+    if spec.latent is None and spec.head_dim % 2:
         raise config.error("head_dim", f"{spec.head_dim} is odd; rope needs an even size")

@@ -59,19 +59,14 @@ def read_tiktoken(
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     backend.decoder = decoders.ByteLevel()
-    first = len(ranks)
-    missing = sorted(each for each in special if not 0 <= each < first + _RESERVED)
-    if missing:
+    ids = range(len(ranks), len(ranks) + _RESERVED)
+    if special and max(special) >= ids.stop:
         raise CheckpointError(
-            f"{path}: {first} tokens and {_RESERVED} special ones, but added_tokens_decoder of"
-            f" tokenizer_config.json has the id {missing[0]}"
+            f"{path}: has ids below {ids.stop}, but added_tokens_decoder of tokenizer_config.json"
+            f" has {max(special)}"
         )
-    backend.add_special_tokens(
-        [
-            special.get(each, AddedToken(f"<|reserved_token_{each}|>", special=True))
-            for each in range(first, first + _RESERVED)
-        ]
-    )
+    reserved = {each: AddedToken(f"<|reserved_token_{each}|>", special=True) for each in ids}
+    backend.add_special_tokens([special.get(each, token) for each, token in reserved.items()])
     return backend
 
 

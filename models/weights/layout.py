@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kernels.quantization import MXFP4_GROUP
 from models.spec.checkpoint_files import HEAD
+from models.spec.family import Names
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
 
@@ -137,7 +138,7 @@ def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     D, F = spec.hidden_size, spec.shared_ffn_size
     if not F or not spec.is_moe(layer):
         return {}
-    names, gate = [name.format(layer=layer) for name in spec.family.shared], spec.family.shared_gate
+    names, gate = _of_layer(spec.family.shared, layer), spec.family.shared_gate
     if len(names) == 2:
         return {"gate_up": _one(names[0], 2 * F, D), "down": _one(names[1], D, F)}
     weight_specs = _mlp_tensors(names[0], D, F)
@@ -157,14 +158,14 @@ def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
 def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return router [E, D] of a MoE layer, and its bias and correction bias [E] if it has them."""
     family, E = spec.family, spec.num_experts
-    names = tuple(name.format(layer=layer) for name in family.router)
-    weight_specs = {"router": WeightSpec(names, (E, spec.hidden_size), family.float32_router)}
+    names, shape = _of_layer(family.router, layer), (E, spec.hidden_size)
+    weight_specs = {"router": WeightSpec(names, shape, family.float32_router)}
     if family.router_bias is not None:
         weight_specs["bias"] = _one(family.router_bias.format(layer=layer), E)
     if family.correction_bias:
-        names = tuple(name.format(layer=layer) for name in family.correction_bias)
-        shape = (1, E) if family.correction_is_matrix else (E,)
-        weight_specs["correction"] = WeightSpec(names, shape, float32=True)
+        names = _of_layer(family.correction_bias, layer)
+        size = (1, E) if family.correction_is_matrix else (E,)
+        weight_specs["correction"] = WeightSpec(names, size, float32=True)
     return weight_specs
 
 
@@ -186,14 +187,10 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
-    gate_up, down = (
-        tuple(name.format(layer=layer) for name in each)
-        for each in (names.fused_gate_up, names.fused_down)
-    )
     turn = -1 if names.transposed else 1
     return {
-        "gate_up": WeightSpec(gate_up, (E, *(2 * F, D)[::turn])),
-        "down": WeightSpec(down, (E, *(D, F)[::turn])),
+        "gate_up": WeightSpec(_of_layer(names.fused_gate_up, layer), (E, *(2 * F, D)[::turn])),
+        "down": WeightSpec(_of_layer(names.fused_down, layer), (E, *(D, F)[::turn])),
     }
 
 
@@ -242,6 +239,10 @@ def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     mlp = router_tensors if spec.is_moe(layer) else dense_tensors
     for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
         yield from tensors(spec, layer).values()
+
+
+def _of_layer(names: Names, layer: int) -> Names:
+    return tuple(name.format(layer=layer) for name in names)
 
 
 def _one(name: str, *shape: int) -> WeightSpec:

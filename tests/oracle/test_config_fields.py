@@ -96,6 +96,7 @@ REFUSED: list[tuple[str, Change, list[str]]] = [
         ["mlp_layer_types", "mixed", "dense, sparse"],
     ),
     ("hunyuan_v1_moe", {"moe_topk": [3, 2, 3]}, ["moe_topk", "[3, 2, 3]"]),
+    ("exaone_moe", {"sliding_window": None}, ["sliding_window", "null"]),
     ("solar_open", {"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
     ("qwen3_moe", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, ["layer_types"]),
     ("gpt_oss", {"sliding_window": None}, ["sliding_window", "null"]),

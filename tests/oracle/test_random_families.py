@@ -116,7 +116,7 @@ DRAWN: dict[str, Fields] = {
         **_HEADS, **_BIASES, "num_local_experts": [5, 8], "num_experts_per_tok": [1, 1, 2],
         "interleave_moe_layer_step": [1, 2], "no_rope_layer_interval": [2, 3],
         "attention_chunk_size": [5, 16, 100], "use_qk_norm": [True, False],
-        "attn_temperature_tuning": [True, False],
+        "attn_temperature_tuning": [True, False], "moe_layers": [None, [0], [1]],
     },
 }  # fmt: skip
 
