@@ -29,9 +29,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, round_once: bool = Fals
 
 
 def cos_sin(
-    positions_T: Tensor, inv_freq: Tensor, *, factor: float, dtype: torch.dtype
+    positions_T: Tensor, inv_freq: Tensor, *, factor: float | Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [T, 1, d/2] in `dtype`, times `factor` (YaRN's temperature)."""
+    """Return cos and sin, each [T, 1, d/2] in `dtype`, times `factor` (YaRN's temperature).
+
+    factor: of all pairs, or of each, [d/2].
+    """
     angles = positions_T.float().unsqueeze(1) * inv_freq
     return (
         (angles.cos() * factor).to(dtype).unsqueeze(1),

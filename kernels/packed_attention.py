@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -37,6 +37,17 @@ class SequenceRows:
     @property
     def context(self) -> int:
         return self.start + self.count
+
+    def chunks(self, size: int) -> Iterator[SequenceRows]:
+        """Yield the rows of each `size` positions, as a sequence of its own."""
+        for start in range(self.start - self.start % size, self.context, size):
+            first, last = max(self.start, start), min(self.context, start + size)
+            row, keys = self.first + first - self.start, self.slots_S
+            if isinstance(keys, slice):
+                slots: Keys = slice(keys.start + start, keys.start + last)
+            else:
+                slots = keys[start:last]
+            yield SequenceRows(row, last - first, first - start, slots)
 
 
 def take(pool_PGd: Tensor, keys: Keys) -> Tensor:

@@ -113,6 +113,31 @@ def score_weights(scores_TE: Tensor, ids_TK: Tensor, *, normalize: bool) -> Tens
     return weights_TK
 
 
+def sparsemixer(logits_TE: Tensor, jitter: float, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return (ids [T, K] int64, weights [T, K] float32) by SparseMixer-v2, Phi-3.5-MoE's rule.
+
+    Experts are taken best first, each with the weight that `sparsemixer_weights` returns.
+    """
+    ids_TK = torch.topk(logits_TE, top_k, dim=-1).indices
+    return ids_TK, sparsemixer_weights(logits_TE, ids_TK, jitter)
+
+
+def sparsemixer_weights(logits_TE: Tensor, ids_TK: Tensor, jitter: float) -> Tensor:
+    """Return [T, K] float32: weights of given experts, in their order.
+
+    An expert's weight is the softmax over those experts not taken before whose logit is at most
+    2 * jitter below the best one's, relative to the larger of that and the expert's absolute logit.
+    """
+    weights, left_TE = [], logits_TE
+    for ids_T1 in torch.split(ids_TK, 1, dim=1):
+        best_T1 = left_TE.max(dim=-1, keepdim=True).values
+        distant_TE = (best_T1 - logits_TE) / logits_TE.abs().clamp(min=best_T1) > 2 * jitter
+        probs_TE = left_TE.masked_fill(distant_TE, float("-inf")).softmax(-1, dtype=torch.float32)
+        weights.append(probs_TE.gather(1, ids_T1))
+        left_TE = left_TE.scatter(1, ids_T1, float("-inf"))
+    return torch.cat(weights, dim=1)
+
+
 def group_by_expert(
     ids_TK: Tensor, weights_TK: Tensor, local_of_E: Tensor, num_local: int
 ) -> tuple[Tensor, Tensor, list[int]]:

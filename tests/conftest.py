@@ -33,6 +33,10 @@ settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("same everywhere")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--family-draws", type=int, default=3, help="random models of each family")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked slow run only where `-m` names them; tests with Ray first: they take longest."""
     if "slow" not in config.option.markexpr:

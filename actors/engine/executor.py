@@ -385,7 +385,7 @@ class Executor:
         micro_batch.attended = layer
         routed = attended.routed
         if routed is not None and half.has_shared(layer):
-            micro_batch.x_TD = routed.x_TD
+            micro_batch.x_TD = routed.router_input
             micro_batch.stage = TaskStage.SHARED
             if micro_batch.batch.plan.order.shared_before_dispatch:
                 yield from self._shared(micro_batch)
@@ -430,7 +430,8 @@ class Executor:
         inputs = micro_batch.inputs if last is None else last.batch
         assert inputs is not None
         assert micro_batch.hidden_TD is not None
-        yield from self._sink(micro_batch.chunks, inputs, micro_batch.hidden_TD)
+        hidden_TD = yield from self._half.residual(micro_batch.hidden_TD, inputs)
+        yield from self._sink(micro_batch.chunks, inputs, hidden_TD)
         micro_batch.layer = -1
         micro_batch.hidden_TD = None
         micro_batch.batch.remaining -= 1

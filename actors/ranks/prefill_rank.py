@@ -282,7 +282,7 @@ def time_layers(parts: ExecutorParts, slices: Sequence[SequenceSlice]) -> list[f
         if routed is not None:
             key = TaskKey(_NUMBER, layer, 0, Priority.LS)
             pending = backend.dispatch(key, hidden_TD, routed, Plan())
-            shared_TD = half.shared(layer, routed.x_TD)
+            shared_TD = half.shared(layer, routed.router_input)
             while not pending.is_complete:
                 backend.poll(_POLL_S, idle=False)
             run_to_end(backend.combine(hidden_TD, pending, shared_TD))

@@ -103,6 +103,10 @@ def _layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     if spec.clamp is not None:
         yield from layout.clamped_expert_tensors(spec, layer).values()
         return
+    names = spec.family.experts
+    if names is not None and names.gate is None:
+        yield from layout.fused_expert_tensors(spec, layer).values()
+        return
     for expert in range(spec.num_experts):
         yield from layout.expert_tensors(spec, layer, expert).values()
 

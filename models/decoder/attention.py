@@ -30,7 +30,7 @@ from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMeta
 from models.experts.router import RoutedTokens
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
-from models.weights.layout import attention_tensors
+from models.weights.layout import WeightSpecs, attention_tensors
 from models.weights.loading import Loader
 
 
@@ -117,29 +117,57 @@ def decodes_at_once(batch: AttentionBatch, plan: AttentionPlan) -> bool:
 
 
 class GroupedQueryAttention:
-    """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product."""
+    """Holds q, k and v as one matrix [(H + 2G) * d, D], for one product.
+
+    Elements of query and key heads are reordered on load, alike in both, so that rope rotates pairs
+    (i, i + d/2); the angle of pairs that it does not rotate is 0.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = attention_tensors(spec, layer)
         self._layer = layer
         self._H, self._G, self._d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._eps, self._scale_bits = spec.rms_norm_eps, bits_of(spec.head_dim**-0.5)
+        self._eps, self._scale = spec.rms_norm_eps, spec.softmax_scale
         self._window = spec.sliding_windows[layer]
-        qkv, biased = ("q", "k", "v"), spec.attention_bias
-        self._qkv = loader.linear(
-            *(weight_specs[role] for role in qkv),
-            bias=[weight_specs[f"{role}_bias"] for role in qkv] if biased else [],
-        )
-        self._o = loader.linear(weight_specs["o"], bias=[weight_specs["o_bias"]] if biased else [])
+        self._has_rope, self._clip = layer not in spec.unrotated, spec.clip_qkv
+        order, heads = _rope_order(spec), self._H + self._G
+
+        def load(kind: str) -> Tensor:
+            weight = loader.load(*(weight_specs[f"{role}{kind}"] for role in ("q", "k", "v")))
+            if order is not None:
+                turned = weight[: heads * self._d].view(heads, self._d, -1)
+                turned.copy_(turned[:, order])
+            return weight
+
+        self._qkv = PackedLinear(load(""), load("_bias") if spec.attention_bias else None)
+        biases = [weight_specs["o_bias"]] if "o_bias" in weight_specs else []
+        self._o = loader.linear(weight_specs["o"], bias=biases)
+        self._gate = loader.linear(weight_specs["gate"]) if "gate" in weight_specs else None
+        norm = weight_specs.get("out_norm")
+        self._out_norm = None if norm is None else loader.load(norm)
+        self._norm_rounds_once = spec.family.norm_rounds_once
+        self._is_tuned = spec.query_tuning is not None and not self._has_rope
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
         self._decode_layer: NDArray[np.int64] | None = None
-        self._qk_norm_Hd: Tensor | None = None  # query heads, then KV heads
-        if spec.qk_norm:
-            q_norm, k_norm = (
-                loader.load(weight_specs["q_norm"]),
-                loader.load(weight_specs["k_norm"]),
-            )
-            self._qk_norm_Hd = torch.stack([q_norm] * self._H + [k_norm] * self._G)
+        self._qk_norm, self._qk_norm_Hd = spec.qk_norm, self._load_norm(spec, weight_specs, loader)
+        if self._qk_norm == "plain_head" and spec.rope.attention_factor != 1.0:
+            self._qk_norm = "turned_head"  # rope changes the size of a head
+        if order is not None and self._qk_norm_Hd is not None:
+            self._qk_norm_Hd = self._qk_norm_Hd[:, order].contiguous()
+        self._is_usual = self._qk_norm not in ("projection", "turned_head") and not (
+            self._clip or self._gate or self._is_tuned or spec.family.layer_norm
+        )
+
+    def _load_norm(self, spec: ModelSpec, specs: WeightSpecs, loader: Loader) -> Tensor | None:
+        """Return the weights of query heads, then KV heads, [H + G, d]; None: not normed."""
+        if spec.qk_norm == "plain_head" and self._has_rope:
+            return torch.ones_like(loader.empty(self._H + self._G, self._d))
+        if "q_norm" not in specs:
+            return None
+        q_norm, k_norm = (loader.load(specs[role]) for role in ("q_norm", "k_norm"))
+        if spec.qk_norm == "projection":
+            return torch.cat((q_norm, k_norm)).view(-1, self._d)
+        return torch.stack([q_norm] * self._H + [k_norm] * self._G)
 
     def steps(
         self,
@@ -161,21 +189,28 @@ class GroupedQueryAttention:
         if last is not None:
             metadata = last.metadata
             k_TGd, v_TGd = (x.index_select(0, last.rows_R) for x in (k_TGd, v_TGd))
+            x_TD = x_TD if self._gate is None else x_TD.index_select(0, last.rows_R)
         yield
         k_pool, v_pool = kv.entries(self._layer)
-        plan, scale = metadata.plans[self._window], self._d**-0.5
+        plan = metadata.plans[self._window]
         attended_THd = yield from attention_steps(
-            q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=scale, sinks_H=self._sinks
+            q_THd, k_TGd, v_TGd, k_pool, v_pool, plan, scale=self._scale, sinks_H=self._sinks
         )
         attended_TD = attended_THd.flatten(1)
         for tile in row_tiles(attended_TD):
             yield
-            hidden_TD[tile].add_(self._o(attended_TD[tile]))
+            if self._gate is not None:
+                attended_TD[tile].mul_(self._gate(x_TD[tile]).sigmoid_())
+            y_TD = self._o(attended_TD[tile])
+            if self._out_norm is not None:
+                once = self._norm_rounds_once
+                y_TD = rms_norm(y_TD, self._out_norm, self._eps, round_once=once)
+            hidden_TD[tile].add_(y_TD)
 
     @property
     def decodes(self) -> bool:
         """True if `decode` can run batches for which `decodes_at_once`."""
-        return self._qkv.kind is not None
+        return self._qkv.kind is not None and self._is_usual
 
     def decode(
         self,
@@ -192,13 +227,14 @@ class GroupedQueryAttention:
         rows, (k_pool, v_pool) = metadata.plans[self._window].rows, kv.entries(self._layer)
         assert rows is not None
         layer = self.decode_fields(neighbors)
+        cos, sin = metadata.angles(has_rope=self._has_rope)
         x_TD, (T, top_k) = torch.empty_like(hidden_TD), (len(hidden_TD), neighbors.top_k)
         ids_TK, weights_TK = torch.empty((T, top_k), dtype=torch.int64), torch.empty((T, top_k))
         fields = (
             T,
             hidden_TD.data_ptr(),
-            metadata.cos.data_ptr(),
-            metadata.sin.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
             batch.slots_T.data_ptr(),
             rows.table.ctypes.data,
             k_pool.data_ptr(),
@@ -207,7 +243,7 @@ class GroupedQueryAttention:
             ids_TK.data_ptr(),
             weights_TK.data_ptr(),
             hidden_TD.dtype is torch.float32,
-            self._scale_bits,
+            bits_of(self._scale),
         )
         called = np.array(fields, np.int64)
         attend_layer(shared_pool(), layer.ctypes.data, called.ctypes.data)
@@ -255,13 +291,13 @@ class GroupedQueryAttention:
             qkv = self._qkv(x_TD).view(T, H + 2 * G, d)
             yield
             qk = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, slice(None))
-            return qk[:, :H], qk[:, H:], qkv[:, H + G :]
+            return qk[:, :H], qk[:, H:], self._clipped(qkv[:, H + G :])
         qk, v_TGd = (x_TD.new_empty((T, heads, d)) for heads in (H + G, G))
         for tile in tiles:
             qkv = self._qkv(x_TD[tile]).view(-1, H + 2 * G, d)
             yield
             qk[tile] = self._norm_and_rotate(qkv[:, : H + G], slice(0, H + G), metadata, tile)
-            v_TGd[tile] = qkv[:, H + G :]
+            v_TGd[tile] = self._clipped(qkv[:, H + G :])
             yield
         return qk[:, :H], qk[:, H:], v_TGd
 
@@ -279,14 +315,48 @@ class GroupedQueryAttention:
         for tile in row_tiles(q_RHd):
             yield
             q_RHd[tile] = self._norm_and_rotate(q_RHd[tile], heads, last.metadata, tile)
-        return q_RHd, k_TGd, qkv[:, H + G :]
+        return q_RHd, k_TGd, self._clipped(qkv[:, H + G :])
 
     def _norm_and_rotate(
         self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
     ) -> Tensor:
         """Norm and rotate `heads` (query heads, then KV heads) of rows of a batch."""
+        turned_THd = self._normed_and_rotated(x_THd, heads, metadata, rows)
+        if self._is_tuned and metadata.query_scale_T11 is not None:
+            turned_THd[:, : max(0, self._H - heads.start)] *= metadata.query_scale_T11[rows]
+        return turned_THd
+
+    def _normed_and_rotated(
+        self, x_THd: Tensor, heads: slice, metadata: AttentionMetadata, rows: slice
+    ) -> Tensor:
+        cos, sin = (angles[rows] for angles in metadata.angles(has_rope=self._has_rope))
         weight_Hd = None if self._qk_norm_Hd is None else self._qk_norm_Hd[heads]
-        return norm_and_rope(x_THd, weight_Hd, self._eps, metadata.cos[rows], metadata.sin[rows])
+        if weight_Hd is None or self._qk_norm in ("head", "plain_head"):
+            return norm_and_rope(self._clipped(x_THd), weight_Hd, self._eps, cos, sin)
+        if self._qk_norm == "turned_head":
+            turned_THd = norm_and_rope(x_THd, None, self._eps, cos, sin)
+            return rms_norm(turned_THd, weight_Hd, self._eps)
+        queries = max(0, self._H - heads.start)
+        sizes = [size for size in (queries, x_THd.shape[1] - queries) if size]
+        pairs = zip(torch.split(x_THd, sizes, 1), torch.split(weight_Hd, sizes), strict=True)
+        parts = [rms_norm(x.flatten(1), w.flatten(), self._eps).view_as(x) for x, w in pairs]
+        return norm_and_rope(self._clipped(torch.cat(parts, 1)), None, self._eps, cos, sin)
+
+    def _clipped(self, x_THd: Tensor) -> Tensor:
+        return x_THd if self._clip is None else x_THd.clamp(-self._clip, self._clip)
+
+
+def _rope_order(spec: ModelSpec) -> list[int] | None:
+    """Return the element of a stored head at each place of a reordered one; None: the same."""
+    rotated, d = spec.rope_dim, spec.head_dim
+    rest = list(range(rotated, d))
+    middle = len(rest) // 2
+    if spec.family.interleaved_rope:
+        first, second = range(0, rotated, 2), range(1, rotated, 2)
+    else:
+        first, second = range(rotated // 2), range(rotated // 2, rotated)
+    order = [*first, *rest[:middle], *second, *rest[middle:]]
+    return None if order == list(range(d)) else order
 
 
 _EPS = 1e-6  # of the norms of q and latent, fixed as in `transformers`
@@ -300,7 +370,7 @@ class LatentAttention:
         self._latent: LatentSpec = spec.latent
         self._layer = layer
         self._H, self._d = spec.num_heads, spec.head_dim
-        self._scale = spec.head_dim**-0.5 * spec.rope.softmax_factor
+        self._scale = spec.softmax_scale
         self._window = spec.sliding_windows[layer]
         weight_specs = attention_tensors(spec, layer)
         weights = {role: loader.load(weight_spec) for role, weight_spec in weight_specs.items()}

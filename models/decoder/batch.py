@@ -52,18 +52,31 @@ class SlotCopies:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`."""
+    """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
+
+    unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T11: their queries' factor.
+    """
 
     cos: Tensor
     sin: Tensor
     plans: dict[int | None, AttentionPlan]
+    unrotated: tuple[Tensor, Tensor] | None = None
+    query_scale_T11: Tensor | None = None
+
+    def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of a layer."""
+        if has_rope:
+            return self.cos, self.sin
+        assert self.unrotated is not None
+        return self.unrotated
 
 
 @dataclasses.dataclass(slots=True)
 class AttentionBatch:
     """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
-    `metadata` is set by the half that runs the batch.
+    `metadata` is set by the half that runs the batch, and `unjoined` between layers if the MLP's
+    output is normed: the residual to which that is still to be added, and its norm.
     """
 
     token_ids_T: Tensor
@@ -72,6 +85,7 @@ class AttentionBatch:
     sequences: tuple[SequenceRows, ...]
     copies: SlotCopies | None = None
     metadata: AttentionMetadata | None = None
+    unjoined: tuple[Tensor, Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

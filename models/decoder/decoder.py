@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from kernels.experts import swiglu
 from kernels.fused_ops import rms_norm
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
-from kernels.packed_attention import supports_packed
+from kernels.packed_attention import SequenceRows, supports_packed
 from kernels.steps import LIGHT_ROWS, Steps, map_tiles, row_tiles, run_to_end
 from models.decoder.attention import (
     DecodeNeighbors,
@@ -47,11 +48,15 @@ class AttentionOutput:
 
 class _Mlp:
     def __init__(self, weight_specs: layout.WeightSpecs, loader: Loader) -> None:
-        self._gate_up = loader.linear(weight_specs["gate"], weight_specs["up"])
+        roles = ("gate_up",) if "gate_up" in weight_specs else ("gate", "up")
+        self._gate_up = loader.linear(*(weight_specs[role] for role in roles))
         self._down = loader.linear(weight_specs["down"])
+        gate = weight_specs.get("output_gate")
+        self._output_gate = None if gate is None else loader.linear(gate)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return swiglu(x_TD, self._gate_up, self._down)
+        y_TD = swiglu(x_TD, self._gate_up, self._down)
+        return y_TD if self._output_gate is None else y_TD * self._output_gate(x_TD).sigmoid_()
 
 
 class _Layer:
@@ -59,10 +64,13 @@ class _Layer:
 
     def __init__(self, spec: ModelSpec, layer: int, loader: Loader) -> None:
         weight_specs = layout.norm_tensors(spec, layer)
-        self.attention_norm = loader.load(weight_specs["attention_norm"])
-        self.mlp_norm = loader.load(weight_specs["mlp_norm"])
+        self.attention_norm = _load_norm(weight_specs, "attention_norm", loader)
+        self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
         self.attention = kind(spec, layer, loader)
+        self.mlp_out_norm: Tensor | None = None
+        if "mlp_out_norm" in weight_specs:
+            self.mlp_out_norm = loader.load(weight_specs["mlp_out_norm"])
         self.mlp: ExpertRouter | _Mlp = (
             ExpertRouter(spec, layer, loader)
             if spec.is_moe(layer)
@@ -78,6 +86,12 @@ class _Layer:
         self.shared = _Mlp(shared, loader) if shared else None
 
 
+def _load_norm(weight_specs: layout.WeightSpecs, role: str, loader: Loader) -> Tensor:
+    """Return the weight of a norm [D], or weight and bias [2D] of a LayerNorm."""
+    roles = [role, f"{role}_bias"] if f"{role}_bias" in weight_specs else [role]
+    return loader.load(*(weight_specs[each] for each in roles))
+
+
 class AttentionHalf:
     """Embedding, attention, routers, dense and shared MLPs, final norm and head."""
 
@@ -87,14 +101,16 @@ class AttentionHalf:
         self.device = device
         outer = layout.outer_tensors(spec)
         self._embed = loader.load(outer["embed"])
-        self._final_norm = loader.load(outer["final_norm"])
-        self._head = loader.linear(outer["head"]) if "head" in outer else PackedLinear(self._embed)
+        self._final_norm = _load_norm(outer, "final_norm", loader)
+        head = loader.load(outer["head"]) if "head" in outer else self._embed
+        bias = loader.load(outer["head_bias"]) if "head_bias" in outer else None
+        self._head = PackedLinear(head, bias)
         loader.finish_layer()
         self._layers: list[_Layer] = []
         for layer in range(spec.num_layers):
             self._layers.append(_Layer(spec, layer, loader))
             loader.finish_layer()
-        self._inv_freq = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
+        self._inv_freq, self._rope_factor = _angles(spec, device)
         self._group = 0 if spec.latent else spec.num_heads // spec.num_kv_heads
         self._windows = tuple(dict.fromkeys(spec.sliding_windows))
 
@@ -116,13 +132,13 @@ class AttentionHalf:
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Rope tables and attention plans of `batch`, made once and kept in it."""
         if batch.metadata is None:
-            factor = self.spec.rope.attention_factor
-            cos, sin = cos_sin(batch.positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
+            positions_T, factor = batch.positions_T, self._rope_factor
+            cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
             plans = {
                 window: plan_attention(
-                    batch.sequences,
-                    window=window,
+                    self._seen(batch.sequences, window),
+                    window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
                     group=self._group,
@@ -131,12 +147,33 @@ class AttentionHalf:
                 )
                 for window in self._windows
             }
-            batch.metadata = AttentionMetadata(cos, sin, plans)
+            some = self.spec.unrotated
+            unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
+            scale_T11 = self._query_scale(positions_T)
+            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, scale_T11)
         return batch.metadata
+
+    def _seen(
+        self, sequences: Sequence[SequenceRows], window: int | None
+    ) -> Sequence[SequenceRows]:
+        """Return the sequences, cut into chunks that see only themselves if windows are chunks."""
+        if window is None or self.spec.family.windows != "chunks":
+            return sequences
+        return [part for seq in sequences for part in seq.chunks(window)]
+
+    def _query_scale(self, positions_T: Tensor) -> Tensor | None:
+        """Return the factor of queries of layers without rope, [T, 1, 1]."""
+        if self.spec.query_tuning is None:
+            return None
+        strength, tokens = self.spec.query_tuning
+        steps_T = torch.floor((positions_T.float() + 1.0) / tokens)
+        return (torch.log1p(steps_T) * strength + 1.0)[:, None, None]
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""
-        return functional.embedding(batch.token_ids_T, self._embed)
+        hidden_TD = functional.embedding(batch.token_ids_T, self._embed)
+        scale = self.spec.embedding_scale
+        return hidden_TD if scale == 1.0 else hidden_TD.mul_(scale)
 
     def attend(
         self,
@@ -163,7 +200,7 @@ class AttentionHalf:
         pool, except blocks that `batch` writes.
         """
         weights, metadata = self._layers[layer], self.prepare(batch)
-        attention = weights.attention
+        attention, hidden_TD = weights.attention, (yield from self.residual(hidden_TD, batch))
         if (
             last is None
             and isinstance(attention, GroupedQueryAttention)
@@ -184,7 +221,18 @@ class AttentionHalf:
         yield from attention.steps(hidden_TD, x_TD, batch, metadata, kv, last_metadata)
         yield
         x_TD = yield from self._norm_tiles(hidden_TD, weights.mlp_norm)
+        if weights.mlp_out_norm is not None:
+            target = batch if last is None else last.batch
+            target.unjoined = hidden_TD, weights.mlp_out_norm
+            hidden_TD = torch.zeros_like(hidden_TD)
         return (yield from self._feed_forward(weights, hidden_TD, x_TD))
+
+    def residual(self, hidden_TD: Tensor, batch: AttentionBatch) -> Steps[Tensor]:
+        """Return the residual after a layer from the sum that `steps` and the experts made."""
+        if batch.unjoined is None:
+            return hidden_TD
+        (residual_TD, norm_D), batch.unjoined = batch.unjoined, None
+        return residual_TD.add_((yield from self._norm_tiles(hidden_TD, norm_D)))
 
     def _feed_forward(
         self, weights: _Layer, hidden_TD: Tensor, x_TD: Tensor
@@ -208,7 +256,7 @@ class AttentionHalf:
             attention, has_shared = each.attention, each.shared is not None
             if has_shared or not isinstance(attention, GroupedQueryAttention):
                 return None
-            if not attention.decodes or not each.neighbors.top_k:
+            if self.spec.unrotated or not attention.decodes or not each.neighbors.top_k:
                 return None
             rows.append(attention.decode_fields(each.neighbors))
         return np.stack(rows)
@@ -249,14 +297,31 @@ class AttentionHalf:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return [R, V] float32 for the given rows (final norm, head)."""
         x_RD = self._norm(hidden_RD, self._final_norm)
-        return self._head(x_RD).float()
+        logits_RV = self._head(x_RD).float()
+        return logits_RV if self.spec.logits_scale == 1.0 else logits_RV * self.spec.logits_scale
 
     def _norm_tiles(self, hidden_TD: Tensor, weight_D: Tensor) -> Steps[Tensor]:
         return map_tiles(lambda rows: self._norm(rows, weight_D), hidden_TD, LIGHT_ROWS)
 
     def _norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
         spec = self.spec
+        if spec.family.layer_norm:
+            D, eps = spec.hidden_size, spec.rms_norm_eps
+            return functional.layer_norm(x, (D,), weight_D[:D], weight_D[D:], eps)
         return rms_norm(x, weight_D, spec.rms_norm_eps, round_once=spec.family.norm_rounds_once)
+
+
+def _angles(spec: ModelSpec, device: torch.device) -> tuple[Tensor, float | Tensor]:
+    """Return radians per position of a head's pairs, and the factor of cos and sin.
+
+    Grouped-query attention rotates whole heads; pairs that rope does not rotate have the angle 0.
+    """
+    inv_freq, factor = inverse_frequencies(spec.rope, spec.rope_dim), spec.rope.attention_factor
+    missing = 0 if spec.latent else (spec.head_dim - spec.rope_dim) // 2
+    if not missing:
+        return inv_freq.to(device), factor
+    factors = functional.pad(torch.full_like(inv_freq, factor), (0, missing), value=1.0)
+    return functional.pad(inv_freq, (0, missing)).to(device), factors.to(device)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:

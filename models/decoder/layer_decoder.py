@@ -70,7 +70,7 @@ class LayerDecoder(abc.ABC):
         self._batches[:, 8] = self._x_TD.data_ptr()
         self._batches[:, 9] = [ids_TK.data_ptr() for ids_TK in self._ids_LTK]
         self._batches[:, 10] = self._weights_TK.data_ptr()
-        self._batches[:, 11:] = dtype is torch.float32, bits_of(spec.head_dim**-0.5)
+        self._batches[:, 11:] = dtype is torch.float32, bits_of(spec.softmax_scale)
 
     def accepts(self, batch: AttentionBatch) -> bool:
         """Return whether a batch has few sequences, with one new token each."""

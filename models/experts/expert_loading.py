@@ -190,7 +190,7 @@ def _stored_weight(
             scale = stored[f"{role}_scale"].to(torch.float32)
             scales.append(scale.repeat_interleave(FP8_BLOCK, 0)[: len(stored[role])][rows])
         return pack_fp8(weight_NK, torch.cat(scales))
-    matrices = [stored[role] if spec.clamp is None else stored[role].t() for role, _ in parts]
+    matrices = [stored[role].t() if is_transposed(spec) else stored[role] for role, _ in parts]
     are_narrow = all(matrix.dtype is torch.bfloat16 for matrix in matrices)
     if dtype is not torch.float32 or not are_narrow:
         return None
@@ -241,9 +241,15 @@ def _deinterleave(rows: Tensor, F: int, copy: Copy, into: Tensor) -> None:
 
 
 def _matrix(stored: Mapping[str, Tensor], role: str, spec: ModelSpec) -> Tensor:
-    """Return [out rows, in columns]. Clamped floats are stored transposed, MXFP4 is not."""
+    """Return [out rows, in columns]."""
     if f"{role}_blocks" in stored:
         return dequantize_mxfp4(stored[f"{role}_blocks"], stored[f"{role}_scales"])
     if f"{role}_scale" in stored:
         return dequantize_fp8_blocks(stored[role], stored[f"{role}_scale"])
-    return stored[role] if spec.clamp is None else stored[role].t()
+    return stored[role].t() if is_transposed(spec) else stored[role]
+
+
+def is_transposed(spec: ModelSpec) -> bool:
+    """Return whether floats are stored [in rows, out columns]; MXFP4 is not."""
+    names = spec.family.experts
+    return names is None or names.transposed

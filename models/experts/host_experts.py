@@ -37,7 +37,7 @@ from contracts.errors import ResourceError
 from contracts.logs import event
 from contracts.machine import free_bytes
 from models.experts.expert_layout import ExpertLayout, expert_pieces
-from models.experts.expert_loading import copy_experts
+from models.experts.expert_loading import copy_experts, is_transposed
 from models.experts.expert_store import ExpertBuffer
 from models.spec.checkpoint_files import ROUTING
 from models.weights.checkpoint import Checkpoint, expert_weight_specs
@@ -299,9 +299,9 @@ def unpin(memory: Tensor) -> None:
 
 
 def _is_stored_as_computed(checkpoint: Checkpoint, layout: ExpertLayout) -> bool:
-    """Return whether the experts need no conversion except packing. Clamped ones always do."""
+    """Return whether the experts need no conversion except packing. Transposed ones always do."""
     spec = layout.spec
-    if spec.clamp is not None:
+    if is_transposed(spec):
         return False
     return all(
         checkpoint.entry(checkpoint.find(weight_spec)).dtype == _STORED[layout.dtype]

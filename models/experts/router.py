@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from kernels.linear import PackedLinear
-from kernels.routing import GroupLimit, limited_top_k, score_weights, softmax_top_k, softmax_weights
+from kernels.routing import (
+    GroupLimit,
+    limited_top_k,
+    score_weights,
+    softmax_top_k,
+    softmax_weights,
+    sparsemixer,
+    sparsemixer_weights,
+)
 from kernels.steps import LIGHT_ROWS, Steps, row_tiles
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -20,11 +28,20 @@ from models.weights.loading import Loader
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Input of the experts: x_TD in the model dtype, ids int64, weights float32."""
+    """Input of the experts: x_TD in the model dtype, ids int64, weights float32.
+
+    plain_TD: the router's input, if x_TD is that times the weights.
+    """
 
     x_TD: Tensor
     topk_ids_TK: Tensor
     topk_weights_TK: Tensor
+    plain_TD: Tensor | None = None
+
+    @property
+    def router_input(self) -> Tensor:
+        """Input of the router and of shared experts."""
+        return self.x_TD if self.plain_TD is None else self.plain_TD
 
 
 class ExpertRouter:
@@ -37,17 +54,17 @@ class ExpertRouter:
         self._scores = PackedLinear(
             router, loader.load(weight_specs["bias"]) if "bias" in weight_specs else None
         )
-        self._correction = (
-            loader.load(weight_specs["correction"]) if "correction" in weight_specs else None
-        )
+        correction = weight_specs.get("correction")
+        self._correction = None if correction is None else loader.load(correction).flatten()
         self.experts = spec.num_experts
         self.top_k = spec.top_k
         self._routing = spec.routing
-        self._plain = spec.family.routing == "plain"
+        self._plain = spec.family.routing == "softmax"
+        self._weighs_input = spec.family.weighs_input
         self._rounds = spec.family.rounds_topk_weights
 
     def __call__(self, x_TD: Tensor) -> RoutedTokens:
-        return self.choose(x_TD, self.logits(x_TD))
+        return self._applied(self.choose(x_TD, self.logits(x_TD)))
 
     def steps(self, x_TD: Tensor) -> Steps[RoutedTokens]:
         """Route tile by tile."""
@@ -55,11 +72,19 @@ class ExpertRouter:
         for tile in row_tiles(x_TD, LIGHT_ROWS):
             if chosen:
                 yield
-            chosen.append(self(x_TD[tile]))
-        if len(chosen) == 1:
-            return chosen[0]
+            chosen.append(self.choose(x_TD[tile], self.logits(x_TD[tile])))
         ids_TK = torch.cat([part.topk_ids_TK for part in chosen])
-        return RoutedTokens(x_TD, ids_TK, torch.cat([part.topk_weights_TK for part in chosen]))
+        weights_TK = torch.cat([part.topk_weights_TK for part in chosen])
+        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK))
+
+    def _applied(self, routed: RoutedTokens) -> RoutedTokens:
+        """Multiply the input of one expert per token by its weight, where the model does that."""
+        if not self._weighs_input:
+            return routed
+        x_TD, weights_T1 = routed.x_TD, routed.topk_weights_TK
+        return RoutedTokens(
+            x_TD * weights_T1.to(x_TD.dtype), routed.topk_ids_TK, torch.ones_like(weights_T1), x_TD
+        )
 
     def decode_fields(self, dtype: torch.dtype) -> tuple[int, ...] | None:
         """Return the router's fields of `attend_layer` for rows of a dtype, or None."""
@@ -84,6 +109,8 @@ class ExpertRouter:
                 round_to=self._round_to(logits_TE),
             )
             return RoutedTokens(x_TD, ids_TK, weights_TK)
+        if routing.score == "sparsemixer":
+            return RoutedTokens(x_TD, *sparsemixer(logits_TE, routing.jitter, self.top_k))
         limit = GroupLimit(routing.groups, routing.kept_groups, routing.best_of_group)
         ids_TK, weights_TK = limited_top_k(
             self._scored(logits_TE),
@@ -102,12 +129,15 @@ class ExpertRouter:
                 logits_TE, ids_TK, normalize=routing.normalize, round_to=self._round_to(logits_TE)
             )
             return RoutedTokens(x_TD, ids_TK, weights_TK)
+        if routing.score == "sparsemixer":
+            weights_TK = sparsemixer_weights(logits_TE, ids_TK, routing.jitter)
+            return RoutedTokens(x_TD, ids_TK, weights_TK)
         scores_TE = self._scored(logits_TE)
         weights_TK = score_weights(scores_TE, ids_TK, normalize=routing.normalize)
-        return RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale))
+        return self._applied(RoutedTokens(x_TD, ids_TK, weights_TK.mul_(routing.scale)))
 
     def _scored(self, logits_TE: Tensor) -> Tensor:
-        is_sigmoid = self._routing.score == "sigmoid"
+        is_sigmoid, logits_TE = self._routing.score == "sigmoid", logits_TE.float()
         return logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
 
     def _round_to(self, logits_TE: Tensor) -> torch.dtype | None:

@@ -155,7 +155,7 @@ class ExpertPredictor:
         if not is_whole:
             hidden_TD = subsample(hidden_TD)
             ids_TK, weights_TK = subsample(routed.topk_ids_TK), subsample(routed.topk_weights_TK)
-            routed = RoutedTokens(subsample(routed.x_TD), ids_TK, weights_TK)
+            routed = RoutedTokens(subsample(routed.router_input), ids_TK, weights_TK)
         kind = self._kind_of[following]
         found = predict_routing(
             self._half, self._profile, kind, layer, following, hidden_TD, routed
@@ -184,7 +184,7 @@ class ExpertPredictor:
             return RoutedTokens(routed.x_TD, predicted.topk_ids_TK, predicted.topk_weights_TK)
         router = self._half.router(predicted_routing.layer)
         assert router is not None
-        return router.weigh(routed.x_TD, predicted.topk_ids_TK)
+        return router.weigh(routed.router_input, predicted.topk_ids_TK)
 
 
 def subsample(rows_T: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class TextRunner:
         out_TD = torch.zeros(hidden_TD.shape, dtype=torch.float32)
         out_TD.index_add_(0, rows_N, y_ND.float() * weights_N.unsqueeze(1))
         after_TD = (hidden_TD + out_TD).to(hidden_TD.dtype)
-        shared_TD = self._half.shared(layer, routed.x_TD)
+        shared_TD = self._half.shared(layer, routed.router_input)
         if shared_TD is not None:
             after_TD.add_(shared_TD)
         return LayerActivations(layer, ids_T2, hidden_TD, routed, y_ND, after_TD, shared_TD)
@@ -245,7 +245,7 @@ class ProfileBuilder:
             router = half.router(layer)
             assert router is not None
             if kept:
-                logits_TE = router.logits(routed.x_TD).float()
+                logits_TE = router.logits(routed.router_input).float()
                 earlier, known_TF, q_TD = kept.pop()
                 fits[earlier].add(known_TF, logits_TE)
                 samples[earlier].append(

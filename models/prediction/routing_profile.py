@@ -288,9 +288,10 @@ def predict_routing(
     router = half.router(following)
     assert router is not None
     if kind == "router" or profile is None:
-        return router(routed.x_TD)
+        return router(routed.router_input)
     if kind == "fitted":
-        return router.choose(routed.x_TD, features(routed, router.experts) @ profile.maps[layer])
+        features_TF = features(routed, router.experts)
+        return router.choose(routed.router_input, features_TF @ profile.maps[layer])
     q_TD = half.mlp_input(following, quasi_hidden(profile.means[layer], hidden_TD, routed))
     if kind == "quasi":
         return router(q_TD)
@@ -299,7 +300,7 @@ def predict_routing(
 
 def features(routed: RoutedTokens, experts: int) -> Tensor:
     """Return [T, D + E + 1] float32: x, the weight of each expert, 1."""
-    x_TD, weights_TK = routed.x_TD, routed.topk_weights_TK
+    x_TD, weights_TK = routed.router_input, routed.topk_weights_TK
     T, D = x_TD.shape
     found = torch.zeros(T, D + experts + 1, device=x_TD.device)
     found[:, :D] = x_TD

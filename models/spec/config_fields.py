@@ -77,12 +77,14 @@ class ConfigFields:
             value = default
         if value is None:
             raise self.error(keys[0], "missing; a positive integer is needed")
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]  # the same in each layer
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(keys[0], f"expected a positive integer, got {value!r}")
         return value
 
     def count(self, key: str, *, default: int) -> int:
-        """Return a non-negative integer."""
+        """Return an integer of 0 or more."""
         value = self.raw(key)
         if value is None:
             return default

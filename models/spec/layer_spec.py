@@ -3,34 +3,48 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from models.spec.config_fields import ConfigFields
-from models.spec.families import Family
+from models.spec.family import Family
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _CHUNKED, _FULL = "sliding_attention", "chunked_attention", "full_attention"
+_DENSE, _SPARSE = "dense", "sparse"
+Windows = tuple[int | None, ...]
 
 
 def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tuple[int, ...]:
     """Return the layers with experts, ascending. Raises CheckpointError."""
-    if not family.may_have_dense_layers:
-        return tuple(range(num_layers))
-    if family.first_moe_key is not None:
-        first = config.count(family.first_moe_key, default=family.default_first_moe)
-        return tuple(range(first, num_layers))
-    step = config.positive_int("decoder_sparse_step", default=1)
-    dense = set(config.int_list("mlp_only_layers"))
-    return tuple(
-        layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
-    )
+    layers = range(num_layers)
+    if family.dense == "none":
+        return tuple(layers)
+    if family.dense == "types" and config.has("mlp_layer_types"):
+        types = _types_of(config, "mlp_layer_types", [], (_DENSE, _SPARSE), num_layers)
+        return tuple(layer for layer in layers if types[layer] == _SPARSE)
+    if family.dense in ("first", "types"):
+        first, key = family.default_first_moe, family.first_moe_key
+        return tuple(layers[first if key is None else config.count(key, default=first) :])
+    if family.dense == "range":
+        step = config.positive_int("moe_layer_interval", default=1)
+        first, last = config.count("moe_layer_start_index", default=1), num_layers - 1
+        if config.raw("moe_layer_end_index") != -1:
+            last = config.count("moe_layer_end_index", default=last)
+        return tuple(layer for layer in layers[first : last + 1] if (layer + 1) % step == 0)
+    if family.dense == "step" and config.has("moe_layers"):
+        return tuple(sorted({*config.int_list("moe_layers")} & {*layers}))
+    key = "interleave_moe_layer_step" if family.dense == "step" else "decoder_sparse_step"
+    step = config.positive_int(key, default=1)
+    dense = set(config.int_list("mlp_only_layers")) if family.dense == "qwen" else set()
+    return tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)
 
 
-def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windows:
     """Return each layer's window, None for full attention. Raises CheckpointError."""
-    if family.alternating_window is not None:
-        return _by_layer_types(config, family.alternating_window, num_layers)
+    if family.windows in ("periodic", "later", "chunks"):
+        return _by_layer_types(config, family, num_layers)
     windows = _one_window(config, family, num_layers)
     types, kind = config.raw("layer_types"), _FULL if windows[0] is None else _SLIDING
     if types is not None and types != [kind] * num_layers:
@@ -38,11 +52,20 @@ def read_windows(config: ConfigFields, family: Family, num_layers: int) -> tuple
     return windows
 
 
-def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+def read_unrotated(config: ConfigFields, family: Family, windows: Windows) -> tuple[int, ...]:
+    """Return the layers without rope, ascending. Raises CheckpointError."""
+    if family.windows == "chunks":
+        return tuple(n for n, rope in enumerate(_rope_flags(config, len(windows))) if not rope)
+    if not family.ropes_windows_only:
+        return ()
+    return tuple(layer for layer, window in enumerate(windows) if window is None)
+
+
+def _one_window(config: ConfigFields, family: Family, num_layers: int) -> Windows:
     """Return one window for all layers."""
-    none: tuple[int | None, ...] = (None,) * num_layers
+    none: Windows = (None,) * num_layers
     switched, default = family.window_switch_key, family.default_window
-    if not family.reads_window:
+    if family.windows == "none":
         return none
     if switched is not None and not config.boolean(switched, default=False):
         return none
@@ -60,23 +83,55 @@ def _one_window(config: ConfigFields, family: Family, num_layers: int) -> tuple[
     return (config.positive_int("sliding_window", default=default),) * num_layers
 
 
-def _by_layer_types(config: ConfigFields, default: int, num_layers: int) -> tuple[int | None, ...]:
-    """Return windows by layer_types; by default every second layer is full, the first is not."""
-    types = config.raw("layer_types")
-    if types is None:
-        types = [_FULL if layer % 2 else _SLIDING for layer in range(num_layers)]
+def _by_layer_types(config: ConfigFields, family: Family, num_layers: int) -> Windows:
+    """Return windows by layer_types, or by the family's default for these."""
+    kind = _CHUNKED if family.windows == "chunks" else _SLIDING
+    key = "attention_chunk_size" if family.windows == "chunks" else "sliding_window"
+    slides = [] if config.has("layer_types") else _default_slides(config, family, num_layers)
+    default = [kind if each else _FULL for each in slides]
+    types = _types_of(config, "layer_types", default, (kind, _FULL), num_layers)
+    if config.is_null(key) and (kind in types or family.ropes_windows_only):
+        raise config.error(key, "null is not supported where layers differ in it")
+    if kind not in types:
+        return (None,) * num_layers
+    window = config.positive_int(key, default=family.default_window)
+    return tuple(window if each == kind else None for each in types)
+
+
+def _default_slides(config: ConfigFields, family: Family, num_layers: int) -> list[bool]:
+    if family.windows == "chunks":
+        return _rope_flags(config, num_layers)
+    if family.windows == "later":
+        first = config.count("max_window_layers", default=num_layers)
+        has_window = not config.is_null("sliding_window")
+        return [has_window and layer >= first for layer in range(num_layers)]
+    key, period = family.window_period
+    if key:
+        period = config.positive_int(key, default=period)
+    return [(layer + 1) % period != 0 for layer in range(num_layers)]
+
+
+def _rope_flags(config: ConfigFields, num_layers: int) -> list[bool]:
+    """Return by layer whether Llama 4 rotates queries and keys there."""
+    given = config.int_list("no_rope_layers")
+    if not given:
+        step = config.positive_int("no_rope_layer_interval", default=4)
+        return [(layer + 1) % step != 0 for layer in range(num_layers)]
+    if len(given) != num_layers:
+        raise config.error("no_rope_layers", f"expected {num_layers} numbers, got {len(given)}")
+    return [flag != 0 for flag in given]
+
+
+def _types_of(
+    config: ConfigFields, key: str, default: list[str], known: Sequence[str], num_layers: int
+) -> list[str]:
+    types = config.raw(key) or default
     if not isinstance(types, list) or len(types) != num_layers:
-        raise config.error("layer_types", f"expected a list of {num_layers}, got {types!r}")
+        raise config.error(key, f"expected a list of {num_layers}, got {types!r}")
     for kind in types:
-        if kind not in (_SLIDING, _FULL):
-            raise config.error("layer_types", f"{kind!r} is not supported")
-    if config.is_null("sliding_window"):
-        raise config.error("sliding_window", "null is not supported where layers differ in it")
-    window = config.positive_int("sliding_window", default=default)
-    return tuple(window if kind == _SLIDING else None for kind in types)
-
-
-_DEFAULT_Q_RANK = 1536  # if the key is missing; null: none
+        if kind not in known:
+            raise config.error(key, f"{kind!r} is not supported; supported: {', '.join(known)}")
+    return types
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +154,9 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_rank + self.rope_dim
 
 
-def read_latent(config: ConfigFields, *, num_heads: int, always_interleaved: bool) -> LatentSpec:
+def read_latent(config: ConfigFields, family: Family, num_heads: int) -> LatentSpec:
     """Read the sizes of latent attention. Raises CheckpointError."""
+    always_interleaved = family.routing == "deepseek_v2"
     if config.positive_int("num_key_value_heads", default=num_heads) != num_heads:
         raise config.error(
             "num_key_value_heads",
@@ -108,7 +164,7 @@ def read_latent(config: ConfigFields, *, num_heads: int, always_interleaved: boo
         )
     q_rank = None
     if not config.is_null("q_lora_rank"):
-        q_rank = config.positive_int("q_lora_rank", default=_DEFAULT_Q_RANK)
+        q_rank = config.positive_int("q_lora_rank", default=family.default_q_rank)
     halves = config.is_null("rope_interleave")
     latent = LatentSpec(
         kv_rank=config.positive_int("kv_lora_rank"),
@@ -127,24 +183,33 @@ class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Routing rule of a layer. Experts form `groups`, of which the best `kept_groups` stay.
 
     A group's score is the sum of its `best_of_group` best experts. Weights are normalised over the
-    chosen experts if `normalize`, then multiplied by `scale`.
+    chosen experts if `normalize`, then multiplied by `scale`. `jitter`: see `sparsemixer`.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     normalize: bool
     groups: int = 1
     kept_groups: int = 1
     best_of_group: int = 1
     scale: float = 1.0
+    jitter: float = 0.0
 
 
 def read_routing(config: ConfigFields, family: Family, num_experts: int) -> RoutingSpec:
     """Read the routing rule. Raises CheckpointError for unsupported ones."""
-    normalize = family.always_norm_topk or config.boolean("norm_topk_prob", default=False)
-    if family.routing == "plain":
+    default_norm = family.default_norm_topk and not config.is_null("norm_topk_prob")
+    normalize = family.always_norm_topk or config.boolean("norm_topk_prob", default=default_norm)
+    if family.routing == "softmax":
         return RoutingSpec(normalize=normalize)
+    if family.routing == "sparsemixer":
+        jitter = config.number("router_jitter_noise", default=0.01)
+        return RoutingSpec(score="sparsemixer", normalize=False, jitter=jitter)
+    scale, key = family.default_routed_scale, family.scale_key
+    if key is not None:
+        scale = config.number(key, default=scale)
+    if family.routing == "scored":
+        return RoutingSpec(score=family.score, normalize=normalize, scale=scale)
     _refuse_others(config, family)
-    scale = config.number("routed_scaling_factor", default=family.default_routed_scale)
     if family.routing == "deepseek_v2":
         if config.is_null("topk_method"):
             raise config.error("topk_method", "null is not supported; supported: greedy")
@@ -157,7 +222,6 @@ def read_routing(config: ConfigFields, family: Family, num_experts: int) -> Rout
         raise config.error(
             "n_group", f"{groups} groups of {num_experts} experts: fewer than 2 each"
         )
-    normalize = config.boolean("norm_topk_prob", default=not config.is_null("norm_topk_prob"))
     return RoutingSpec(
         score="sigmoid",
         normalize=normalize,
@@ -197,7 +261,7 @@ def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int
             f"{groups} groups, {kept} of them kept (topk_group), do not divide the {num_experts}"
             " experts",
         )
-    top_k = config.positive_int("num_experts_per_tok", default=family.default_top_k)
+    top_k = config.positive_int(*family.top_k_keys, default=family.default_top_k)
     if top_k > kept * (num_experts // groups):
         raise config.error(
             "num_experts_per_tok",
@@ -207,7 +271,6 @@ def _groups(config: ConfigFields, family: Family, num_experts: int) -> tuple[int
 
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
-SUPPORTED_ROPE = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,20 +301,38 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return math.floor(self.factor * self.original_context_tokens)
 
 
-def read_rope(config: ConfigFields, *, default_theta: float) -> RopeSpec:
+def read_rotary_dim(config: ConfigFields, family: Family, head_dim: int) -> int:
+    """Return the elements of a head that rope rotates. Raises CheckpointError."""
+    scaling = _rope_fields(config, family.default_rope_theta)
+    key = "partial_rotary_factor"
+    if family.rotary_fraction is None:
+        for fields in (config, scaling):
+            if fields.raw(key) not in (None, 1, 1.0):
+                raise fields.error(key, f"{fields.raw(key)!r} is not supported; supported: 1.0")
+        return head_dim
+    fraction = 1.0 if config.is_null(key) else family.rotary_fraction
+    if family.rotary_dim_key is not None and config.has(family.rotary_dim_key):
+        fraction = config.positive_int(family.rotary_dim_key) / head_dim
+    rotated = int(head_dim * scaling.number(key, default=config.number(key, default=fraction)))
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise scaling.error(key, f"rotates {rotated} of {head_dim} elements, not an even part")
+    return rotated
+
+
+def read_rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     """Read the rope parameters. Raises CheckpointError for unsupported or incomplete scalings."""
+    default_theta = family.default_rope_theta
     scaling = _rope_fields(config, default_theta)
     theta = _read_theta(config, scaling, default_theta)
     kind = scaling.raw("rope_type", "type") or "default"
-    if kind not in SUPPORTED_ROPE:
+    if kind not in family.rope_kinds:
         raise scaling.error(
-            "rope_type", f"{kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE)}"
+            "rope_type", f"{kind!r} is not supported; supported: {', '.join(family.rope_kinds)}"
         )
-    for fields in (config, scaling):
-        if fields.raw("partial_rotary_factor") not in (None, 1, 1.0):
-            raise fields.error("partial_rotary_factor", "only 1.0 is supported")
     if kind not in ("default", "yarn") and scaling.raw("mscale_all_dim"):
         raise scaling.error("mscale_all_dim", f"is not supported with rope_type {kind}, only yarn")
+    if kind == "dynamic" and family.rope_alpha and scaling.raw("alpha"):
+        theta *= scaling.number("alpha") ** (head_dim / (head_dim - 2))
     if kind in ("default", "dynamic"):
         return RopeSpec(theta=theta)
     if kind == "linear":

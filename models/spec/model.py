@@ -17,7 +17,8 @@ from contracts.requests import Sampling, check_sampling
 from kernels.quantization import FP8_BLOCK
 from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
-from models.spec.families import FAMILIES, Family
+from models.spec.families import FAMILIES
+from models.spec.family import Family, QkNorm
 from models.spec.layer_spec import (
     LatentSpec,
     RopeSpec,
@@ -25,7 +26,9 @@ from models.spec.layer_spec import (
     read_latent,
     read_moe_layers,
     read_rope,
+    read_rotary_dim,
     read_routing,
+    read_unrotated,
     read_windows,
 )
 
@@ -54,7 +57,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     A sliding window W lets position p see positions p-W+1 .. p. `dtype`: of config.json (default
     float32, bfloat16 if quantised). `dense_ffn_size`: 0 without dense layers. `latent`: sizes of
-    latent attention; `head_dim` is then that of a query, and each head has a KV head.
+    latent attention; `head_dim` is then that of a query, and each head has a KV head. `rope_dim`:
+    elements of a head that rope rotates, in all layers but the `unrotated`. `clip_qkv`: limit of
+    queries, keys and values. `embedding_scale` multiplies embeddings, `logits_scale` logits.
+    `query_tuning` (s, n): without rope, 1 + s log(1 + (p + 1) // n) multiplies queries.
     """
 
     architecture: str
@@ -75,23 +81,23 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_context_tokens: int
     tie_word_embeddings: bool
     attention_bias: bool
-    qk_norm: bool
+    qk_norm: QkNorm
+    rope_dim: int
+    softmax_scale: float
     sliding_windows: tuple[int | None, ...]
     dtype: StoredDtype
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     num_shared_experts: int = 0
+    shared_ffn_size: int = 0
     latent: LatentSpec | None = None
     clamp: ClampSpec | None = None
-
-    @property
-    def rope_dim(self) -> int:
-        """Elements of a head that rope rotates."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
-
-    @property
-    def shared_ffn_size(self) -> int:
-        return self.num_shared_experts * self.expert_ffn_size
+    unrotated: tuple[int, ...] = ()
+    clip_qkv: float | None = None
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    head_bias: bool = False
+    query_tuning: tuple[float, float] | None = None
 
     @property
     def family(self) -> Family:
@@ -147,7 +153,12 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
     dense = len(moe_layers) < num_layers
     latent, num_kv_heads, head_dim = _heads(config, family, num_heads, hidden_size)
     num_experts = config.positive_int(*family.num_experts_keys)
-    rope = _rope(config, family)
+    rope = _rope(config, family, head_dim)
+    windows = read_windows(config, family, num_layers)
+    rotary_dim = head_dim if latent is None else latent.rope_dim
+    expert_ffn_size = config.positive_int(family.expert_ffn_key)
+    shared, shared_ffn_size = _shared_experts(config, family, expert_ffn_size)
+    factors = _factors(config, family, head_dim)
     spec = ModelSpec(
         architecture=family.model_type,
         num_layers=num_layers,
@@ -156,26 +167,34 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         num_experts=num_experts,
-        top_k=config.positive_int("num_experts_per_tok", default=family.default_top_k),
-        expert_ffn_size=config.positive_int(family.expert_ffn_key),
-        dense_ffn_size=config.positive_int("intermediate_size") if dense else 0,
+        top_k=config.positive_int(*family.top_k_keys, default=family.default_top_k),
+        expert_ffn_size=expert_ffn_size,
+        dense_ffn_size=config.positive_int(family.dense_ffn_key) if dense else 0,
         moe_layers=moe_layers,
         routing=read_routing(config, family, num_experts),
         rope=rope,
-        rms_norm_eps=config.number("rms_norm_eps", default=family.default_rms_norm_eps),
+        rms_norm_eps=factors.eps,
         vocab_size=config.positive_int("vocab_size"),
         max_context_tokens=_context_tokens(config, rope),
-        tie_word_embeddings=config.boolean("tie_word_embeddings", default=False),
-        attention_bias=family.reads_attention_bias
-        and config.boolean("attention_bias", default=family.default_attention_bias),
-        qk_norm=family.qk_norm,
-        sliding_windows=read_windows(config, family, num_layers),
+        tie_word_embeddings=config.boolean("tie_word_embeddings", default=family.default_tied),
+        attention_bias=_switch(config, family.bias_key, family.default_attention_bias),
+        qk_norm=_qk_norm(config, family),
+        rope_dim=read_rotary_dim(config, family, rotary_dim),
+        softmax_scale=factors.softmax * (1.0 if latent is None else rope.softmax_factor),
+        sliding_windows=windows,
         dtype=_stored_dtype(config),
         eos_token_ids=eos_token_ids,
         bos_token_id=config.token_ids("bos_token_id")[0] if config.has("bos_token_id") else None,
-        num_shared_experts=_shared_experts(config, family),
+        num_shared_experts=shared,
+        shared_ffn_size=shared_ffn_size,
         latent=latent,
         clamp=_clamp(config) if family.experts is None else None,
+        unrotated=read_unrotated(config, family, windows),
+        clip_qkv=_clip(config, family),
+        embedding_scale=factors.embedding,
+        logits_scale=factors.logits,
+        head_bias=_switch(config, family.head_bias_key, default=False),
+        query_tuning=_query_tuning(config) if family.windows == "chunks" else None,
     )
     _check_consistency(config, spec)
     return spec
@@ -209,25 +228,82 @@ def _heads(
 ) -> tuple[LatentSpec | None, int, int]:
     """Return (latent sizes, KV heads, head dim)."""
     if family.attention == "grouped":
-        kv_heads = config.positive_int("num_key_value_heads", default=family.default_kv_heads)
-        head_dim = config.positive_int("head_dim", default=hidden_size // num_heads)
+        default_kv, default_dim = family.default_kv_heads, family.default_head_dim
+        kv_heads = config.positive_int("num_key_value_heads", default=default_kv or num_heads)
+        head_dim = config.positive_int("head_dim", default=default_dim or hidden_size // num_heads)
         return None, kv_heads, head_dim
-    second = family.routing == "deepseek_v2"
-    latent = read_latent(config, num_heads=num_heads, always_interleaved=second)
+    latent = read_latent(config, family, num_heads)
     return latent, num_heads, latent.nope_dim + latent.rope_dim
 
 
-def _rope(config: ConfigFields, family: Family) -> RopeSpec:
+def _rope(config: ConfigFields, family: Family, head_dim: int) -> RopeSpec:
     given = config.has("rope_parameters") or config.raw("rope_scaling")
     if family.needs_rope_parameters and not given:
         raise config.error("rope_parameters", f"missing; {family.model_type} needs them")
-    return read_rope(config, default_theta=family.default_rope_theta)
+    return read_rope(config, family, head_dim)
 
 
-def _shared_experts(config: ConfigFields, family: Family) -> int:
-    if family.shared is None:
-        return 0
-    return config.positive_int("n_shared_experts", default=family.default_shared_experts)
+def _switch(config: ConfigFields, key: str | None, default: bool) -> bool:
+    return key is not None and config.boolean(key, default=default)
+
+
+def _qk_norm(config: ConfigFields, family: Family) -> QkNorm:
+    key = family.qk_norm_key
+    has_norm = key is None or config.boolean(key, default=family.default_qk_norm)
+    return family.qk_norm if has_norm else ""
+
+
+def _clip(config: ConfigFields, family: Family) -> float | None:
+    key = family.clip_key
+    return None if key is None or not config.has(key) else config.number(key)
+
+
+def _query_tuning(config: ConfigFields) -> tuple[float, float] | None:
+    if not config.boolean("attn_temperature_tuning", default=True):
+        return None
+    return config.number("attn_scale", default=0.1), config.number("floor_scale", default=8192)
+
+
+def _shared_experts(config: ConfigFields, family: Family, expert_ffn_size: int) -> tuple[int, int]:
+    """Return the number of shared experts and the size of the MLP that they are."""
+    key = family.shared_size_key or family.shared_key
+    if not family.shared or key is None:
+        return 0, 0
+    if family.may_lack_shared:
+        count = config.count(key, default=family.default_shared)
+    else:
+        count = config.positive_int(key, default=family.default_shared or None)
+    if family.shared_size_key is not None:
+        return min(count, 1), count
+    return count, count * expert_ffn_size
+
+
+class _Factors(msgspec.Struct, frozen=True):
+    eps: float
+    softmax: float
+    embedding: float = 1.0
+    logits: float = 1.0
+
+
+def _factors(config: ConfigFields, family: Family, head_dim: int) -> _Factors:
+    """Return the epsilon of norms and the factors of embeddings, softmax and logits.
+
+    Granite multiplies what is added to the residual by m. A residual of 1/m of the size, with
+    an epsilon of 1/m² in the norms, has the same logits without.
+    """
+    eps = config.number("rms_norm_eps", default=family.default_rms_norm_eps)
+    if not family.multipliers:
+        scale = 1.0
+        if _switch(config, family.embedding_switch_key, default=False):
+            scale = config.positive_int("hidden_size") ** 0.5
+        return _Factors(eps, head_dim**-0.5, scale)
+    multiplier = config.number("residual_multiplier", default=1.0)
+    return _Factors(
+        eps=eps / multiplier**2,
+        softmax=config.number("attention_multiplier", default=1.0),
+        embedding=config.number("embedding_multiplier", default=1.0) / multiplier,
+        logits=1.0 / config.number("logits_scaling", default=1.0),
+    )
 
 
 def _clamp(config: ConfigFields) -> ClampSpec:
@@ -241,7 +317,7 @@ def _context_tokens(config: ConfigFields, rope: RopeSpec) -> int:
 
 
 def _refuse_unsupported(config: ConfigFields, family: Family) -> None:
-    for key, supported in _REQUIRED_VALUES.items():
+    for key, supported in (*_REQUIRED_VALUES.items(), *family.required):
         if config.has(key) and config.raw(key) != supported:
             raise config.error(
                 key, f"{config.raw(key)!r} is not supported; supported: {supported!r}"

@@ -21,6 +21,7 @@ from models.text.chat_template import (
     pieces_of,
 )
 from models.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from models.text.tiktoken_file import byte_level_alphabet
 from models.text.tokenizer_files import read_tokenizer_files
 
 THREAD_ABOVE_CHARACTERS = 16_384  # below, encoding costs less than a thread switch
@@ -304,7 +305,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _bytes_of_character(self) -> dict[str, int]:
-        return {character: byte for byte, character in _byte_level_alphabet().items()}
+        return {character: byte for byte, character in byte_level_alphabet().items()}
 
     def token_text(self, token_id: int) -> str:
         """Return the token as in the vocabulary; empty outside the vocabulary."""
@@ -356,15 +357,6 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     state = json.loads(backend.decoder.__getstate__())
     kinds = [part["type"] for part in state.get("decoders", [state])]
     return kinds[0] == "ByteLevel" and set(kinds[1:]) <= {"Fuse"}
-
-
-def _byte_level_alphabet() -> dict[int, str]:
-    """Return GPT-2's character of each byte: itself if printable, else U+0100 onwards."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    alphabet = {byte: chr(byte) for byte in printable}
-    alphabet.update({byte: chr(0x100 + index) for index, byte in enumerate(others)})
-    return alphabet
 
 
 SUFFIX_CHARACTERS = 64

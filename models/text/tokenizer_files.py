@@ -12,7 +12,9 @@ import tokenizers
 from tokenizers import AddedToken
 
 from contracts.errors import CheckpointError
+from models.text.tiktoken_file import PATTERNS, read_tiktoken
 
+TOKENIZER, TIKTOKEN = "tokenizer.json", "tiktoken.model"
 _NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EXTRA, _FORMER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 Token = str | AddedToken
@@ -32,17 +34,8 @@ class TokenizerFiles(NamedTuple):
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     """Read the files. Raises CheckpointError, in one line."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder}: no tokenizer.json (a fast tokenizer is needed); make one of "
-            "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
-        raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
     config = _read_json(folder / "tokenizer_config.json")
+    backend = _read_backend(folder, config)
     try:
         named = _add_tokens(backend, folder, config)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -55,11 +48,36 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 def tokenizer_digest(folder: Path) -> bytes:
     """Return 32 bytes, equal for folders with equal token ids. Raises CheckpointError."""
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER
+    if not path.is_file() and (folder / TIKTOKEN).is_file():
+        path = folder / TIKTOKEN
     try:
         return hashlib.sha256(path.read_bytes()).digest()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_backend(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001  (the library raises bare Exception)
+            raise CheckpointError(f"{path}: cannot be read: {_one_line(error)}") from None
+    kind = _read_json(folder / "config.json").get("model_type")
+    if (folder / TIKTOKEN).is_file() and kind in PATTERNS:
+        special = _decoder_tokens(folder, config.get("added_tokens_decoder") or {})
+        return read_tiktoken(folder / TIKTOKEN, PATTERNS[kind], special)
+    code = config.get("auto_map")
+    if code is not None:
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: auto_map: {code!r:.128} is code of the"
+            f" checkpoint, which is never run; add a {TOKENIZER}"
+        )
+    raise CheckpointError(
+        f"{folder}: no {TOKENIZER} (a fast tokenizer is needed); make one of "
+        "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -163,9 +163,11 @@ def expert_weight_specs(
 
 def fused_weight_specs(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> WeightSpecs | None:
     """Return the tensors over all experts, or None if stored singly. Raises CheckpointError."""
-    if spec.clamp is None:
+    names = spec.family.experts
+    if names is not None:
         fused = layout.fused_expert_tensors(spec, layer)
-        return fused if checkpoint.has(fused["gate_up"].names[0]) else None
+        is_fused = names.gate is None or any(map(checkpoint.has, fused["gate_up"].names))
+        return fused if is_fused else None
     packed = layout.packed_expert_tensors(spec, layer)
     if not any(checkpoint.has(packed[role].names[0]) for role in ("gate_up_blocks", "down_blocks")):
         return layout.clamped_expert_tensors(spec, layer)
@@ -203,7 +205,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 _FP8_SCALE = "_scale_inv"
-_INVERSE_FREQUENCIES = re.compile(r"(^|\.)rotary_emb\.inv_freq$")  # computed from config.json
+_INVERSE_FREQUENCIES = (r"(^|\.)rotary_emb\.inv_freq$",)  # computed from config.json
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -226,7 +228,7 @@ def refuse_unread(
 def _is_ignorable(spec: ModelSpec, name: str, read: Collection[str]) -> bool:
     if name.endswith(_FP8_SCALE) and name.removesuffix(_FP8_SCALE) in read:
         return True
-    if _INVERSE_FREQUENCIES.search(name):
+    if any(re.search(names, name) for names in (*_INVERSE_FREQUENCIES, *spec.family.ignored)):
         return True
     layer = _LAYER.match(name)
     beyond = layer is not None and int(layer[1]) >= spec.num_layers

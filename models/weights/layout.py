@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from kernels.quantization import MXFP4_GROUP
 from models.spec.checkpoint_files import HEAD
+from models.spec.family import Names
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
 
@@ -40,16 +41,24 @@ def outer_tensors(spec: ModelSpec) -> WeightSpecs:
     }
     if not spec.tie_word_embeddings:
         weight_specs["head"] = _one(HEAD, V, D)
+    if spec.head_bias:
+        weight_specs["head_bias"] = _one(HEAD.replace("weight", "bias"), V)
+    if spec.family.layer_norm:
+        weight_specs["final_norm_bias"] = _one("model.norm.bias", D)
     return weight_specs
 
 
 def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return attention_norm and mlp_norm [D] of a layer."""
-    at = f"model.layers.{layer}"
-    return {
-        "attention_norm": _one(f"{at}.input_layernorm.weight", spec.hidden_size),
-        "mlp_norm": _one(f"{at}.post_attention_layernorm.weight", spec.hidden_size),
-    }
+    """Return attention_norm and mlp_norm [D] of a layer, and their biases if it has LayerNorms."""
+    weight_specs, kinds = {}, ("weight", "bias") if spec.family.layer_norm else ("weight",)
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if spec.family.sandwich_norm:
+        names |= {"mlp_norm": "pre_mlp_layernorm", "mlp_out_norm": "post_mlp_layernorm"}
+    for role, name in names.items():
+        for kind in kinds:
+            key = role if kind == "weight" else f"{role}_bias"
+            weight_specs[key] = _one(f"model.layers.{layer}.{name}.{kind}", spec.hidden_size)
+    return weight_specs
 
 
 def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
@@ -62,13 +71,19 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     weight_specs = {}
     for role, rows, columns in (("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
         weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
-        if spec.attention_bias:
+        if spec.attention_bias and (role != "o" or spec.family.has_output_bias):
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
     if spec.family.sinks:
         weight_specs["sinks"] = _one(f"{at}.self_attn.sinks", spec.num_heads)
-    if spec.qk_norm:
-        weight_specs["q_norm"] = _one(f"{at}.self_attn.q_norm.weight", d)
-        weight_specs["k_norm"] = _one(f"{at}.self_attn.k_norm.weight", d)
+    if spec.family.sandwich_norm:
+        weight_specs["out_norm"] = _one(f"{at}.post_attention_layernorm.weight", D)
+    if spec.family.gates_attention:
+        weight_specs["gate"] = _one(f"{at}.self_attn.gate_proj.weight", q, D)
+    if spec.qk_norm not in ("", "plain_head"):
+        q_norm, k_norm = spec.family.qk_norm_names
+        q, kv = (q, kv) if spec.qk_norm == "projection" else (d, d)
+        weight_specs["q_norm"] = _one(f"{at}.self_attn.{q_norm}.weight", q)
+        weight_specs["k_norm"] = _one(f"{at}.self_attn.{k_norm}.weight", kv)
     return weight_specs
 
 
@@ -111,15 +126,25 @@ def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSp
 
 def dense_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return gate and up [F, D], down [D, F] of a dense layer's MLP."""
-    return _mlp_tensors(f"model.layers.{layer}.mlp", spec.hidden_size, spec.dense_ffn_size)
+    at = f"model.layers.{layer}.{spec.family.mlp}"
+    return _mlp_tensors(at, spec.hidden_size, spec.dense_ffn_size)
 
 
 def shared_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
-    """Return the tensors of a layer's shared experts, which are one MLP; empty without any."""
-    at = spec.family.shared
-    if at is None or not spec.is_moe(layer):
+    """Return the tensors of a layer's shared experts, which are one MLP; empty without any.
+
+    Gate, up and down, or gate_up [2F, D] and down; output_gate [1, D] if it has one.
+    """
+    D, F = spec.hidden_size, spec.shared_ffn_size
+    if not F or not spec.is_moe(layer):
         return {}
-    return _mlp_tensors(at.format(layer=layer), spec.hidden_size, spec.shared_ffn_size)
+    names, gate = _of_layer(spec.family.shared, layer), spec.family.shared_gate
+    if len(names) == 2:
+        return {"gate_up": _one(names[0], 2 * F, D), "down": _one(names[1], D, F)}
+    weight_specs = _mlp_tensors(names[0], D, F)
+    if gate is not None:
+        weight_specs["output_gate"] = _one(gate.format(layer=layer), 1, D)
+    return weight_specs
 
 
 def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
@@ -133,13 +158,14 @@ def _mlp_tensors(at: str, D: int, F: int) -> WeightSpecs:
 def router_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return router [E, D] of a MoE layer, and its bias and correction bias [E] if it has them."""
     family, E = spec.family, spec.num_experts
-    names = tuple(name.format(layer=layer) for name in family.router)
-    weight_specs = {"router": WeightSpec(names, (E, spec.hidden_size), family.float32_router)}
+    names, shape = _of_layer(family.router, layer), (E, spec.hidden_size)
+    weight_specs = {"router": WeightSpec(names, shape, family.float32_router)}
     if family.router_bias is not None:
         weight_specs["bias"] = _one(family.router_bias.format(layer=layer), E)
-    if family.correction_bias is not None:
-        name = family.correction_bias.format(layer=layer)
-        weight_specs["correction"] = WeightSpec((name,), (E,), float32=True)
+    if family.correction_bias:
+        names = _of_layer(family.correction_bias, layer)
+        size = (1, E) if family.correction_is_matrix else (E,)
+        weight_specs["correction"] = WeightSpec(names, size, float32=True)
     return weight_specs
 
 
@@ -148,6 +174,7 @@ def expert_tensors(spec: ModelSpec, layer: int, expert: int) -> WeightSpecs:
     D, F = spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
+    assert names.gate is not None
     return {
         "gate": _one(names.gate.format(layer=layer, expert=expert), F, D),
         "up": _one(names.up.format(layer=layer, expert=expert), F, D),
@@ -160,9 +187,10 @@ def fused_expert_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     E, D, F = spec.num_experts, spec.hidden_size, spec.expert_ffn_size
     names = spec.family.experts
     assert names is not None
+    turn = -1 if names.transposed else 1
     return {
-        "gate_up": _one(names.fused_gate_up.format(layer=layer), E, 2 * F, D),
-        "down": _one(names.fused_down.format(layer=layer), E, D, F),
+        "gate_up": WeightSpec(_of_layer(names.fused_gate_up, layer), (E, *(2 * F, D)[::turn])),
+        "down": WeightSpec(_of_layer(names.fused_down, layer), (E, *(D, F)[::turn])),
     }
 
 
@@ -211,6 +239,10 @@ def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     mlp = router_tensors if spec.is_moe(layer) else dense_tensors
     for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
         yield from tensors(spec, layer).values()
+
+
+def _of_layer(names: Names, layer: int) -> Names:
+    return tuple(name.format(layer=layer) for name in names)
 
 
 def _one(name: str, *shape: int) -> WeightSpec:

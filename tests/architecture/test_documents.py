@@ -15,7 +15,7 @@ from tests.architecture.support import ROOT, tracked_files
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ".sh", ".svg", ""}
-MAX_LINES, MAX_COLUMNS = 130, 100
+MAX_LINES, MAX_COLUMNS = {"README.md": 150, "docs/structure.md": 130}, 100
 
 # `planner/scheduling/task_order.py`, `docs/`, [words](docs/structure.md)
 _TICKED = re.compile(r"`([\w./-]+)`")
@@ -64,10 +64,12 @@ def test_class_names_in_documents_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/structure.md"])
+@pytest.mark.parametrize("name", MAX_LINES)
 def test_introductory_documents_are_short(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_LINES, f"{name}: {len(lines)} lines; the rest has pages of its own"
+    assert len(lines) <= MAX_LINES[name], (
+        f"{name}: {len(lines)} lines; the rest has pages of its own"
+    )
     prose = [line for line in lines if not line.startswith(("|", "!"))]
     assert not [line for line in prose if len(line) > MAX_COLUMNS]
 

@@ -14,7 +14,7 @@ import torch
 
 from models.decoder.batch import SequenceSlice
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import Checkpoints
+from tests.support.tiny_models import MORE_FAMILIES, Checkpoints
 from tests.support.transformers_oracle import Oracle
 
 TOLERANCE = 1e-4
@@ -270,7 +270,7 @@ def test_a_prefix_written_in_the_same_pass_can_be_shared(
     assert difference(logits[12:], oracle(folder).logits(a)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_bfloat16_logits_stay_near_those_of_transformers_in_bfloat16(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:

@@ -31,6 +31,11 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
                      "n_routed_experts": 10, "n_group": 5, "topk_group": 2}),
     ("deepseek_v3", {}),
     ("gpt_oss", {"num_local_experts": 5}),
+    ("glm4_moe", {}),
+    ("qwen2_moe", {}),
+    ("granitemoeshared", {}),
+    ("afmoe", {}),
+    ("llama4_text", {}),
 ]  # fmt: skip
 SPLITS = [(1, 1), (1, 2), (2, 3)]
 PLANS = [
@@ -128,6 +133,8 @@ PLANS_BY_FAMILY_AND_CHANNEL = [
     ("qwen3_moe", "tcp", FEW_PLANS),
     ("mixtral", "shm", FEW_PLANS),
     ("gpt_oss", "tcp", FEW_PLANS),
+    ("afmoe", "shm", FEW_PLANS),
+    ("llama4_text", "tcp", FEW_PLANS),
 ]
 
 
@@ -298,7 +305,11 @@ def test_log_probabilities_of_prompt_tokens_equal_the_single_process_path(
     ("family", "backend"),
     [
         *(("qwen3_moe", "shm"), ("mixtral", "tcp"), ("deepseek_v2", "shm")),
-        *(("deepseek_v3", "tcp"), ("gpt_oss", "shm")),  # the channel has no part in what is kept
+        *(
+            ("deepseek_v3", "tcp"),
+            ("gpt_oss", "shm"),
+            ("llama4_text", "tcp"),
+        ),  # the channel has no part in what is kept
     ],
 )
 def test_expert_ranks_that_keep_few_experts_give_the_bits_of_those_that_keep_all(

@@ -47,7 +47,7 @@ from tests.support.group_harness import (
     until,
 )
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import FAMILIES, VOCABULARY, Checkpoints
+from tests.support.tiny_models import FAMILIES, UNUSUAL_FAMILIES, VOCABULARY, Checkpoints
 
 BLOCK = 16
 PLANS = [Plan(), Plan(r1=2), Plan(r1=3)]
@@ -136,7 +136,7 @@ def batches_of(chance: random.Random) -> list[tuple[dict[int, list[int]], Plan, 
 
 
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL_FAMILIES])
 def test_a_batch_that_is_interrupted_at_random_yields_has_equal_bits(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:
@@ -172,7 +172,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("last_rows", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL_FAMILIES])
 def test_no_product_is_of_more_rows_than_a_tile_has_and_tiles_have_the_bits_of_the_whole(
     tiny_checkpoint: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
@@ -229,7 +229,7 @@ def test_a_batch_that_is_dropped_anywhere_leaves_the_others_as_they_are(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("every_step")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL_FAMILIES])
 def test_both_classes_get_the_logits_and_tokens_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str
 ) -> None:

@@ -38,6 +38,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {}),
     ("deepseek_v3", {}),
     ("gpt_oss", {"num_local_experts": 5}),
+    ("llama4_text", {}),
 ]
 LENGTHS = [23, 1, 40, 7, 64]
 

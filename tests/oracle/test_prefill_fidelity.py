@@ -28,6 +28,9 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {}),
     ("deepseek_v3", {}),
     ("gpt_oss", {"num_local_experts": 5}),
+    ("olmoe", {}),
+    ("afmoe", {}),
+    ("llama4_text", {}),
 ]
 MODES: list[dict[str, Any]] = [
     {},

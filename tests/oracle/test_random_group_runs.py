@@ -14,7 +14,7 @@ from planner.scheduling.batching import joining
 from tests.oracle.random_requests import check_random_requests
 from tests.support.group_harness import ThreadGroup, group_config
 from tests.support.local_model import LocalModel
-from tests.support.tiny_models import FAMILIES, Checkpoints
+from tests.support.tiny_models import FAMILIES, UNUSUAL_FAMILIES, Checkpoints
 
 RUNS_OF_EACH = 40
 
@@ -30,7 +30,7 @@ def random_plan(chance: random.Random) -> Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *UNUSUAL_FAMILIES])
 def test_random_runs_give_the_logits_and_tokens_of_the_single_process_path(
     tiny_checkpoint: Checkpoints, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.routing import local_index
+from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
@@ -76,7 +77,7 @@ class LocalModel:
             hidden_TD = attended.hidden_TD
             if attended.routed is not None:
                 self._add_experts(layer, hidden_TD, attended.routed)
-        return hidden_TD
+        return run_to_end(self.attention.residual(hidden_TD, batch))
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits [S, V] float32 of all positions, one tensor per sequence."""
@@ -114,6 +115,6 @@ class LocalModel:
             whole_TD = out_TD if whole_TD is None else whole_TD.add_(out_TD)
         if whole_TD is not None:
             hidden_TD.add_(whole_TD)
-        shared_TD = self.attention.shared(layer, routed.x_TD)
+        shared_TD = self.attention.shared(layer, routed.router_input)
         if shared_TD is not None:
             hidden_TD.add_(shared_TD)

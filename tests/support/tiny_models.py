@@ -84,7 +84,60 @@ _CLASSES = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "gpt_oss": "GptOss",
+    "qwen2_moe": "Qwen2Moe",
+    "olmoe": "Olmoe",
+    "minimax_m2": "MiniMaxM2",
+    "phimoe": "Phimoe",
+    "granitemoe": "GraniteMoe",
+    "granitemoeshared": "GraniteMoeShared",
+    "kimi_k2": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "solar_open": "SolarOpen",
+    "dots1": "Dots1",
+    "exaone_moe": "ExaoneMoe",
+    "ernie4_5_moe": "Ernie4_5_Moe",
+    "hunyuan_v1_moe": "HunYuanMoEV1",
+    "afmoe": "Afmoe",
+    "llama4_text": "Llama4",
 }
+_SCORED = {
+    "n_routed_experts": 9,
+    "moe_intermediate_size": 20,
+    "intermediate_size": 56,
+    "n_shared_experts": 1,
+}
+MORE_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"num_experts": 7, "moe_intermediate_size": 20, "intermediate_size": 56,
+                  "shared_expert_intermediate_size": 28},
+    "olmoe": {"num_experts": 7, "intermediate_size": 20, "head_dim": 8},
+    "minimax_m2": {"num_local_experts": 7, "intermediate_size": 20, "rotary_dim": 4},
+    "phimoe": {"num_local_experts": 7, "intermediate_size": 20, "num_experts_per_tok": 2,
+               "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True},
+    "granitemoe": {"num_local_experts": 7, "intermediate_size": 20, "head_dim": 8,
+                   "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                   "attention_multiplier": 0.3, "logits_scaling": 1.5},
+    "kimi_k2": _FAMILY["deepseek_v3"],
+    "glm4_moe": {**_SCORED, "use_qk_norm": True, "attention_bias": True},
+    "glm4_moe_lite": {**_LATENT, **_SCORED, "q_lora_rank": 22},
+    "solar_open": _SCORED,
+    "dots1": {**_SCORED, "first_k_dense_replace": 1, "norm_topk_prob": True},
+    "exaone_moe": {"num_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
+                   "sliding_window": 11, "sliding_window_pattern": 2},
+    "ernie4_5_moe": {"moe_num_experts": 9, "moe_k": 3, "moe_intermediate_size": 20,
+                     "intermediate_size": 56},
+    "hunyuan_v1_moe": {"num_experts": 7, "moe_topk": 3, "intermediate_size": 20},
+    "afmoe": {"num_experts": 9, "moe_intermediate_size": 20, "intermediate_size": 56,
+              "num_dense_layers": 1, "sliding_window": 11, "global_attn_every_n_layers": 2,
+              "mup_enabled": True, "route_scale": 1.3},
+    "llama4_text": {"num_local_experts": 7, "num_experts_per_tok": 1, "intermediate_size": 20,
+                    "intermediate_size_mlp": 56, "interleave_moe_layer_step": 2,
+                    "num_hidden_layers": 4, "no_rope_layer_interval": 2,
+                    "attention_chunk_size": 11, "floor_scale": 16},
+}  # fmt: skip
+MORE_FAMILIES["granitemoeshared"] = {**MORE_FAMILIES["granitemoe"], "shared_intermediate_size": 28}
+_FAMILY |= MORE_FAMILIES
+UNUSUAL_FAMILIES = ("olmoe", "afmoe", "llama4_text")  # with steps that no other family has
 
 
 def make_tiny_checkpoint(
@@ -106,17 +159,24 @@ def make_tiny_checkpoint(
     model = build_tiny_model(family, seed=seed, **overrides).to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
     size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    model.save_pretrained(folder, save_original_format=not fused, **size)
+    save_tiny_model(model, folder, family, fused=fused, **size)
     if old_keys:
         _spell_as_before(folder / "config.json")
     return folder
+
+
+def save_tiny_model(model: Any, folder: Path, family: str, *, fused: bool, **size: str) -> None:
+    model.save_pretrained(folder, save_original_format=not fused, **size)
+    if family == "kimi_k2":  # `transformers` does not know its name
+        set_config(folder, model_type=family)
 
 
 def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: Any) -> Any:
     """The `transformers` model in float32, evaluation mode; norms and biases are random too."""
     import transformers
 
-    config_class = getattr(transformers, f"{_CLASSES[family]}Config")
+    suffix = "TextConfig" if family.endswith("_text") else "Config"
+    config_class = getattr(transformers, f"{_CLASSES[family]}{suffix}")
     model_class = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")
     config = config_class(**{**_COMMON, **_FAMILY[family], **overrides})
     with torch.random.fork_rng(devices=[]):
@@ -125,7 +185,7 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            elif name.endswith(("bias", "sinks")):
+            elif name.endswith(("bias", "sinks")) or "router.gate" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -145,10 +205,10 @@ def _spell_as_before(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def prompts(seed: int, lengths: Sequence[int]) -> list[list[int]]:
+def prompts(seed: int, lengths: Sequence[int], vocabulary: int = 131) -> list[list[int]]:
     """Token ids of the tiny models' vocabulary, without the special ones."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 131, (n,), generator=generator).tolist() for n in lengths]
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ class Oracle:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         import transformers
 
+        if json.loads((folder / "config.json").read_text()).get("model_type") == "kimi_k2":
+            options["config"] = transformers.DeepseekV3Config.from_pretrained(folder)
+            options["config"].model_type = "deepseek_v3"  # all that `transformers` needs
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, experts_implementation="eager", **options
         ).eval()

@@ -74,6 +74,10 @@ class FakeHalf:
         ids_TK, weights_TK = route(batch.token_ids_T, layer)
         return AttentionOutput(hidden_TD, RoutedTokens(hidden_TD / 2, ids_TK, weights_TK))
 
+    def residual(self, hidden_TD: torch.Tensor, batch: AttentionBatch) -> Steps[torch.Tensor]:
+        yield from ()
+        return hidden_TD
+
     def has_shared(self, layer: int) -> bool:
         return self._with_shared
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from models.decoder.attention import kv_entry_shapes
 from models.spec.known_models import find_known_model, known_model_names
 from models.spec.layer_spec import LatentSpec, RoutingSpec
 from models.spec.model import ClampSpec, ModelSpec, read_spec
+from models.weights.checkpoint import check_checkpoint
 
 
 def published(name: str) -> dict[str, Any]:
@@ -63,6 +66,36 @@ def test_gpt_oss_20b(tmp_path: Path) -> None:
     assert spec_of(tmp_path, {**GPT_OSS, "attention_bias": None}).attention_bias
     assert spec.dtype == "bfloat16"  # not in config.json; the weights are quantised
     assert not spec.num_shared_experts
+
+
+def write_header(folder: Path, shapes: dict[str, list[int]]) -> None:
+    """Write a bfloat16 checkpoint whose data are a hole in the file."""
+    header, stop = dict[str, Any](), 0
+    for name, shape in shapes.items():
+        start, stop = stop, stop + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
+
+
+@pytest.mark.parametrize("name", [name for name in known_model_names() if "gpt-oss" not in name])
+def test_tensors_of_the_same_model_in_transformers_are_all_read(tmp_path: Path, name: str) -> None:
+    """Models on the meta device, in full size."""
+    import transformers
+
+    config = {**published(name)}
+    config.pop("quantization_config", None)
+    kind = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        made = transformers.CONFIG_MAPPING[kind].from_dict({**config, "model_type": kind})
+        model = transformers.AutoModelForCausalLM.from_config(made)
+    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    shapes = {key: list(value.shape) for key, value in model.state_dict().items()}
+    write_header(tmp_path, {key: shape for key, shape in shapes.items() if key not in tied})
+    assert check_checkpoint(tmp_path).hidden_size == config["hidden_size"]
 
 
 @pytest.mark.parametrize("name", known_model_names())
