@@ -18,6 +18,7 @@ from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.kv.block_manager import BlockManager
+from actors.kv.state_slots import StateSlots
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
@@ -30,6 +31,7 @@ from actors.ranks.serving_rank import (
     decode_coalescer,
     kv_pool_blocks,
     load_half,
+    pool_states,
     prepare_process,
     serving_rank,
     unusable_checkpoint,
@@ -43,7 +45,7 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
-from models.decoder.attention import KvPool
+from models.decoder.attention import KvPool, state_bytes
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
@@ -142,11 +144,18 @@ def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchS
 def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
     """Return the KV pool and its block manager."""
     kv = spec.config.kv
-    num_blocks = kv_pool_blocks(
-        half.spec, half.dtype, spec.config, half.device, ranks_on_node=spec.ranks_on_node
-    )
-    return KvPool(half.spec, num_blocks, kv.block_tokens, half.dtype, half.device), BlockManager(
-        num_blocks, prefix_cache=kv.prefix_cache, share_partial=kv.share_partial_blocks
+    model, dtype, device = half.spec, half.dtype, half.device
+    of_node = {"ranks_on_node": spec.ranks_on_node}
+    slots = pool_states(model, dtype, spec.config, device, **of_node)
+    states = StateSlots(slots, prefix_cache=kv.prefix_cache) if slots else None
+    kept_bytes = slots * state_bytes(model, dtype)
+    num_blocks = kv_pool_blocks(model, dtype, spec.config, device, kept_bytes=kept_bytes, **of_node)
+    pool = KvPool(model, num_blocks, kv.block_tokens, dtype, device, num_states=slots)
+    return pool, BlockManager(
+        num_blocks,
+        prefix_cache=kv.prefix_cache,
+        share_partial=kv.share_partial_blocks,
+        states=states,
     )
 
 

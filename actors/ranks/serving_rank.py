@@ -33,7 +33,7 @@ from contracts.logs import event
 from contracts.machine import available_bytes, usable_cores
 from contracts.ranks import RankReady, RankSpec
 from kernels.thread_pool import set_spin
-from models.decoder.attention import kv_bytes_per_token
+from models.decoder.attention import kv_bytes_per_token, state_bytes
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.text.grammar import grammar_tokenizer
@@ -122,6 +122,38 @@ def kv_pool_blocks(
             f"KV pool, one block needs {block_bytes}; raise it or use fewer ranks"
         )
     return blocks
+
+
+def pool_states(
+    model: ModelSpec,
+    dtype: torch.dtype,
+    config: TandemConfig,
+    device: torch.device,
+    *,
+    ranks_on_node: int,
+) -> int:
+    """Return the slots of recurrent states: `kv.state_slots`, or what half of the memory allows.
+
+    Raises ResourceError if they do not fit.
+    """
+    slot_bytes, slots = state_bytes(model, dtype), config.kv.state_slots
+    if not slot_bytes:
+        return 0
+    free_bytes = _free_bytes(device)
+    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node)) // 2
+    if slots is None:
+        slots = min(usable_bytes // slot_bytes, 4 * config.schedule.max_batch_sequences)
+    elif slots * slot_bytes > free_bytes:
+        raise ResourceError(
+            f"kv.state_slots={slots} needs {slots * slot_bytes} bytes, {free_bytes} are free; "
+            "lower it"
+        )
+    if slots < 1:
+        raise ResourceError(
+            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for "
+            f"states, a sequence needs {slot_bytes}; raise it or use fewer ranks"
+        )
+    return slots
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -204,11 +204,44 @@ _GPT_OSS = Family(
     default_rope_theta=150_000.0, default_rms_norm_eps=1e-5,
 )
 
+_QWEN3_NEXT = _like(
+    _QWEN3_MOE,
+    "qwen3_next",
+    "Qwen3Next",
+    windows="none",
+    window_switch_key=None,
+    default_norm_topk=True,
+    default_head_dim=256,
+    default_kv_heads=2,
+    default_top_k=10,
+    rotary_fraction=0.25,
+    gates_queries=True,
+    recurrent="by_key_head",
+    centred_norms=True,
+    shared=_QWEN2_MOE.shared,
+    shared_size_key=_QWEN2_MOE.shared_size_key,
+    default_shared=512,
+    shared_gate=_QWEN2_MOE.shared_gate,
+    ignored=(r"^mtp\.",),
+)
+
+_QWEN3_5_MOE = _like(
+    _QWEN3_NEXT,
+    "qwen3_5_moe_text",
+    "Qwen3_5Moe",
+    recurrent="separate",
+    dense="none",
+    always_norm_topk=True,
+    default_top_k=8,
+    ignored=(r"^mtp\.", r"^model\.visual\."),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _MIXTRAL, _MINIMAX_M2, _PHIMOE, _GRANITE_MOE,
         _GRANITE_MOE_SHARED, _DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _GLM4_MOE, _GLM4_MOE_LITE,
         _SOLAR_OPEN, _DOTS1, _EXAONE_MOE, _ERNIE4_5_MOE, _HUNYUAN_V1_MOE, _AFMOE, _LLAMA4, _GPT_OSS,
+        _QWEN3_NEXT, _QWEN3_5_MOE,
     )
 }

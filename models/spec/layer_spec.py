@@ -42,7 +42,9 @@ def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tu
 
 
 def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windows:
-    """Return each layer's window, None for full attention. Raises CheckpointError."""
+    """Return each layer's window, None for full attention or none. Raises CheckpointError."""
+    if family.recurrent:
+        return (None,) * num_layers
     if family.windows in ("periodic", "later", "chunks"):
         return _by_layer_types(config, family, num_layers)
     windows = _one_window(config, family, num_layers)
