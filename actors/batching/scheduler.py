@@ -306,8 +306,12 @@ class Scheduler:
         return blocks_by_owner
 
     def _victim(self, priority: Priority) -> Sequence | None:
-        """Return the youngest idle sequence of a class, preferably of a request above its share."""
-        candidates = [s for s in self._running if not s.in_flight and s.priority is priority]
+        """Return the youngest idle sequence of a class, preferably of a request above its share.
+
+        Never the oldest of the class: two prompts could take each other's blocks forever.
+        """
+        of_class = [s for s in self._running if s.priority is priority]
+        candidates = [sequence for sequence in of_class[1:] if not sequence.in_flight]
         if not candidates:
             return None
         blocks_by_owner = self._blocks_held()
