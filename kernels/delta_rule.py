@@ -98,19 +98,11 @@ def _advance_part(args: int, begin: int, end: int) -> None:
     per_head = w + R * V
     row = G * (per_head + 2 * R)  # elements of a row of x
     table = carray(int64_at(entries), (end, ENTRY_COLUMNS))
-    weight = np.empty((taps, w), np.float32)
-    window, mixed, z = (
-        np.empty((taps, w), np.float32),
-        np.empty(w, np.float32),
-        np.empty(V, np.float32),
-    )
+    weight, window = np.empty((taps, w), np.float32), np.empty((taps, w), np.float32)
+    mixed, gates = np.empty(w, np.float32), np.empty(2 * R, np.float32)
     q, k = mixed[:K], mixed[K : 2 * K]
-    read, result, gates = (
-        np.empty(V, np.float32),
-        np.empty(V, np.float32),
-        np.empty(2 * R, np.float32),
-    )
-    norm_V = np.empty(V, np.float32)
+    rows_V = np.empty((4, V), np.float32)
+    read, result, z, norm_V = rows_V[0], rows_V[1], rows_V[2], rows_V[3]
     read_numbers(wide, norm, V, norm_V)
     for unit in range(begin, end):
         g = unit % G

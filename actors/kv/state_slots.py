@@ -21,7 +21,7 @@ CHECKPOINT_TOKENS = 2048
 _NO_BATCH = -1
 
 
-class Checkpoint(NamedTuple):
+class PrefixStates(NamedTuple):
     """States after the first `blocks` blocks of a sequence; None: zeros."""
 
     blocks: int
@@ -34,13 +34,13 @@ class StateSlots(BlockManager):
     def __init__(self, num_slots: int, *, prefix_cache: bool = True) -> None:
         super().__init__(num_slots, prefix_cache=prefix_cache, share_partial=False)
 
-    def latest(self, hashes: Sequence[bytes]) -> Checkpoint:
+    def latest(self, hashes: Sequence[bytes]) -> PrefixStates:
         """Return the last checkpoint of a complete batch along a sequence's hashes."""
         for blocks in range(len(hashes), 0, -1):
             found = self.match(hashes[blocks - 1 : blocks], batch=_NO_BATCH)
             if found:
-                return Checkpoint(blocks, found[0])
-        return Checkpoint(0, None)
+                return PrefixStates(blocks, found[0])
+        return PrefixStates(0, None)
 
     def can_start(self, source: int | None) -> bool:
         """Return whether `start` has a slot beside `source`."""

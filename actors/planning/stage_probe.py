@@ -128,7 +128,7 @@ class StageProbe:
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> ProbedPass:
         """Run one micro-batch of (start, stop) chunks through all layers.
 
-        Cached K and V, and states, are zeros; tokens are random, so that the router's own routing applies.
+        Cached K and V, and states, are zeros; tokens are random: the router's own routing applies.
         Layers without experts are left out, and so is the first layer with experts (unless it is
         the only one), because it prepares the pass and has no previous result to combine.
         """
@@ -224,7 +224,7 @@ class StageProbe:
         return done, seconds
 
     def _sequences(self, chunks: Sequence[tuple[int, int]], seed: int) -> list[Chunk]:
-        first, made = 0, []
+        first, made = 0, list[Chunk]()
         submits = self._submits([stop for _, stop in chunks], seed)
         for (start, stop), submit in zip(chunks, submits, strict=True):
             sequence = TokenSequence((0, submit.request_id), submit, BLOCK_TOKENS)

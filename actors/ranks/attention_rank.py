@@ -17,8 +17,6 @@ from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
@@ -28,11 +26,11 @@ from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recordi
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
+    block_manager,
     decode_coalescer,
-    kv_pool_blocks,
     load_half,
-    pool_states,
     prepare_process,
+    serving_pool,
     serving_rank,
     unusable_checkpoint,
 )
@@ -45,7 +43,6 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
-from models.decoder.attention import KvPool, state_bytes
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
@@ -73,7 +70,8 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
     chunk_cost = ChunkCost(half.spec)
 
-    kv, blocks = _pool(spec, half)
+    kv = serving_pool(half, config, ranks_on_node=spec.ranks_on_node)
+    blocks = block_manager(kv, config.kv)
     scheduler = Scheduler(config.schedule, blocks)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
@@ -139,24 +137,6 @@ def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchS
     """Return the batches that may be formed next."""
     apart = config.preempt and all(map(scheduler.count, Priority))
     return SEPARATE_BATCHES if apart else (ALL,)
-
-
-def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
-    """Return the KV pool and its block manager."""
-    kv = spec.config.kv
-    model, dtype, device = half.spec, half.dtype, half.device
-    of_node = {"ranks_on_node": spec.ranks_on_node}
-    slots = pool_states(model, dtype, spec.config, device, **of_node)
-    states = StateSlots(slots, prefix_cache=kv.prefix_cache) if slots else None
-    kept_bytes = slots * state_bytes(model, dtype)
-    num_blocks = kv_pool_blocks(model, dtype, spec.config, device, kept_bytes=kept_bytes, **of_node)
-    pool = KvPool(model, num_blocks, kv.block_tokens, dtype, device, num_states=slots)
-    return pool, BlockManager(
-        num_blocks,
-        prefix_cache=kv.prefix_cache,
-        share_partial=kv.share_partial_blocks,
-        states=states,
-    )
 
 
 def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:

@@ -21,8 +21,6 @@ from actors.batching.scheduler import Scheduler
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.expert_supply import ExpertSupply, expert_supply
-from actors.kv.block_manager import BlockManager
-from actors.kv.state_slots import StateSlots
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
@@ -32,12 +30,12 @@ from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
     ServedModel,
+    block_manager,
     decode_coalescer,
-    kv_pool_blocks,
     load_half,
-    pool_states,
     prefill_limits,
     prepare_process,
+    serving_pool,
     serving_rank,
     unusable_checkpoint,
 )
@@ -52,7 +50,7 @@ from contracts.ranks import RankSpec
 from contracts.requests import Priority
 from kernels.device import wait_for_device
 from kernels.steps import run_to_end
-from models.decoder.attention import KvPool, state_bytes
+from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
 from planner.routing.open_requests import work_of
@@ -88,15 +86,9 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     kv = _pool(spec, half, schedule, served, supply)
     # Without a KV cache states start and end with a batch, and so do shared blocks.
     has_states = half.spec.recurrent is not None
-    blocks = BlockManager(
-        kv.num_blocks,
-        prefix_cache=config.kv.prefix_cache and not (has_states and disable_kv_cache),
-        share_partial=config.kv.share_partial_blocks,
-        keeps=not disable_kv_cache,
-        journal=True,
-        states=StateSlots(kv.num_states, prefix_cache=config.kv.prefix_cache)
-        if kv.num_states
-        else None,
+    shares = config.kv.prefix_cache and not (has_states and disable_kv_cache)
+    blocks = block_manager(
+        kv, config.kv, prefix_cache=shares, keeps=not disable_kv_cache, journal=True
     )
     work = work_of(shape_of(half.spec, half.dtype))
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
@@ -172,33 +164,18 @@ def _pool(
 
     Closes `supply` if the experts leave too little memory.
     """
-    config, block_tokens, slots = spec.config, spec.config.kv.block_tokens, 0
+    config, block_tokens = spec.config, spec.config.kv.block_tokens
     if config.prefill.disable_kv_cache:
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
         blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
         blocks *= 2 if config.priority.preempt else 1  # one batch of each class
-    else:
-        sized = msgspec.structs.replace(config, schedule=schedule)
-        of_pool = half.spec, half.dtype, sized, half.device
-        try:
-            slots = pool_states(*of_pool, ranks_on_node=spec.ranks_on_node)
-            blocks = kv_pool_blocks(
-                *of_pool,
-                ranks_on_node=spec.ranks_on_node,
-                kept_bytes=supply.unwritten_bytes + slots * state_bytes(half.spec, half.dtype),
-            )
-        except ResourceError:
-            supply.close()
-            raise
-    return KvPool(
-        half.spec,
-        blocks,
-        block_tokens,
-        half.dtype,
-        half.device,
-        one_layer=config.prefill.disable_kv_cache,
-        num_states=slots,
-    )
+        return KvPool(half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=True)
+    sized, kept_bytes = msgspec.structs.replace(config, schedule=schedule), supply.unwritten_bytes
+    try:
+        return serving_pool(half, sized, ranks_on_node=spec.ranks_on_node, kept_bytes=kept_bytes)
+    except ResourceError:
+        supply.close()
+        raise
 
 
 def _connect(name: str, supply: ExpertSupply, addresses: dict[str, str]) -> None:

@@ -68,7 +68,7 @@ def state_shapes(
 
 
 class KvPool:
-    """What sequences own: per layer tensors of K and V, or of recurrent states.
+    """Tensors that sequences own: per layer those of K and V, or of recurrent states.
 
     K and V: one tensor [P, heads, size] per entry, zeroed so that padding never reads a NaN. Block
     b holds slots b * block_tokens .. (b+1) * block_tokens - 1. States: tensors [num_states, ...] of

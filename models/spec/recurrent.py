@@ -41,11 +41,6 @@ class RecurrentSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers of a layer's states, which are float32."""
         return self.value_heads * self.key_dim * self.value_dim
 
-    @property
-    def input_elements(self) -> int:
-        """Numbers of the latest inputs of a layer's convolution."""
-        return self.key_heads * (self.taps - 1) * self.mixed_dim
-
 
 def read_recurrent(config: ConfigFields, family: Family, num_layers: int) -> RecurrentSpec | None:
     """Read the sizes; None if all layers have full attention. Raises CheckpointError."""

@@ -79,7 +79,7 @@ def test_random_configs_equal_transformers_in_prefill_chunks_and_decode(
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bits_of_a_row_depend_neither_on_cuts_nor_on_neighbours(
+def test_bits_of_a_row_depend_neither_on_cuts_nor_on_other_sequences(
     tiny_checkpoint: Checkpoints, dtype: Any
 ) -> None:
     """Among them a decode, a start from a checkpoint, and one whose own slot is its source."""
