@@ -38,7 +38,8 @@ from models.weights.loading import Loader
 def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
     """Return the [heads, size] of a token's entries in a layer: K and V, or one latent."""
     if spec.latent is not None:
-        return ((1, spec.latent.entry_dim),)
+        keys = () if spec.indexer is None else ((1, spec.indexer.head_dim),)
+        return ((1, spec.latent.entry_dim), *keys)
     return ((spec.num_kv_heads, spec.head_dim),) * 2
 
 
@@ -111,7 +112,7 @@ class KvPool:
 
     def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
         """Store one [T, heads, size] tensor per entry, then make the batch's slot copies."""
-        for pool, value in zip(self._layers[layer], values, strict=True):
+        for pool, value in zip(self._layers[layer], values, strict=False):
             write_slots(pool, batch.slots_T, value)
             if batch.copies is not None:
                 copied = pool.index_select(0, batch.copies.from_C)
@@ -419,7 +420,7 @@ class LatentAttention:
             for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
                 if role in weights:
                     _to_halves(weights[role], heads, self._latent.rope_dim)
-        self._queries = PackedLinear(weights["q"]) if "q" in weights else _LowRankQueries(weights)
+        self._queries = PackedLinear(weights["q"]) if "q" in weights else LowRankQueries(weights)
         self._kv_a = PackedLinear(weights["kv_a"], weights.get("kv_a_bias"))
         self._kv_norm = weights["kv_norm"]
         self._o = PackedLinear(weights["o"], weights.get("o_bias"))
@@ -442,7 +443,7 @@ class LatentAttention:
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], metadata.cos, metadata.sin)
         yield
         # All rows before attention: sequences may read entries of others in this batch.
-        kv.write(self._layer, batch, latent_T1C)
+        kv.write(self._layer, batch, *(yield from self._entries(latent_T1C, x_TD, metadata)))
         if last is not None:
             metadata = last.metadata
             x_TD, latent_T1C = (x.index_select(0, last.rows_R) for x in (x_TD, latent_T1C))
@@ -452,8 +453,8 @@ class LatentAttention:
         q_THd = q_TD.view(-1, self._H, self._d)
         q_THd[..., n:] = apply_rope(q_THd[..., n:], metadata.cos, metadata.sin)
         yield
-        (pool_P1C,) = kv.entries(self._layer)
-        plan = metadata.plans[self._window]
+        pool_P1C = kv.entries(self._layer)[0]
+        plan = yield from self._plan(x_TD, batch, metadata, kv, last)
         attended_THv = yield from latent_attention_steps(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
@@ -462,8 +463,27 @@ class LatentAttention:
             yield
             hidden_TD[tile].add_(self._o(attended_TD[tile]))
 
+    def _entries(
+        self, latent_T1C: Tensor, x_TD: Tensor, metadata: AttentionMetadata
+    ) -> Steps[tuple[Tensor, ...]]:
+        """Return the entries of new tokens."""
+        return (latent_T1C,)
+        yield
 
-class _LowRankQueries:
+    def _plan(
+        self,
+        x_TD: Tensor,
+        batch: AttentionBatch,
+        metadata: AttentionMetadata,
+        kv: KvPool,
+        last: LastRowsMetadata | None,
+    ) -> Steps[AttentionPlan]:
+        """Return the plan of rows of x."""
+        return metadata.plans[self._window]
+        yield
+
+
+class LowRankQueries:
     """q_b @ norm(q_a @ x)."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -472,7 +492,10 @@ class _LowRankQueries:
         self._b = PackedLinear(weights["q_b"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._b(rms_norm(self._a(x_TD), self._norm, _EPS))
+        return self._b(self.low_rank(x_TD))
+
+    def low_rank(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(self._a(x_TD), self._norm, _EPS)
 
 
 def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import AttentionPlan
+from kernels.attention import AttentionPlan, CompiledRows
 from kernels.packed_attention import SequenceRows
 from models.decoder.recurrence import RecurrencePlan, StateRun
 
@@ -60,7 +61,7 @@ class AttentionMetadata:
     """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
 
     unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T11: their queries' factor.
-    recurrence: of layers with states.
+    recurrence: of layers with states. sparse: rows that see more tokens than an indexer selects.
     """
 
     cos: Tensor
@@ -69,6 +70,7 @@ class AttentionMetadata:
     unrotated: tuple[Tensor, Tensor] | None = None
     query_scale_T11: Tensor | None = None
     recurrence: RecurrencePlan | None = None
+    sparse: CompiledRows | None = None
 
     def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a layer."""
@@ -95,6 +97,7 @@ class AttentionBatch:
     metadata: AttentionMetadata | None = None
     unjoined: tuple[Tensor, Tensor] | None = None
     states: tuple[StateRun | None, ...] = ()
+    selection: tuple[NDArray[np.int64], Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -33,6 +33,7 @@ from models.decoder.attention import (
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
 from models.decoder.delta_net import GatedDeltaNet
 from models.decoder.recurrence import RecurrencePlan, plan_recurrence
+from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
@@ -72,6 +73,8 @@ class _Layer:
         self.attention_norm = _load_norm(weight_specs, "attention_norm", loader)
         self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
+        if spec.indexer is not None:
+            kind = SparseLatentAttention
         mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
         self.attention = mixer(spec, layer, loader)
         self.mlp_out_norm: Tensor | None = None
@@ -131,10 +134,11 @@ class AttentionHalf:
     ) -> AttentionHalf:
         """Read only this half's tensors. Raises CheckpointError."""
         device = torch.device(device)
-        if spec.recurrent is not None and device.type != "cpu":
+        part = "recurrent layers" if spec.recurrent else "indexers" if spec.indexer else None
+        if part is not None and device.type != "cpu":
             raise CheckpointError(
-                f"{checkpoint.folder}: {spec.architecture} has recurrent layers, which do not run"
-                f" on {device.type}; set groups.device=cpu"
+                f"{checkpoint.folder}: {spec.architecture} has {part}, which do not run on"
+                f" {device.type}; set groups.device=cpu"
             )
         whole = total_bytes(layout.attention_half_tensors(spec), dtype)
         loader = Loader(checkpoint, dtype, device, progress, whole)
@@ -146,9 +150,13 @@ class AttentionHalf:
             positions_T, factor = batch.positions_T, self._rope_factor
             cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
+            sequences: Sequence[SequenceRows] = batch.sequences
+            sparse = None
+            if self.spec.indexer is not None:
+                sequences, sparse = split_at(batch.sequences, self.spec.indexer.top_k)
             plans = {
                 window: plan_attention(
-                    self._seen(batch.sequences, window),
+                    self._seen(sequences, window),
                     window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
@@ -161,8 +169,8 @@ class AttentionHalf:
             some = self.spec.unrotated
             unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
             scale_T11 = self._query_scale(positions_T)
-            recurrence = self._plan_recurrence(batch)
-            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, scale_T11, recurrence)
+            others = scale_T11, self._plan_recurrence(batch), sparse
+            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, *others)
         return batch.metadata
 
     def _seen(

@@ -48,7 +48,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     States. `recurrent`: the family has gated delta net layers, and no windows; how they store their
     projections. `gates_queries`: gates of attention's output are stored with the queries.
-    `centred_norms`: weights of norms are stored as their difference from 1.
+    `centred_norms`: weights of norms are stored as their difference from 1. `indexer`: latent
+    attention is sparse; where the indexer's pairs are that rope rotates.
 
     Feed-forward. `experts` None: only the clamped format exists (layout.clamped_expert_tensors).
     `dense`: which layers have no experts: `none`, `first` (number in `first_moe_key`), or by other
@@ -135,6 +136,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     embedding_switch_key: str | None = None
     layer_norm: bool = False
     centred_norms: bool = False
+    indexer: Literal["", "halves", "interleaved"] = ""
+    default_index_heads: int = 64
     sandwich_norm: bool = False
     required: tuple[tuple[str, object], ...] = ()
     ignored: Names = ()

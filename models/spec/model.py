@@ -19,6 +19,7 @@ from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES
 from models.spec.family import Family, QkNorm
+from models.spec.indexer import IndexerSpec, read_indexer
 from models.spec.layer_spec import (
     LatentSpec,
     RopeSpec,
@@ -100,6 +101,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     query_tuning: tuple[float, float] | None = None
     recurrent: RecurrentSpec | None = None
+    indexer: IndexerSpec | None = None
 
     @property
     def attention_layers(self) -> int:
@@ -203,6 +205,7 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         latent=latent,
         clamp=_clamp(config) if family.experts is None else None,
         recurrent=read_recurrent(config, family, num_layers) if family.recurrent else None,
+        indexer=read_indexer(config, family, num_layers) if family.indexer else None,
         unrotated=read_unrotated(config, family, windows),
         clip_qkv=_clip(config, family),
         embedding_scale=factors.embedding,

@@ -118,7 +118,24 @@ def mixer_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     """Return the tensors of attention, or of what a layer has in its place."""
     if spec.recurrent is not None and layer in spec.recurrent.layers:
         return recurrent_tensors(spec, spec.recurrent, layer)
-    return attention_tensors(spec, layer)
+    return {**attention_tensors(spec, layer), **{
+        f"index_{role}": weight_spec for role, weight_spec in indexer_tensors(spec, layer).items()
+    }}  # fmt: skip
+
+
+def indexer_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
+    """Return q [H*d, q_rank], k [d, D], its LayerNorm [d], and weights [H, D] of an indexer."""
+    sizes, latent, at = spec.indexer, spec.latent, f"model.layers.{layer}.self_attn.indexer"
+    if sizes is None or latent is None or latent.q_rank is None or layer in sizes.shared_layers:
+        return {}
+    H, d, D = sizes.heads, sizes.head_dim, spec.hidden_size
+    return {
+        "q": _one(f"{at}.wq_b.weight", H * d, latent.q_rank),
+        "k": _one(f"{at}.wk.weight", d, D),
+        "norm": _one(f"{at}.k_norm.weight", d),
+        "bias": _one(f"{at}.k_norm.bias", d),
+        "weights": WeightSpec((f"{at}.weights_proj.weight",), (H, D), float32=True),
+    }
 
 
 def attention_parameters(spec: ModelSpec) -> int:

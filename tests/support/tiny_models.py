@@ -154,6 +154,19 @@ _WITH_STATES = {
 }
 for _family in _STATES:
     _FAMILY[_family] = _WITH_STATES
+_CLASSES |= {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
+_FAMILY["deepseek_v32"] = {
+    **_FAMILY["deepseek_v3"],
+    "index_topk": 13,
+    "index_n_heads": 12,
+    "index_head_dim": 18,
+}
+_FAMILY["glm_moe_dsa"] = {
+    **_FAMILY["deepseek_v32"],
+    "n_group": 1,
+    "topk_group": 1,
+    "indexer_types": ["full", "shared", "full"],
+}
 
 
 def make_tiny_checkpoint(
