@@ -70,6 +70,11 @@ def norm_and_rope(
     return out_THd
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid. torch's own differs in the last bit between places of a tensor."""
+    return x.float().neg_().exp_().add_(1).reciprocal_().to(x.dtype)
+
+
 def write_slots(pool_PGd: Tensor, slots_T: Tensor, x_TGd: Tensor) -> None:
     """Copy rows of x to slots of the pool."""
     if not x_TGd.shape[0] or not _is_compiled(x_TGd[0]):

@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import attention_ops, direct_calls, panels, row_ops, thread_pool
+from kernels import (
+    attention_ops,
+    delta_rule,
+    direct_calls,
+    panels,
+    row_ops,
+    thread_pool,
+    token_selection,
+)
 from kernels.compiled import LANES, compile_on_disk, processor_has
 from kernels.stored import StoredWeight
 from kernels.thread_pool import shared_pool
@@ -53,6 +61,8 @@ def _call_kernels() -> None:
     row_ops.rms_norm(True, 0, 0, 0, 0, 0, 0.0, False)
     row_ops.norm_and_rope(True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0)
     row_ops.write_rows(*[0] * 7)
+    delta_rule.advance(*[0] * 7)
+    token_selection.select_tokens(0, True, *[0] * 9)
     nothing = np.zeros(attention_ops.LAYER_FIELDS, np.int64)
     attention_ops.attend(0, True, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0.0, 0)
     attention_ops.attend_layer(0, nothing.ctypes.data, nothing.ctypes.data)

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from actors.batching.sequence import BatchBudget, Sequence
 from actors.kv.block_manager import BlockManager, BlockPrefix
+from actors.kv.state_slots import checkpoint_places
 from contracts.clock import monotonic_s
 from contracts.requests import Priority
 from models.decoder.batch import BlockCopy, SequenceSlice
+from models.decoder.recurrence import StateRun
 from planner.scheduling.batching import BatchSelection, Phase
 from planner.scheduling.fair_queue import FairQueue
 
@@ -24,19 +26,22 @@ class Chunk(NamedTuple):
     stop: int
     after: frozenset[int]
     copies: tuple[BlockCopy, ...] = ()
+    state: StateRun | None = None
 
 
 class ScheduledBatch(NamedTuple):
     """Chunks that run together.
 
-    sources: blocks with a reference of the batch's own, because chunks copy from them. due_s:
-    earliest due time of a next token. phase: of all chunks; None: mixed.
+    sources: blocks with a reference of the batch's own, because chunks copy from them. slots: of
+    states, likewise, with the new checkpoints. due_s: earliest due time of a next token. phase: of
+    all chunks; None: mixed.
     """
 
     number: int
     priority: Priority
     chunks: list[Chunk]
     sources: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     due_s: float = math.inf
     phase: Phase | None = None
 
@@ -49,7 +54,7 @@ def slice_of(chunk: Chunk) -> SequenceSlice:
     """Return a chunk in the model's form."""
     sequence = chunk.sequence
     new = sequence.token_ids[chunk.start : chunk.stop]
-    return SequenceSlice(new, chunk.start, sequence.block_table, chunk.copies)
+    return SequenceSlice(new, chunk.start, sequence.block_table, chunk.copies, chunk.state)
 
 
 class BatchBlocks:
@@ -90,11 +95,16 @@ class BatchBlocks:
 
 
 class CachedPrefix(NamedTuple):
-    """Cached prefix of a sequence: whole blocks, then the first tokens of one more."""
+    """Cached prefix of a sequence: whole blocks, then the first tokens of one more.
+
+    slot: its recurrent states. shared_blocks: found, and used as far as there are states.
+    """
 
     blocks: list[int]
     head: BlockPrefix | None
     tokens: int
+    shared_blocks: int = 0
+    slot: int | None = None
 
 
 def cached_prefix(
@@ -103,6 +113,10 @@ def cached_prefix(
     """Return the longest cached prefix before the first needed position. hashes: to match."""
     block_tokens = sequence.block_tokens
     matched = blocks.match(hashes, batch=batch)
+    if blocks.states is not None:
+        found = blocks.states.latest(hashes[: len(matched)])
+        whole = found.blocks * block_tokens
+        return CachedPrefix(matched[: found.blocks], None, whole, len(matched), found.slot)
     whole = len(matched) * block_tokens
     rest = sequence.token_ids[whole : min(sequence.first_needed, whole + block_tokens)]
     parent = hashes[len(matched) - 1] if matched else sequence.submit.caller.salt
@@ -123,13 +137,14 @@ class BatchBuilder:
         self._blocks = blocks
         self._whole_prompts = whole_prompts
         self._batch_blocks = BatchBlocks()
+        self._slots: list[int] = []
 
     def build(self, phase: Phase | None) -> ScheduledBatch:
         """Return the batch. phase: of all its chunks; None: mixed."""
         highest = min(chunk.sequence.priority for chunk in self.chunks)
         due_s = min(chunk.sequence.due_s for chunk in self.chunks)
-        sources = tuple(self._batch_blocks.sources)
-        return ScheduledBatch(self._number, highest, self.chunks, sources, due_s, phase)
+        sources, slots = tuple(self._batch_blocks.sources), tuple(self._slots)
+        return ScheduledBatch(self._number, highest, self.chunks, sources, slots, due_s, phase)
 
     def prefix(self, sequence: Sequence) -> CachedPrefix:
         """Return the longest prefix that is cached, or will be after this batch."""
@@ -139,7 +154,9 @@ class BatchBuilder:
     def start(self, sequence: Sequence) -> bool:
         """Add the first chunk of a sequence. Returns False if blocks or room are lacking."""
         token_budget = self.budget.tokens_for(sequence.owner)
-        prefix = self.prefix(sequence)
+        prefix, states = self.prefix(sequence), self._blocks.states
+        if states is not None and not states.can_start(prefix.slot):
+            return False
         table = self._allocate(sequence, prefix, token_budget)
         if table is None and prefix.head is not None:  # retry without the block to copy from
             whole = len(prefix.blocks) * sequence.block_tokens
@@ -148,6 +165,10 @@ class BatchBuilder:
         if table is None:
             return False
         sequence.block_table = table
+        if states is not None:
+            sequence.state_slot = states.start(prefix.slot)
+            sequence.shared_blocks = prefix.shared_blocks
+            self._slots += [] if prefix.slot is None else [prefix.slot]
         sequence.num_computed = prefix.tokens
         if sequence.num_cached is None:
             sequence.num_cached = prefix.tokens
@@ -161,8 +182,22 @@ class BatchBuilder:
             shared += (copied.source for copied in copies)
         stop = self._chunk_end(sequence, prefix.tokens, token_budget)
         after = self._batch_blocks.providers(shared)
-        self._add(Chunk(sequence, prefix.tokens, stop, after, copies))
+        self._add(Chunk(sequence, prefix.tokens, stop, after, copies), prefix.slot)
         return True
+
+    def _state_run(self, chunk: Chunk, source: int | None) -> StateRun | None:
+        """Return the states of a chunk, with checkpoints as far as there are slots."""
+        sequence, states, saves = chunk.sequence, self._blocks.states, list[tuple[int, int]]()
+        if states is None or sequence.state_slot is None:
+            return None
+        block_tokens = sequence.block_tokens
+        ends = sequence.first_needed // block_tokens, sequence.shared_blocks
+        for place in checkpoint_places(chunk.start, chunk.stop, ends, block_tokens):
+            slot = states.checkpoint(sequence.hashes[place - 1], batch=self._number)
+            if slot is not None:
+                saves.append((place * block_tokens, slot))
+                self._slots.append(slot)
+        return StateRun(sequence.state_slot, source, tuple(saves))
 
     def can_fit(self, sequence: Sequence) -> bool:
         """Return whether the first chunk would fit if there were blocks."""
@@ -180,7 +215,7 @@ class BatchBuilder:
         if table is None:
             return False
         sequence.block_table.extend(table)
-        self._add(Chunk(sequence, sequence.num_computed, stop, frozenset()))
+        self._add(Chunk(sequence, sequence.num_computed, stop, frozenset()), sequence.state_slot)
         return True
 
     def _chunk_end(self, sequence: Sequence, start: int, token_budget: int) -> int:
@@ -202,8 +237,9 @@ class BatchBuilder:
         table = self._blocks.take(held, new_blocks)
         return None if table is None else table[: len(prefix.blocks)] + table[len(held) :]
 
-    def _add(self, chunk: Chunk) -> None:
-        """Add a chunk and register the contents of its blocks."""
+    def _add(self, chunk: Chunk, state: int | None) -> None:
+        """Add a chunk and register the contents of its blocks. state: slot that it starts from."""
+        chunk = chunk._replace(state=self._state_run(chunk, state))
         sequence, block_tokens = chunk.sequence, chunk.sequence.block_tokens
         hashes = sequence.hashes
         for place in range(chunk.start // block_tokens, sequence.blocks_for(chunk.stop)):

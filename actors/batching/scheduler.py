@@ -127,6 +127,8 @@ class Scheduler:
             self._waiting[sequence.priority].remove(sequence)
         if isinstance(sequence.failure, NotFiniteError):  # cached K and V may be the cause
             self.blocks.invalidate(sequence.block_table)
+            if self.blocks.states is not None:
+                self.blocks.states.invalidate_along(sequence.hashes)
         self._drop_blocks(sequence)
         if self._on_end is not None:
             self._on_end(sequence)
@@ -191,7 +193,7 @@ class Scheduler:
         """Record that a batch has run; sequences that are done end here."""
         self.changes += 1
         self.blocks.commit(batch.number)
-        self._release(batch.sources, batch.priority)
+        self._release(batch.sources, batch.slots, batch.priority)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
             if chunk.sequence.done:
@@ -210,7 +212,7 @@ class Scheduler:
         """Record that a batch failed: none of its blocks can be trusted."""
         self.changes += 1
         self.blocks.abandon(batch.number)
-        self._release(batch.sources, batch.priority)
+        self._release(batch.sources, batch.slots, batch.priority)
         for chunk in batch.chunks:
             chunk.sequence.in_flight = False
 
@@ -304,8 +306,12 @@ class Scheduler:
         return blocks_by_owner
 
     def _victim(self, priority: Priority) -> Sequence | None:
-        """Return the youngest idle sequence of a class, preferably of a request above its share."""
-        candidates = [s for s in self._running if not s.in_flight and s.priority is priority]
+        """Return the youngest idle sequence of a class, preferably of a request above its share.
+
+        Never the oldest of the class: two prompts could take each other's blocks forever.
+        """
+        of_class = [s for s in self._running if s.priority is priority]
+        candidates = [sequence for sequence in of_class[1:] if not sequence.in_flight]
         if not candidates:
             return None
         blocks_by_owner = self._blocks_held()
@@ -329,12 +335,16 @@ class Scheduler:
         queue.push(sequence, owner.tenant, owner.request, cost=cost, again=again)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
-        self._release(sequence.block_table, sequence.priority)
-        sequence.block_table = []
+        slots = () if sequence.state_slot is None else (sequence.state_slot,)
+        self._release(sequence.block_table, slots, sequence.priority)
+        sequence.block_table, sequence.state_slot = [], None
         sequence.num_computed = 0
 
-    def _release(self, blocks: SequenceOf[int], priority: Priority) -> None:
-        self.blocks.release(blocks, best_effort=priority is Priority.BE)
+    def _release(self, blocks: SequenceOf[int], slots: SequenceOf[int], priority: Priority) -> None:
+        is_best_effort = priority is Priority.BE
+        self.blocks.release(blocks, best_effort=is_best_effort)
+        if self.blocks.states is not None:
+            self.blocks.states.release(slots, best_effort=is_best_effort)
 
 
 def form_filter(form: BatchSelection) -> Callable[[Sequence], bool]:

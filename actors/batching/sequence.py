@@ -209,6 +209,8 @@ class Sequence:
         self.prompt_tokens = submit.prompt_tokens
         self.block_tokens = block_tokens
         self.block_table: list[int] = []
+        self.state_slot: int | None = None  # of recurrent states, while it has blocks
+        self.shared_blocks = 0  # found when it started, with or without a checkpoint
         self.num_computed = 0
         self.num_cached: int | None = None  # set when it first starts
         self.arrived_s = 0.0  # on the rank's clock, of which due_s is too

@@ -75,8 +75,10 @@ def _along_length(chunks: list[Chunk], ends: Sequence[float]) -> list[list[Chunk
 
 
 def _piece(chunk: Chunk, first: int, last: int) -> Chunk:
-    start, copies = chunk.start, () if first else chunk.copies
-    return chunk._replace(start=start + first, stop=start + last, copies=copies)
+    start, stop = chunk.start + first, chunk.start + last
+    state = chunk.state and chunk.state.cut(start, stop, is_first=not first)
+    copies = () if first else chunk.copies
+    return chunk._replace(start=start, stop=stop, copies=copies, state=state)
 
 
 class MicroBatch:

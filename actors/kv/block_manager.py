@@ -24,7 +24,10 @@ import array
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from actors.kv.state_slots import StateSlots
 
 
 class BlockPrefix(NamedTuple):
@@ -123,14 +126,17 @@ class BlockManager:
         share_partial: bool = True,
         keeps: bool = True,
         journal: bool = False,
+        states: StateSlots | None = None,
     ) -> None:
         """Create the pool.
 
         prefix_cache False: no block is reused. share_partial False: only full blocks are shared.
         keeps: blocks stay cached after the batch that fills them; else only sequences of one batch
-        share. journal: record changes for `take_changes`.
+        share. journal: record changes for `take_changes`. states: what sequences own beside blocks;
+        prefixes then end at its checkpoints.
         """
         self.num_blocks = num_blocks
+        self.states = states
         self.evicted_total = 0
         self._prefix_cache = prefix_cache
         self._share_partial = share_partial
@@ -205,7 +211,9 @@ class BlockManager:
             self._pending[block] = batch
 
     def commit(self, batch: int) -> None:
-        """Mark the pending blocks of a completed batch as filled."""
+        """Mark the pending blocks and checkpoints of a completed batch as filled."""
+        if self.states is not None:
+            self.states.commit(batch)
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             if not self._keeps:
                 self._forget(block)
@@ -215,7 +223,9 @@ class BlockManager:
                 self._changes[self._hash_of[block]] = True
 
     def abandon(self, batch: int) -> None:
-        """Forget the pending blocks of a failed batch."""
+        """Forget the pending blocks and checkpoints of a failed batch."""
+        if self.states is not None:
+            self.states.abandon(batch)
         for block in [block for block, owner in self._pending.items() if owner == batch]:
             self._forget(block)
 

@@ -17,7 +17,8 @@ from planner.placement.routing import LayerRouting, TokenCounts
 
 def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
     """Return the shape of `spec` with weights and activations of `dtype`."""
-    matrices = [weight_spec for weight_spec in layout.attention_tensors(spec, 0).values()
+    first = spec.num_layers - 1 if 0 in spec.recurrent_layers else 0
+    matrices = [weight_spec for weight_spec in layout.mixer_tensors(spec, first).values()
                 if len(weight_spec.shape) == 2]  # fmt: skip
     dense_layers = spec.num_layers - len(spec.moe_layers)
     latent, projection_elements = None, layout.attention_parameters(spec)
@@ -25,6 +26,12 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         latent = msgspec.convert(spec.latent, LatentShape, from_attributes=True)
         per_head = spec.latent.kv_rank * (spec.latent.nope_dim + spec.latent.value_dim)
         projection_elements -= spec.num_heads * per_head
+    entry_elements = sum(heads * size for heads, size in kv_entry_shapes(spec))
+    # Work on states does not grow with the context: a window of one token.
+    states = spec.recurrent_layers
+    windows = [
+        1 if layer in states else window for layer, window in enumerate(spec.sliding_windows)
+    ]
     return ModelShape(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -32,8 +39,8 @@ def shape_of(spec: ModelSpec, dtype: torch.dtype) -> ModelShape:
         head_dim=spec.head_dim,
         projections=len(matrices),
         projection_elements=projection_elements,
-        kv_entry_elements=sum(heads * size for heads, size in kv_entry_shapes(spec)),
-        windows=tuple(spec.sliding_windows[layer] for layer in spec.moe_layers),
+        kv_entry_elements=entry_elements * spec.attention_layers // spec.num_layers,
+        windows=tuple(windows[layer] for layer in spec.moe_layers),
         num_experts=spec.num_experts,
         top_k=spec.top_k,
         expert_elements=layout.expert_elements(spec),

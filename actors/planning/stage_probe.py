@@ -48,6 +48,7 @@ from kernels.steps import Steps
 from models.decoder.attention import KvPool, kv_bytes_per_token
 from models.decoder.batch import AttentionBatch
 from models.decoder.decoder import AttentionHalf
+from models.decoder.recurrence import StateRun
 from models.experts.expert_half import ExpertHalf
 from models.spec.model import ModelSpec
 from models.weights import layout
@@ -115,7 +116,7 @@ class StageProbe:
         parts = ExecutorParts(
             name=attention_end.name,
             half=half,
-            kv=KvPool(self.spec, self._blocks, BLOCK_TOKENS, dtype),
+            kv=KvPool(self.spec, self._blocks, BLOCK_TOKENS, dtype, num_states=self._blocks),
             backend=backend,
             sink=self._sink,
             timeline=timeline,
@@ -127,7 +128,7 @@ class StageProbe:
     def run(self, chunks: Sequence[tuple[int, int]], *, seed: int) -> ProbedPass:
         """Run one micro-batch of (start, stop) chunks through all layers.
 
-        Cached K and V are zeros; tokens are random, so that the router's own routing applies.
+        Cached K and V, and states, are zeros; tokens are random: the router's own routing applies.
         Layers without experts are left out, and so is the first layer with experts (unless it is
         the only one), because it prepares the pass and has no previous result to combine.
         """
@@ -223,14 +224,15 @@ class StageProbe:
         return done, seconds
 
     def _sequences(self, chunks: Sequence[tuple[int, int]], seed: int) -> list[Chunk]:
-        first, made = 0, []
+        first, made = 0, list[Chunk]()
         submits = self._submits([stop for _, stop in chunks], seed)
         for (start, stop), submit in zip(chunks, submits, strict=True):
             sequence = TokenSequence((0, submit.request_id), submit, BLOCK_TOKENS)
             blocks = -(-stop // BLOCK_TOKENS)
             sequence.block_table = list(range(first, first + blocks))
             first += blocks
-            made.append(Chunk(sequence, start, stop, frozenset()))
+            state = StateRun(len(made), len(made))
+            made.append(Chunk(sequence, start, stop, frozenset(), state=state))
         return made
 
     def _submits(self, lengths: Sequence[int], seed: int) -> list[Submit]:

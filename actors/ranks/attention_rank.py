@@ -17,7 +17,6 @@ from actors.channels.endpoint import Endpoint
 from actors.channels.factory import rank_endpoint
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
-from actors.kv.block_manager import BlockManager
 from actors.moe.dispatch import DispatchCounts
 from actors.moe.remote_backend import RemoteBackend
 from actors.moe.routing_sample import RoutingSample
@@ -27,10 +26,11 @@ from actors.ranks.rank import PeerConnector, Rank, RankHooks, Recording, recordi
 from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
+    block_manager,
     decode_coalescer,
-    kv_pool_blocks,
     load_half,
     prepare_process,
+    serving_pool,
     serving_rank,
     unusable_checkpoint,
 )
@@ -43,7 +43,6 @@ from contracts.errors import CheckpointError, NotFiniteError
 from contracts.messages import Submit
 from contracts.ranks import RankSpec
 from contracts.requests import Priority, Sampling
-from models.decoder.attention import KvPool
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.weights.layout import attention_parameters
@@ -71,7 +70,8 @@ def attention_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) ->
     check_fits(spec.placement, None, half.spec.num_experts, half.spec.moe_layers)
     chunk_cost = ChunkCost(half.spec)
 
-    kv, blocks = _pool(spec, half)
+    kv = serving_pool(half, config, ranks_on_node=spec.ranks_on_node)
+    blocks = block_manager(kv, config.kv)
     scheduler = Scheduler(config.schedule, blocks)
     finisher = Finisher(half, max_context_tokens=served.max_context_tokens)
 
@@ -137,17 +137,6 @@ def _next_forms(config: PriorityConfig, scheduler: Scheduler) -> Sequence[BatchS
     """Return the batches that may be formed next."""
     apart = config.preempt and all(map(scheduler.count, Priority))
     return SEPARATE_BATCHES if apart else (ALL,)
-
-
-def _pool(spec: RankSpec, half: AttentionHalf) -> tuple[KvPool, BlockManager]:
-    """Return the KV pool and its block manager."""
-    kv = spec.config.kv
-    num_blocks = kv_pool_blocks(
-        half.spec, half.dtype, spec.config, half.device, ranks_on_node=spec.ranks_on_node
-    )
-    return KvPool(half.spec, num_blocks, kv.block_tokens, half.dtype, half.device), BlockManager(
-        num_blocks, prefix_cache=kv.prefix_cache, share_partial=kv.share_partial_blocks
-    )
 
 
 def _sample(spec: RankSpec, model: ModelSpec, planning: RankPlanning) -> RoutingSample | None:

@@ -21,7 +21,6 @@ from actors.batching.scheduler import Scheduler
 from actors.channels.loop_watchdog import LoopWatchdog
 from actors.engine.executor import Executor, ExecutorParts
 from actors.gather.expert_supply import ExpertSupply, expert_supply
-from actors.kv.block_manager import BlockManager
 from actors.moe.backend import ExpertBackend, TaskKey
 from actors.planning.calibration import calibrate, product_flops_per_s
 from actors.planning.planner_inputs import shape_of
@@ -31,11 +30,12 @@ from actors.ranks.serving_loop import ServingParts
 from actors.ranks.serving_rank import (
     Priorities,
     ServedModel,
+    block_manager,
     decode_coalescer,
-    kv_pool_blocks,
     load_half,
     prefill_limits,
     prepare_process,
+    serving_pool,
     serving_rank,
     unusable_checkpoint,
 )
@@ -84,12 +84,11 @@ def prefill_rank(spec: RankSpec, *, batching: BatchingPolicy | None = None) -> R
     supply = expert_supply(spec, half.spec, half.dtype, recorded.timeline, telemetry)
     recorded = recorded.following(supply.bytes_moved)
     kv = _pool(spec, half, schedule, served, supply)
-    blocks = BlockManager(
-        kv.num_blocks,
-        prefix_cache=config.kv.prefix_cache,
-        share_partial=config.kv.share_partial_blocks,
-        keeps=not disable_kv_cache,
-        journal=True,
+    # Without a KV cache states start and end with a batch, and so do shared blocks.
+    has_states = half.spec.recurrent is not None
+    shares = config.kv.prefix_cache and not (has_states and disable_kv_cache)
+    blocks = block_manager(
+        kv, config.kv, prefix_cache=shares, keeps=not disable_kv_cache, journal=True
     )
     work = work_of(shape_of(half.spec, half.dtype))
     prefill_log = PrefillLog(spec, work, blocks, served.max_context_tokens, telemetry)
@@ -170,28 +169,13 @@ def _pool(
         longest = max(schedule.max_batch_tokens, served.max_context_tokens)
         blocks = -(-longest // block_tokens) + 2 * schedule.max_batch_sequences
         blocks *= 2 if config.priority.preempt else 1  # one batch of each class
-    else:
-        sized = msgspec.structs.replace(config, schedule=schedule)
-        try:
-            blocks = kv_pool_blocks(
-                half.spec,
-                half.dtype,
-                sized,
-                half.device,
-                ranks_on_node=spec.ranks_on_node,
-                kept_bytes=supply.unwritten_bytes,
-            )
-        except ResourceError:
-            supply.close()
-            raise
-    return KvPool(
-        half.spec,
-        blocks,
-        block_tokens,
-        half.dtype,
-        half.device,
-        one_layer=config.prefill.disable_kv_cache,
-    )
+        return KvPool(half.spec, blocks, block_tokens, half.dtype, half.device, one_layer=True)
+    sized, kept_bytes = msgspec.structs.replace(config, schedule=schedule), supply.unwritten_bytes
+    try:
+        return serving_pool(half, sized, ranks_on_node=spec.ranks_on_node, kept_bytes=kept_bytes)
+    except ResourceError:
+        supply.close()
+        raise
 
 
 def _connect(name: str, supply: ExpertSupply, addresses: dict[str, str]) -> None:

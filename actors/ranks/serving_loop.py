@@ -127,6 +127,8 @@ class ServingLoop(RankLoop):
                 "kv_evictions": blocks.evicted_total,
             },
         }
+        if blocks.states is not None:
+            found["state_slots"] = dict(blocks.states.counts)
         for observer in self._observers:
             for name, numbers in observer.sections().items():
                 found[name] = found.get(name, {}) | numbers
@@ -289,6 +291,8 @@ class ServingLoop(RankLoop):
         elif self._busy_s is not None and monotonic_s() - self._busy_s > CHECK_AFTER_S:
             self._busy_s = None
             self.scheduler.blocks.check([])
+            if self.scheduler.blocks.states is not None:
+                self.scheduler.blocks.states.check([])
 
     def _fail_all(self, error: TandemError) -> None:
         for batch in self.executor.fail_all():

@@ -21,19 +21,21 @@ from actors.batching.decode_coalescing import DecodeCoalescer
 from actors.batching.observer import BatchTraces
 from actors.batching.scheduler import Scheduler
 from actors.channels.factory import spin_seconds
+from actors.kv.block_manager import BlockManager
+from actors.kv.state_slots import StateSlots
 from actors.ranks.rank import Rank, RankHooks, Recording
 from actors.ranks.serving_loop import Intake, ServingLoop, ServingParts
 from actors.rpc.client_server import ClientServer
 from actors.telemetry.telemetry import RankMetrics
 from contracts import metrics
 from contracts.clock import monotonic_s
-from contracts.config import PriorityConfig, ScheduleConfig, TandemConfig
+from contracts.config import KvConfig, PriorityConfig, ScheduleConfig, TandemConfig
 from contracts.errors import CheckpointError, ResourceError
 from contracts.logs import event
 from contracts.machine import available_bytes, usable_cores
 from contracts.ranks import RankReady, RankSpec
 from kernels.thread_pool import set_spin
-from models.decoder.attention import kv_bytes_per_token
+from models.decoder.attention import KvPool, kv_bytes_per_token, state_bytes
 from models.decoder.decoder import AttentionHalf
 from models.spec.model import ModelSpec
 from models.text.grammar import grammar_tokenizer
@@ -89,6 +91,31 @@ def _start_trim_thread() -> threading.Thread:
     return thread
 
 
+def serving_pool(
+    half: AttentionHalf, config: TandemConfig, *, ranks_on_node: int, kept_bytes: int = 0
+) -> KvPool:
+    """Return the pool of K and V, and of states. kept_bytes: free memory that is reserved.
+
+    Raises ResourceError if memory is lacking.
+    """
+    model, dtype, device = half.spec, half.dtype, half.device
+    slots = pool_states(model, dtype, config, device, ranks_on_node=ranks_on_node)
+    kept_bytes += slots * state_bytes(model, dtype)
+    blocks = kv_pool_blocks(
+        model, dtype, config, device, ranks_on_node=ranks_on_node, kept_bytes=kept_bytes
+    )
+    return KvPool(model, blocks, config.kv.block_tokens, dtype, device, num_states=slots)
+
+
+def block_manager(kv: KvPool, config: KvConfig, **options: bool) -> BlockManager:
+    """Return the manager of a pool's blocks and states. options: more of BlockManager's."""
+    states = StateSlots(kv.num_states, prefix_cache=config.prefix_cache) if kv.num_states else None
+    options = {"prefix_cache": config.prefix_cache, **options}
+    return BlockManager(
+        kv.num_blocks, share_partial=config.share_partial_blocks, states=states, **options
+    )
+
+
 def kv_pool_blocks(
     model: ModelSpec,
     dtype: torch.dtype,
@@ -122,6 +149,38 @@ def kv_pool_blocks(
             f"KV pool, one block needs {block_bytes}; raise it or use fewer ranks"
         )
     return blocks
+
+
+def pool_states(
+    model: ModelSpec,
+    dtype: torch.dtype,
+    config: TandemConfig,
+    device: torch.device,
+    *,
+    ranks_on_node: int,
+) -> int:
+    """Return the slots of recurrent states: `kv.state_slots`, or what half of the memory allows.
+
+    Raises ResourceError if they do not fit.
+    """
+    slot_bytes, slots = state_bytes(model, dtype), config.kv.state_slots
+    if not slot_bytes:
+        return 0
+    free_bytes = _free_bytes(device)
+    usable_bytes = int(free_bytes * config.kv.memory_fraction / max(1, ranks_on_node)) // 2
+    if slots is None:
+        slots = min(usable_bytes // slot_bytes, 4 * config.schedule.max_batch_sequences)
+    elif slots * slot_bytes > free_bytes:
+        raise ResourceError(
+            f"kv.state_slots={slots} needs {slots * slot_bytes} bytes, {free_bytes} are free; "
+            "lower it"
+        )
+    if slots < 1:
+        raise ResourceError(
+            f"kv.memory_fraction={config.kv.memory_fraction} leaves {usable_bytes} bytes for "
+            f"states, a sequence needs {slot_bytes}; raise it or use fewer ranks"
+        )
+    return slots
 
 
 def _free_bytes(device: torch.device) -> int:

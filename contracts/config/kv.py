@@ -16,6 +16,9 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Tokens per block. It is part of the block hash and equal on all ranks."""
     pool_tokens: Count | None = None
     """Capacity of a rank's pool in tokens. null: derived from free memory."""
+    state_slots: Count | None = None
+    """Recurrent states that a rank holds for models with such layers, of running sequences and at
+    ends of prefixes. null: 4 per sequence of a batch, in at most half of the pools' memory."""
     memory_fraction: Annotated[float, Meta(gt=0, le=0.9)] = 0.2
     """Fraction of free memory for KV pools if pool_tokens is null. On CPUs the ranks of a node
     share it; on GPUs each rank uses its own GPU."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.attention import AttentionPlan, attention_steps
 from kernels.attention_ops import attend_layer
 from kernels.compiled import bits_of
-from kernels.fused_ops import norm_and_rope, write_slots
+from kernels.fused_ops import norm_and_rope, sigmoid, write_slots
 from kernels.latent_attention import LatentUp, latent_attention_steps
 from kernels.linear import PackedLinear
 from kernels.norm_rope import apply_rope, rms_norm
@@ -30,28 +30,51 @@ from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRowsMeta
 from models.experts.router import RoutedTokens
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
+from models.spec.recurrent import RecurrentSpec
 from models.weights.layout import WeightSpecs, attention_tensors
 from models.weights.loading import Loader
 
 
 def kv_entry_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Return the [heads, size] of a token's entries per layer: K and V, or one latent."""
+    """Return the [heads, size] of a token's entries in a layer: K and V, or one latent."""
     if spec.latent is not None:
-        return ((1, spec.latent.entry_dim),)
+        keys = () if spec.indexer is None else ((1, spec.indexer.head_dim),)
+        return ((1, spec.latent.entry_dim), *keys)
     return ((spec.num_kv_heads, spec.head_dim),) * 2
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Return the pool bytes per token over all layers."""
     elements = sum(math.prod(shape) for shape in kv_entry_shapes(spec))
-    return spec.num_layers * elements * dtype.itemsize
+    return spec.attention_layers * elements * dtype.itemsize
+
+
+def state_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the pool bytes of a slot of recurrent states over all layers."""
+    if spec.recurrent is None:
+        return 0
+    shapes = state_shapes(spec.recurrent, dtype)
+    return len(spec.recurrent_layers) * sum(
+        math.prod(each) * kind.itemsize for each, kind in shapes
+    )
+
+
+def state_shapes(
+    sizes: RecurrentSpec, dtype: torch.dtype
+) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """Return shape and dtype of a slot in a layer: latest inputs of the convolution, and states."""
+    inputs = sizes.key_heads, sizes.taps - 1, sizes.mixed_dim
+    states = sizes.value_heads, sizes.key_dim, sizes.value_dim
+    return (inputs, dtype), (states, torch.float32)
 
 
 class KvPool:
-    """One tensor [P, heads, size] per layer and entry, zeroed so that padding never reads a NaN.
+    """Tensors that sequences own: per layer those of K and V, or of recurrent states.
 
-    Block b holds slots b * block_tokens .. (b+1) * block_tokens - 1. one_layer: all layers share
-    the same tensors, for a batch that runs alone through all layers and is not read again.
+    K and V: one tensor [P, heads, size] per entry, zeroed so that padding never reads a NaN. Block
+    b holds slots b * block_tokens .. (b+1) * block_tokens - 1. States: tensors [num_states, ...] of
+    `state_shapes`. one_layer: all layers share the same tensors, for a batch that runs alone
+    through all layers and is not read again.
     """
 
     def __init__(
@@ -63,28 +86,33 @@ class KvPool:
         device: torch.device | str = "cpu",
         *,
         one_layer: bool = False,
+        num_states: int = 0,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_states = num_blocks, num_states
         self.block_tokens = block_tokens
         self.device = torch.device(device)
-        slots = num_blocks * block_tokens
-        kept = [
-            tuple(
-                torch.zeros(slots, *shape, dtype=dtype, device=self.device)
-                for shape in kv_entry_shapes(spec)
+        kv = num_blocks * block_tokens, [(shape, dtype) for shape in kv_entry_shapes(spec)]
+        states = num_states, [] if spec.recurrent is None else state_shapes(spec.recurrent, dtype)
+
+        def new(*, is_recurrent: bool) -> tuple[Tensor, ...]:
+            slots, shapes = states if is_recurrent else kv
+            return tuple(
+                torch.zeros(slots, *shape, dtype=kind, device=self.device) for shape, kind in shapes
             )
-            for _ in range(1 if one_layer else spec.num_layers)
-        ]
-        self.num_bytes = sum(tensor.nbytes for layer in kept for tensor in layer)
-        self._layers = tuple(kept * spec.num_layers if one_layer else kept)
+
+        shared = {kind: new(is_recurrent=kind) for kind in (False, True)} if one_layer else {}
+        kinds = [layer in spec.recurrent_layers for layer in range(spec.num_layers)]
+        self._layers = tuple(shared.get(kind) or new(is_recurrent=kind) for kind in kinds)
+        kept = {id(tensor): tensor.nbytes for layer in self._layers for tensor in layer}
+        self.num_bytes = sum(kept.values())
 
     def entries(self, layer: int) -> tuple[Tensor, ...]:
-        """Return (K, V) of a layer, or its latents alone, each [P, heads, size]."""
+        """Return (K, V) of a layer, or its latents, each [P, heads, size]; or inputs and states."""
         return self._layers[layer]
 
     def write(self, layer: int, batch: AttentionBatch, *values: Tensor) -> None:
         """Store one [T, heads, size] tensor per entry, then make the batch's slot copies."""
-        for pool, value in zip(self._layers[layer], values, strict=True):
+        for pool, value in zip(self._layers[layer], values, strict=False):
             write_slots(pool, batch.slots_T, value)
             if batch.copies is not None:
                 copied = pool.index_select(0, batch.copies.from_C)
@@ -132,8 +160,13 @@ class GroupedQueryAttention:
         self._has_rope, self._clip = layer not in spec.unrotated, spec.clip_qkv
         order, heads = _rope_order(spec), self._H + self._G
 
+        gates: list[Tensor] = []
+
         def load(kind: str) -> Tensor:
             weight = loader.load(*(weight_specs[f"{role}{kind}"] for role in ("q", "k", "v")))
+            if spec.family.gates_queries:  # a head's gates follow its query
+                weight, head_gates = _without_gates(weight, self._H, self._d)
+                gates.append(head_gates)
             if order is not None:
                 turned = weight[: heads * self._d].view(heads, self._d, -1)
                 turned.copy_(turned[:, order])
@@ -147,6 +180,8 @@ class GroupedQueryAttention:
         self._out_norm = None if norm is None else loader.load(norm)
         self._norm_rounds_once = spec.family.norm_rounds_once
         self._is_tuned = spec.query_tuning is not None and not self._has_rope
+        if gates:
+            self._gate = PackedLinear(*gates)
         self._sinks = loader.load(weight_specs["sinks"]) if "sinks" in weight_specs else None
         self._decode_layer: NDArray[np.int64] | None = None
         self._qk_norm, self._qk_norm_Hd = spec.qk_norm, self._load_norm(spec, weight_specs, loader)
@@ -200,7 +235,7 @@ class GroupedQueryAttention:
         for tile in row_tiles(attended_TD):
             yield
             if self._gate is not None:
-                attended_TD[tile].mul_(self._gate(x_TD[tile]).sigmoid_())
+                attended_TD[tile].mul_(sigmoid(self._gate(x_TD[tile])))
             y_TD = self._o(attended_TD[tile])
             if self._out_norm is not None:
                 once = self._norm_rounds_once
@@ -346,6 +381,13 @@ class GroupedQueryAttention:
         return x_THd if self._clip is None else x_THd.clamp(-self._clip, self._clip)
 
 
+def _without_gates(weight: Tensor, H: int, d: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of q, k and v, and those of the gates."""
+    heads = weight.view(-1, d, *weight.shape[1:])
+    qkv = torch.cat((heads[: 2 * H : 2], heads[2 * H :]))
+    return qkv.flatten(0, 1), heads[1 : 2 * H : 2].flatten(0, 1)
+
+
 def _rope_order(spec: ModelSpec) -> list[int] | None:
     """Return the element of a stored head at each place of a reordered one; None: the same."""
     rotated, d = spec.rope_dim, spec.head_dim
@@ -378,7 +420,7 @@ class LatentAttention:
             for role, heads in (("q", self._H), ("q_b", self._H), ("kv_a", 1), ("kv_a_bias", 1)):
                 if role in weights:
                     _to_halves(weights[role], heads, self._latent.rope_dim)
-        self._queries = PackedLinear(weights["q"]) if "q" in weights else _LowRankQueries(weights)
+        self._queries = PackedLinear(weights["q"]) if "q" in weights else LowRankQueries(weights)
         self._kv_a = PackedLinear(weights["kv_a"], weights.get("kv_a_bias"))
         self._kv_norm = weights["kv_norm"]
         self._o = PackedLinear(weights["o"], weights.get("o_bias"))
@@ -401,7 +443,7 @@ class LatentAttention:
         latent_T1C[..., rank:] = apply_rope(latent_T1C[..., rank:], metadata.cos, metadata.sin)
         yield
         # All rows before attention: sequences may read entries of others in this batch.
-        kv.write(self._layer, batch, latent_T1C)
+        kv.write(self._layer, batch, *(yield from self._entries(latent_T1C, x_TD, metadata)))
         if last is not None:
             metadata = last.metadata
             x_TD, latent_T1C = (x.index_select(0, last.rows_R) for x in (x_TD, latent_T1C))
@@ -411,8 +453,8 @@ class LatentAttention:
         q_THd = q_TD.view(-1, self._H, self._d)
         q_THd[..., n:] = apply_rope(q_THd[..., n:], metadata.cos, metadata.sin)
         yield
-        (pool_P1C,) = kv.entries(self._layer)
-        plan = metadata.plans[self._window]
+        pool_P1C = kv.entries(self._layer)[0]
+        plan = yield from self._plan(x_TD, batch, metadata, kv, last)
         attended_THv = yield from latent_attention_steps(
             q_THd, latent_T1C, pool_P1C, self._up, plan, scale=self._scale
         )
@@ -421,8 +463,27 @@ class LatentAttention:
             yield
             hidden_TD[tile].add_(self._o(attended_TD[tile]))
 
+    def _entries(
+        self, latent_T1C: Tensor, x_TD: Tensor, metadata: AttentionMetadata
+    ) -> Steps[tuple[Tensor, ...]]:
+        """Return the entries of new tokens."""
+        return (latent_T1C,)
+        yield
 
-class _LowRankQueries:
+    def _plan(
+        self,
+        x_TD: Tensor,
+        batch: AttentionBatch,
+        metadata: AttentionMetadata,
+        kv: KvPool,
+        last: LastRowsMetadata | None,
+    ) -> Steps[AttentionPlan]:
+        """Return the plan of rows of x."""
+        return metadata.plans[self._window]
+        yield
+
+
+class LowRankQueries:
     """q_b @ norm(q_a @ x)."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -431,7 +492,10 @@ class _LowRankQueries:
         self._b = PackedLinear(weights["q_b"])
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self._b(rms_norm(self._a(x_TD), self._norm, _EPS))
+        return self._b(self.low_rank(x_TD))
+
+    def low_rank(self, x_TD: Tensor) -> Tensor:
+        return rms_norm(self._a(x_TD), self._norm, _EPS)
 
 
 def _to_halves(weight: Tensor, heads: int, rope_dim: int) -> None:

@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.attention import AttentionPlan
+from kernels.attention import AttentionPlan, CompiledRows
 from kernels.packed_attention import SequenceRows
+from models.decoder.recurrence import RecurrencePlan, StateRun
 
 
 class BlockCopy(NamedTuple):
@@ -34,12 +36,16 @@ class BlockCopy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceSlice:
-    """New tokens of a sequence; block_table has positions 0..start-1 (cached or of this pass)."""
+    """New tokens of a sequence; block_table has positions 0..start-1 (cached or of this pass).
+
+    state: None if no layer has states, or if they start and end with this slice.
+    """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     copies: Sequence[BlockCopy] = ()
+    state: StateRun | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class AttentionMetadata:
     """Rope tables, and an attention plan per window, from `AttentionHalf.prepare`.
 
     unrotated: cos and sin of layers without rope, 1 and 0. query_scale_T11: their queries' factor.
+    recurrence: of layers with states. sparse: rows that see more tokens than an indexer selects.
     """
 
     cos: Tensor
@@ -62,6 +69,8 @@ class AttentionMetadata:
     plans: dict[int | None, AttentionPlan]
     unrotated: tuple[Tensor, Tensor] | None = None
     query_scale_T11: Tensor | None = None
+    recurrence: RecurrencePlan | None = None
+    sparse: CompiledRows | None = None
 
     def angles(self, *, has_rope: bool) -> tuple[Tensor, Tensor]:
         """Return cos and sin of a layer."""
@@ -76,7 +85,8 @@ class AttentionBatch:
     """A batch's tensors: token_ids_T, positions_T, slots_T int64.
 
     `metadata` is set by the half that runs the batch, and `unjoined` between layers if the MLP's
-    output is normed: the residual to which that is still to be added, and its norm.
+    output is normed: the residual to which that is still to be added, and its norm. states: of each
+    sequence.
     """
 
     token_ids_T: Tensor
@@ -86,6 +96,8 @@ class AttentionBatch:
     copies: SlotCopies | None = None
     metadata: AttentionMetadata | None = None
     unjoined: tuple[Tensor, Tensor] | None = None
+    states: tuple[StateRun | None, ...] = ()
+    selection: tuple[NDArray[np.int64], Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -130,6 +142,7 @@ class AttentionBatch:
             slots_T=_concatenate(slots, device),
             sequences=tuple(sequences),
             copies=_slot_copies(slices, block_tokens, device),
+            states=tuple(piece.state for piece in slices),
         )
 
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from contracts.errors import CheckpointError
 from kernels.attention import plan_attention
 from kernels.experts import swiglu
-from kernels.fused_ops import rms_norm
+from kernels.fused_ops import rms_norm, sigmoid
 from kernels.linear import PackedLinear
 from kernels.norm_rope import cos_sin
 from kernels.packed_attention import SequenceRows, supports_packed
@@ -30,12 +31,17 @@ from models.decoder.attention import (
     decodes_at_once,
 )
 from models.decoder.batch import AttentionBatch, AttentionMetadata, LastRows, LastRowsMetadata
+from models.decoder.delta_net import GatedDeltaNet
+from models.decoder.recurrence import RecurrencePlan, plan_recurrence
+from models.decoder.sparse_attention import SparseLatentAttention, split_at
 from models.experts.router import ExpertRouter, RoutedTokens
 from models.spec.layer_spec import RopeSpec
 from models.spec.model import ModelSpec
 from models.weights import layout
 from models.weights.checkpoint import Checkpoint
 from models.weights.loading import Loader, Progress, total_bytes
+
+_CALL_ELEMENTS = 1 << 25  # of states that a call changes: a few milliseconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class _Mlp:
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         y_TD = swiglu(x_TD, self._gate_up, self._down)
-        return y_TD if self._output_gate is None else y_TD * self._output_gate(x_TD).sigmoid_()
+        return y_TD if self._output_gate is None else y_TD.mul_(sigmoid(self._output_gate(x_TD)))
 
 
 class _Layer:
@@ -67,7 +73,10 @@ class _Layer:
         self.attention_norm = _load_norm(weight_specs, "attention_norm", loader)
         self.mlp_norm = _load_norm(weight_specs, "mlp_norm", loader)
         kind = GroupedQueryAttention if spec.latent is None else LatentAttention
-        self.attention = kind(spec, layer, loader)
+        if spec.indexer is not None:
+            kind = SparseLatentAttention
+        mixer = GatedDeltaNet if layer in spec.recurrent_layers else kind
+        self.attention = mixer(spec, layer, loader)
         self.mlp_out_norm: Tensor | None = None
         if "mlp_out_norm" in weight_specs:
             self.mlp_out_norm = loader.load(weight_specs["mlp_out_norm"])
@@ -125,6 +134,12 @@ class AttentionHalf:
     ) -> AttentionHalf:
         """Read only this half's tensors. Raises CheckpointError."""
         device = torch.device(device)
+        part = "recurrent layers" if spec.recurrent else "indexers" if spec.indexer else None
+        if part is not None and device.type != "cpu":
+            raise CheckpointError(
+                f"{checkpoint.folder}: {spec.architecture} has {part}, which do not run on"
+                f" {device.type}; set groups.device=cpu"
+            )
         whole = total_bytes(layout.attention_half_tensors(spec), dtype)
         loader = Loader(checkpoint, dtype, device, progress, whole)
         return AttentionHalf(spec, loader, dtype, device)
@@ -135,9 +150,13 @@ class AttentionHalf:
             positions_T, factor = batch.positions_T, self._rope_factor
             cos, sin = cos_sin(positions_T, self._inv_freq, factor=factor, dtype=self.dtype)
             plain = self.spec.latent is None and not self.spec.family.sinks
+            sequences: Sequence[SequenceRows] = batch.sequences
+            sparse = None
+            if self.spec.indexer is not None:
+                sequences, sparse = split_at(batch.sequences, self.spec.indexer.top_k)
             plans = {
                 window: plan_attention(
-                    self._seen(batch.sequences, window),
+                    self._seen(sequences, window),
                     window=None if self.spec.family.windows == "chunks" else window,
                     dtype=self.dtype,
                     device=self.device,
@@ -150,7 +169,8 @@ class AttentionHalf:
             some = self.spec.unrotated
             unrotated = (torch.ones_like(cos), torch.zeros_like(sin)) if some else None
             scale_T11 = self._query_scale(positions_T)
-            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, scale_T11)
+            others = scale_T11, self._plan_recurrence(batch), sparse
+            batch.metadata = AttentionMetadata(cos, sin, plans, unrotated, *others)
         return batch.metadata
 
     def _seen(
@@ -168,6 +188,13 @@ class AttentionHalf:
         strength, tokens = self.spec.query_tuning
         steps_T = torch.floor((positions_T.float() + 1.0) / tokens)
         return (torch.log1p(steps_T) * strength + 1.0)[:, None, None]
+
+    def _plan_recurrence(self, batch: AttentionBatch) -> RecurrencePlan | None:
+        sizes = self.spec.recurrent
+        if sizes is None or not batch.states:
+            return None
+        call_rows = max(1, _CALL_ELEMENTS // sizes.state_elements)
+        return plan_recurrence(batch.sequences, batch.states, call_rows)
 
     def embed(self, batch: AttentionBatch) -> Tensor:
         """hidden_TD of the batch's tokens, a new tensor."""

@@ -66,6 +66,12 @@ class ConfigFields:
                 return ConfigFields(self.path, self._tree[key], f"{self._prefix}{key}.")
         return ConfigFields(self.path, {}, f"{self._prefix}{keys[0]}.")
 
+    def with_section(self, key: str) -> ConfigFields:
+        """Return the fields of the object under `key`, and those beside it that it lacks."""
+        inner = dict(self.section(key).items())
+        beside = {name: value for name, value in self._tree.items() if name != key}
+        return ConfigFields(self.path, beside | inner, self._prefix)
+
     def positive_int(self, *keys: str, default: int | None = None) -> int:
         value = self.raw(*keys)
         for key in keys:

@@ -114,6 +114,16 @@ _GLM4_MOE_LITE = _like(
     default_top_k=4, default_rms_norm_eps=1e-5,
 )
 
+_DEEPSEEK_V32 = _like(
+    _DEEPSEEK_V3, "deepseek_v32", "DeepseekV32", dense="types", indexer="halves",
+    required=(("rope_interleave", True),),
+)
+
+_GLM_MOE_DSA = _like(
+    _DEEPSEEK_V32, "glm_moe_dsa", "GlmMoeDsa", indexer="interleaved", default_index_heads=32,
+    default_q_rank=2048, default_groups=(1, 1), default_rms_norm_eps=1e-5,
+)
+
 _GLM4_MOE = _like(
     _DEEPSEEK_V3, "glm4_moe", "Glm4Moe", attention="grouped", qk_norm="head",
     qk_norm_key="use_qk_norm", default_qk_norm=False, has_output_bias=False, rotary_fraction=0.5,
@@ -204,11 +214,44 @@ _GPT_OSS = Family(
     default_rope_theta=150_000.0, default_rms_norm_eps=1e-5,
 )
 
+_QWEN3_NEXT = _like(
+    _QWEN3_MOE,
+    "qwen3_next",
+    "Qwen3Next",
+    windows="none",
+    window_switch_key=None,
+    default_norm_topk=True,
+    default_head_dim=256,
+    default_kv_heads=2,
+    default_top_k=10,
+    rotary_fraction=0.25,
+    gates_queries=True,
+    recurrent="by_key_head",
+    centred_norms=True,
+    shared=_QWEN2_MOE.shared,
+    shared_size_key=_QWEN2_MOE.shared_size_key,
+    default_shared=512,
+    shared_gate=_QWEN2_MOE.shared_gate,
+    ignored=(r"^mtp\.",),
+)
+
+_QWEN3_5_MOE = _like(
+    _QWEN3_NEXT,
+    "qwen3_5_moe_text",
+    "Qwen3_5Moe",
+    recurrent="separate",
+    dense="none",
+    always_norm_topk=True,
+    default_top_k=8,
+    ignored=(r"^mtp\.", r"^model\.visual\."),
+)
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         _QWEN3_MOE, _QWEN2_MOE, _OLMOE, _MIXTRAL, _MINIMAX_M2, _PHIMOE, _GRANITE_MOE,
         _GRANITE_MOE_SHARED, _DEEPSEEK_V2, _DEEPSEEK_V3, _KIMI_K2, _GLM4_MOE, _GLM4_MOE_LITE,
         _SOLAR_OPEN, _DOTS1, _EXAONE_MOE, _ERNIE4_5_MOE, _HUNYUAN_V1_MOE, _AFMOE, _LLAMA4, _GPT_OSS,
+        _QWEN3_NEXT, _QWEN3_5_MOE, _DEEPSEEK_V32, _GLM_MOE_DSA,
     )
 }

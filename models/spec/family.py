@@ -46,6 +46,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     only their own chunk). `default_window`: its default. `ropes_windows_only`: other layers have no
     rope.
 
+    States. `recurrent`: the family has gated delta net layers, and no windows; how they store their
+    projections. `gates_queries`: gates of attention's output are stored with the queries.
+    `centred_norms`: weights of norms are stored as their difference from 1. `indexer`: latent
+    attention is sparse; where the indexer's pairs are that rope rotates.
+
     Feed-forward. `experts` None: only the clamped format exists (layout.clamped_expert_tensors).
     `dense`: which layers have no experts: `none`, `first` (number in `first_moe_key`), or by other
     fields. `mlp`: name of a layer's MLP. `shared`: place of the shared experts' MLP, or of its
@@ -83,6 +88,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_output_bias: bool = True
     clip_key: str | None = None
     gates_attention: bool = False
+    gates_queries: bool = False
+    recurrent: Literal["", "by_key_head", "separate"] = ""
     interleaved_rope: bool = False
     rotary_fraction: float | None = None
     rotary_dim_key: str | None = None
@@ -128,6 +135,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     multipliers: bool = False
     embedding_switch_key: str | None = None
     layer_norm: bool = False
+    centred_norms: bool = False
+    indexer: Literal["", "halves", "interleaved"] = ""
+    default_index_heads: int = 64
     sandwich_norm: bool = False
     required: tuple[tuple[str, object], ...] = ()
     ignored: Names = ()

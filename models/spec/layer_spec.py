@@ -42,7 +42,9 @@ def read_moe_layers(config: ConfigFields, family: Family, num_layers: int) -> tu
 
 
 def read_windows(config: ConfigFields, family: Family, num_layers: int) -> Windows:
-    """Return each layer's window, None for full attention. Raises CheckpointError."""
+    """Return each layer's window, None for full attention or none. Raises CheckpointError."""
+    if family.recurrent or family.indexer:
+        return (None,) * num_layers
     if family.windows in ("periodic", "later", "chunks"):
         return _by_layer_types(config, family, num_layers)
     windows = _one_window(config, family, num_layers)
@@ -156,7 +158,7 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_latent(config: ConfigFields, family: Family, num_heads: int) -> LatentSpec:
     """Read the sizes of latent attention. Raises CheckpointError."""
-    always_interleaved = family.routing == "deepseek_v2"
+    always_interleaved = family.routing == "deepseek_v2" or family.indexer != ""
     if config.positive_int("num_key_value_heads", default=num_heads) != num_heads:
         raise config.error(
             "num_key_value_heads",

@@ -19,6 +19,7 @@ from models.spec.checkpoint_files import HEAD, stored_names
 from models.spec.config_fields import ConfigFields, read_json
 from models.spec.families import FAMILIES
 from models.spec.family import Family, QkNorm
+from models.spec.indexer import IndexerSpec, read_indexer
 from models.spec.layer_spec import (
     LatentSpec,
     RopeSpec,
@@ -31,6 +32,7 @@ from models.spec.layer_spec import (
     read_unrotated,
     read_windows,
 )
+from models.spec.recurrent import RecurrentSpec, read_recurrent
 
 StoredDtype = Literal["bfloat16", "float16", "float32"]
 _DTYPES: dict[str, StoredDtype] = {
@@ -98,6 +100,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logits_scale: float = 1.0
     head_bias: bool = False
     query_tuning: tuple[float, float] | None = None
+    recurrent: RecurrentSpec | None = None
+    indexer: IndexerSpec | None = None
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with K and V or latents."""
+        return self.num_layers - len(self.recurrent_layers)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        layers = () if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in layers if layer < self.num_layers)
 
     @property
     def family(self) -> Family:
@@ -113,7 +127,7 @@ def read_spec(folder: Path) -> ModelSpec:
     A head among the weights is used even if config.json ties it to the embedding, as `transformers`
     does. Raises CheckpointError: one line that names the file and the field.
     """
-    config = _read_config(folder)
+    config = _text_fields(_read_config(folder))
     spec = spec_from(config, _eos_token_ids(folder, config))
     if spec.tie_word_embeddings and HEAD in stored_names(folder):
         return msgspec.structs.replace(spec, tie_word_embeddings=False)
@@ -144,6 +158,7 @@ def read_sampling(folder: Path) -> Sampling:
 
 def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> ModelSpec:
     """Return the spec of a config.json's fields. Raises CheckpointError."""
+    config = _text_fields(config)
     family = _family(config)
     _refuse_unsupported(config, family)
     num_layers = config.positive_int("num_hidden_layers")
@@ -189,6 +204,8 @@ def spec_from(config: ConfigFields, eos_token_ids: tuple[int, ...] = ()) -> Mode
         shared_ffn_size=shared_ffn_size,
         latent=latent,
         clamp=_clamp(config) if family.experts is None else None,
+        recurrent=read_recurrent(config, family, num_layers) if family.recurrent else None,
+        indexer=read_indexer(config, family, num_layers) if family.indexer else None,
         unrotated=read_unrotated(config, family, windows),
         clip_qkv=_clip(config, family),
         embedding_scale=factors.embedding,
@@ -207,6 +224,12 @@ def _read_config(folder: Path) -> ConfigFields:
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; give a folder as it is on the hub")
     return ConfigFields(path, read_json(path))
+
+
+def _text_fields(config: ConfigFields) -> ConfigFields:
+    """Return the fields of the text model of a model with vision, else all."""
+    is_known = config.section("text_config").raw("model_type") in FAMILIES
+    return config.with_section("text_config") if is_known else config
 
 
 def _family(config: ConfigFields) -> Family:

@@ -24,14 +24,19 @@ from models.weights.layout import WeightSpec, WeightSpecs
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
+_MODEL, _TEXT_MODEL = "model.", "model.language_model."  # beside a vision model
 
 
 class Checkpoint:
-    """The tensors of `folder`, by the headers of all shards. Raises CheckpointError."""
+    """The tensors of `folder`, by the headers of all shards. Raises CheckpointError.
+
+    Those of a text model beside a vision model have the names that they have without it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, SafetensorsFile] = {}
+        self._stored_name: dict[str, str] = {}
         single = folder / SINGLE
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; give a Hugging Face folder")
@@ -42,6 +47,11 @@ class Checkpoint:
             self._open_shards(folder / INDEX)
         else:
             raise _no_weights(folder)
+        for name in [name for name in self._file_of if name.startswith(_TEXT_MODEL)]:
+            plain = _MODEL + name.removeprefix(_TEXT_MODEL)
+            if plain in self._file_of:
+                raise CheckpointError(f"{folder}: {name} and {plain} are both stored; keep one")
+            self._file_of[plain], self._stored_name[plain] = self._file_of.pop(name), name
 
     @property
     def names(self) -> Collection[str]:
@@ -52,13 +62,13 @@ class Checkpoint:
 
     def entry(self, name: str) -> TensorEntry:
         """Return the header entry of a tensor that exists."""
-        return self._file_of[name].entries[name]
+        return self._file_of[name].entries[self._stored_name.get(name, name)]
 
     def get(self, name: str) -> Tensor:
         """Return a read-only tensor over mapped pages; copy what outlives `release`."""
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder}: tensor {name} is missing from the checkpoint")
-        return self._file_of[name].tensor(name)
+        return self._file_of[name].tensor(self._stored_name.get(name, name))
 
     def find(self, weight_spec: WeightSpec) -> str:
         """Return the name under which `weight_spec` is stored. Raises CheckpointError."""

@@ -17,16 +17,21 @@ from models.spec.checkpoint_files import HEAD
 from models.spec.family import Names
 from models.spec.layer_spec import LatentSpec
 from models.spec.model import ModelSpec
+from models.spec.recurrent import RecurrentSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """Possible names (the first match counts) and shape. packed: bytes; float32: kept so."""
+    """Possible names (the first match counts) and shape.
+
+    packed: bytes; float32: kept so. plus_one: stored as its difference from 1.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     float32: bool = False
     packed: bool = False
+    plus_one: bool = False
 
 
 WeightSpecs = dict[str, WeightSpec]
@@ -37,7 +42,7 @@ def outer_tensors(spec: ModelSpec) -> WeightSpecs:
     D, V = spec.hidden_size, spec.vocab_size
     weight_specs = {
         "embed": _one("model.embed_tokens.weight", V, D),
-        "final_norm": _one("model.norm.weight", D),
+        "final_norm": _norm(spec, "model.norm.weight", D),
     }
     if not spec.tie_word_embeddings:
         weight_specs["head"] = _one(HEAD, V, D)
@@ -57,7 +62,7 @@ def norm_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     for role, name in names.items():
         for kind in kinds:
             key = role if kind == "weight" else f"{role}_bias"
-            weight_specs[key] = _one(f"model.layers.{layer}.{name}.{kind}", spec.hidden_size)
+            weight_specs[key] = _norm(spec, f"model.layers.{layer}.{name}.{kind}", spec.hidden_size)
     return weight_specs
 
 
@@ -69,7 +74,8 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     D, d = spec.hidden_size, spec.head_dim
     q, kv = spec.num_heads * d, spec.num_kv_heads * d
     weight_specs = {}
-    for role, rows, columns in (("q", q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
+    stored_q = 2 * q if spec.family.gates_queries else q
+    for role, rows, columns in (("q", stored_q, D), ("k", kv, D), ("v", kv, D), ("o", D, q)):
         weight_specs[role] = _one(f"{at}.self_attn.{role}_proj.weight", rows, columns)
         if spec.attention_bias and (role != "o" or spec.family.has_output_bias):
             weight_specs[f"{role}_bias"] = _one(f"{at}.self_attn.{role}_proj.bias", rows)
@@ -82,17 +88,65 @@ def attention_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
     if spec.qk_norm not in ("", "plain_head"):
         q_norm, k_norm = spec.family.qk_norm_names
         q, kv = (q, kv) if spec.qk_norm == "projection" else (d, d)
-        weight_specs["q_norm"] = _one(f"{at}.self_attn.{q_norm}.weight", q)
-        weight_specs["k_norm"] = _one(f"{at}.self_attn.{k_norm}.weight", kv)
+        weight_specs["q_norm"] = _norm(spec, f"{at}.self_attn.{q_norm}.weight", q)
+        weight_specs["k_norm"] = _norm(spec, f"{at}.self_attn.{k_norm}.weight", kv)
     return weight_specs
 
 
+def recurrent_tensors(spec: ModelSpec, sizes: RecurrentSpec, layer: int) -> WeightSpecs:
+    """Return the tensors of a gated delta net layer.
+
+    By key head, qkvz has rows of q, k, v and z, and ba of b and a, one per value head; qkv, z, b
+    and a are not by key head. conv [channels of qkv, 1, taps], rates and biases [value heads].
+    """
+    at, D, V = f"model.layers.{layer}.linear_attn", spec.hidden_size, sizes.value_heads
+    mixed, values = sizes.key_heads * sizes.mixed_dim, V * sizes.value_dim
+    rows = {"qkvz": mixed + values, "ba": 2 * V}
+    if not sizes.by_key_head:
+        rows = {"qkv": mixed, "z": values, "b": V, "a": V}
+    return {
+        **{role: _one(f"{at}.in_proj_{role}.weight", size, D) for role, size in rows.items()},
+        "conv": _one(f"{at}.conv1d.weight", mixed, 1, sizes.taps),
+        "rates": WeightSpec((f"{at}.A_log",), (V,), float32=True),
+        "biases": WeightSpec((f"{at}.dt_bias",), (V,), float32=True),
+        "norm": _one(f"{at}.norm.weight", sizes.value_dim),
+        "o": _one(f"{at}.out_proj.weight", D, values),
+    }
+
+
+def mixer_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
+    """Return the tensors of attention, or of what a layer has in its place."""
+    if spec.recurrent is not None and layer in spec.recurrent.layers:
+        return recurrent_tensors(spec, spec.recurrent, layer)
+    return {**attention_tensors(spec, layer), **{
+        f"index_{role}": weight_spec for role, weight_spec in indexer_tensors(spec, layer).items()
+    }}  # fmt: skip
+
+
+def indexer_tensors(spec: ModelSpec, layer: int) -> WeightSpecs:
+    """Return q [H*d, q_rank], k [d, D], its LayerNorm [d], and weights [H, D] of an indexer."""
+    sizes, latent, at = spec.indexer, spec.latent, f"model.layers.{layer}.self_attn.indexer"
+    if sizes is None or latent is None or latent.q_rank is None or layer in sizes.shared_layers:
+        return {}
+    H, d, D = sizes.heads, sizes.head_dim, spec.hidden_size
+    return {
+        "q": _one(f"{at}.wq_b.weight", H * d, latent.q_rank),
+        "k": _one(f"{at}.wk.weight", d, D),
+        "norm": _one(f"{at}.k_norm.weight", d),
+        "bias": _one(f"{at}.k_norm.bias", d),
+        "weights": WeightSpec((f"{at}.weights_proj.weight",), (H, D), float32=True),
+    }
+
+
 def attention_parameters(spec: ModelSpec) -> int:
-    """Return the elements of one layer's projections: multiply-adds per token without context."""
-    weight_specs = attention_tensors(spec, 0).values()
-    return sum(
-        math.prod(weight_spec.shape) for weight_spec in weight_specs if len(weight_spec.shape) == 2
+    """Return the elements of a layer's projections: multiply-adds per token without context."""
+    whole = sum(
+        math.prod(weight_spec.shape)
+        for layer in range(spec.num_layers)
+        for weight_spec in mixer_tensors(spec, layer).values()
+        if len(weight_spec.shape) == 2
     )
+    return whole // spec.num_layers
 
 
 def _latent_tensors(spec: ModelSpec, latent: LatentSpec, layer: int) -> WeightSpecs:
@@ -237,12 +291,16 @@ def attention_half_tensors(spec: ModelSpec) -> Iterator[WeightSpec]:
 def attention_half_layer(spec: ModelSpec, layer: int) -> Iterator[WeightSpec]:
     """Return an attention rank's tensors of one layer: all except the routed experts."""
     mlp = router_tensors if spec.is_moe(layer) else dense_tensors
-    for tensors in (norm_tensors, attention_tensors, shared_tensors, mlp):
+    for tensors in (norm_tensors, mixer_tensors, shared_tensors, mlp):
         yield from tensors(spec, layer).values()
 
 
 def _of_layer(names: Names, layer: int) -> Names:
     return tuple(name.format(layer=layer) for name in names)
+
+
+def _norm(spec: ModelSpec, name: str, size: int) -> WeightSpec:
+    return WeightSpec((name,), (size,), plus_one=spec.family.centred_norms)
 
 
 def _one(name: str, *shape: int) -> WeightSpec:

@@ -54,11 +54,14 @@ class Loader:
 
     def load(self, *parts: WeightSpec) -> Tensor:
         """Return the parts concatenated in dim 0 as one new tensor."""
-        rows = sum(part.shape[0] for part in parts)
-        whole = self.empty(rows, *parts[0].shape[1:], float32=parts[0].float32)
+        num_rows = sum(part.shape[0] for part in parts)
+        whole = self.empty(num_rows, *parts[0].shape[1:], float32=parts[0].float32)
         first = 0
         for part in parts:
-            self.copy(self._source.load(part), whole[first : first + part.shape[0]])
+            rows = whole[first : first + part.shape[0]]
+            self.copy(self._source.load(part), rows)
+            if part.plus_one:
+                rows.add_(1)
             first += part.shape[0]
         return whole
 

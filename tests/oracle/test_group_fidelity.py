@@ -36,6 +36,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("granitemoeshared", {}),
     ("afmoe", {}),
     ("llama4_text", {}),
+    ("qwen3_5_moe_text", {"num_experts": 5}),
 ]  # fmt: skip
 SPLITS = [(1, 1), (1, 2), (2, 3)]
 PLANS = [
@@ -135,6 +136,7 @@ PLANS_BY_FAMILY_AND_CHANNEL = [
     ("gpt_oss", "tcp", FEW_PLANS),
     ("afmoe", "shm", FEW_PLANS),
     ("llama4_text", "tcp", FEW_PLANS),
+    ("qwen3_next", "shm", [*FEW_PLANS[:4], *BEYOND]),
 ]
 
 

@@ -14,6 +14,7 @@ from kernels.steps import run_to_end
 from models.decoder.attention import KvPool
 from models.decoder.batch import AttentionBatch, SequenceSlice
 from models.decoder.decoder import AttentionHalf
+from models.decoder.recurrence import StateRun
 from models.experts.expert_half import ExpertHalf, expert_sums
 from models.experts.router import RoutedTokens
 from models.spec.model import ModelSpec
@@ -62,9 +63,10 @@ class LocalModel:
         ]
         return LocalModel(attention, experts)
 
-    def new_pool(self, num_blocks: int) -> KvPool:
+    def new_pool(self, num_blocks: int, *, num_states: int = 1) -> KvPool:
+        sizes = num_blocks, self.block_tokens
         half = self.attention
-        return KvPool(self.spec, num_blocks, self.block_tokens, half.dtype, half.device)
+        return KvPool(self.spec, *sizes, half.dtype, half.device, num_states=num_states)
 
     def run(self, slices: Sequence[SequenceSlice], kv: KvPool) -> Tensor:
         """hidden_TD after the last layer, for all new tokens of the slices in order."""
@@ -101,7 +103,8 @@ class LocalModel:
         table, new, start = range(num_blocks), list(token_ids), 0
         generated: list[int] = []
         while len(generated) < steps:
-            hidden_TD = self.run([SequenceSlice(new, start, table)], kv)
+            state = StateRun(0, 0 if start else None)
+            hidden_TD = self.run([SequenceSlice(new, start, table, state=state)], kv)
             start += len(new)
             new = [int(self.attention.logits(hidden_TD[-1:]).argmax())]
             generated += new

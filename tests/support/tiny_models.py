@@ -138,6 +138,35 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 MORE_FAMILIES["granitemoeshared"] = {**MORE_FAMILIES["granitemoe"], "shared_intermediate_size": 28}
 _FAMILY |= MORE_FAMILIES
 UNUSUAL_FAMILIES = ("olmoe", "afmoe", "llama4_text")  # with steps that no other family has
+_STATES = {"qwen3_next": "Qwen3Next", "qwen3_5_moe_text": "Qwen3_5Moe"}
+_CLASSES |= _STATES
+_WITH_STATES = {
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+    "num_experts": 7,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "head_dim": 16,
+}
+for _family in _STATES:
+    _FAMILY[_family] = _WITH_STATES
+_CLASSES |= {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
+_FAMILY["deepseek_v32"] = {
+    **_FAMILY["deepseek_v3"],
+    "index_topk": 13,
+    "index_n_heads": 12,
+    "index_head_dim": 18,
+}
+_FAMILY["glm_moe_dsa"] = {
+    **_FAMILY["deepseek_v32"],
+    "n_group": 1,
+    "topk_group": 1,
+    "indexer_types": ["full", "shared", "full"],
+}
 
 
 def make_tiny_checkpoint(
@@ -184,7 +213,10 @@ def build_tiny_model(family: str = "qwen3_moe", *, seed: int = 0, **overrides: A
         model = model_class(config).eval()
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+                is_centred = family in _STATES and "linear_attn" not in name  # stored minus 1
+                torch.nn.init.uniform_(parameter, *((-0.5, 0.5) if is_centred else (0.5, 1.5)))
+            elif name.endswith("A_log"):  # states that last: others make the norm after them tiny
+                torch.nn.init.uniform_(parameter, -5.0, -1.0)
             elif name.endswith(("bias", "sinks")) or "router.gate" in name:
                 torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in model.named_buffers():

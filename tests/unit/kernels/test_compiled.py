@@ -18,9 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import compiled, row_ops, thread_pool
+from kernels import compiled, delta_rule, row_ops, thread_pool
 from kernels.attention import attention_steps, plan_attention
 from kernels.compiled import (
+    bits_of,
     compile_on_disk,
     exp,
     from_bfloat16,
@@ -31,7 +32,7 @@ from kernels.experts import ClampedGate, expert_steps
 from kernels.linear import ExpertLinears, PackedLinear, linears
 from kernels.packed_attention import SequenceRows
 from kernels.steps import run_to_end
-from tests.support.kernel_reference import attention_reference
+from tests.support.kernel_reference import attention_reference, delta_net_reference
 
 DTYPES = (torch.float32, torch.bfloat16)
 some = settings(deadline=None, max_examples=40)
@@ -305,3 +306,45 @@ def test_experts_of_different_layers_share_products() -> None:
     products = linears(numbers(3, 8, 4, seed=0))
     part = ExpertLinears(list(products)[1:], None)
     assert part.addresses.tolist() == products.addresses[1:].tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(deadline=None, max_examples=15)
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 20), st.integers(1, 20)),
+    st.integers(2, 5),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_delta_net_equals_reference_for_several_sequences(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int], taps: int, lengths: list[int]
+) -> None:
+    (G, R, K, V), T, N = sizes, sum(lengths), len(lengths)
+    w, eps = 2 * K + R * V, 1e-3
+    x_TP, conv = (
+        numbers(*shape, seed=T + K, dtype=dtype)
+        for shape in ((T, G * (w + R * V + 2 * R)), (G, taps, w))
+    )
+    rates, biases, states = (numbers(*shape, seed=V).abs() for shape in
+                             ((G, R), (G, R), (N, G, R, K, V)))  # fmt: skip
+    norm, inputs = (numbers(*shape, seed=V, dtype=dtype) for shape in
+                    ((V,), (N, G, taps - 1, w)))  # fmt: skip
+    addresses = (tensor.data_ptr() for tensor in (conv, rates, biases, norm))
+    fields = np.array((dtype is torch.float32, *sizes, taps, *addresses, bits_of(eps)), np.int64)
+    firsts = np.cumsum([0, *lengths])[:-1]
+    kept = inputs.double(), states.double()
+    entries = np.array([
+        (first, count, inputs[n].data_ptr(), states[n].data_ptr())
+        for n, (first, count) in enumerate(zip(firsts, lengths, strict=True))
+    ], np.int64)  # fmt: skip
+    found = torch.empty((T, G, R, V), dtype=dtype)
+    call = fields.ctypes.data, x_TP.data_ptr(), entries.ctypes.data, N, G, found.data_ptr()
+    delta_rule.advance(thread_pool.shared_pool(), *call)
+    expected = torch.cat([
+        delta_net_reference(rows, conv, (rates, biases), norm, (kept[0][n], kept[1][n]), eps)
+        for n, rows in enumerate(torch.split(x_TP, lengths))
+    ])  # fmt: skip
+    close = float(expected.abs().max()) * (1e-4 if dtype is torch.float32 else 0.1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=close)
+    torch.testing.assert_close(inputs.double(), kept[0], rtol=0, atol=0)
+    close = float(kept[1].abs().max()) * (1e-5 if dtype is torch.float32 else 0.05)
+    torch.testing.assert_close(states.double(), kept[1], rtol=0, atol=close)

@@ -15,6 +15,7 @@ from actors.batching.batch_builder import ScheduledBatch
 from actors.batching.scheduler import Scheduler
 from actors.batching.sequence import SHARED_BATCHES, Sequence
 from actors.kv.block_manager import BlockManager
+from actors.kv.state_slots import StateSlots
 from contracts.config import ScheduleConfig
 from contracts.errors import OverloadError
 from contracts.messages import Submit, TokenLogprob
@@ -44,18 +45,24 @@ class Simulation:
         pool_blocks: int = POOL_BLOCKS,
         prefix_cache: bool = True,
         share_partial: bool = True,
+        num_states: int = 0,
     ) -> None:
         config = ScheduleConfig(
             max_batch_tokens=max_batch_tokens, max_batch_sequences=max_batch_sequences
         )
         self.config = config
+        self.states = StateSlots(num_states, prefix_cache=prefix_cache) if num_states else None
         self.blocks = BlockManager(
-            pool_blocks, prefix_cache=prefix_cache, share_partial=share_partial
+            pool_blocks,
+            prefix_cache=prefix_cache,
+            share_partial=share_partial,
+            states=self.states,
         )
         self.scheduler = Scheduler(config, self.blocks)
         self.running: ScheduledBatch | None = None
         self.ended: list[Sequence] = []
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> tokens so far
+        self.kept: dict[int, tuple[int, ...]] = {}  # state slot -> tokens so far
         self._ids = itertools.count()
 
     def add(
@@ -114,12 +121,28 @@ class Simulation:
                 self.slots[slot] = tuple(chunk.sequence.token_ids[: position + 1])
                 writer[slot] = index
         self._copy(batch, writer)
+        if self.states is not None:
+            self._keep_states(batch)
         for index, chunk in enumerate(batch.chunks):
             for position in range(chunk.stop):
                 slot = self._slot(chunk.sequence, position)
                 assert self.slots[slot] == tuple(chunk.sequence.token_ids[: position + 1])
                 by = writer.get(slot, index)
                 assert by == index or by in chunk.after, "it shares a block and does not wait"
+
+    def _keep_states(self, batch: ScheduledBatch) -> None:
+        """All states are read before any is written: no chunk waits for another one's."""
+        written: dict[int, tuple[int, ...]] = {}
+        for sequence, start, stop, _, _, state in batch.chunks:
+            assert state is not None
+            found = () if state.source is None else self.kept[state.source]
+            assert found == tuple(sequence.token_ids[:start])
+            assert state.source in (None, state.slot, *batch.slots), "it may be evicted before"
+            for position, slot in (*state.saves, (stop, state.slot)):
+                assert slot not in written, "two chunks write one slot"
+                assert start < position <= stop
+                written[slot] = tuple(sequence.token_ids[:position])
+        self.kept |= written
 
     def _copy(self, batch: ScheduledBatch, writer: dict[tuple[int, int], int]) -> None:
         """Copies of a batch are one operation: no source may be a target."""
@@ -172,6 +195,10 @@ class Simulation:
     def check(self) -> None:
         sources = self.running.sources if self.running is not None else ()
         self.blocks.check([*(s.block_table for s in self.scheduler.sequences), sources])
+        if self.states is not None:
+            slots = self.running.slots if self.running is not None else ()
+            owned = [s.state_slot for s in self.scheduler.sequences if s.state_slot is not None]
+            self.states.check([slots, owned])
 
     def drain(self, limit: int = 2000) -> int:
         """Run until every sequence has ended; return the number of batches."""
@@ -191,9 +218,11 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=POOL_TOKENS - 8)
 
 
 class Batching(RuleBasedStateMachine):
+    num_states = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.sim = Simulation()
+        self.sim = Simulation(num_states=self.num_states)
         self.added: list[Sequence] = []
         self.cancelled: set[tuple[int, int]] = set()
 
@@ -248,30 +277,43 @@ class Batching(RuleBasedStateMachine):
         assert ended | self.cancelled == {sequence.key for sequence in self.added}
 
 
+class BatchingWithStates(Batching):
+    num_states = 5
+
+
 TestBatching = Batching.TestCase
 TestBatching.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestBatchingWithStates = BatchingWithStates.TestCase
+TestBatchingWithStates.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    jobs=st.lists(st.tuples(prompts, st.integers(0, 8), priorities), min_size=1, max_size=12),
+    jobs=st.lists(
+        st.tuples(prompts, st.integers(0, 8), priorities, st.integers(0, 2)),
+        min_size=1,
+        max_size=12,
+    ),
     max_batch_tokens=st.integers(1, 50),
     max_batch_sequences=st.integers(1, 6),
     prefix_cache=st.booleans(),
+    num_states=st.integers(0, 6),
 )
 def test_every_sequence_ends_under_any_limits(
-    jobs: list[tuple[list[int], int, Priority]],
+    jobs: list[tuple[list[int], int, Priority, int]],
     max_batch_tokens: int,
     max_batch_sequences: int,
     prefix_cache: bool,
+    num_states: int,
 ) -> None:
     sim = Simulation(
         max_batch_tokens=max_batch_tokens,
         max_batch_sequences=max_batch_sequences,
         prefix_cache=prefix_cache,
+        num_states=num_states,
     )
-    for prompt, max_tokens, priority in jobs:
-        sim.add(prompt, max_tokens, priority)
+    for prompt, max_tokens, priority, request in jobs:
+        sim.add(prompt, max_tokens, priority, caller=Caller(request=request))
     sim.drain()
     assert len(sim.ended) == len(jobs)
     for sequence in sim.ended:
