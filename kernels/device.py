@@ -1,10 +1,18 @@
-"""Synchronisation with a GPU."""
+"""Choice between the host's and the device's code, and synchronisation with a GPU."""
 
 from __future__ import annotations
 
 from collections import deque
 
 import torch
+
+ACCELERATORS = frozenset(("cuda", "meta"))
+"""Types of devices on which nothing is read by the host. Tests add "cpu"."""
+
+
+def runs_on_device(device: torch.device) -> bool:
+    """Return whether work on `device` is queued, so that the host must not wait for values."""
+    return device.type in ACCELERATORS
 
 
 def wait_for_device(device: torch.device) -> None:
