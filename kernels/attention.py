@@ -463,9 +463,7 @@ def _decode_part(
     return DecodePart(rows_B, slots_N, width, mask)
 
 
-def _newest(
-    keys: slice | NDArray[np.int64], width: int
-) -> slice | NDArray[np.int64]:
+def _newest(keys: slice | NDArray[np.int64], width: int) -> slice | NDArray[np.int64]:
     if isinstance(keys, slice):
         return slice(keys.stop - width, keys.stop)
     return keys[len(keys) - width :]

@@ -20,14 +20,17 @@ def runs_on_device(device: torch.device) -> bool:
 
 
 def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Return arrays of one dtype on `device`: for a device by one copy from pinned memory, which
-    the host does not wait for, as views of it."""
+    """Return arrays of one dtype on `device`.
+
+    A device gets them by one copy from pinned memory, which the host does not wait for.
+    """
     if not runs_on_device(device):
         return [torch.from_numpy(array) for array in arrays]
     joined = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
     if device.type == "cuda":
         joined = joined.pin_memory()
-    parts = joined.to(device, non_blocking=True).split([array.size for array in arrays])
+    joined = joined.to(device, non_blocking=True)
+    parts = torch.split(joined, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

@@ -77,15 +77,15 @@ def _rope(
 @triton.jit
 def _gate(h_ptr, out_ptr, count_ptr, F, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
-    if COUNTED:
-        if n >= tl.load(count_ptr):
-            return
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = F
+    if COUNTED:
+        width = tl.where(n < tl.load(count_ptr), F, 0)
     kind = out_ptr.dtype.element_ty
-    gate = tl.load(h_ptr + n * 2 * F + i, mask=i < F, other=0.0).to(tl.float32)
-    up = tl.load(h_ptr + n * 2 * F + F + i, mask=i < F, other=0.0).to(tl.float32)
+    gate = tl.load(h_ptr + n * 2 * F + i, mask=i < width, other=0.0).to(tl.float32)
+    up = tl.load(h_ptr + n * 2 * F + F + i, mask=i < width, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-    tl.store(out_ptr + n * F + i, (silu * up).to(kind), mask=i < F)
+    tl.store(out_ptr + n * F + i, (silu * up).to(kind), mask=i < width)
 
 
 @triton.jit
@@ -116,12 +116,12 @@ def _sum(
 @triton.jit
 def _take(x_ptr, rows_ptr, out_ptr, count_ptr, D, COUNTED: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
-    if COUNTED:
-        if n >= tl.load(count_ptr):
-            return
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    width = D
+    if COUNTED:
+        width = tl.where(n < tl.load(count_ptr), D, 0)
     row = tl.load(rows_ptr + n)
-    tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < D), mask=i < D)
+    tl.store(out_ptr + n * D + i, tl.load(x_ptr + row * D + i, mask=i < width), mask=i < width)
 
 
 @triton.jit
@@ -259,7 +259,7 @@ def norm_and_rope(
 
 def _block(size: int) -> int:
     """Return the elements of a row per program."""
-    return min(_ROW_BLOCK, triton.next_power_of_2(size))
+    return min(_ROW_BLOCK, int(triton.next_power_of_2(size)))
 
 
 def gated(h_NF2: Tensor, count: Tensor | None = None) -> Tensor:

@@ -2,8 +2,8 @@
 
 A packet has the rows x_CD, pairs_CM and counts_e, and the same size whatever the routing, so every
 expert rank receives one per token group. Numbers for metrics and the routing sample follow by
-copies that the host does not wait for. Only the loss of an expert rank makes the host read a packet,
-to cut it again.
+copies that the host does not wait for. Only the loss of an expert rank makes the host read packets,
+to cut them again.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _uploaded(piece: RankSlice, top_k: int, device: torch.device) -> DeviceSlice
     pairs_CM[row_N, top_k + choice_N] = piece.weights_N[order_N].view(np.int32)
     rows_C = np.arange(piece.start, piece.stop) if piece.rows_U is None else piece.rows_U
     return DeviceSlice(
-        *piece[:4], *(torch.from_numpy(each).to(device) for each in (rows_C, pairs_CM, piece.counts_e))
+        *piece[:4],
+        *(torch.from_numpy(each).to(device) for each in (rows_C, pairs_CM, piece.counts_e)),
     )
 
 
@@ -201,7 +202,7 @@ class DeviceDispatch:
 
 
 def placement_tables(placed: LayerSlots, device: torch.device) -> PlacementTables:
-    """Return the tables of a placement. Replicas are used in turn (planner/placement/replicas.py)."""
+    """Return a placement's tables. Replicas are used in turn (`RoundRobinChooser`)."""
     replicas = [len(slots) for slots in placed.slots_of_expert]
     slots_EP = torch.zeros((len(replicas), max(replicas, default=1)), dtype=torch.int32)
     for expert, slots in enumerate(placed.slots_of_expert):

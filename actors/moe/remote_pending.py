@@ -16,7 +16,6 @@ from actors.moe.device_dispatch import DeviceSlice
 from actors.moe.dispatch import RankSlice
 from planner.placement.slots import LayerSlots
 
-
 Reply = tuple[int, int]  # token group, expert rank
 Piece = RankSlice | DeviceSlice
 

@@ -150,7 +150,6 @@ class ExpertHalf:
         held = self._layers[layer]
         return expert_steps(x_UD, held.gate_up, held.down, rows_N, weights_N, counts, held.clamped)
 
-
     def device_steps(
         self, layer: int, x_CD: Tensor, pairs_CM: Tensor, counts_e: Tensor
     ) -> Steps[Tensor]:

@@ -1,5 +1,6 @@
-"""The group's logits and tokens when dispatch, experts and combine run as on a device, here with CPU
-tensors: all families, placements with replicas, and several attention ranks."""
+"""Logits and tokens of a group whose dispatch, experts and combine run as on a device.
+
+With CPU tensors, for all families, placements with replicas and several attention ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +46,14 @@ def test_logits_and_tokens_equal_transformers(
     folder = tiny_checkpoint(family, **overrides)
     spec, oracle, placements = read_spec(folder), Oracle(folder), None
     if extra is not None:
-        layers = {"num_layers": spec.num_layers, "moe_layers": spec.moe_layers}
-        placements = {Group.EXPERT: replicated(spec.num_experts, extra, seed=7, **layers)}
+        placed = replicated(
+            spec.num_experts,
+            extra,
+            num_layers=spec.num_layers,
+            moe_layers=spec.moe_layers,
+            seed=7,
+        )
+        placements = {Group.EXPERT: placed}
     sequences = prompts(1, [23, 1, 40, 7])
     expected = torch.stack([oracle.logits(ids)[-1] for ids in sequences])
     config = group_config(2, 3)

@@ -6,15 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from actors.batching.finisher import TokenSampler, distribution
+import kernels.device
+from actors.batching.finisher import TokenSampler
+from actors.batching.sampler import distribution
 from actors.batching.sequence import Sequence
-from contracts.errors import SamplingError
+from contracts.errors import NotFiniteError, SamplingError
 from contracts.messages import Submit
 from contracts.requests import Sampling
 from tests.property.sampling_requests import VOCABULARY, requests
@@ -242,3 +245,41 @@ def test_fields_that_leave_no_token_are_an_error() -> None:
     sampling = Sampling(min_tokens=2, stop_token_ids=[1, 2])
     with pytest.raises(SamplingError, match="no token is left"):
         TokenSampler(torch.zeros(1, 3)).sample(0, sequence_of(sampling))
+
+
+# --- on a device
+
+
+@given(
+    st.lists(
+        st.tuples(requests(), st.lists(SIZES, min_size=12, max_size=12)), min_size=1, max_size=5
+    ),
+    st.sampled_from([1.0, 0.0, 4e30]),
+)
+def test_device_samples_a_batch_as_the_host_samples_its_rows(
+    rows: list[tuple[tuple[Sampling, list[int]], list[float]]], factor: float
+) -> None:
+    logits_RV = torch.tensor([logits for _, logits in rows]) * factor
+    samples = []
+    sequences = [[sequence_of(*request) for request, _ in rows] for _ in range(2)]
+    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
+        batch = TokenSampler(logits_RV, sequences[0])
+    for sampler, each in ((batch, sequences[0]), (TokenSampler(logits_RV), sequences[1])):
+        samples.append([sampler.sample(row, sequence) for row, sequence in enumerate(each)])
+    assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_device_reports_bad_rows_alone(value: float) -> None:
+    logits_RV = torch.zeros(3, 8)
+    logits_RV[0, 3] = value
+    blocked = Sampling(min_tokens=2, stop_token_ids=list(range(1, 8)))
+    settings = [Sampling(top_p=0.5, logprobs=1), blocked, Sampling(seed=3)]
+    sequences = [sequence_of(sampling) for sampling in settings]
+    with patch.object(kernels.device, "ACCELERATORS", frozenset({"cpu"})):
+        sampler = TokenSampler(logits_RV, sequences)
+    with pytest.raises(NotFiniteError):
+        sampler.sample(0, sequences[0])
+    with pytest.raises(SamplingError, match="no token is left"):
+        sampler.sample(1, sequences[1])
+    assert sampler.sample(2, sequences[2]) == TokenSampler(logits_RV).sample(2, sequences[2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,9 +58,7 @@ class Case:
 
     @property
     def on_host(self) -> list[RankSlice]:
-        return plan_dispatch(
-            self.ids_TK.numpy(), self.weights_TK.numpy(), self.groups, self.placed
-        )
+        return plan_dispatch(self.ids_TK.numpy(), self.weights_TK.numpy(), self.groups, self.placed)
 
     def on_device(self, dispatch: DeviceDispatch | None = None) -> list[DeviceSlice]:
         ranks = len(self.placed.bounds)
@@ -106,8 +103,8 @@ def test_packets_of_a_device_equal_those_of_the_host(case: Case) -> None:
             assert not received.counts_e.any()
     expected = case.on_host
     assert found.keys() == {(piece.token_group, piece.rank) for piece in expected}
-    for piece in expected:
-        same(found[piece.token_group, piece.rank], piece)
+    for sent in expected:
+        same(found[sent.token_group, sent.rank], sent)
 
 
 class Scaled:
@@ -140,14 +137,18 @@ def test_sums_of_a_device_equal_those_of_the_host(case: Case, clamped: ClampedGa
             out = [torch.empty(spec.shape, dtype=spec.torch_dtype) for spec in piece.parts(x_TD)]
             piece.fill(x_TD, out)
             held = slice(*case.placed.bounds[piece.rank])
-            products = [ExpertLinears(each[held], None) for each in (gate_up_S, down_S)]
+            gate_up, down = (ExpertLinears(each[held], None) for each in (gate_up_S, down_S))
             if len(out) == PACKET_PARTS:
                 local_CK, bits_CK = out[1].chunk(2, dim=1)
-                pairs = local_CK, bits_CK.view(torch.float32)
-                y_UD = gpu_experts.gpu_experts(out[0], *pairs, *products, clamped, out[2])
+                weights_CK = bits_CK.view(torch.float32)
+                y_UD = gpu_experts.gpu_experts(
+                    out[0], local_CK, weights_CK, gate_up, down, clamped, out[2]
+                )
             else:
-                pairs = out[1], out[2], out[3].tolist()
-                y_UD = run_to_end(expert_steps(out[0], *products, *pairs, clamped))
+                counts: list[int] = out[3].tolist()
+                y_UD = run_to_end(
+                    expert_steps(out[0], gate_up, down, out[1], out[2], counts, clamped)
+                )
             run_to_end(piece.add_to(total_TD, y_UD))
         sums.append(total_TD)
     assert torch.equal(sums[1], sums[0])
