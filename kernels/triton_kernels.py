@@ -18,7 +18,7 @@ from torch import Tensor
 
 _HEADS = 16  # per program
 _OUTPUTS, _INPUTS = 8, 256  # of a product, per program and iteration
-_ROW_BLOCK = 2048  # elements of a row per program: whole long rows do not fit the registers
+_ROW_BLOCK = 1024  # elements of a row per program: whole long rows do not fit the registers
 
 
 @triton.jit
@@ -228,8 +228,9 @@ def _slot_product(
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, round_once: bool) -> Tensor:
     """Return the RMS norm of a contiguous x."""
     out, D = torch.empty_like(x), x.shape[-1]
+    block = triton.next_power_of_2(D)
     _norm[(x.numel() // D,)](
-        x, weight_D, out, D, eps, ONCE=round_once, BLOCK=triton.next_power_of_2(D)
+        x, weight_D, out, D, eps, ONCE=round_once, BLOCK=block, num_warps=norm_warps(block)
     )
     return out
 
@@ -255,6 +256,11 @@ def norm_and_rope(
         BLOCK=triton.next_power_of_2(d // 2),
     )
     return out_THd
+
+
+def norm_warps(block: int) -> int:
+    """Return the warps of a norm, whose row must fit the registers of a program."""
+    return max(4, min(16, block // 1024))
 
 
 def _block(size: int) -> int:

@@ -1,0 +1,97 @@
+"""Triton kernels compiled ahead of time for the GPUs that we name, without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (200 MB): pip install 'tandem-moe[triton]'",
+)
+
+ARCHITECTURES = (80, 90)
+MAX_REGISTERS = 128  # of 65,536 for 512 threads: four warps leave room for four blocks
+BF16, F32, I32, I64 = "*bf16", "*fp32", "*i32", "*i64"
+
+# Kernel, types of its arguments in order, and constants, of the largest models that we name.
+KERNELS: list[tuple[str, list[str], dict[str, Any]]] = [
+    ("_norm", [BF16, BF16, BF16, "i32", "fp32"], {"ONCE": False, "BLOCK": 16384}),
+    ("_rope", [BF16] * 5 + ["i32", "i32", "i32", "fp32"], {"NORM": True, "HEADS": 16, "BLOCK": 64}),
+    ("_gate", [BF16, BF16, I32, "i32"], {"COUNTED": True, "BLOCK": 1024}),
+    ("_sum", [BF16, I64, F32, F32, I32, "i32"], {"K": 8, "COUNTED": True, "BLOCK": 1024}),
+    ("_take", [BF16, I64, BF16, I32, "i32"], {"COUNTED": True, "BLOCK": 1024}),
+    (
+        "_pack",
+        [BF16, I64, I32, I32, BF16, I32, I32, "i32", "i32", "i32"],
+        {"K": 8, "PAIRS": 16, "EXPERTS": 256, "BLOCK": 1024},
+    ),
+    ("_add", [F32, I64, BF16, "i32"], {"BLOCK": 1024}),
+    (
+        "_slot_gated",
+        [BF16, I32, BF16, BF16, "i32"],
+        {"D": 7168, "F": 2048, "OUTPUTS": 8, "INPUTS": 256},
+    ),
+    (
+        "_slot_product",
+        [BF16, I32, BF16, BF16],
+        {"D": 7168, "F": 2048, "OUTPUTS": 8, "INPUTS": 256},
+    ),
+]
+
+
+def usage(name: str, types: list[str], constants: dict[str, Any], arch: int, to: Path) -> Any:
+    """Return registers per thread and bytes of stack, which are spills, of a compiled kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    given = iter(types)
+    signature = {
+        each: "constexpr" if each in constants else next(given) for each in kernel.arg_names
+    }
+    assert not list(given), f"{name} has fewer arguments"
+    numbered = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=numbered)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warps = triton_kernels.norm_warps(constants["BLOCK"]) if name == "_norm" else 4
+        target, options = GPUTarget("cuda", arch, 32), {"num_warps": warps}
+        compiled = triton.compile(source, target=target, options=options)
+    cubin = to / f"{name}_{arch}.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    shown = subprocess.run(
+        [tool, "-res-usage", cubin], capture_output=True, text=True, timeout=60, check=True
+    )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", shown.stdout + shown.stderr)
+    assert found is not None, shown.stdout
+    return tuple(map(int, found.groups()))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "types", "constants"), KERNELS, ids=[k[0] for k in KERNELS])
+def test_kernel_compiles_without_spills(
+    name: str, types: list[str], constants: dict[str, Any], arch: int, tmp_path: Path
+) -> None:
+    registers, stack_bytes = usage(name, types, constants, arch, tmp_path)
+    assert stack_bytes == 0
+    assert registers <= MAX_REGISTERS
+
+
+def test_every_kernel_is_listed() -> None:
+    from triton.runtime.jit import KernelInterface
+
+    from kernels import triton_kernels
+
+    kernels = {n for n, each in vars(triton_kernels).items() if isinstance(each, KernelInterface)}
+    assert kernels == {name for name, *_ in KERNELS}
