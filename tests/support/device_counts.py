@@ -7,7 +7,8 @@ numbers, so that code which reads can be counted too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,75 +16,80 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-aten = torch.ops.aten
 _ALLOCATIONS = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty",
-    "aten::new_empty_strided", "aten::_reshape_alias", "aten::lift_fresh", "aten::resize_",
+    "aten::new_empty_strided", "aten::lift_fresh",
 }  # fmt: skip
-# Their results have sizes that depend on values, or CUDA's kernel reads them on the host.
+# Their results have sizes that depend on values, which CUDA's kernels read on the host.
 _READS = {
     "aten::nonzero", "aten::masked_select", "aten::bincount", "aten::repeat_interleave",
     "aten::unique_dim", "aten::_unique2",
 }  # fmt: skip
 
 
+class LaunchedKernels:
+    """Stands for kernels/triton_kernels.py: each call is a launch and computes nothing."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+
+    def gated(self, h_NF2: Tensor, count: Tensor | None = None) -> Tensor:
+        self.launches += 1
+        return h_NF2[:, : h_NF2.shape[1] // 2]
+
+    def gather_rows(self, x_TD: Tensor, rows_N: Tensor, count: Tensor | None = None) -> Tensor:
+        self.launches += 1
+        return x_TD.new_empty((len(rows_N), x_TD.shape[1]))
+
+    def pack_rows(self, *_: Any) -> None:
+        self.launches += 1
+
+    add_rows = weighted_sums = pack_rows
+
+
 class DeviceCounts(TorchDispatchMode):
     """launches, copies, host_reads: counted while the mode is entered.
 
-    largest_bytes: of one new tensor. values: what integers read on the host are taken modulo.
+    values: what integers that are read on the host are taken modulo.
     """
 
     def __init__(self, values: int = 2) -> None:
         super().__init__()
-        self.launches = self.copies = self.host_reads = self.largest_bytes = 0
-        self.log: list[str] = []
+        self.launches = self.copies = self.host_reads = 0
         self._values = values
+
+    @contextmanager
+    def beside(self, kernels: LaunchedKernels | None) -> Iterator[None]:
+        """Count launches of these kernels as well."""
+        before = 0 if kernels is None else kernels.launches
+        with self:
+            yield
+        self.launches += 0 if kernels is None else kernels.launches - before
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
+        kwargs, name = kwargs or {}, func._schema.name
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        on_device = [each.is_meta for each in given]
-        if any(on_device):
-            if name == "aten::_local_scalar_dense":
-                self._read(name)
-                return 1
-            if name in _READS:
-                self._read(name)
-                return self._answer(name, *given)
-            target = torch.device(kwargs.get("device") or "meta")
-            if name == "aten::_to_copy" and target.type == "cpu":
-                self._read(name)
-                return self._made(given[0].shape, kwargs.get("dtype") or given[0].dtype)
-            if name == "aten::copy_" and not given[0].is_meta:
-                self._read(name)
-                return given[0].copy_(self._made(given[1].shape, given[0].dtype))
+        is_copy = name in ("aten::_to_copy", "aten::copy_")
+        if any(each.is_meta for each in given):
+            target = torch.device(kwargs.get("device") or given[0].device)
+            if name == "aten::_local_scalar_dense" or name in _READS or target.type == "cpu":
+                self.host_reads += 1
+                return (
+                    1 if name == "aten::_local_scalar_dense" else self._made(func, *args, **kwargs)
+                )
         result = func(*args, **kwargs)
         made = [each for each in tree_iter(result) if isinstance(each, Tensor) and each.is_meta]
-        if not made or func.is_view:
-            return result
-        crossing = name in ("aten::_to_copy", "aten::copy_") and not all(on_device)
-        if crossing:
-            self.copies += 1
-            self.log.append(f"copy {name}")
-        elif name not in _ALLOCATIONS:
-            self.launches += 1
-            self.log.append(name)
-        if not any(one is other for one in made for other in given):
-            self.largest_bytes = max(self.largest_bytes, *(each.nbytes for each in made))
+        if made and not func.is_view:
+            crosses = is_copy and not all(each.is_meta for each in given)
+            self.copies += crosses
+            self.launches += not crosses and name not in _ALLOCATIONS
         return result
 
-    def _read(self, name: str) -> None:
-        self.host_reads += 1
-        self.log.append(f"read {name}")
-
-    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        numbers = torch.arange(torch.Size(shape).numel())
-        return (numbers % self._values).to(dtype).view(tuple(shape))
-
-    def _answer(self, name: str, first: Tensor, *others: Tensor) -> Tensor:
-        """Return a tensor of the largest size that the result may have."""
-        rows = int(1e3) if name == "aten::bincount" else first.numel()
-        return torch.empty(rows, dtype=torch.int64, device="meta")
+    def _made(self, func: Any, first: Tensor, *_: Any, dtype: Any = None, **__: Any) -> Tensor:
+        """Return numbers for a copy to the host; for others, a result of the largest size."""
+        if func._schema.name not in _READS:
+            numbers = torch.arange(first.numel()) % self._values
+            return numbers.to(dtype or first.dtype).view(first.shape)
+        return torch.empty(first.numel(), dtype=torch.int64, device="meta")
