@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from cluster.fleet.codec import decode_config, encode_config
 from cluster.serving.settings import with_absolute_paths
 from contracts.api_keys import ApiKey
-from contracts.config import TandemConfig
+from contracts.config import ChannelConfig, PrefillConfig, TandemConfig
+from contracts.config.devices import MODES, Mode
 from contracts.errors import ConfigError
 from contracts.loading import config_from, load_config
 from contracts.plan import Order
+from tests.architecture.support import ROOT
 from tests.support.one_line_errors import one_line_error
 
 
@@ -152,3 +154,41 @@ def test_valid_keys_are_accepted() -> None:
 def test_invalid_setting_is_rejected(override: str, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         load_config(None, [override])
+
+
+# Settings beside a mode's own.
+_BESIDE = {
+    "groups.expert_ranks": [],
+    "experts.slots, experts.bytes (expert ranks)": ["experts.slots=9"],
+    "experts.speculative=speculated": ["experts.slots=9", "groups.prefill_ranks=1",
+                                       "groups.expert_ranks=0", "groups.attention_ranks=0"],
+    "experts.storage_format=true": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", MODES, ids=[mode.setting for mode in MODES])
+def test_mode_is_tested_on_a_device_or_refused_by_name(mode: Mode, device: str) -> None:
+    alone = ["groups.prefill_ranks=2", "groups.expert_ranks=0", "groups.attention_ranks=0"]
+    prefill = [*alone, "experts.slots=9"] if mode.setting.endswith("=cached") else alone
+    is_prefill = mode.setting.startswith("prefill.")
+    beside = prefill if is_prefill else _BESIDE.get(mode.setting, [])
+    own = [mode.setting] if "=" in mode.setting else []
+    settings = [f"groups.device={device}", *beside, *own]
+    tested = mode.cuda if device == "cuda" else mode.cpu
+    if tested:
+        assert (ROOT / tested).is_file()
+        assert mode.is_set(load_config(None, settings))
+    else:
+        with pytest.raises(ConfigError, match=f"not with groups.device={device}") as caught:
+            load_config(None, settings)
+        assert f"{mode.setting}: not" in caught.value.message
+        assert mode.instead in caught.value.message
+
+
+def test_every_kind_of_experts_and_channel_is_a_mode() -> None:
+    names = {mode.setting for mode in MODES}
+    for section, key in ((PrefillConfig, "experts"), (ChannelConfig, "backend")):
+        values = set(get_args(get_type_hints(section)[key])) - {"auto"}
+        prefix = f"{'prefill' if section is PrefillConfig else 'channel'}.{key}="
+        assert {f"{prefix}{value}" for value in values} <= names
